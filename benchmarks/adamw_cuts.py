@@ -42,17 +42,32 @@ def update(
     pieces = [list(tensor.split(cut)) for tensor in state]
     begins = [sum(cut[:index]) for index in range(len(cut))]
     parameters = [torch.nn.Parameter(piece) for piece in pieces[0]]
-    options = {"fused": True} if variant == "fused" else {"foreach": variant == "foreach", "fused": False}
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **options)
+    options = (
+        {"fused": True}
+        if variant == "fused"
+        else {"foreach": variant == "foreach", "fused": False}
+    )
+    optimizer = torch.optim.AdamW(
+        parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **options
+    )
     for parameter, average, square in zip(parameters, pieces[1], pieces[2], strict=True):
-        optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": average, "exp_avg_sq": square}
+        optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": average,
+            "exp_avg_sq": square,
+        }
     for done, gradient in enumerate(gradients):
         cut_gradient = gradient.split(cut)
         if variant == "in parts":
             cuts = zip(pieces[0], cut_gradient, pieces[1], pieces[2], begins, strict=True)
             parts = [Part(*four, begin=begin, total=ELEMENTS) for *four, begin in cuts]
             update_parts(
-                parts, updates=done, learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1
+                parts,
+                updates=done,
+                learning_rate=1e-3,
+                betas=(0.9, 0.95),
+                epsilon=1e-8,
+                weight_decay=0.1,
             )
             continue
         for parameter, piece in zip(parameters, cut_gradient, strict=True):
@@ -64,7 +79,10 @@ def update(
 def main() -> None:
     """Print a line a variant, number of threads and cut."""
     torch.manual_seed(0)
-    weights, gradients = torch.randn(ELEMENTS), [torch.randn(ELEMENTS) * 0.01 for _ in range(UPDATES)]
+    weights, gradients = (
+        torch.randn(ELEMENTS),
+        [torch.randn(ELEMENTS) * 0.01 for _ in range(UPDATES)],
+    )
     plain = update("loop", weights, gradients, [ELEMENTS])
     for variant in ("loop", "foreach", "fused", "in parts"):
         torch.set_num_threads(1)
@@ -75,8 +93,12 @@ def main() -> None:
                 begun = time.perf_counter()
                 found = update(variant, weights, gradients, cut)
                 seconds = time.perf_counter() - begun
-                differ = sum(int((one != other).sum()) for one, other in zip(first, found, strict=True))
-                to_loop = sum(int((one != other).sum()) for one, other in zip(plain, found, strict=True))
+                differ = sum(
+                    int((one != other).sum()) for one, other in zip(first, found, strict=True)
+                )
+                to_loop = sum(
+                    int((one != other).sum()) for one, other in zip(plain, found, strict=True)
+                )
                 print(
                     f"{variant:9} threads={threads} cut={name:12} differ={differ:4} "
                     f"from_loop={to_loop:4} {seconds * 1e3:.0f} ms"

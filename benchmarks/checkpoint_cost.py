@@ -79,9 +79,19 @@ def measure(*, rounds: int = 7) -> list[Row]:
         ),
         Row(what, "blocking", statistics.median(blocking[1:]), "s"),
         Row(
-            what, "lost a save", statistics.median(lost), "s", note=f"from {min(lost):.2f} to {max(lost):.2f}"
+            what,
+            "lost a save",
+            statistics.median(lost),
+            "s",
+            note=f"from {min(lost):.2f} to {max(lost):.2f}",
         ),
-        Row(what, "lost / 60 s", statistics.median(lost) / INTERVAL_SECONDS, "ratio", goal="<= 0.01"),
+        Row(
+            what,
+            "lost / 60 s",
+            statistics.median(lost) / INTERVAL_SECONDS,
+            "ratio",
+            goal="<= 0.01",
+        ),
     ]
 
 

@@ -38,13 +38,17 @@ def build_state(*, hidden: int = 640, layers: int = 10) -> State:
         shapes |= {f"{layer}.norm1": (hidden,), f"{layer}.norm2": (hidden,)}
     state = {f"model.{name}": torch.randn(shape) for name, shape in shapes.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
-        state |= {f"optimizer.{name}.{moment}": torch.randn(shape) for name, shape in shapes.items()}
+        state |= {
+            f"optimizer.{name}.{moment}": torch.randn(shape) for name, shape in shapes.items()
+        }
     return state
 
 
 def open_manager(directory: Path) -> CheckpointManager:
     """Evergrad's manager in a world of one, with the default settings but one checkpoint kept."""
-    world = World(generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu"))
+    world = World(
+        generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu")
+    )
     return CheckpointManager(
         directory,
         membership=Membership(world),
@@ -104,16 +108,46 @@ def measure(*, rounds: int = 7) -> list[Row]:
     size = sum(value.nbytes for value in state.values())
     what = f"checkpoint of 50M parameters, {size / 1e6:.0f} MB"
     return [
-        Row(what, "training stands still", statistics.median(blocking), "s", note=f"first time {first:.2f}"),
         Row(
-            what, "until published", statistics.median(published), "s", note="hashes, fsync, manifest, rename"
+            what,
+            "training stands still",
+            statistics.median(blocking),
+            "s",
+            note=f"first time {first:.2f}",
         ),
-        Row(what, "torch.save + fsync", statistics.median(torch_save), "s", note="training stands still"),
+        Row(
+            what,
+            "until published",
+            statistics.median(published),
+            "s",
+            note="hashes, fsync, manifest, rename",
+        ),
+        Row(
+            what,
+            "torch.save + fsync",
+            statistics.median(torch_save),
+            "s",
+            note="training stands still",
+        ),
         Row(what, "dcp.save", statistics.median(plain_dcp), "s", note="training stands still"),
-        Row(what, "stands still / torch.save", _ratio(blocking, torch_save), "ratio", goal="<= 0.5"),
-        Row(what, "stands still / dcp.save", _ratio(blocking, plain_dcp), "ratio", goal="<= 0.5"),
+        Row(
+            what,
+            "stands still / torch.save",
+            _ratio(blocking, torch_save),
+            "ratio",
+            goal="<= 0.5",
+        ),
+        Row(
+            what, "stands still / dcp.save", _ratio(blocking, plain_dcp), "ratio", goal="<= 0.5"
+        ),
         Row(what, "until published / torch.save", _ratio(published, torch_save), "ratio"),
-        Row(what, "until published / dcp.save", _ratio(published, plain_dcp), "ratio", goal="<= 1.0"),
+        Row(
+            what,
+            "until published / dcp.save",
+            _ratio(published, plain_dcp),
+            "ratio",
+            goal="<= 1.0",
+        ),
     ]
 
 

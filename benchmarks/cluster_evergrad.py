@@ -34,7 +34,10 @@ class Evergrad:
     def build() -> None:
         """Compile the virtual environment's modules, as the image has them: else a start compiles them each
         time."""
-        subprocess.run([sys.executable, "-m", "compileall", "-q", sysconfig.get_path("purelib")], check=False)
+        subprocess.run(
+            [sys.executable, "-m", "compileall", "-q", sysconfig.get_path("purelib")],
+            check=False,
+        )
 
     def prepare(self, *, runs: int) -> None:
         """The CRD, claims bound by hand (kwok has no provisioner) and the operator."""
@@ -82,8 +85,17 @@ class Evergrad:
                 "storage": {"claimName": _claim(number)},
                 "template": {"nodeSelector": NODE_LABEL, "tolerations": [TAINT]},
                 "training": {
-                    "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}},
-                    "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": 128},
+                    "model": {
+                        "config": {
+                            "model_type": "llama",
+                            "hidden_size": 64,
+                            "num_hidden_layers": 2,
+                        }
+                    },
+                    "data": {
+                        "sources": [{"name": "docs", "path": "documents.jsonl"}],
+                        "sequenceLength": 128,
+                    },
                     "batching": {"globalBatchSize": 8, "microBatchSize": 2},
                     "optimizer": {"learningRate": 0.003},
                     "horizon": {"steps": 1000},
@@ -95,7 +107,11 @@ class Evergrad:
     def run_of(labels: dict[str, str]) -> str | None:
         """The run that a pod with these labels trains for; None for any other pod, coordinators'
         among them."""
-        return labels.get("evergrad.dev/run") if labels.get("evergrad.dev/role") == "node" else None
+        return (
+            labels.get("evergrad.dev/run")
+            if labels.get("evergrad.dev/role") == "node"
+            else None
+        )
 
     @staticmethod
     def owns(verb: str, resource: str) -> bool:
@@ -112,7 +128,9 @@ class Evergrad:
     def count_events(self) -> float:
         """Events that the operator has posted, by its own count: the API server does not say
         whose they are."""
-        with urllib.request.urlopen(f"http://{CONTROL_ADDRESS}:{_PORT}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"http://{CONTROL_ADDRESS}:{_PORT}/metrics", timeout=10
+        ) as answer:
             lines = answer.read().decode().splitlines()
         return sum(
             float(line.rpartition(" ")[2])

@@ -74,9 +74,14 @@ class Kubeflow:
     def start(self) -> None:
         """Start both managers; returns when they are ready."""
         for name in self.processes:
-            environment = {"KUBECONFIG": str(self._plane.kubeconfig), "TMPDIR": str(self._folder)}
+            environment = {
+                "KUBECONFIG": str(self._plane.kubeconfig),
+                "TMPDIR": str(self._folder),
+            }
             words = [binary(name), f"--config={self._folder / name}.yaml"]
-            words += ["--zap-log-level=2"] if name == "trainer" else ["--metrics-bind-address=0"]
+            words += (
+                ["--zap-log-level=2"] if name == "trainer" else ["--metrics-bind-address=0"]
+            )
             self._plane.spawn(name, words, environment)
         for name in self.processes:
             self._plane.wait_ready(_HEALTH_PORTS[name])
@@ -128,7 +133,12 @@ class Kubeflow:
             *CURVE,
         ]
         words += ["-subj", "/CN=webhooks", "-addext", "basicConstraints=critical,CA:FALSE"]
-        words += ["-addext", "extendedKeyUsage=serverAuth", "-addext", "subjectAltName=IP:127.0.0.1"]
+        words += [
+            "-addext",
+            "extendedKeyUsage=serverAuth",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ]
         run([*words, "-keyout", folder / "tls.key", "-out", folder / "tls.crt"])
         self._certificates = folder
 
@@ -143,7 +153,9 @@ class Kubeflow:
         jobset["leaderElection"]["leaderElect"] = False
         jobset["webhook"] = {"certDir": str(self._certificates)}
         for name, content in {"trainer": trainer, "jobset": jobset}.items():
-            content.setdefault("health", {})["healthProbeBindAddress"] = f":{_HEALTH_PORTS[name]}"
+            content.setdefault("health", {})["healthProbeBindAddress"] = (
+                f":{_HEALTH_PORTS[name]}"
+            )
             content.setdefault("webhook", {})["port"] = _WEBHOOK_PORTS[name]
             (self._folder / f"{name}.yaml").write_text(json.dumps(content))
 

@@ -46,7 +46,11 @@ class Seen:
 
     def whole(self, times: dict[str, dict[str, float]]) -> dict[str, float]:
         """The moment at which a run had all its pods, for those that have."""
-        return {run: sorted(pods.values())[NODES - 1] for run, pods in times.items() if len(pods) >= NODES}
+        return {
+            run: sorted(pods.values())[NODES - 1]
+            for run, pods in times.items()
+            if len(pods) >= NODES
+        }
 
     @property
     def extra(self) -> int:
@@ -116,7 +120,11 @@ def _watch(kubeconfig: Path, path: str, run_of: RunOf, ready: Any, parent: Conne
             with lock:
                 seen.take(event["type"], event["object"], run_of, now)
                 run = run_of(event["object"]["metadata"].get("labels") or {})
-                if run is not None and run not in complete and len(seen.running.get(run, ())) >= NODES:
+                if (
+                    run is not None
+                    and run not in complete
+                    and len(seen.running.get(run, ())) >= NODES
+                ):
                     complete.add(run)
                     ready.value = len(complete)
 
@@ -152,11 +160,15 @@ class _Api(Api):
 
     def post(self, connection: http.client.HTTPSConnection, path: str, body: bytes) -> None:
         """One object. Raises LoadError for what is refused."""
-        connection.request("POST", path, body, headers={**self._headers, "Content-Type": "application/json"})
+        connection.request(
+            "POST", path, body, headers={**self._headers, "Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         text = answer.read()
         if answer.status != http.client.CREATED:
-            raise LoadError(f"POST {path}: {answer.status} {text[:500].decode(errors='replace')}")
+            raise LoadError(
+                f"POST {path}: {answer.status} {text[:500].decode(errors='replace')}"
+            )
 
 
 @dataclass
@@ -167,7 +179,9 @@ class Posted:
     took: list[float] = field(default_factory=list)
 
 
-def post(kubeconfig: Path, path: str, bodies: Sequence[dict[str, Any]], *, rate: float) -> Posted:
+def post(
+    kubeconfig: Path, path: str, bodies: Sequence[dict[str, Any]], *, rate: float
+) -> Posted:
     """Send all at ``rate`` a second from 16 threads, each on a connection of its own.
 
     Raises LoadError for a refused one.

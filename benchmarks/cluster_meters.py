@@ -70,4 +70,6 @@ def _find_writer(verb: str, resource: str, owns: Callable[[str, str], bool]) -> 
         return "client"
     if owns(verb, resource):
         return "operator"
-    return {"pods/binding": "scheduler", "events": "scheduler", "pods/status": "kwok"}.get(resource, "kcm")
+    return {"pods/binding": "scheduler", "events": "scheduler", "pods/status": "kwok"}.get(
+        resource, "kcm"
+    )

@@ -98,9 +98,14 @@ class Plane:
         """Until the API server serves each of these CRDs. Raises BedError after 30 s."""
 
         def is_served(name: str) -> bool:
-            crd = self.api.get(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
+            crd = self.api.get(
+                f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
+            )
             conditions = (crd.get("status") or {}).get("conditions") or ()
-            return any(entry["type"] == "Established" and entry["status"] == "True" for entry in conditions)
+            return any(
+                entry["type"] == "Established" and entry["status"] == "True"
+                for entry in conditions
+            )
 
         for name in names:
             wait_until(f"CRD {name}", lambda name=name: is_served(name), seconds=30)  # type: ignore[misc]
@@ -112,7 +117,10 @@ class Plane:
 
         def are_bound() -> bool:
             return (
-                sum(claim["status"].get("phase") == "Bound" for claim in self.api.get(path)["items"])
+                sum(
+                    claim["status"].get("phase") == "Bound"
+                    for claim in self.api.get(path)["items"]
+                )
                 == number
             )
 
@@ -121,14 +129,21 @@ class Plane:
     def add_nodes(self) -> None:
         """Made-up nodes; returns when all are Ready. Raises BedError after 120 s."""
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda number: self.api.create("/api/v1/nodes", _node(number)), range(NUM_NODES)))
+            list(
+                pool.map(
+                    lambda number: self.api.create("/api/v1/nodes", _node(number)),
+                    range(NUM_NODES),
+                )
+            )
 
         def are_ready() -> bool:
             return sum(map(_is_ready, self.api.get("/api/v1/nodes")["items"])) == NUM_NODES
 
         wait_until(f"{NUM_NODES} nodes Ready", are_ready, seconds=120, pause=0.5)
 
-    def wait_until_quiet(self, names: Sequence[str], *, level: float = 0.3, seconds: float = 60) -> None:
+    def wait_until_quiet(
+        self, names: Sequence[str], *, level: float = 0.3, seconds: float = 60
+    ) -> None:
         """Until these daemons together use less than `level` cores for two seconds, or `seconds`
         have passed."""
         deadline, calm = time.monotonic() + seconds, 0
@@ -165,7 +180,9 @@ def read_usage(process: Path) -> Usage:
     """CPU and memory from the process's folder in /proc, of all its threads."""
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     sizes = dict(
-        line.split(":", 1) for line in (process / "status").read_text().splitlines() if line.startswith("Vm")
+        line.split(":", 1)
+        for line in (process / "status").read_text().splitlines()
+        if line.startswith("Vm")
     )
     mib = {key: int(value.split()[0]) / 1024 for key, value in sizes.items()}
     return Usage((int(fields[11]) + int(fields[12])) / _TICKS, mib["VmRSS"], mib["VmHWM"])
@@ -173,7 +190,10 @@ def read_usage(process: Path) -> Usage:
 
 def busy_seconds() -> tuple[float, float]:
     """Seconds that the machine's processors worked, and all their seconds, since it booted."""
-    numbers = [int(word) / _TICKS for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    numbers = [
+        int(word) / _TICKS
+        for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    ]
     return sum(numbers) - numbers[3] - numbers[4], sum(numbers)
 
 

@@ -24,7 +24,16 @@ import installed_operator
 from bed.cluster import Bed
 from bed.fixtures import Cluster
 from bed.places import KUBECONFIG, STORAGE_CLASS
-from cluster_runs import QUICKSTART, Run, Runs, documents, make_manifest, merged, read_rows, wait_for
+from cluster_runs import (
+    QUICKSTART,
+    Run,
+    Runs,
+    documents,
+    make_manifest,
+    merged,
+    read_rows,
+    wait_for,
+)
 from common import Row, model_config, print_rows
 
 SAMPLES_FILE = Path(__file__).with_name("results") / "cluster-pods-samples.json"
@@ -53,7 +62,9 @@ class Bench:
             yield runs
         finally:
             runs.remove()
-            with contextlib.suppress(AssertionError):  # what is left of it must not take CPU from the next
+            with contextlib.suppress(
+                AssertionError
+            ):  # what is left of it must not take CPU from the next
                 wait_for(lambda: not runs.list("pods"), "the end of its pods")
 
 
@@ -85,8 +96,14 @@ def measure_recipe(bench: Bench, events: int) -> list[Sample]:
         "reproducibility": {"elastic": "fast"},
     }
     with bench.namespace() as runs:
-        runs.kubectl("create", "configmap", "documents", f"--from-literal=documents.jsonl={documents()}")
-        changes = {"nodes": {"min": 1, "max": stock.NODES}, "resources": RESOURCES, "training": training}
+        runs.kubectl(
+            "create", "configmap", "documents", f"--from-literal=documents.jsonl={documents()}"
+        )
+        changes = {
+            "nodes": {"min": 1, "max": stock.NODES},
+            "resources": RESOURCES,
+            "training": training,
+        }
         run = runs.apply(make_manifest("recipe", steps=100_000, changes=changes))
         return _kill_in_turns(run, run.rows, events)
 
@@ -99,7 +116,14 @@ def measure_script(bench: Bench, events: int) -> list[Sample]:
     spec = {
         "nodes": {"min": 1, "max": stock.NODES},
         "resources": RESOURCES,
-        "script": {"command": [stock.SCRIPT, *stock.arguments("."), "--model", json.dumps(model_config())]},
+        "script": {
+            "command": [
+                stock.SCRIPT,
+                *stock.arguments("."),
+                "--model",
+                json.dumps(model_config()),
+            ]
+        },
         "template": {"volumes": stock.SCRIPT_VOLUMES, "volumeMounts": stock.SCRIPT_MOUNTS},
     }
     manifest = make_manifest("script", steps=1)
@@ -121,14 +145,18 @@ def _script_rows(run: Run) -> list[dict[str, Any]]:
     return []
 
 
-def _kill_in_turns(run: Run, rows: Callable[[], list[dict[str, Any]]], events: int) -> list[Sample]:
+def _kill_in_turns(
+    run: Run, rows: Callable[[], list[dict[str, Any]]], events: int
+) -> list[Sample]:
     """One run; node 1 is killed, again and again, each time when all nodes have trained together for some
     steps."""
     samples = []
     for _ in range(events):
         wait_until_whole(rows)
         pod = wait_for(lambda: run.live_pods().get(1), "a pod to kill")
-        samples.append(measure_kill(rows, _find_kill(run.runs.namespace, pod["metadata"]["name"])))
+        samples.append(
+            measure_kill(rows, _find_kill(run.runs.namespace, pod["metadata"]["name"]))
+        )
     return samples
 
 
@@ -139,12 +167,22 @@ def measure_stock(bench: Bench, events: int, *, settings: stock.Settings) -> lis
     for _ in range(events):
         with bench.namespace() as runs:
             stock.create_job(
-                runs, settings, image=bench.trainer_image, resources=RESOURCES, model=model_config()
+                runs,
+                settings,
+                image=bench.trainer_image,
+                resources=RESOURCES,
+                model=model_config(),
             )
             rows = lambda: stock.read_steps(runs)  # noqa: E731
             wait_until_whole(rows, seconds=240)
-            pod = next(one for one in runs.list("pods") if one["metadata"]["labels"][stock.INDEX] == "1")
-            samples.append(measure_kill(rows, _find_kill(runs.namespace, pod["metadata"]["name"])))
+            pod = next(
+                one
+                for one in runs.list("pods")
+                if one["metadata"]["labels"][stock.INDEX] == "1"
+            )
+            samples.append(
+                measure_kill(rows, _find_kill(runs.namespace, pod["metadata"]["name"]))
+            )
     return samples
 
 
@@ -153,9 +191,13 @@ def wait_until_whole(rows: Callable[[], list[dict[str, Any]]], *, seconds: float
 
     def is_whole() -> bool:
         newest = rows()[-SETTLED_STEPS:]
-        return len(newest) == SETTLED_STEPS and all(row["world_size"] == stock.NODES for row in newest)
+        return len(newest) == SETTLED_STEPS and all(
+            row["world_size"] == stock.NODES for row in newest
+        )
 
-    wait_for(is_whole, f"{SETTLED_STEPS} steps of {stock.NODES} nodes", seconds=seconds, every=0.5)
+    wait_for(
+        is_whole, f"{SETTLED_STEPS} steps of {stock.NODES} nodes", seconds=seconds, every=0.5
+    )
 
 
 def _find_kill(namespace: str, pod: str) -> Callable[[], None]:
@@ -169,11 +211,17 @@ def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], No
     took part in."""
     killed = time.time()
     kill()
-    before = sorted((row for row in rows() if row["time"] <= killed), key=lambda row: float(row["time"]))
+    before = sorted(
+        (row for row in rows() if row["time"] <= killed), key=lambda row: float(row["time"])
+    )
     old = before[-1]
 
     def later() -> list[dict[str, Any]]:
-        return [row for row in rows() if row["time"] > killed and row["generation"] != old["generation"]]
+        return [
+            row
+            for row in rows()
+            if row["time"] > killed and row["generation"] != old["generation"]
+        ]
 
     wait_for(
         lambda: any(row["world_size"] == stock.NODES for row in later()),
@@ -188,7 +236,9 @@ def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], No
         "rest": found[0]["time"] - killed,
         "replacement": whole["time"] - killed,
         "lost_steps": float(lost),
-        "step": statistics.median(b["time"] - a["time"] for a, b in pairwise(before[-SETTLED_STEPS:])),
+        "step": statistics.median(
+            b["time"] - a["time"] for a, b in pairwise(before[-SETTLED_STEPS:])
+        ),
     }
     _say(sample)
     return sample
@@ -243,13 +293,27 @@ def make_rows(samples: dict[str, list[Sample]]) -> list[Row]:
             for theirs in ("stock_tuned", "stock_default"):
                 if ours in samples and theirs in samples:
                     ratio = _median(samples[theirs], key) / _median(samples[ours], key)
-                    rows.append(Row(f"… {figure}", f"{theirs.replace('_', ' ')} / {ours}", ratio, "times"))
+                    rows.append(
+                        Row(
+                            f"… {figure}",
+                            f"{theirs.replace('_', ' ')} / {ours}",
+                            ratio,
+                            "times",
+                        )
+                    )
     for part, what in _WHAT.items():
         if part in samples:
             lost = [one["lost_steps"] for one in samples[part]]
             goal = "<= 0" if part == "recipe" else ""
             rows.append(
-                Row("finished steps trained again", what, sum(lost), "", goal, f"in {len(lost)} events")
+                Row(
+                    "finished steps trained again",
+                    what,
+                    sum(lost),
+                    "",
+                    goal,
+                    f"in {len(lost)} events",
+                )
             )
     return rows
 
@@ -286,9 +350,16 @@ def measure(
             operator = installed_operator.install(cluster)
             bench = Bench(cluster, operator.trainer_image, Path(scratch))
             for part in only or PARTS:
-                print(f"== {time.strftime('%T')}  {part}, load {os.getloadavg()[0]:.1f}", flush=True)
+                print(
+                    f"== {time.strftime('%T')}  {part}, load {os.getloadavg()[0]:.1f}",
+                    flush=True,
+                )
                 taken, load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
-                known[part] = {"taken": taken, "load": load, "samples": PARTS[part](bench, events)}
+                known[part] = {
+                    "taken": taken,
+                    "load": load,
+                    "samples": PARTS[part](bench, events),
+                }
                 samples_file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     finally:
         if not was_up:
@@ -302,15 +373,22 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--only", type=lambda text: text.split(","), default=[], help=f"of {', '.join(PARTS)}, with commas"
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        help=f"of {', '.join(PARTS)}, with commas",
     )
     parser.add_argument("--events", type=int, default=EVENTS, help=f"of each part; {EVENTS}")
-    parser.add_argument("--samples", type=Path, help="another file for the samples; results are printed only")
+    parser.add_argument(
+        "--samples", type=Path, help="another file for the samples; results are printed only"
+    )
     options = parser.parse_args()
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))}: there is {', '.join(PARTS)}")
     machine = describe_machine()
-    rows = measure(only=options.only, events=options.events, samples_file=options.samples or SAMPLES_FILE)
+    rows = measure(
+        only=options.only, events=options.events, samples_file=options.samples or SAMPLES_FILE
+    )
     print_rows(rows)
     if options.samples is None:
         write_results(CLUSTER_PODS, rows, machine)

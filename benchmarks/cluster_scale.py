@@ -129,7 +129,8 @@ def _measure(plane: Plane, side: Side, load: Load, daemons: Sequence[str]) -> Sa
         },
         "requests": meters.describe(done, load.runs),
         "usage": {
-            name: asdict(Usage(now.cpu - usage[name].cpu, now.rss, now.peak)) for name, now in after.items()
+            name: asdict(Usage(now.cpu - usage[name].cpu, now.rss, now.peak))
+            for name, now in after.items()
         },
     }
 
@@ -230,13 +231,19 @@ def _write_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
 
 
 def _sustained_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
-    speeds = {side: sample["runs"] / sample["created_seconds"] for side, sample in sides.items()}
+    speeds = {
+        side: sample["runs"] / sample["created_seconds"] for side, sample in sides.items()
+    }
     for side, sample in sides.items():
         note = f"p50 {statistics.median(sample['created']):.2f} s, machine {sample['busy']:.0%} busy"
         yield Row(f"{what}: sustained, {side}", "runs a second", speeds[side], "1/s", "", note)
     if len(sides) == len(SIDES):
         yield Row(
-            f"{what}: sustained", "ours / theirs", speeds["evergrad"] / speeds["kubeflow"], "", ">= 1.5"
+            f"{what}: sustained",
+            "ours / theirs",
+            speeds["evergrad"] / speeds["kubeflow"],
+            "",
+            ">= 1.5",
         )
 
 
@@ -249,11 +256,22 @@ def _thousand_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
         peak = sum(usage[name]["peak"] for name in operators)
         rss = sum(usage[name]["rss"] for name in operators)
         note = f"at most {peak:.0f}; {', '.join(operators)}"
-        yield Row(f"{what}: memory (RSS), {side}", "at the end", rss, "MiB", "<= 350" if ours else "", note)
+        yield Row(
+            f"{what}: memory (RSS), {side}",
+            "at the end",
+            rss,
+            "MiB",
+            "<= 350" if ours else "",
+            note,
+        )
         cpu = {name: usage[name]["cpu"] * 1000 / sample["runs"] for name in usage}
-        note = ", ".join(f"{name} {value:.0f}" for name, value in cpu.items() if name in DAEMONS)
+        note = ", ".join(
+            f"{name} {value:.0f}" for name, value in cpu.items() if name in DAEMONS
+        )
         mine = sum(cpu[name] for name in operators)
-        yield Row(f"{what}: CPU a run, {side}", "operator", mine, "ms", "<= 60" if ours else "", note)
+        yield Row(
+            f"{what}: CPU a run, {side}", "operator", mine, "ms", "<= 60" if ours else "", note
+        )
         if not ours:
             yield Row(
                 f"{what}: CPU a run, {side}",
@@ -266,7 +284,9 @@ def _thousand_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
     for side, sample in sides.items():
         if "restart" in sample:
             yield from _restart_rows(
-                f"restart over {sample['runs']:,} running runs, {side}", sample["restart"], side == "evergrad"
+                f"restart over {sample['runs']:,} running runs, {side}",
+                sample["restart"],
+                side == "evergrad",
             )
 
 
@@ -278,7 +298,12 @@ def _restart_rows(what: str, restart: Sample, is_ours: bool) -> Iterator[Row]:
     peak = sum(usage["peak"] for usage in restart["usage"].values())
     rss = sum(usage["rss"] for usage in restart["usage"].values())
     yield Row(
-        what, "memory (RSS), at most", peak, "MiB", "<= 350" if is_ours else "", f"{rss:.0f} in the end"
+        what,
+        "memory (RSS), at most",
+        peak,
+        "MiB",
+        "<= 350" if is_ours else "",
+        f"{rss:.0f} in the end",
     )
 
 
@@ -306,7 +331,10 @@ def measure(
         load = PARTS[part]
         load = Load(max(NODES, round(load.runs * scale)), load.rate, load.restarts)
         for side in sides or SIDES:
-            print(f"== {time.strftime('%T')}  {part}, {side}, load {os.getloadavg()[0]:.1f}", flush=True)
+            print(
+                f"== {time.strftime('%T')}  {part}, {side}, load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
             taken = {"taken": time.strftime("%Y-%m-%d %H:%M"), "load": os.getloadavg()[0]}
             known.setdefault(part, {})[side] = {**taken, **take(side, load)}
             known[part] = {name: known[part][name] for name in SIDES if name in known[part]}
@@ -322,11 +350,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     names = lambda known: lambda text: [_check(name, known) for name in text.split(",")]  # noqa: E731
     parser.add_argument(
-        "--only", type=names(PARTS), default=[], help=f"parts, with commas between them: {', '.join(PARTS)}"
+        "--only",
+        type=names(PARTS),
+        default=[],
+        help=f"parts, with commas between them: {', '.join(PARTS)}",
     )
     parser.add_argument("--sides", type=names(SIDES), default=[], help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--scale", type=float, default=1.0, help="make all loads smaller, to try things")
-    parser.add_argument("--samples", type=Path, help="another file for the samples; results are printed only")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="make all loads smaller, to try things"
+    )
+    parser.add_argument(
+        "--samples", type=Path, help="another file for the samples; results are printed only"
+    )
     options = parser.parse_args()
     machine = describe_machine()
     try:

@@ -30,7 +30,9 @@ class Settings:
 
 DEFAULT = Settings("", "Never")
 """As they come. The Job controller replaces the pod, after a back-off of ten seconds the first time."""
-TUNED = Settings(",keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2", "OnFailure")
+TUNED = Settings(
+    ",keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2", "OnFailure"
+)
 """The shortest timers that do not split a group under load (README.md), and a kubelet that restarts the
 container in place."""
 
@@ -47,7 +49,12 @@ def create_script(runs: Runs) -> None:
 
 
 def create_job(
-    runs: Runs, settings: Settings, *, image: str, resources: Mapping[str, Any], model: Mapping[str, Any]
+    runs: Runs,
+    settings: Settings,
+    *,
+    image: str,
+    resources: Mapping[str, Any],
+    model: Mapping[str, Any],
 ) -> None:
     """The Job, the headless Service that gives its pods names, and a volume that all of them share."""
     create_script(runs)
@@ -55,7 +62,10 @@ def create_job(
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {"name": _NAME},
-        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
     }
     service = {
         "apiVersion": "v1",
@@ -109,9 +119,17 @@ def _job(
         "restartPolicy": settings.restart_policy,
         "terminationGracePeriodSeconds": 1,
         "automountServiceAccountToken": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 10001},
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 10001,
+            "runAsGroup": 10001,
+            "fsGroup": 10001,
+        },
         "containers": [container],
-        "volumes": [*SCRIPT_VOLUMES, {"name": "output", "persistentVolumeClaim": {"claimName": _NAME}}],
+        "volumes": [
+            *SCRIPT_VOLUMES,
+            {"name": "output", "persistentVolumeClaim": {"claimName": _NAME}},
+        ],
     }
     return {
         "apiVersion": "batch/v1",

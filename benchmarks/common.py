@@ -60,7 +60,11 @@ def model_config(parameters: str = "10M") -> dict[str, Any]:
     """A Llama of about that many parameters."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     vocabulary = {"vocab_size": _VOCABULARY[parameters]} if parameters in _VOCABULARY else {}
-    return {"model_type": "llama", **dict(zip(names, _SHAPES[parameters], strict=True)), **vocabulary}
+    return {
+        "model_type": "llama",
+        **dict(zip(names, _SHAPES[parameters], strict=True)),
+        **vocabulary,
+    }
 
 
 SMALL = (2, 64)
@@ -81,7 +85,10 @@ def build_training(
     return Training.model_validate(
         {
             "model": {"config": model_config(parameters)},
-            "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": length},
+            "data": {
+                "sources": [{"name": "docs", "path": "documents.jsonl"}],
+                "sequenceLength": length,
+            },
             "batching": {"globalBatchSize": samples, "microBatchSize": samples // 2},
             "optimizer": {"learningRate": 1e-3},
             "horizon": {"steps": 100_000},
@@ -98,7 +105,10 @@ def write_documents(path: Path, *, megabytes: float = 0.7) -> Path:
         while written < megabytes * 1e6:
             for topic, text in topics:
                 written += file.write(
-                    json.dumps({"topic": topic, "text": text if not number else f"{number} {text}"}) + "\n"
+                    json.dumps(
+                        {"topic": topic, "text": text if not number else f"{number} {text}"}
+                    )
+                    + "\n"
                 )
             number += 1
     return path
@@ -111,7 +121,11 @@ def make_prepared_data(training: Training, folder: Path) -> Any:
 
     write_documents(folder / "documents.jsonl")
     prepared = prepare(
-        training, base_directory=folder, prepared_directory=folder / "prepared", workers=1, on_progress=None
+        training,
+        base_directory=folder,
+        prepared_directory=folder / "prepared",
+        workers=1,
+        on_progress=None,
     )
     return open_recipe(training, prepared, folder)
 
@@ -127,7 +141,9 @@ def open_without_data(training: Training) -> Any:
     return Opened(task, code, data, {})
 
 
-def manifest(name: str, *, parameters: str = "10M", shape: tuple[int, int] = (8, 256)) -> dict[str, Any]:
+def manifest(
+    name: str, *, parameters: str = "10M", shape: tuple[int, int] = (8, 256)
+) -> dict[str, Any]:
     """A TrainingRun over ``documents.jsonl``: fp32, two slots a step, two threads, nothing saved until it
     stops."""
     samples, length = shape
@@ -138,7 +154,10 @@ def manifest(name: str, *, parameters: str = "10M", shape: tuple[int, int] = (8,
         "spec": {
             "training": {
                 "model": {"config": model_config(parameters)},
-                "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": length},
+                "data": {
+                    "sources": [{"name": "docs", "path": "documents.jsonl"}],
+                    "sequenceLength": length,
+                },
                 "batching": {"globalBatchSize": samples, "microBatchSize": samples // 2},
                 "optimizer": {"learningRate": 1e-3},
                 "horizon": {"steps": 100_000},

@@ -19,7 +19,15 @@ from pathlib import Path
 from common import Row, print_rows
 
 from evergrad_coordinator.edge.server import allow_many_files
-from evergrad_coordinator.protocol import Go, Hello, Ping, Plan, Ready, Up, decode_from_coordinator
+from evergrad_coordinator.protocol import (
+    Go,
+    Hello,
+    Ping,
+    Plan,
+    Ready,
+    Up,
+    decode_from_coordinator,
+)
 from evergrad_coordinator.wire import encode
 
 _PING = encode(Ping())
@@ -39,7 +47,15 @@ class FakeNode(asyncio.Protocol):
         self.transport = typing.cast(asyncio.Transport, transport)
         self.write(
             encode(
-                Hello("r", str(self.number), f"i{self.number}", "127.0.0.1", 1, "in-process", token=_TOKEN)
+                Hello(
+                    "r",
+                    str(self.number),
+                    f"i{self.number}",
+                    "127.0.0.1",
+                    1,
+                    "in-process",
+                    token=_TOKEN,
+                )
             )
         )
 
@@ -80,7 +96,9 @@ class Crowd:
     async def connect(self, number: int) -> None:
         """One node more."""
         loop = asyncio.get_running_loop()
-        _, node = await loop.create_connection(lambda: FakeNode(self, number), "127.0.0.1", self.port)
+        _, node = await loop.create_connection(
+            lambda: FakeNode(self, number), "127.0.0.1", self.port
+        )
         self.nodes.append(node)
 
     async def ping(self) -> None:
@@ -124,7 +142,9 @@ async def measure_crowd(
     pinger = asyncio.create_task(crowd.ping())
     begun = time.perf_counter()
     for first in range(0, num_nodes, 100):
-        await asyncio.gather(*(crowd.connect(number) for number in range(first, min(first + 100, num_nodes))))
+        await asyncio.gather(
+            *(crowd.connect(number) for number in range(first, min(first + 100, num_nodes)))
+        )
     await crowd.wait_for_go(num_nodes)
     formed = time.perf_counter() - begun
     heard, told, busy = [], [], []
@@ -148,7 +168,13 @@ async def measure_crowd(
         "told": statistics.median(told),
         "busy": statistics.median(busy),
     }
-    return {"formed": formed, "most": max(told), "idle": idle, "megabytes": megabytes, **medians}
+    return {
+        "formed": formed,
+        "most": max(told),
+        "idle": idle,
+        "megabytes": megabytes,
+        **medians,
+    }
 
 
 def measure(*, num_nodes: int = 1000, losses: int = 7, idle_seconds: float = 10.0) -> list[Row]:
@@ -167,17 +193,31 @@ def measure(*, num_nodes: int = 1000, losses: int = 7, idle_seconds: float = 10.
             "--max",
             str(num_nodes),
         ]
-        command += ["--host", "127.0.0.1", "--state", f"{name}/state", "--address-file", str(address)]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--state",
+            f"{name}/state",
+            "--address-file",
+            str(address),
+        ]
         command += ["--token-file", f"{name}/token"]
         Path(name, "token").write_text(_TOKEN, encoding="ascii")
-        with Path(name, "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+        with (
+            Path(name, "log").open("wb") as log,
+            subprocess.Popen(command, stderr=log) as process,
+        ):
             try:
                 while not address.exists():
                     time.sleep(0.01)
                 alone = resident_megabytes(process.pid)
                 port = json.loads(address.read_text(encoding="ascii"))["port"]
                 job = measure_crowd(
-                    port, process.pid, num_nodes=num_nodes, losses=losses, idle_seconds=idle_seconds
+                    port,
+                    process.pid,
+                    num_nodes=num_nodes,
+                    losses=losses,
+                    idle_seconds=idle_seconds,
                 )
                 found = asyncio.run(job)
             finally:
@@ -202,7 +242,9 @@ def measure(*, num_nodes: int = 1000, losses: int = 7, idle_seconds: float = 10.
         ),
         Row(what, "one lost, all others know", found["heard"], "s"),
         Row(what, "its own work on one change", found["busy"], "CPU s"),
-        Row(what, "idle: pings twice a second", found["idle"] * 100, "% of a core", goal="<= 10"),
+        Row(
+            what, "idle: pings twice a second", found["idle"] * 100, "% of a core", goal="<= 10"
+        ),
         Row(what, "formed, from the first connection", found["formed"], "s"),
     ]
 

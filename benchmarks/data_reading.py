@@ -35,19 +35,25 @@ def write_shards(folder: Path, *, gigabytes: float) -> None:
     """Random ids in files of 16 MiB."""
     rng = np.random.default_rng(0)
     for number in range(round(gigabytes * 1e9 / 2 / SHARD_TOKENS)):
-        rng.integers(0, 257, SHARD_TOKENS, dtype=np.uint16).tofile(folder / f"train-{number:05d}.tokens")
+        rng.integers(0, 257, SHARD_TOKENS, dtype=np.uint16).tofile(
+            folder / f"train-{number:05d}.tokens"
+        )
 
 
 def find_sequence(folder: Path) -> TokenSequence:
     """What ``write_shards`` wrote."""
     paths = sorted(folder.glob("*.tokens"))
-    return TokenSequence("uint16", tuple(Shard(path, 0, path.stat().st_size // 2) for path in paths))
+    return TokenSequence(
+        "uint16", tuple(Shard(path, 0, path.stat().st_size // 2) for path in paths)
+    )
 
 
 def build_stream(folder: Path, *, sequence_length: int, batch: int) -> TrainingStream:
     """A stream of one source, one slot a step."""
     source = PreparedSource("docs", folder, "", "", find_sequence(folder))
-    items = TokenSource(source, source.train, sequence_length=sequence_length, end_of_document=256)
+    items = TokenSource(
+        source, source.train, sequence_length=sequence_length, end_of_document=256
+    )
     batching = Batching(global_batch_size=batch, micro_batch_size=batch)
     return TrainingStream([Stage({"docs": (items, 1.0)})], seed=0, batching=batching)
 
@@ -78,7 +84,9 @@ def run_stream(folder: Path) -> dict[str, float]:
 def run_memory_map(folder: Path) -> dict[str, float]:
     """The same windows in the same order, copied out of memory maps."""
     start = resident_megabytes()
-    maps = [np.memmap(path, dtype=np.uint16, mode="r") for path in sorted(folder.glob("*.tokens"))]
+    maps = [
+        np.memmap(path, dtype=np.uint16, mode="r") for path in sorted(folder.glob("*.tokens"))
+    ]
     windows = sum(map(len, maps)) // SEQUENCE_LENGTH
     mixture = Mixture([windows], weights=[1.0], seed=0)
 
@@ -88,7 +96,10 @@ def run_memory_map(folder: Path) -> dict[str, float]:
             for position in range((step - 1) * BATCH, step * BATCH)
         )
         places = (divmod(begin, SHARD_TOKENS) for begin in begins)
-        return [maps[shard][first : first + SEQUENCE_LENGTH + 1].astype(np.int64) for shard, first in places]
+        return [
+            maps[shard][first : first + SEQUENCE_LENGTH + 1].astype(np.int64)
+            for shard, first in places
+        ]
 
     return read_epoch(read, windows // BATCH, start)
 
@@ -106,10 +117,15 @@ def measure_memory(folder: Path, *, gigabytes: float) -> list[Row]:
     """Both readers' resident memory and speed."""
     what = f"reading {gigabytes:g} GB of prepared data in permuted order"
     rows = []
-    for side, name, goal in (("stream", "pread (the training stream)", "<= 64"), ("map", "memory map", "")):
+    for side, name, goal in (
+        ("stream", "pread (the training stream)", "<= 64"),
+        ("map", "memory map", ""),
+    ):
         result = run_alone(side, folder)
         note = f"{result['seconds'] / result['windows'] * 1e6:.1f} µs a window of {SEQUENCE_LENGTH} tokens"
-        rows.append(Row(what, name, result["megabytes"], "MB above start", goal=goal, note=note))
+        rows.append(
+            Row(what, name, result["megabytes"], "MB above start", goal=goal, note=note)
+        )
     return rows
 
 
@@ -143,7 +159,9 @@ def measure_seek(*, rounds: int) -> list[Row]:
         seconds = []
         for _ in range(rounds):
             begun = time.perf_counter()
-            mixture = Mixture(sizes, weights=[0.6, 0.25, 0.1, 0.05][: len(sizes)], seed=len(seconds))
+            mixture = Mixture(
+                sizes, weights=[0.6, 0.25, 0.1, 0.05][: len(sizes)], seed=len(seconds)
+            )
             mixture.cursor(SEEK_POSITION)
             mixture.locate(SEEK_POSITION)
             seconds.append(time.perf_counter() - begun)
@@ -158,7 +176,9 @@ def measure(*, gigabytes: float = 1.0, rounds: int = 5) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_shards(folder, gigabytes=gigabytes)
-        rows = measure_memory(folder, gigabytes=gigabytes) + measure_window(folder, rounds=rounds)
+        rows = measure_memory(folder, gigabytes=gigabytes) + measure_window(
+            folder, rounds=rounds
+        )
     return rows + measure_seek(rounds=rounds)
 
 
@@ -170,6 +190,10 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps((run_stream if options.side == "stream" else run_memory_map)(options.folder)))
+        print(
+            json.dumps(
+                (run_stream if options.side == "stream" else run_memory_map)(options.folder)
+            )
+        )
     else:
         print_rows(measure(gigabytes=options.gigabytes, rounds=options.rounds))

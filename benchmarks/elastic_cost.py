@@ -48,7 +48,10 @@ def measure_cost(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[
             nodes.coordinator.pid,
             *(pid for index in nodes.nodes for pid in _with_descendants(nodes.pid(index))),
         ]
-        with _stopped(elastic), _static(folder / "static", nodes.directory.parent) as (agent, steps):
+        with (
+            _stopped(elastic),
+            _static(folder / "static", nodes.directory.parent) as (agent, steps),
+        ):
             static = _with_descendants(agent.pid)
             samples = []
             _signal(static, signal.SIGSTOP)
@@ -163,12 +166,17 @@ def measure_memory(folder: Path, *, events: int, is_tiny: bool) -> dict[str, lis
             for _ in range(min(events, 3)):
                 nodes.steps.wait_further(first, 2)
                 (worker,) = descendants(supervisor.pid)
-                samples.append(_memory(supervisor.pid, "supervisor") | _memory(worker, "worker"))
+                samples.append(
+                    _memory(supervisor.pid, "supervisor") | _memory(worker, "worker")
+                )
         finally:
             end_process(supervisor)
     finally:
         nodes.close()
-    print(f"  supervisor {statistics.median(one['supervisor_Pss'] for one in samples):.0f} MB", flush=True)
+    print(
+        f"  supervisor {statistics.median(one['supervisor_Pss'] for one in samples):.0f} MB",
+        flush=True,
+    )
     return {"memory": samples}
 
 

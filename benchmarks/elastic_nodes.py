@@ -81,7 +81,11 @@ class Steps:
                 self.rows.append(row)
 
     def wait(
-        self, found: Callable[[Step], bool], what: str, *, check: Callable[[], None] = lambda: None
+        self,
+        found: Callable[[Step], bool],
+        what: str,
+        *,
+        check: Callable[[], None] = lambda: None,
     ) -> Step:
         """The first step that is ``found``. Raises BenchmarkError when it does not come."""
         deadline = time.monotonic() + WAIT_SECONDS
@@ -257,7 +261,9 @@ class ElasticNodes:
         end_process(self.coordinator)
 
 
-def _be_node(arguments: list[str], folder: Path, parent: int, on_start: Callable[[], None]) -> None:
+def _be_node(
+    arguments: list[str], folder: Path, parent: int, on_start: Callable[[], None]
+) -> None:
     die_with_parent(parent)
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -328,7 +334,9 @@ class StockNodes:
         while "listening" not in (folder / "store.log").read_text():
             if time.monotonic() > deadline or self._store.poll() is not None:
                 end_process(self._store)
-                raise BenchmarkError(f"the store did not start: {(folder / 'store.log').read_text()[-2000:]}")
+                raise BenchmarkError(
+                    f"the store did not start: {(folder / 'store.log').read_text()[-2000:]}"
+                )
             time.sleep(0.05)
 
     def start_node(self, index: int) -> None:
@@ -404,7 +412,9 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(word) for word in (task / "children").read_text(encoding="ascii").split()]
+            found += [
+                int(word) for word in (task / "children").read_text(encoding="ascii").split()
+            ]
     return found + [below for child in found for below in descendants(child)]
 
 

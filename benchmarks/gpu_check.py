@@ -61,8 +61,13 @@ def check_precisions(device: str, is_tiny: bool) -> list[Row]:
     for precision, tolerance in {"fp32": 1e-3, "bf16-autocast": 0.02, "bf16": 0.05}.items():
         curve = _curve(device, precision, compiled=False)
         worst = max(abs(one - other) for one, other in zip(curve, reference, strict=True))
-        rows.append(Row("precision", f"{precision}: largest difference of a loss", worst, "nats"))
-        _require(worst < tolerance, f"{precision}: a loss differs by {worst:.3g} nats from fp32 on the CPU")
+        rows.append(
+            Row("precision", f"{precision}: largest difference of a loss", worst, "nats")
+        )
+        _require(
+            worst < tolerance,
+            f"{precision}: a loss differs by {worst:.3g} nats from fp32 on the CPU",
+        )
     return rows
 
 
@@ -100,7 +105,9 @@ def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
     where = torch.device(device)
     world = World(1, 0, 1, where, group=dist.group.WORLD)
     deferred = defer_model(_plan("10M"), seed=0, precision="bf16-autocast")
-    _require(deferred is not None, "the model could not be built without memory for its weights")
+    _require(
+        deferred is not None, "the model could not be built without memory for its weights"
+    )
     assert deferred is not None  # noqa: S101 - for the type checker
     shard(deferred.model, world, precision="bf16-autocast")
     deferred.materialise(where)
@@ -111,7 +118,10 @@ def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
     _require(types == {"torch.float32"}, f"sharded gradients are {types}")
     expected = _curve("cpu", "fp32", compiled=False, steps=1)[0]
     difference = abs(float(loss.detach()) - expected)
-    _require(difference < 0.05, f"the first loss differs by {difference:.3g} nats from a whole model's")
+    _require(
+        difference < 0.05,
+        f"the first loss differs by {difference:.3g} nats from a whole model's",
+    )
     dist.destroy_process_group()
     return [Row("fsdp2", "difference of the first loss", difference, "nats")]
 
@@ -125,7 +135,10 @@ def check_world(device: str, is_tiny: bool) -> list[Row]:
     command = [sys.executable, __file__, "--rank-of-world", device]
     ranks = [
         subprocess.Popen(
-            command, env={**os.environ, **place, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+            command,
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
@@ -176,7 +189,9 @@ def check_abort(device: str, is_tiny: bool) -> list[Row]:
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     seconds = []
     for number in range(3):
-        transport: Transport = NcclTransport(where) if device == "cuda" else AsynchronousTransport()
+        transport: Transport = (
+            NcclTransport(where) if device == "cuda" else AsynchronousTransport()
+        )
         transport.prepare()
         _alone_in_a_group(device)
         transport.opened()
@@ -212,7 +227,10 @@ def check_staging(device: str, is_tiny: bool) -> list[Row]:
     snapshot = stager.stage(state, rank=0, world_size=1)
     seconds = time.perf_counter() - begun
     for name, value in host.items():
-        _require(torch.equal(snapshot.tensors[name].data, value), f"{name} was copied with other bits")
+        _require(
+            torch.equal(snapshot.tensors[name].data, value),
+            f"{name} was copied with other bits",
+        )
     return [Row("staging", "device to host", 8 * size / seconds / 1e9, "GB/s")]
 
 
@@ -291,7 +309,9 @@ def _alone_in_a_group(device: str) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1
+    )
 
 
 # ---- the run of all parts ----------------------------------------------------------------------------------
@@ -300,10 +320,20 @@ def _alone_in_a_group(device: str) -> None:
 def run_part(name: str, *, device: str, is_tiny: bool) -> dict[str, Any]:
     """One part in a process of its own: an error of a device spoils whatever the process does afterwards."""
     begun = time.perf_counter()
-    command = [sys.executable, __file__, "--device", device, "--part", name, *(["--tiny"] if is_tiny else [])]
+    command = [
+        sys.executable,
+        __file__,
+        "--device",
+        device,
+        "--part",
+        name,
+        *(["--tiny"] if is_tiny else []),
+    ]
     result: dict[str, Any] = {"passed": False, "rows": [], "error": ""}
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PART_SECONDS, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PART_SECONDS, check=False
+        )
         lines = [line for line in ended.stdout.splitlines() if line.startswith(_PREFIX)]
         if lines:
             result |= json.loads(lines[-1].removeprefix(_PREFIX))
@@ -325,7 +355,9 @@ def to_markdown(document: dict[str, Any]) -> str:
         "|---|---|---:|",
     ]
     for name, part in document["parts"].items():
-        verdict = "passed" if part["passed"] else f"**failed**: {part['error'].splitlines()[-1]}"
+        verdict = (
+            "passed" if part["passed"] else f"**failed**: {part['error'].splitlines()[-1]}"
+        )
         lines.append(f"| {name} | {verdict} | {part['seconds']} |")
     lines += ["", "| what | figure | value | |", "|---|---|---:|---|"]
     for part in document["parts"].values():
@@ -337,11 +369,17 @@ def to_markdown(document: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all parts, or those that were named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few rounds")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where gpu.json and gpu.md are written")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where gpu.json and gpu.md are written"
+    )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of-world", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -365,13 +403,21 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda" and count_accelerators() == 0:
         print("no cuda device is visible on this machine: nothing was checked", file=sys.stderr)
         return NO_DEVICE
-    document: dict[str, Any] = {"taken": time.strftime("%Y-%m-%d"), "device": options.device, "parts": {}}
+    document: dict[str, Any] = {
+        "taken": time.strftime("%Y-%m-%d"),
+        "device": options.device,
+        "parts": {},
+    }
     for name in options.parts or PARTS:
         print(f"== {time.strftime('%T')}  {name}", flush=True)
-        part = document["parts"][name] = run_part(name, device=options.device, is_tiny=options.tiny)
+        part = document["parts"][name] = run_part(
+            name, device=options.device, is_tiny=options.tiny
+        )
         print("passed" if part["passed"] else f"failed: {part['error']}", flush=True)
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "gpu.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (options.results / "gpu.json").write_text(
+        json.dumps(document, indent=1) + "\n", encoding="utf-8"
+    )
     (options.results / "gpu.md").write_text(to_markdown(document), encoding="utf-8")
     return 0 if all(part["passed"] for part in document["parts"].values()) else 1
 

@@ -52,7 +52,11 @@ def measure(*, rounds: int = 3) -> list[Row]:
     return [
         *rows,
         Row(
-            what, "evergrad / hand loop", medians["evergrad"] / medians["hand loop"], "ratio", goal="<= 1.05"
+            what,
+            "evergrad / hand loop",
+            medians["evergrad"] / medians["hand loop"],
+            "ratio",
+            goal="<= 1.05",
         ),
     ]
 

@@ -76,7 +76,9 @@ def main() -> None:
     if bundle is None:
         raise SystemExit("no certificate was made")
     print(f"{number} runs, resident before them: {before:.1f} MiB")
-    print(f"first pass, parsed and validated: {1000 * first / number:.3f} ms of processor time a run")
+    print(
+        f"first pass, parsed and validated: {1000 * first / number:.3f} ms of processor time a run"
+    )
     print(f"later passes, from the cache: {1000 * later / number:.4f} ms a run")
     print(f"kept: {kept:.1f} MiB, {1024 * kept / number:.1f} KiB a run")
     print(f"cryptography, where a webhook is served: {with_webhook:.1f} MiB")

@@ -22,9 +22,20 @@ def run_rows(folder: Path, *, steps: int) -> list[dict[str, float]]:
     """The metrics of ``evergrad run``, without its first two steps."""
     write_documents(folder / "documents.jsonl")
     (folder / "run.yaml").write_text(json.dumps(manifest("bench")))
-    command = [sys.executable, "-m", "evergrad_cli", "run", "run.yaml", "--stop-after-steps", str(steps + 2)]
+    command = [
+        sys.executable,
+        "-m",
+        "evergrad_cli",
+        "run",
+        "run.yaml",
+        "--stop-after-steps",
+        str(steps + 2),
+    ]
     subprocess.run(command, cwd=folder, capture_output=True, check=False)
-    return [json.loads(line) for line in (folder / "runs/bench/metrics.jsonl").read_text().splitlines()][2:]
+    return [
+        json.loads(line)
+        for line in (folder / "runs/bench/metrics.jsonl").read_text().splitlines()
+    ][2:]
 
 
 def observer_seconds(folder: Path, row: dict[str, float], *, records: int) -> float:
@@ -33,8 +44,12 @@ def observer_seconds(folder: Path, row: dict[str, float], *, records: int) -> fl
     directory = RunDirectory(folder / "observed")
     directory.create()
     training = build_training()
-    training = training.model_copy(update={"metrics": training.metrics.model_copy(update={"port": 0})})
-    observers = build_observers(directory, run="bench", training=training, stream=io.StringIO()).observers
+    training = training.model_copy(
+        update={"metrics": training.metrics.model_copy(update={"port": 0})}
+    )
+    observers = build_observers(
+        directory, run="bench", training=training, stream=io.StringIO()
+    ).observers
     observers.run_start(
         RunInfo(
             name="bench",

@@ -37,9 +37,14 @@ def measure(*, rounds: int = 12, modes: tuple[str, ...] = MODES) -> list[Row]:
     rows = []
     for mode in modes:
         for link, turns in _both_ranks(mode, rounds).items():
-            hidden = statistics.median(1 - under["wait"] / after["wait"] for under, after in turns)
+            hidden = statistics.median(
+                1 - under["wait"] / after["wait"] for under, after in turns
+            )
             gained = statistics.median(after["step"] / under["step"] for under, after in turns)
-            waits = [statistics.median(turn[index]["wait"] for turn in turns) * 1e3 for index in range(2)]
+            waits = [
+                statistics.median(turn[index]["wait"] for turn in turns) * 1e3
+                for index in range(2)
+            ]
             what = f"reduction under backward, 10M Llama, world 2, compile {mode}, {link}"
             note = f"waits {waits[0]:.0f} ms, {waits[1]:.0f} ms where nothing was begun"
             goal = ">= 0.7" if mode == "blocks" else ""
@@ -48,16 +53,25 @@ def measure(*, rounds: int = 12, modes: tuple[str, ...] = MODES) -> list[Row]:
     return rows
 
 
-def _both_ranks(mode: str, rounds: int) -> dict[str, list[tuple[dict[str, float], dict[str, float]]]]:
+def _both_ranks(
+    mode: str, rounds: int
+) -> dict[str, list[tuple[dict[str, float], dict[str, float]]]]:
     from elastic_nodes import free_port
 
     port = str(free_port())
     ranks = []
     for rank in range(2):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         command = [sys.executable, __file__, "--rank", mode, "--rounds", str(rounds)]
         ranks.append(
-            subprocess.Popen(command, env={**os.environ, **place}, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env={**os.environ, **place}, stdout=subprocess.PIPE, text=True
+            )
         )
     try:
         output, _ = ranks[0].communicate(timeout=900)
@@ -93,7 +107,9 @@ def _paced_transport() -> Any:
 
         def start_sum(self, values: Any, group: Any) -> Any:
             begun = max(self._free_from, time.perf_counter())
-            self._free_from = begun + values.numel() * values.element_size() * self.seconds_per_byte
+            self._free_from = (
+                begun + values.numel() * values.element_size() * self.seconds_per_byte
+            )
             return Arrival(self._free_from)
 
     return PacedTransport()
@@ -114,19 +130,30 @@ def _be_rank(mode: str, rounds: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    plan = plan_model(Model.model_validate({"config": model_config()}), base_directory=Path(), vocab_size=257)
+    plan = plan_model(
+        Model.model_validate({"config": model_config()}), base_directory=Path(), vocab_size=257
+    )
     model = build_model(plan, seed=0, precision="fp32")
     if mode == "blocks":
         compile_blocks(model)
     loss_sum = causal_lm_loss(model)
     if mode == "whole":
         loss_sum = torch.compile(loss_sum, dynamic=False)
-    gradients = BucketedSum(list(model.parameters()), bucket_bytes=default_bucket_bytes(on_accelerator=False))
+    gradients = BucketedSum(
+        list(model.parameters()), bucket_bytes=default_bucket_bytes(on_accelerator=False)
+    )
     ids = torch.randint(0, 256, (_SAMPLES, _LENGTH))
     paced = _paced_transport()
 
     def step(transport: Any, *, is_begun_under: bool) -> dict[str, float]:
-        world = World(1, dist.get_rank(), 2, torch.device("cpu"), group=dist.group.WORLD, transport=transport)
+        world = World(
+            1,
+            dist.get_rank(),
+            2,
+            torch.device("cpu"),
+            group=dist.group.WORLD,
+            transport=transport,
+        )
         gradients.begin(world)
         gradients.before_backward(is_last=is_begun_under)
         begun = time.perf_counter()
@@ -140,7 +167,11 @@ def _be_rank(mode: str, rounds: int) -> None:
         before = time.perf_counter()
         gradients.finish()
         after = time.perf_counter()
-        return {"step": after - before + ended - begun, "backward": ended - middle, "wait": after - before}
+        return {
+            "step": after - before + ended - begun,
+            "backward": ended - middle,
+            "wait": after - before,
+        }
 
     results: dict[str, list[Any]] = {"gloo": [], "paced link": []}
     links: dict[str, Callable[[], Any]] = {"gloo": GlooTransport, "paced link": lambda: paced}
@@ -154,7 +185,9 @@ def _be_rank(mode: str, rounds: int) -> None:
             results[name].append((turns[True], turns[False]))
             paced.seconds_per_byte = 0.5 * turns[False]["backward"] / size
     if dist.get_rank() == 0:
-        print(json.dumps({name: found[_WARM_UP:] for name, found in results.items()}), flush=True)
+        print(
+            json.dumps({name: found[_WARM_UP:] for name, found in results.items()}), flush=True
+        )
     dist.destroy_process_group()
 
 

@@ -44,7 +44,10 @@ def write_varied_documents(path: Path, *, megabytes: float) -> Path:
             topic = rng.choice(topics)
             begin = rng.randrange(max(1, len(topic) - 200))
             written += file.write(
-                json.dumps({"id": written, "text": topic[begin : begin + rng.randrange(200, 6000)]}) + "\n"
+                json.dumps(
+                    {"id": written, "text": topic[begin : begin + rng.randrange(200, 6000)]}
+                )
+                + "\n"
             )
     return path
 
@@ -83,7 +86,9 @@ class Clock:
         self._wall, self._processor = time.perf_counter(), self._used()
 
     def read(self) -> Cost:
-        return Cost(processor=self._used() - self._processor, wall=time.perf_counter() - self._wall)
+        return Cost(
+            processor=self._used() - self._processor, wall=time.perf_counter() - self._wall
+        )
 
     def _used(self) -> float:
         usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -107,12 +112,17 @@ def read_and_encode(documents: Path, tokenizer: Path) -> Cost:
 
 def prepare_documents(documents: Path, tokenizer: Path | None, folder: Path) -> Cost:
     """A whole ``prepare`` with one helper process."""
-    section = {"type": "transformers", "path": str(tokenizer)} if tokenizer else {"type": "byte"}
+    section = (
+        {"type": "transformers", "path": str(tokenizer)} if tokenizer else {"type": "byte"}
+    )
     training = Training.model_validate(
         {
             "model": {"config": {"model_type": "llama"}},
             "tokenizer": section,
-            "data": {"sources": [{"name": "docs", "path": str(documents)}], "sequenceLength": 256},
+            "data": {
+                "sources": [{"name": "docs", "path": str(documents)}],
+                "sequenceLength": 256,
+            },
             "batching": {"globalBatchSize": 8, "microBatchSize": 4},
             "optimizer": {"learningRate": 1e-3},
             "horizon": {"steps": 100},
@@ -139,7 +149,9 @@ def run_alone(side: str, documents: Path, tokenizer: str, exported: Path) -> Cos
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     return Cost(
         **json.loads(
-            subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+            subprocess.run(
+                command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+            ).stdout
         )
     )
 
@@ -151,7 +163,9 @@ def run_side(side: str, documents: Path, tokenizer: str, exported: Path) -> Cost
     if side == "library":
         return read_and_encode(documents, exported)
     with tempfile.TemporaryDirectory(dir=documents.parent) as folder:
-        return prepare_documents(documents, exported if tokenizer == "bpe" else None, Path(folder))
+        return prepare_documents(
+            documents, exported if tokenizer == "bpe" else None, Path(folder)
+        )
 
 
 def measure(*, megabytes: float = 64, rounds: int = 3) -> list[Row]:
@@ -173,7 +187,9 @@ def measure(*, megabytes: float = 64, rounds: int = 3) -> list[Row]:
             ]
             what = f"prepare {size:.0f} MB of JSONL on one core, {tokenizer} tokenizer"
             for name, costs in zip(
-                ("evergrad prepare", "read + tokenizers library"), zip(*turns, strict=True), strict=True
+                ("evergrad prepare", "read + tokenizers library"),
+                zip(*turns, strict=True),
+                strict=True,
             ):
                 wall = f"{size / statistics.median(cost.wall for cost in costs):.2f} MB/s of wall time"
                 rows.append(
@@ -185,7 +201,9 @@ def measure(*, megabytes: float = 64, rounds: int = 3) -> list[Row]:
                         note=wall,
                     )
                 )
-            ratio = statistics.median(library.processor / own.processor for own, library in turns)
+            ratio = statistics.median(
+                library.processor / own.processor for own, library in turns
+            )
             rows.append(Row(what, "prepare / library", ratio, "ratio", goal=GOAL))
     return rows
 
@@ -199,7 +217,9 @@ if __name__ == "__main__":
     parser.add_argument("--tokenizer", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        cost = run_side(options.side, options.documents, options.tokenizer[0], Path(options.tokenizer[1]))
+        cost = run_side(
+            options.side, options.documents, options.tokenizer[0], Path(options.tokenizer[1])
+        )
         print(json.dumps(asdict(cost)))
     else:
         print_rows(measure(megabytes=options.megabytes, rounds=options.rounds))

@@ -78,7 +78,11 @@ def count(texts: Mapping[str, str]) -> Numbers:
     tokens = code_lines = comments = 0
     for text in texts.values():
         found = count_tokens(text)
-        tokens, code_lines, comments = tokens + found[0], code_lines + found[1], comments + found[2]
+        tokens, code_lines, comments = (
+            tokens + found[0],
+            code_lines + found[1],
+            comments + found[2],
+        )
     lines = [line for text in texts.values() for line in text.splitlines()]
     once = [name for text in texts.values() for name in find_private_called_once(text)]
     function = max(functions, key=lambda one: one.lines, default=None)
@@ -96,7 +100,9 @@ def count(texts: Mapping[str, str]) -> Numbers:
         most_public_methods=f"{widest.num_public} {widest.name}" if widest else "",
         tokens_per_code_line=round(tokens / max(code_lines, 1), 2),
         comments_per_100_code_lines=round(100 * comments / max(code_lines, 1), 2),
-        private_functions_called_once_percent=round(100 * len(once) / max(len(functions), 1), 1),
+        private_functions_called_once_percent=round(
+            100 * len(once) / max(len(functions), 1), 1
+        ),
         lines_over_110_percent=round(
             100 * sum(len(line) > MAX_LINE for line in lines) / max(len(lines), 1), 2
         ),
@@ -115,9 +121,15 @@ def find_classes(where: str, text: str) -> Iterator[Class]:
     """All classes of a module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
-            methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            methods = [
+                one
+                for one in node.body
+                if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
             is_public = sum(not one.name.startswith("_") for one in methods)
-            yield Class(where, node.name, (node.end_lineno or node.lineno) - node.lineno + 1, is_public)
+            yield Class(
+                where, node.name, (node.end_lineno or node.lineno) - node.lineno + 1, is_public
+            )
 
 
 def count_tokens(text: str) -> tuple[int, int, int]:
@@ -152,7 +164,9 @@ def find_private_called_once(text: str) -> list[str]:
             names[node.id] += 1
         elif isinstance(node, ast.Attribute):
             names[node.attr] += 1
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.match("_[^_]", node.name):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.match(
+            "_[^_]", node.name
+        ):
             private.append(node.name)
     return [name for name in private if names[name] == 1]
 
@@ -208,18 +222,25 @@ def read_product(root: Path, commit: str | None) -> dict[str, str]:
     names = _git(root, *tree).splitlines()
     wanted = [name for name in names if name.endswith(".py") and name.split("/")[0] in PACKAGES]
     if commit is None:
-        return {name: (root / name).read_text(encoding="utf-8") for name in wanted if (root / name).exists()}
+        return {
+            name: (root / name).read_text(encoding="utf-8")
+            for name in wanted
+            if (root / name).exists()
+        }
     return {name: _git(root, "show", f"{commit}:{name}") for name in wanted}
 
 
 def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def measure(texts: Mapping[str, str]) -> dict[str, Numbers]:
     """The numbers by folder, and of all."""
     groups = {
-        one: {where: text for where, text in texts.items() if where.startswith(f"{one}/")} for one in PACKAGES
+        one: {where: text for where, text in texts.items() if where.startswith(f"{one}/")}
+        for one in PACKAGES
     }
     return {one: count(found) for one, found in {**groups, "all": dict(texts)}.items() if found}
 
@@ -238,8 +259,12 @@ def render(tables: Mapping[str, Mapping[str, Numbers]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("commits", nargs="*", help="commits to count (default: the working tree)")
-    parser.add_argument("--json", action="store_true", help="one JSON object by commit and package")
+    parser.add_argument(
+        "commits", nargs="*", help="commits to count (default: the working tree)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object by commit and package"
+    )
     options = parser.parse_args(arguments)
     root = Path(__file__).resolve().parent.parent
     tables, circles = {}, {}
@@ -250,7 +275,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(
             json.dumps(
-                {title: {name: asdict(one) for name, one in table.items()} for title, table in tables.items()}
+                {
+                    title: {name: asdict(one) for name, one in table.items()}
+                    for title, table in tables.items()
+                }
             )
         )
         return 0

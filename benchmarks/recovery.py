@@ -71,7 +71,9 @@ def measure(
             with tempfile.TemporaryDirectory(prefix="evergrad-bench-") as folder:
                 samples = PARTS[name](Path(folder) / name, events=events, is_tiny=is_tiny)
         except Exception as error:  # noqa: BLE001 - a part that fails must not take the others' hours with it
-            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True
+            )
             failed.append(name)
             continue
         known[name] = {"taken": begun, "load_before": round(load, 1), "samples": samples}
@@ -92,7 +94,9 @@ def build_rows(samples: dict[str, Samples], *, times: dict[str, str]) -> list[Ro
     for name, build in _ROWS.items():
         if name in samples:
             late = "" if times[name] == max(times.values()) else f"; {name} taken {times[name]}"
-            rows += [replace(row, note=f"{row.note}{late}") for row in build(samples[name], samples)]
+            rows += [
+                replace(row, note=f"{row.note}{late}") for row in build(samples[name], samples)
+            ]
     return rows
 
 
@@ -132,7 +136,12 @@ def _level1(own: Samples, taken: dict[str, Samples]) -> list[Row]:
         note = f"bare transfer {transfer:.3f} s"
         rows.append(
             _row(
-                what, "of it above the bare transfer", [one - transfer for one in pauses], "s", "<= 0.5", note
+                what,
+                "of it above the bare transfer",
+                [one - transfer for one in pauses],
+                "s",
+                "<= 0.5",
+                note,
             )
         )
     return rows
@@ -154,7 +163,11 @@ def _level2(own: Samples, taken: dict[str, Samples]) -> list[Row]:
         ),
         _row(what, "one undisturbed step", _of(kills, "step_seconds"), "s"),
         _row(
-            what, "steps trained again", _of(kills, "steps_lost"), "steps", note="a checkpoint every 5 steps"
+            what,
+            "steps trained again",
+            _of(kills, "steps_lost"),
+            "steps",
+            note="a checkpoint every 5 steps",
         ),
         *_ratios(what, kills, taken, goals={"stock_tuned": 6, "stock_default": 30}),
     ]
@@ -167,7 +180,11 @@ def _stock(own: Samples, taken: dict[str, Samples], *, name: str) -> list[Row]:
         _row(what, "seconds", _of(kills, "seconds"), "s", note=_start_note(kills)),
         _row(what, "one undisturbed step", _of(kills, "step_seconds"), "s"),
         _row(
-            what, "steps trained again", _of(kills, "steps_lost"), "steps", note="a checkpoint every 5 steps"
+            what,
+            "steps trained again",
+            _of(kills, "steps_lost"),
+            "steps",
+            note="a checkpoint every 5 steps",
         ),
     ]
 
@@ -180,7 +197,14 @@ def _compiled(own: Samples, taken: dict[str, Samples]) -> list[Row]:
         f"of {len(kills)} kills"
     )
     return [
-        Row(what, "graphs compiled again", sum(_of(kills, "recompiled")), "graphs", "<= 0", graphs),
+        Row(
+            what,
+            "graphs compiled again",
+            sum(_of(kills, "recompiled")),
+            "graphs",
+            "<= 0",
+            graphs,
+        ),
         _row(
             what,
             "seconds",
@@ -227,8 +251,18 @@ def _cost(own: Samples, taken: dict[str, Samples]) -> list[Row]:
 def _memory(own: Samples, taken: dict[str, Samples]) -> list[Row]:
     what = "memory of a supervisor with 1 worker"
     return [
-        _row(what, "proportional (shared counted once)", _of(own["memory"], "supervisor_Pss"), "MB"),
-        _row(what, "written by it, shared with nobody", _of(own["memory"], "supervisor_own"), "MB"),
+        _row(
+            what,
+            "proportional (shared counted once)",
+            _of(own["memory"], "supervisor_Pss"),
+            "MB",
+        ),
+        _row(
+            what,
+            "written by it, shared with nobody",
+            _of(own["memory"], "supervisor_own"),
+            "MB",
+        ),
         _row(what, "for scale: worker, proportional", _of(own["memory"], "worker_Pss"), "MB"),
     ]
 
@@ -245,11 +279,15 @@ _ROWS: dict[str, Callable[[Samples, dict[str, Samples]], list[Row]]] = {
 }
 
 
-def _loss(what: str, samples: list[dict[str, Any]], *, over: Callable[[dict[str, Any]], float]) -> list[Row]:
+def _loss(
+    what: str, samples: list[dict[str, Any]], *, over: Callable[[dict[str, Any]], float]
+) -> list[Row]:
     return [
         _row(what, "seconds", _of(samples, "seconds"), "s"),
         _row(what, "one undisturbed step", _of(samples, "step_seconds"), "s"),
-        _row(what, "above 1.5 undisturbed steps", [over(one) for one in samples], "s", "<= 0.1"),
+        _row(
+            what, "above 1.5 undisturbed steps", [over(one) for one in samples], "s", "<= 0.1"
+        ),
         _lost_row(what, samples),
     ]
 
@@ -280,20 +318,32 @@ def _ratios(
             theirs = _of(taken[name]["node_kill"], "seconds")
             note = f"theirs {statistics.median(theirs):.1f} s, n={len(theirs)}"
             title = f"{name.replace('_', ' ')} / evergrad"
-            rows.append(Row(what, title, statistics.median(theirs) / own, "ratio", f">= {goal}", note))
+            rows.append(
+                Row(what, title, statistics.median(theirs) / own, "ratio", f">= {goal}", note)
+            )
             warm = statistics.median(
                 one["seconds"] - one["start"]["imports"] for one in taken[name]["node_kill"]
             )
             rows.append(
-                Row(what, f"{title}, warm", warm / own, "ratio", note="for scale: theirs without its imports")
+                Row(
+                    what,
+                    f"{title}, warm",
+                    warm / own,
+                    "ratio",
+                    note="for scale: theirs without its imports",
+                )
             )
     return rows
 
 
-def _row(what: str, name: str, values: list[float], unit: str, goal: str = "", note: str = "") -> Row:
+def _row(
+    what: str, name: str, values: list[float], unit: str, goal: str = "", note: str = ""
+) -> Row:
     """The median, its range in the note."""
     span = f"{min(values):.3g} to {max(values):.3g}, n={len(values)}"
-    return Row(what, name, statistics.median(values), unit, goal, f"{span}; {note}" if note else span)
+    return Row(
+        what, name, statistics.median(values), unit, goal, f"{span}; {note}" if note else span
+    )
 
 
 def _of(samples: list[dict[str, Any]], key: str) -> list[float]:
@@ -303,7 +353,9 @@ def _of(samples: list[dict[str, Any]], key: str) -> list[float]:
 def _start_note(kills: list[dict[str, Any]]) -> str:
     """What the workers' own start took of it."""
     names = kills[0]["start"]
-    parts = [f"{name} {statistics.median(one['start'][name] for one in kills):.2f}" for name in names]
+    parts = [
+        f"{name} {statistics.median(one['start'][name] for one in kills):.2f}" for name in names
+    ]
     return f"of it in rank 0: {', '.join(parts)}"
 
 
@@ -317,7 +369,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"of recovery: {', '.join(PARTS)}; default: all",
     )
     parser.add_argument(
-        "--events", type=int, default=EVENTS, help=f"of recovery: events of each kind ({EVENTS})"
+        "--events",
+        type=int,
+        default=EVENTS,
+        help=f"of recovery: events of each kind ({EVENTS})",
     )
 
 
@@ -325,7 +380,9 @@ def _parts(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     unknown = [name for name in names if name not in PARTS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no such part: {', '.join(unknown)}. There are {', '.join(PARTS)}")
+        raise argparse.ArgumentTypeError(
+            f"no such part: {', '.join(unknown)}. There are {', '.join(PARTS)}"
+        )
     return names
 
 
@@ -333,8 +390,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--tiny", action="store_true", help="a model that is only for trying")
-    parser.add_argument("--samples", type=Path, default=SAMPLES_FILE, help="where samples are kept")
+    parser.add_argument(
+        "--samples", type=Path, default=SAMPLES_FILE, help="where samples are kept"
+    )
     options = parser.parse_args()
     print_rows(
-        measure(only=options.only, events=options.events, is_tiny=options.tiny, samples_file=options.samples)
+        measure(
+            only=options.only,
+            events=options.events,
+            is_tiny=options.tiny,
+            samples_file=options.samples,
+        )
     )

@@ -29,8 +29,15 @@ Sample = dict[str, Any]
 
 def measure_events(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
     """So many of each: ``node_kill``, ``worker_kill``, ``sigterm``, ``join`` (two for one of each other)."""
-    settings = NodesSettings(folder, training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny), NUM_NODES)
-    samples: dict[str, list[Sample]] = {"node_kill": [], "worker_kill": [], "sigterm": [], "join": []}
+    settings = NodesSettings(
+        folder, training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny), NUM_NODES
+    )
+    samples: dict[str, list[Sample]] = {
+        "node_kill": [],
+        "worker_kill": [],
+        "sigterm": [],
+        "join": [],
+    }
     nodes = ElasticNodes(settings)
     with running(nodes, num_nodes=NUM_NODES) as first:
         nodes.steps.wait_further(first, _UNDISTURBED_STEPS)
@@ -38,7 +45,9 @@ def measure_events(folder: Path, *, events: int, is_tiny: bool) -> dict[str, lis
             index = number % NUM_NODES
             killed = kill_node(nodes, index)
             joins = [rejoin(nodes, index)]
-            crashed = kill_worker(nodes, (index + 1) % NUM_NODES, step_seconds=killed["step_seconds"])
+            crashed = kill_worker(
+                nodes, (index + 1) % NUM_NODES, step_seconds=killed["step_seconds"]
+            )
             left = ask_to_leave(nodes, (index + 2) % NUM_NODES)
             joins.append(rejoin(nodes, (index + 2) % NUM_NODES))
             samples["node_kill"].append(killed)
@@ -111,7 +120,9 @@ def ask_to_leave(nodes: ElasticNodes, index: int) -> Sample:
         lambda one: one["world_size"] == NUM_NODES - 1 and one["time"] > before,
         "the first step after a node was asked to leave",
     )
-    boundary = max(one["time"] for one in nodes.steps.rows if one["generation"] < row["generation"])
+    boundary = max(
+        one["time"] for one in nodes.steps.rows if one["generation"] < row["generation"]
+    )
     steps = nodes.steps.wait_further(row, _UNDISTURBED_STEPS)
     code = nodes.wait_end(index)
     return {
@@ -137,7 +148,8 @@ def rejoin(nodes: ElasticNodes, index: int) -> Sample:
 def _wait_until_complete(nodes: ElasticNodes, *, newer_than: int) -> Step:
     """The first step of a newer group of all nodes; returns when they have done some more."""
     row = nodes.steps.wait(
-        lambda one: one["world_size"] == NUM_NODES and one["generation"] > newer_than, "a step of all nodes"
+        lambda one: one["world_size"] == NUM_NODES and one["generation"] > newer_than,
+        "a step of all nodes",
     )
     nodes.steps.wait_further(row, 3)
     return row
@@ -148,14 +160,19 @@ def _pause(nodes: ElasticNodes, first: Step) -> float:
     transfer included."""
     lines = (nodes.directory / "events.jsonl").read_text(encoding="utf-8").splitlines()
     events = [event for event in map(json.loads, lines) if event["type"] == "world"]
-    (pause,) = [event["paused_seconds"] for event in events if event["generation"] == first["generation"]]
+    (pause,) = [
+        event["paused_seconds"]
+        for event in events
+        if event["generation"] == first["generation"]
+    ]
     return float(pause)
 
 
 def _steps_lost(nodes: ElasticNodes, first: Step) -> int:
     """Steps of older groups that this group has trained again."""
     return sum(
-        row["generation"] < first["generation"] and row["step"] >= first["step"] for row in nodes.steps.rows
+        row["generation"] < first["generation"] and row["step"] >= first["step"]
+        for row in nodes.steps.rows
     )
 
 
@@ -173,7 +190,9 @@ def measure_compiled(folder: Path, *, events: int, is_tiny: bool) -> dict[str, l
     manifest["spec"]["training"]["model"]["config"] |= {"num_hidden_layers": 2}
     folder.mkdir(parents=True, exist_ok=True)
     graphs = folder / "graphs.jsonl"
-    nodes = ElasticNodes(NodesSettings(folder, manifest, NUM_NODES, on_start=lambda: _count_graphs(graphs)))
+    nodes = ElasticNodes(
+        NodesSettings(folder, manifest, NUM_NODES, on_start=lambda: _count_graphs(graphs))
+    )
     samples = []
     with running(nodes, num_nodes=NUM_NODES) as first:
         nodes.steps.wait_further(first, _UNDISTURBED_STEPS)
@@ -205,7 +224,12 @@ def _count_graphs(path: Path) -> None:
     def counted(self: Stepper, step: int, world: Any, flags: tuple[bool, ...]) -> Any:
         outcome = run(self, step, world, flags)
         graphs = counters["stats"]["unique_graphs"]
-        row = {"pid": os.getpid(), "step": step, "generation": world.generation, "graphs": graphs}
+        row = {
+            "pid": os.getpid(),
+            "step": step,
+            "generation": world.generation,
+            "graphs": graphs,
+        }
         os.write(file, json.dumps(row).encode() + b"\n")
         return outcome
 

@@ -55,11 +55,16 @@ def measure_script(folder: Path, *, events: int, is_tiny: bool) -> dict[str, lis
     }
 
 
-def measure_stock(folder: Path, *, events: int, is_tiny: bool, settings: str) -> dict[str, list[Sample]]:
+def measure_stock(
+    folder: Path, *, events: int, is_tiny: bool, settings: str
+) -> dict[str, list[Sample]]:
     """Stock torchrun with one of the STOCK_SETTINGS."""
     command = _command(folder, is_tiny=is_tiny)
     nodes = StockNodes(
-        folder, STOCK_SETTINGS[settings], steps=folder / "output" / "steps.jsonl", command=command
+        folder,
+        STOCK_SETTINGS[settings],
+        steps=folder / "output" / "steps.jsonl",
+        command=command,
     )
     return {"node_kill": _kill_nodes(nodes, events=events)}
 
@@ -72,7 +77,12 @@ def _command(folder: Path, *, is_tiny: bool) -> list[str]:
     )
     (folder / "output").mkdir(parents=True)
     # The typed run's vocabulary: bytes and one more.
-    arguments = ["--output", str(folder / "output"), "--model", json.dumps(config | {"vocab_size": 257})]
+    arguments = [
+        "--output",
+        str(folder / "output"),
+        "--model",
+        json.dumps(config | {"vocab_size": 257}),
+    ]
     return [
         str(_SCRIPT),
         *arguments,
@@ -135,7 +145,10 @@ def _time_reloads(folder: Path, command: list[str], count: int) -> list[float]:
         process.wait(300)
     finally:
         end_process(process)
-    return [float(seconds) for seconds in json.loads(output.read_text(encoding="utf-8").splitlines()[-1])]
+    return [
+        float(seconds)
+        for seconds in json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
+    ]
 
 
 def _is_whole_after(moment: float, row: Mapping[str, Any]) -> bool:

@@ -43,14 +43,21 @@ def reload(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     return int(state["step"])
 
 
-def save(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save(
+    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
     """Whole or not at all."""
     temporary = checkpoint.with_suffix(".tmp")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+        temporary,
+    )
     temporary.rename(checkpoint)
 
 
-def train_step(parallel: DistributedDataParallel, *, step: int, num_slots: int, length: int) -> None:
+def train_step(
+    parallel: DistributedDataParallel, *, step: int, num_slots: int, length: int
+) -> None:
     """Gradients of this rank's slots of a step; DDP exchanges them in the last."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = range(rank, num_slots, world_size)
@@ -65,12 +72,16 @@ def train_step(parallel: DistributedDataParallel, *, step: int, num_slots: int, 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--model", type=json.loads, required=True, help="a transformers configuration")
+    parser.add_argument(
+        "--model", type=json.loads, required=True, help="a transformers configuration"
+    )
     parser.add_argument("--slots", type=int, default=6)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument(
-        "--reloads", type=int, help="only load the checkpoint so often, and print the seconds of each"
+        "--reloads",
+        type=int,
+        help="only load the checkpoint so often, and print the seconds of each",
     )
     return parser.parse_args()
 
@@ -106,7 +117,9 @@ def main() -> None:
         "reload": time.time() - built,
     }
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    steps = os.open(arguments.output / "steps.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    steps = os.open(
+        arguments.output / "steps.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+    )
     generation = time.time_ns()
     for step in range(first + 1, 1_000_000):
         optimizer.zero_grad()
@@ -120,7 +133,9 @@ def main() -> None:
                 "time": time.time(),
             }
             os.write(
-                steps, json.dumps(row | ({"start": start} if step == first + 1 else {})).encode() + b"\n"
+                steps,
+                json.dumps(row | ({"start": start} if step == first + 1 else {})).encode()
+                + b"\n",
             )
             if step % arguments.save_every == 0:
                 save(checkpoint, model, optimizer, step)

@@ -21,19 +21,33 @@ _SLOTS = 2
 _WARM_UP = 3
 
 
-def measure_reduction(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[dict[str, Any]]]:
+def measure_reduction(
+    folder: Path, *, events: int, is_tiny: bool
+) -> dict[str, list[dict[str, Any]]]:
     """Turns of both: seconds of a step each.
 
     And seconds of one transfer of parameters and optimizer state.
     """
     folder.mkdir(parents=True)
-    config = training_manifest(num_nodes=2, is_tiny=is_tiny)["spec"]["training"]["model"]["config"]
+    config = training_manifest(num_nodes=2, is_tiny=is_tiny)["spec"]["training"]["model"][
+        "config"
+    ]
     port = str(free_port())
     ranks = [
         start_process(
-            [sys.executable, str(Path(__file__).resolve()), json.dumps(config), str(3 * events)],
+            [
+                sys.executable,
+                str(Path(__file__).resolve()),
+                json.dumps(config),
+                str(3 * events),
+            ],
             output=folder / f"rank-{rank}.log",
-            variables={"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            variables={
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
         )
         for rank in range(2)
     ]
@@ -44,10 +58,15 @@ def measure_reduction(folder: Path, *, events: int, is_tiny: bool) -> dict[str, 
             end_process(process)
     # torch may have said something after the result.
     lines = (folder / "rank-0.log").read_text(encoding="utf-8").splitlines()
-    found: dict[str, Any] = json.loads(next(line for line in reversed(lines) if line.startswith('{"turns"')))
+    found: dict[str, Any] = json.loads(
+        next(line for line in reversed(lines) if line.startswith('{"turns"'))
+    )
     turns = found["turns"]
     medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
-    print(f"  a step: {medians}, a transfer: {statistics.median(found['transfers']):.3f} s", flush=True)
+    print(
+        f"  a step: {medians}, a transfer: {statistics.median(found['transfers']):.3f} s",
+        flush=True,
+    )
     return {"turn": turns, "transfer": [{"seconds": seconds} for seconds in found["transfers"]]}
 
 
@@ -86,7 +105,9 @@ def _build(config: dict[str, Any]) -> tuple[Any, Any]:
     from evergrad_manifest.training import Model
     from evergrad_trainer.models.build import build_model, plan_model
 
-    plan = plan_model(Model.model_validate({"config": config}), base_directory=Path(), vocab_size=257)
+    plan = plan_model(
+        Model.model_validate({"config": config}), base_directory=Path(), vocab_size=257
+    )
     model = build_model(plan, seed=0, precision="fp32")
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -110,16 +131,22 @@ def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
     from evergrad_trainer.world import Interrupt, World
 
     model, optimizer = _build(config)
-    gradients = BucketedSum(list(model.parameters()), bucket_bytes=default_bucket_bytes(on_accelerator=False))
+    gradients = BucketedSum(
+        list(model.parameters()), bucket_bytes=default_bucket_bytes(on_accelerator=False)
+    )
     rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(1, rank, size, torch.device("cpu"), group=dist.group.WORLD, interrupt=Interrupt())
+    world = World(
+        1, rank, size, torch.device("cpu"), group=dist.group.WORLD, interrupt=Interrupt()
+    )
 
     def turn(step: int) -> None:
         gradients.begin(world)
         for slot in range(_SLOTS):
             gradients.before_backward(is_last=slot == _SLOTS - 1)
             tokens = _tokens(step, slot)
-            (model(input_ids=tokens, labels=tokens, use_cache=False).loss / (_SLOTS * size)).backward()
+            (
+                model(input_ids=tokens, labels=tokens, use_cache=False).loss / (_SLOTS * size)
+            ).backward()
             gradients.after_backward()
         gradients.finish()
         optimizer.step()
@@ -142,7 +169,9 @@ def _wrapped_turn(config: dict[str, Any], *, keeps_gradients: bool) -> Callable[
         for slot in range(_SLOTS):
             tokens = _tokens(step, slot)
             with nullcontext() if slot == _SLOTS - 1 else parallel.no_sync():
-                (parallel(input_ids=tokens, labels=tokens, use_cache=False).loss / _SLOTS).backward()
+                (
+                    parallel(input_ids=tokens, labels=tokens, use_cache=False).loss / _SLOTS
+                ).backward()
         optimizer.step()
 
     return turn

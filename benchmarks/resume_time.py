@@ -20,10 +20,20 @@ def evergrad_seconds(folder: Path) -> float:
     """Start ``evergrad run`` for one more step; seconds until that step's row says it is done."""
     rows = folder / "runs" / "bench" / "metrics.jsonl"
     before = time.time()
-    command = [sys.executable, "-m", "evergrad_cli", "run", "run.yaml", "--stop-after-steps", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "evergrad_cli",
+        "run",
+        "run.yaml",
+        "--stop-after-steps",
+        "1",
+    ]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if result.returncode != 75:
-        raise RuntimeError(f"evergrad run ended with {result.returncode}: {result.stderr[-2000:]}")
+        raise RuntimeError(
+            f"evergrad run ended with {result.returncode}: {result.stderr[-2000:]}"
+        )
     return float(json.loads(rows.read_text().splitlines()[-1])["time"]) - before
 
 
@@ -40,7 +50,9 @@ def trainer_seconds(folder: Path, *, until: int) -> float:
         check=False,
     )
     if result.returncode != 0:
-        raise RuntimeError(f"the Trainer ended with {result.returncode}: {result.stderr[-2000:]}")
+        raise RuntimeError(
+            f"the Trainer ended with {result.returncode}: {result.stderr[-2000:]}"
+        )
     steps = [line for line in result.stdout.splitlines() if line.startswith("step ")]
     return float(steps[0].split()[2]) - before
 
@@ -50,7 +62,9 @@ def measure(*, rounds: int = 5) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "documents.jsonl")
-        (folder / "run.yaml").write_text(json.dumps(manifest("bench", parameters="50M", shape=SMALL)))
+        (folder / "run.yaml").write_text(
+            json.dumps(manifest("bench", parameters="50M", shape=SMALL))
+        )
         evergrad_seconds(folder)
         trainer_seconds(folder, until=1)
         own, other = [], []

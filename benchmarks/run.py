@@ -68,7 +68,9 @@ def describe_machine() -> dict[str, object]:
         "cpu": facts.get("model name", platform.processor()),
         "bf16_units": bool(flags & {"amx_bf16", "avx512_bf16"}),
         "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+        ),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_before": os.getloadavg()[0],
@@ -91,7 +93,9 @@ def write_results(name: str, rows: list[Row], machine: dict[str, object]) -> Non
     known[name] = {"taken": time.strftime("%Y-%m-%d"), "machine": machine, "rows": found}
     document = {key: known[key] for key in BENCHMARKS if key in known}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / "latest.md").write_text("\n".join(_to_markdown(document)) + "\n", encoding="utf-8")
+    (RESULTS / "latest.md").write_text(
+        "\n".join(_to_markdown(document)) + "\n", encoding="utf-8"
+    )
 
 
 def _to_markdown(document: dict[str, Any]) -> list[str]:
@@ -105,7 +109,9 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
     ]
     verdicts = {None: "", True: "reached", False: "**missed**"}
     for name, part in document.items():
-        machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in part["machine"].items())
+        machine = ", ".join(
+            f"{key.replace('_', ' ')} {value}" for key, value in part["machine"].items()
+        )
         lines += [
             "",
             f"## {name}",

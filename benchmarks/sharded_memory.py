@@ -37,10 +37,16 @@ def measure(*, parameters: str = "350M") -> list[Row]:
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(WORLD_SIZE):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1"}
+            place = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(WORLD_SIZE),
+                "MASTER_ADDR": "127.0.0.1",
+            }
             command = [sys.executable, __file__, "--rank", folder, "--parameters", parameters]
             variables = {**os.environ, **place, "MASTER_PORT": port}
-            ranks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+            ranks.append(
+                subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
+            )
         try:
             outputs = [process.communicate(timeout=3000)[0] for process in ranks]
         finally:
@@ -48,11 +54,19 @@ def measure(*, parameters: str = "350M") -> list[Row]:
                 process.kill()
                 process.wait()
     found = [json.loads(output.splitlines()[-1]) for output in outputs]
-    what = f"FSDP2 of {WORLD_SIZE} processes, {parameters} Llama, bf16 products, fp32 state, CPU"
+    what = (
+        f"FSDP2 of {WORLD_SIZE} processes, {parameters} Llama, bf16 products, fp32 state, CPU"
+    )
     state = 16 * found[0]["parameters"]
     built, peak = (max(one[key] for one in found) for key in ("built", "peak"))
     return [
-        Row(what, "whole state", state / 2**30, "GiB", note=f"{found[0]['parameters']:,} parameters"),
+        Row(
+            what,
+            "whole state",
+            state / 2**30,
+            "GiB",
+            note=f"{found[0]['parameters']:,} parameters",
+        ),
         Row(what, "peak of building / whole state", built / state, "ratio"),
         Row(what, "peak of a process / whole state", peak / state, "ratio", goal="<= 0.35"),
     ]
@@ -80,16 +94,29 @@ def _be_rank(folder: Path, parameters: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
     config: dict[str, Any] = dict(zip(names, SHAPES[parameters], strict=True))
     training = Training.model_validate(
         {
             "model": {"config": {"model_type": "llama", **config}},
-            "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": 64},
+            "data": {
+                "sources": [{"name": "docs", "path": "documents.jsonl"}],
+                "sequenceLength": 64,
+            },
             "batching": {"globalBatchSize": 2 * WORLD_SIZE, "microBatchSize": 1},
             "optimizer": {"learningRate": 1e-4},
             "horizon": {"steps": 10},
-            "runtime": {"parallelism": "fsdp2", "compile": "off", "activationCheckpointing": True},
+            "runtime": {
+                "parallelism": "fsdp2",
+                "compile": "off",
+                "activationCheckpointing": True,
+            },
         }
     )
     plan = plan_model(training.model, base_directory=folder, vocab_size=257)
@@ -113,7 +140,10 @@ def _be_rank(folder: Path, parameters: str) -> None:
         gradients.finish()
         machinery.optimizer.step()
     total = sum(parameter.numel() for parameter in machinery.model.parameters())
-    print(json.dumps({"parameters": total, "built": built, "peak": _peak_bytes() - before}), flush=True)
+    print(
+        json.dumps({"parameters": total, "built": built, "peak": _peak_bytes() - before}),
+        flush=True,
+    )
     dist.destroy_process_group()
 
 
@@ -121,9 +151,16 @@ def _build_once_small(training: Any, folder: Path) -> None:
     """Import what a model of this kind imports, so that it is not counted."""
     from evergrad_trainer.models.build import build_model, plan_model
 
-    small = {**training.model.config, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    small = {
+        **training.model.config,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
     model = training.model.model_copy(update={"config": {**small, "vocab_size": 257}})
-    build_model(plan_model(model, base_directory=folder, vocab_size=257), seed=0, precision="fp32")
+    build_model(
+        plan_model(model, base_directory=folder, vocab_size=257), seed=0, precision="fp32"
+    )
 
 
 if __name__ == "__main__":

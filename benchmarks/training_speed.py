@@ -31,7 +31,9 @@ STEPS_A_TURN = 1
 SLOTS = 2
 
 
-def evergrad_turn(opened: Opened, training: Training, *, device: str = "cpu") -> Callable[[], None]:
+def evergrad_turn(
+    opened: Opened, training: Training, *, device: str = "cpu"
+) -> Callable[[], None]:
     """Evergrad's own step, as ``evergrad run`` builds it."""
     world = World(generation=1, rank=0, size=1, device=torch.device(device))
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
@@ -72,7 +74,9 @@ def hand_turn(
             total = 0.0
             for slot in range(SLOTS):
                 batch = stream.slot(step, slot)
-                input_ids, labels = (batch.tensors[name].to(device) for name in ("input_ids", "labels"))
+                input_ids, labels = (
+                    batch.tensors[name].to(device) for name in ("input_ids", "labels")
+                )
                 with torch.autocast(device, dtype=torch.bfloat16, enabled=is_bf16):
                     loss = loss_of(input_ids, labels) / SLOTS
                 loss.backward()
@@ -134,7 +138,9 @@ def measure(
         opened = make_prepared_data(training, Path(folder))
         turns = {
             "evergrad": evergrad_turn(opened, training, device=device),
-            "hand loop": hand_turn(opened.data.train, training, compiled=compiled, device=device),
+            "hand loop": hand_turn(
+                opened.data.train, training, compiled=compiled, device=device
+            ),
         }
         seconds: dict[str, list[float]] = {"evergrad": [], "hand loop": [], "Trainer": []}
 
@@ -174,24 +180,42 @@ def measure(
         )
         model = build_model(plan, seed=0, precision="fp32")
         Trainer(
-            model=model, args=arguments, train_dataset=Windows(opened.data.train), callbacks=[Turns()]
+            model=model,
+            args=arguments,
+            train_dataset=Windows(opened.data.train),
+            callbacks=[Turns()],
         ).train()
     # The first two turns warm up (and compile).
     kept = {name: values[2:] for name, values in seconds.items()}
     tokens = STEPS_A_TURN * training.batching.global_batch_size * training.data.sequence_length
     what = f"tokens/s, {parameters} Llama, {device}, {precision}, compile {'on' if compiled else 'off'}"
-    rows = [Row(what, name, tokens / statistics.median(values), "tokens/s") for name, values in kept.items()]
+    rows = [
+        Row(what, name, tokens / statistics.median(values), "tokens/s")
+        for name, values in kept.items()
+    ]
     goals = {"hand loop": 0.98, "Trainer": 1.15 if compiled else 1.03}
     for name, goal in goals.items():
         ratios = [other / own for own, other in zip(kept["evergrad"], kept[name], strict=True)]
-        rows.append(Row(what, f"evergrad / {name}", statistics.median(ratios), "ratio", goal=f">= {goal}"))
+        rows.append(
+            Row(
+                what,
+                f"evergrad / {name}",
+                statistics.median(ratios),
+                "ratio",
+                goal=f">= {goal}",
+            )
+        )
     return rows
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--precision", choices=("fp32", "bf16-autocast"), default="bf16-autocast")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16-autocast"), default="bf16-autocast"
+    )
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    print_rows(measure(rounds=options.rounds, precision=options.precision, compiled=options.compile))
+    print_rows(
+        measure(rounds=options.rounds, precision=options.precision, compiled=options.compile)
+    )

@@ -24,9 +24,15 @@ Recorded by `docs/record_walkthrough.py`, which ran these commands on a machine 
 paths of that machine. `make cluster` starts a Kubernetes of two nodes there. On a cluster of your own begin with `helm install`.
 """
 MORE = (
-    ("A pod is deleted while the run trains", "kubectl get pods -l evergrad.dev/run=quickstart"),
+    (
+        "A pod is deleted while the run trains",
+        "kubectl get pods -l evergrad.dev/run=quickstart",
+    ),
     ("", "kubectl delete pod quickstart-1-0 --wait=false"),
-    ("", "sleep 20; kubectl get trun quickstart; kubectl get pods -l evergrad.dev/run=quickstart"),
+    (
+        "",
+        "sleep 20; kubectl get trun quickstart; kubectl get pods -l evergrad.dev/run=quickstart",
+    ),
 )
 AFTER = (
     ("What is left", "kubectl describe trun quickstart | tail -n 25"),
@@ -51,7 +57,10 @@ def main() -> int:
     commands: list[tuple[str, str]] = []
     for command in readme_commands():
         if command.startswith("kubectl wait"):
-            commands += [("", "kubectl wait --for=condition=Ready trun/quickstart --timeout=3m"), *MORE]
+            commands += [
+                ("", "kubectl wait --for=condition=Ready trun/quickstart --timeout=3m"),
+                *MORE,
+            ]
         commands.append(("Up" if command.startswith("make") else "", command))
     environment = {**os.environ, "COLUMNS": "150"}
     folder = f".cluster{os.environ.get('EVERGRAD_BED', '')}/"
@@ -67,13 +76,20 @@ def main() -> int:
                 capture_output=True,
                 check=True,
             )
-            environment = dict(item.split("=", 1) for item in found.stdout.decode().split("\0") if item)
+            environment = dict(
+                item.split("=", 1) for item in found.stdout.decode().split("\0") if item
+            )
             text.append(f"    $ {command}\n")
             continue
         print(f"$ {command}", flush=True)
         begun = time.monotonic()
         done = subprocess.run(
-            ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+            ["bash", "-c", command],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         seconds = time.monotonic() - begun
         printed = (

@@ -26,7 +26,9 @@ _BLOCK = re.compile(r"(<!-- tree: make generate -->\n```\n).*?(```\n)", re.DOTAL
 def render(root: Path) -> str:
     """The tree as text."""
     return "".join(
-        f"{line.rstrip()}\n" for package in PACKAGES for line in (f"{package}/", *_lines(root / package))
+        f"{line.rstrip()}\n"
+        for package in PACKAGES
+        for line in (f"{package}/", *_lines(root / package))
     )
 
 
@@ -44,11 +46,15 @@ def _lines(folder: Path, *, indent: str = "    ") -> Iterator[str]:
 
 def read_duty(module: Path) -> str:
     """The first sentence of a module's docstring, cut at a comma or colon where it is long."""
-    text = " ".join((ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or "").split())
+    text = " ".join(
+        (ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or "").split()
+    )
     duty = re.split(r"(?<=[.?!])\s|; ", text.replace("``", "`"))[0].rstrip(".")
     if len(duty) <= MAX_TEXT:
         return duty
-    ends = [found.start() for found in re.finditer(r"[,:](?= )", duty) if found.start() <= MAX_TEXT]
+    ends = [
+        found.start() for found in re.finditer(r"[,:](?= )", duty) if found.start() <= MAX_TEXT
+    ]
     return duty[: ends[-1] if ends else MAX_TEXT]
 
 
@@ -60,7 +66,9 @@ def main(arguments: list[str]) -> int:
         return 0
     if "--check" in arguments:
         what = "a file came, went or changed its first line"
-        print(f"CONTRIBUTING.md: the tree of the packages is out of date; {what}. Run make generate.")
+        print(
+            f"CONTRIBUTING.md: the tree of the packages is out of date; {what}. Run make generate."
+        )
         return 1
     PAGE.write_text(wanted, encoding="utf-8")
     return 0

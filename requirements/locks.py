@@ -50,7 +50,9 @@ def parse_lock(text: str) -> list[Pin]:
         match = re.match(r"\n?([A-Za-z0-9._-]+)==([^\s;\\]+)", block)
         if match is None:
             continue
-        body = "\n".join(line for line in block.strip("\n").splitlines() if not line.startswith("#"))
+        body = "\n".join(
+            line for line in block.strip("\n").splitlines() if not line.startswith("#")
+        )
         parents = re.findall(r"^ +# +(?:via)? *(?:-r )?([A-Za-z0-9._-]+)$", body, re.MULTILINE)
         pins.append(Pin(match[1], match[2], body + "\n", frozenset(parents) - {"via"}))
     return pins
@@ -108,10 +110,14 @@ def fits_this_python(wheel: Path) -> bool:
     )
 
 
-def choose_torch(wheels: Path | None, *, locked_version: str, installed_version: str | None) -> list[str]:
+def choose_torch(
+    wheels: Path | None, *, locked_version: str, installed_version: str | None
+) -> list[str]:
     """pip's arguments for torch: the CPU build where it is offered or already installed, else the index's
     build."""
-    if wheels and any(fits_this_python(wheel) for wheel in find_cpu_wheels(wheels, locked_version)):
+    if wheels and any(
+        fits_this_python(wheel) for wheel in find_cpu_wheels(wheels, locked_version)
+    ):
         return ["--find-links", str(wheels), "-r", str(FOLDER / "torch-cpu.txt")]
     if wheels:
         print(
@@ -125,7 +131,11 @@ def choose_torch(wheels: Path | None, *, locked_version: str, installed_version:
 
 
 def locked_torch_version() -> str:
-    return next(pin.version for pin in parse_lock((FOLDER / "torch.txt").read_text()) if pin.name == "torch")
+    return next(
+        pin.version
+        for pin in parse_lock((FOLDER / "torch.txt").read_text())
+        if pin.name == "torch"
+    )
 
 
 def installed_torch_version() -> str | None:
@@ -145,10 +155,14 @@ def install(wheels: Path | None) -> None:
     """Install the locked packages into this Python's environment, then our five packages, editable."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     torch = choose_torch(
-        wheels, locked_version=locked_torch_version(), installed_version=installed_torch_version()
+        wheels,
+        locked_version=locked_torch_version(),
+        installed_version=installed_torch_version(),
     )
     locks = [
-        part for name in ("trainer.txt", "operator.txt", "dev.txt") for part in ("-r", str(FOLDER / name))
+        part
+        for name in ("trainer.txt", "operator.txt", "dev.txt")
+        for part in ("-r", str(FOLDER / name))
     ]
     run([*pip, "--require-hashes", *torch, *locks])
     editable = [part for name in PACKAGES for part in ("--editable", str(FOLDER.parent / name))]
@@ -159,7 +173,9 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
     """Resolve again for every supported Python and platform, keeping present pins unless ``upgrade``."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "all.txt"
-        output.write_text("".join((FOLDER / name).read_text() for name in FILES if (FOLDER / name).exists()))
+        output.write_text(
+            "".join((FOLDER / name).read_text() for name in FILES if (FOLDER / name).exists())
+        )
         uv = [
             str(Path(sys.executable).parent / "uv"),
             "pip",
@@ -178,7 +194,9 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
             str(output),
         ]
         print("+", shlex.join([*uv, *ROOTS]), flush=True)
-        subprocess.run([*uv, *(["--upgrade"] if upgrade else []), *ROOTS], check=True, cwd=FOLDER)
+        subprocess.run(
+            [*uv, *(["--upgrade"] if upgrade else []), *ROOTS], check=True, cwd=FOLDER
+        )
         pins = parse_lock(output.read_text())
     duties = {
         "trainer.txt": (
@@ -190,7 +208,10 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
             "The index's build of torch and, on Linux, the CUDA packages that build needs.",
         ),
         "operator.txt": ("operator.in", "What the operator needs, the coordinator included."),
-        "dev.txt": ("dev.in", "What tests, checks and benchmarks need beyond the trainer and the operator."),
+        "dev.txt": (
+            "dev.in",
+            "What tests, checks and benchmarks need beyond the trainer and the operator.",
+        ),
     }
     for name, text in split_lock(pins).items():
         source, duty = duties[name]

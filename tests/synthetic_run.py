@@ -119,12 +119,18 @@ class RunWriter:
             "resumed_from": process.resumed_from,
             "pid": 1000 + self._generation,
         }
-        self._event(log, EventType.START, 0, total_steps=self._total_steps, world_size=2, **fields)
+        self._event(
+            log, EventType.START, 0, total_steps=self._total_steps, world_size=2, **fields
+        )
         if process.resumed_from is not None:
             self._pass("restore", RESTORE_SECONDS)
             checkpoint = f"step-{process.resumed_from}"
             self._event(
-                log, EventType.RESTORED, process.resumed_from, checkpoint=checkpoint, seconds=RESTORE_SECONDS
+                log,
+                EventType.RESTORED,
+                process.resumed_from,
+                checkpoint=checkpoint,
+                seconds=RESTORE_SECONDS,
             )
         first = (process.resumed_from or 0) + 1
         for step in range(first, process.last + 1):
@@ -163,7 +169,9 @@ class RunWriter:
         self._pass("step", STEP_SECONDS)
         self._step_now = step
         log.step_end(
-            step_record(step, generation=self._generation, world_size=self._world_size, time=self.now)
+            step_record(
+                step, generation=self._generation, world_size=self._world_size, time=self.now
+            )
         )
         if step % self._evaluate_every == 0:
             self._pass("evaluation", EVALUATION_SECONDS)
@@ -186,7 +194,15 @@ class RunWriter:
     def _save(self, log: RunLog, step: int) -> None:
         self._pass("checkpoint", BLOCKING_SECONDS)
         saved = {"seconds": 1.5, "blocking_seconds": BLOCKING_SECONDS, "bytes": 123_456_789}
-        self._event(log, EventType.SAVE, step, checkpoint=f"step-{step}", kept=3, best=step == 100, **saved)
+        self._event(
+            log,
+            EventType.SAVE,
+            step,
+            checkpoint=f"step-{step}",
+            kept=3,
+            best=step == 100,
+            **saved,
+        )
 
     def _end(self, log: RunLog, process: Process | World) -> None:
         if process.ended == "killed":
@@ -208,7 +224,9 @@ class RunWriter:
         if process.ended == "complete":
             self._event(log, EventType.COMPLETE, process.last, total_steps=self._total_steps)
             self.directory.mark_complete({"total_steps": self._total_steps})
-        self._event(log, EventType.END, process.last, exit_code=0 if process.ended == "complete" else 75)
+        self._event(
+            log, EventType.END, process.last, exit_code=0 if process.ended == "complete" else 75
+        )
 
     def _event(self, log: RunLog, type_: str, step: int, **fields: Any) -> None:
         log.event(Event(type_, self.now, step, self._generation, fields))

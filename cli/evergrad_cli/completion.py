@@ -12,7 +12,9 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell that reads the script")
+    parser.add_argument(
+        "shell", choices=("bash", "zsh", "tcsh"), help="the shell that reads the script"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:

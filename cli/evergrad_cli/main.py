@@ -57,7 +57,13 @@ CLUSTER_COMMANDS = {
     "doctor": "check whether runs can work on this cluster, in this namespace, for you",
 }
 """Commands for a cluster, by module of ``cluster/``."""
-_OWN_PACKAGES = ("evergrad", "evergrad_cli", "evergrad_coordinator", "evergrad_manifest", "evergrad_trainer")
+_OWN_PACKAGES = (
+    "evergrad",
+    "evergrad_cli",
+    "evergrad_coordinator",
+    "evergrad_manifest",
+    "evergrad_trainer",
+)
 _INTERRUPTED = 130
 
 
@@ -157,7 +163,9 @@ def _build_plugin_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentPars
     return _add_commands(parser, CLUSTER_COMMANDS, arguments)
 
 
-def _add_commands(parser: _Parser, commands: Mapping[str, str], arguments: Sequence[str] | None) -> _Parser:
+def _add_commands(
+    parser: _Parser, commands: Mapping[str, str], arguments: Sequence[str] | None
+) -> _Parser:
     """Add all ``commands``.
 
     Only the one that ``arguments`` begin with is imported and has its own arguments; for None all.
@@ -166,7 +174,10 @@ def _add_commands(parser: _Parser, commands: Mapping[str, str], arguments: Seque
     sub_parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in commands.items():
         sub = sub_parsers.add_parser(
-            name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=text,
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if arguments is None or list(arguments[:1]) == [name]:
             _import_command(sub, name, parser)

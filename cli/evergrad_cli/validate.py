@@ -54,7 +54,9 @@ def execute(args: argparse.Namespace) -> int:
         return int(error.exit_code)
     spec, base = loaded.run.spec, loaded.base_directory
     missing = [] if spec.script is None else portable_problems(spec.script, base_directory=base)
-    missing += [] if spec.training is None else task_problems(spec.training, base_directory=base)
+    missing += (
+        [] if spec.training is None else task_problems(spec.training, base_directory=base)
+    )
     if missing:
         _print_problems(missing, as_json=args.json)
         return int(ExitCode.USER_ERROR)
@@ -94,7 +96,9 @@ def _as_json(problem: Problem) -> dict[str, Any]:
 
 def _summary(loaded: LoadedManifest) -> str:
     what = (
-        _describe_script(loaded.run) if loaded.run.spec.script is not None else _describe_training(loaded.run)
+        _describe_script(loaded.run)
+        if loaded.run.spec.script is not None
+        else _describe_training(loaded.run)
     )
     return f"valid: {loaded.run.metadata.name} ({loaded.path}); {what}{_describe_size(loaded)}"
 
@@ -102,9 +106,15 @@ def _summary(loaded: LoadedManifest) -> str:
 def _describe_size(loaded: LoadedManifest) -> str:
     """Size of the model and of its training state; empty where the trainer's packages or the model's files
     are not here."""
-    entries = metadata.entry_points(group="evergrad.describe") if loaded.run.spec.training is not None else ()
+    entries = (
+        metadata.entry_points(group="evergrad.describe")
+        if loaded.run.spec.training is not None
+        else ()
+    )
     try:
-        return "".join(f"; {entry.load()(loaded.run.training, loaded.base_directory)}" for entry in entries)
+        return "".join(
+            f"; {entry.load()(loaded.run.training, loaded.base_directory)}" for entry in entries
+        )
     except (ModuleNotFoundError, InputError):
         # The trainer's packages are not all here; or paths of a cluster's volume, which mean nothing on this
         # machine.
@@ -118,7 +128,11 @@ def _describe_script(run: TrainingRun) -> str:
     if number != "1":
         text += "s"
     if (workers := run.spec.workers_per_node) is not None:
-        text += f" with {workers} worker" + ("s" if workers > 1 else "") + (" each" if number != "1" else "")
+        text += (
+            f" with {workers} worker"
+            + ("s" if workers > 1 else "")
+            + (" each" if number != "1" else "")
+        )
     return text
 
 
@@ -136,7 +150,11 @@ def _horizon(training: Training) -> str:
     horizon = training.horizon
     if horizon.steps is not None:
         return f"{horizon.steps} steps"
-    return f"{horizon.tokens} tokens" if horizon.tokens is not None else f"{horizon.epochs:g} epochs"
+    return (
+        f"{horizon.tokens} tokens"
+        if horizon.tokens is not None
+        else f"{horizon.epochs:g} epochs"
+    )
 
 
 def _print(text: str, *, file: TextIO | None = None) -> None:

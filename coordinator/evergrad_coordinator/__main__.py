@@ -13,7 +13,12 @@ from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.edge.http import StatusServer
-from evergrad_coordinator.edge.journal import FileStore, GenerationStore, JournalError, MemoryStore
+from evergrad_coordinator.edge.journal import (
+    FileStore,
+    GenerationStore,
+    JournalError,
+    MemoryStore,
+)
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import MAX_GENERATION
 from evergrad_coordinator.rules.budget import MAX_FAILURES
@@ -36,7 +41,11 @@ _TIMES = {
 
 def log_line(event: str, **fields: object) -> None:
     """One JSON object on stderr."""
-    print(json.dumps({"time": round(time.time(), 3), "event": event, **fields}), file=sys.stderr, flush=True)
+    print(
+        json.dumps({"time": round(time.time(), 3), "event": event, **fields}),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -44,15 +53,25 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m evergrad_coordinator", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--run", required=True, help="name of the run; nodes of another are refused")
+    parser.add_argument(
+        "--run", required=True, help="name of the run; nodes of another are refused"
+    )
     parser.add_argument("--min", type=int, required=True, help="fewest nodes that train")
-    parser.add_argument("--max", type=int, required=True, help="most nodes that train; others are spares")
-    parser.add_argument("--expect", type=int, help="nodes to wait for at the start (default: --max)")
+    parser.add_argument(
+        "--max", type=int, required=True, help="most nodes that train; others are spares"
+    )
+    parser.add_argument(
+        "--expect", type=int, help="nodes to wait for at the start (default: --max)"
+    )
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--status-port", type=int, default=0)
-    parser.add_argument("--address-file", type=Path, help="gets {port, statusPort} once both listen")
-    parser.add_argument("--state", type=Path, help="file of the newest generation; also the lock of the run")
+    parser.add_argument(
+        "--address-file", type=Path, help="gets {port, statusPort} once both listen"
+    )
+    parser.add_argument(
+        "--state", type=Path, help="file of the newest generation; also the lock of the run"
+    )
     parser.add_argument(
         "--first-generation", type=int, default=0, help="newest generation known from elsewhere"
     )
@@ -68,15 +87,23 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--hold-joins", action="store_true", help="fresh workers: joins wait for a checkpoint"
     )
     parser.add_argument(
-        "--exit-when-empty", action="store_true", help="end with 75 or 76 when all nodes have left"
+        "--exit-when-empty",
+        action="store_true",
+        help="end with 75 or 76 when all nodes have left",
     )
     parser.add_argument(
-        "--nothing-runs", action="store_true", help="no group of this run is left from before: wait for none"
+        "--nothing-runs",
+        action="store_true",
+        help="no group of this run is left from before: wait for none",
     )
     most = Settings.max_failures_without_progress
-    parser.add_argument("--max-failures", type=int, default=most, help=f"allowed without progress ({most})")
+    parser.add_argument(
+        "--max-failures", type=int, default=most, help=f"allowed without progress ({most})"
+    )
     parser.add_argument("--max-members", type=int, default=Settings.max_members)
-    parser.add_argument("--linger", type=float, default=3.0, help="seconds for late joiners after the end")
+    parser.add_argument(
+        "--linger", type=float, default=3.0, help="seconds for late joiners after the end"
+    )
     for name, text in _TIMES.items():
         default = getattr(Settings, f"{name}_seconds")
         parser.add_argument(
@@ -102,7 +129,9 @@ def find_problems(options: argparse.Namespace) -> list[str]:
             f"--max: {options.max} is below --min {options.min}. Raise --max to at least "
             f"{options.min}, or lower --min."
         )
-    if options.expect is not None and not options.min <= options.expect <= max(options.min, options.max):
+    if options.expect is not None and not options.min <= options.expect <= max(
+        options.min, options.max
+    ):
         problems.append(
             f"--expect: {options.expect} is not within --min {options.min} and --max {options.max}."
         )
@@ -161,7 +190,9 @@ async def serve(
     # A change of a thousand nodes makes many short-lived objects and no circles: look for those seldom
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-    server = Server(new_group(settings, generation=generation, now=time.monotonic()), store, log=log_line)
+    server = Server(
+        new_group(settings, generation=generation, now=time.monotonic()), store, log=log_line
+    )
     status = StatusServer(server)
     loop = asyncio.get_running_loop()
     over, stopped = asyncio.Event(), asyncio.Event()
@@ -186,7 +217,9 @@ async def serve(
             ),
         )
         return ExitCode.USER_ERROR
-    log_line("listening", run=settings.run, port=port, statusPort=status_port, generation=generation)
+    log_line(
+        "listening", run=settings.run, port=port, statusPort=status_port, generation=generation
+    )
     server.finished.add_done_callback(lambda _: over.set())
     await over.wait()
     if server.finished.done():
@@ -206,7 +239,9 @@ async def linger(server: Server, seconds: float, stopped: asyncio.Event) -> None
     waited for."""
     until = time.monotonic() + seconds
     at_most = until + 5
-    while not stopped.is_set() and time.monotonic() < (at_most if server.num_connections else until):
+    while not stopped.is_set() and time.monotonic() < (
+        at_most if server.num_connections else until
+    ):
         await asyncio.sleep(0.02)
 
 

@@ -32,7 +32,15 @@ Lost = Literal["node_lost", "coordinator_lost"]
 ChangeCause = BreakCause | Planned | Lost | Literal["other"]
 """Why a group gave way to another one. ``other``: nobody has said so, or in words of another version."""
 Trouble = Literal[
-    "no_space", "read_only", "permission", "io", "timeout", "fenced", "invalid", "peer_lost", "other"
+    "no_space",
+    "read_only",
+    "permission",
+    "io",
+    "timeout",
+    "fenced",
+    "invalid",
+    "peer_lost",
+    "other",
 ]
 """Why a checkpoint could not be saved or read."""
 

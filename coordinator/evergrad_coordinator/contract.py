@@ -36,7 +36,9 @@ def hides_ours(path: str) -> bool:
     """Whether a mount at this absolute path would lie over, or inside, one of ours; scratch space may have
     mounts inside."""
     plain = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
-    is_over = any(ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS)
+    is_over = any(
+        ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS
+    )
     return is_over or plain.startswith((f"{VOLUME_PATH}/", f"{CONFIG_PATH}/", f"{TOKEN_PATH}/"))
 
 

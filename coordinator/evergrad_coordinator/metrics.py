@@ -61,9 +61,17 @@ TRAINER: Final[tuple[Series, ...]] = (
     ),
     Series("step", "gauge", "Last finished optimizer step"),
     Series("max_steps", "gauge", "Optimizer steps the run is to reach"),
-    Series("steps_total", "counter", "Optimizer steps this process has finished, repeated ones included"),
-    Series("tokens_total", "counter", "Tokens trained on, over all processes of the run together"),
-    Series("samples_total", "counter", "Samples trained on, over all processes of the run together"),
+    Series(
+        "steps_total",
+        "counter",
+        "Optimizer steps this process has finished, repeated ones included",
+    ),
+    Series(
+        "tokens_total", "counter", "Tokens trained on, over all processes of the run together"
+    ),
+    Series(
+        "samples_total", "counter", "Samples trained on, over all processes of the run together"
+    ),
     Series(
         "tokens_per_second",
         "gauge",
@@ -145,7 +153,9 @@ TRAINER: Final[tuple[Series, ...]] = (
         '`op` is `save` or `load`. `mode="sync"`: training waited for all of it; else `async`.',
         buckets=_CHECKPOINT_BUCKETS,
     ),
-    Series("checkpoint_blocking_seconds_total", "counter", "Seconds training stood still for saves"),
+    Series(
+        "checkpoint_blocking_seconds_total", "counter", "Seconds training stood still for saves"
+    ),
     Series("checkpoint_size_bytes", "gauge", "Size of the last checkpoint"),
     Series(
         "checkpoint_last_success_timestamp_seconds",
@@ -206,7 +216,9 @@ NODE: Final[tuple[Series, ...]] = (
     ),
     Series("script_step", "gauge", "Step of a script, as it reports it", ("node",)),
     Series("script_loss", "gauge", "Loss of a script, as it reports it", ("node",)),
-    Series("script_tokens_per_second", "gauge", "Speed of a script, as it reports it", ("node",)),
+    Series(
+        "script_tokens_per_second", "gauge", "Speed of a script, as it reports it", ("node",)
+    ),
 )
 """Of a node's supervisor."""
 
@@ -223,7 +235,9 @@ COLUMNS: Final[tuple[Column, ...]] = (
         "told",
     ),
     Column("world_size", "", "processes that trained it", "agreed", "told"),
-    Column("loss", "nats per valid token", "mean over the whole global batch", "mean", "closely"),
+    Column(
+        "loss", "nats per valid token", "mean over the whole global batch", "mean", "closely"
+    ),
     Column("tokens", "", "of this step, over all processes", "sum", "exactly"),
     Column("valid_tokens", "", "those of them that carry a loss", "sum", "exactly"),
     Column(
@@ -235,10 +249,20 @@ COLUMNS: Final[tuple[Column, ...]] = (
     ),
     Column("learning_rate", "", "of this update", "agreed", "closely"),
     Column("grad_norm", "", "global, before clipping", "norm", "by request"),
-    Column("step_seconds", "s", "wall time of the step on rank 0, the sum of the next five", "rank 0"),
+    Column(
+        "step_seconds",
+        "s",
+        "wall time of the step on rank 0, the sum of the next five",
+        "rank 0",
+    ),
     Column("data_seconds", "s", "waiting for samples", "rank 0"),
     Column("forward_backward_seconds", "s", "computing losses and gradients", "rank 0"),
-    Column("communication_seconds", "s", "waiting for and exchanging with other processes", "rank 0"),
+    Column(
+        "communication_seconds",
+        "s",
+        "waiting for and exchanging with other processes",
+        "rank 0",
+    ),
     Column("optimizer_seconds", "s", "updating the weights", "rank 0"),
     Column("other_seconds", "s", "what no phase claims", "rank 0"),
     Column(
@@ -263,11 +287,23 @@ def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
 
     Raises ValueError that names everything that is wrong with them.
     """
-    taken = {column.name for column in COLUMNS} | {"skipped", "metrics", "name", "perplexity", "seconds"}
+    taken = {column.name for column in COLUMNS} | {
+        "skipped",
+        "metrics",
+        "name",
+        "perplexity",
+        "seconds",
+    }
     wrong = [
-        f"{name!r} is no name; use letters, digits and _" for name in metrics if not _NAME.fullmatch(name)
+        f"{name!r} is no name; use letters, digits and _"
+        for name in metrics
+        if not _NAME.fullmatch(name)
     ]
-    wrong += [f"{name!r} is a column of every run; use another name" for name in metrics if name in taken]
+    wrong += [
+        f"{name!r} is a column of every run; use another name"
+        for name in metrics
+        if name in taken
+    ]
     if len(metrics) > MOST_DECLARED:
         wrong.append(f"there are {len(metrics)}; {MOST_DECLARED} are possible")
     if wrong:
@@ -281,7 +317,9 @@ def render_series(series: Iterable[Series]) -> str:
     for one in series:
         labels = ", ".join(f"`{label}`" for label in one.labels)
         meaning = f"{one.help}.{' ' if one.note else ''}{one.note}"
-        lines.append(f"| `{one.exported}` | {one.kind} |{f' {labels}' if labels else ''} | {meaning} |")
+        lines.append(
+            f"| `{one.exported}` | {one.kind} |{f' {labels}' if labels else ''} | {meaning} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -325,7 +325,16 @@ class Permit(Message):
 FROM_NODES: tuple[type[Message], ...] = (
     Hello, Beat, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress, Commit,
 )  # fmt: skip
-FROM_COORDINATOR: tuple[type[Message], ...] = (Welcome, Refused, Plan, Go, Leave, End, Pong, Permit)
+FROM_COORDINATOR: tuple[type[Message], ...] = (
+    Welcome,
+    Refused,
+    Plan,
+    Go,
+    Leave,
+    End,
+    Pong,
+    Permit,
+)
 
 _from_nodes, _from_coordinator = Codec(FROM_NODES), Codec(FROM_COORDINATOR)
 

@@ -18,7 +18,9 @@ def is_token(said: str, token: str) -> bool:
 
     No token is none.
     """
-    return bool(token) and hmac.compare_digest(said.encode("utf-8", "surrogatepass"), token.encode())
+    return bool(token) and hmac.compare_digest(
+        said.encode("utf-8", "surrogatepass"), token.encode()
+    )
 
 
 def read_token(path: Path) -> str:
@@ -42,7 +44,9 @@ def obtain_token(path: Path) -> str:
     except FileExistsError:
         return read_token(path)
     except OSError:
-        if path.exists():  # a folder that cannot be written, with the file in it: a mounted Secret
+        if (
+            path.exists()
+        ):  # a folder that cannot be written, with the file in it: a mounted Secret
             return read_token(path)
         raise
     token = new_token()

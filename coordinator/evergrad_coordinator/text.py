@@ -53,7 +53,15 @@ def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
         rest, unit = rest / base, unit + 1
     if rest >= 10_000:
         return f"{number:.3g}"
-    digits = 0 if unit == 0 and rest == round(rest) else 2 if rest < 9.995 else 1 if rest < 99.95 else 0
+    digits = (
+        0
+        if unit == 0 and rest == round(rest)
+        else 2
+        if rest < 9.995
+        else 1
+        if rest < 99.95
+        else 0
+    )
     text = f"{rest:.{digits}f}"
     if "." in text and unit:
         text = text.rstrip("0").rstrip(".")

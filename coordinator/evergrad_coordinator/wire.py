@@ -173,7 +173,8 @@ def _fields(kind: type[Record]) -> tuple[_Field, ...]:
             wire=to_camel(one.name),
             read=_reader(hints[one.name]),
             write=_writer(hints[one.name]),
-            is_required=one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING,
+            is_required=one.default is dataclasses.MISSING
+            and one.default_factory is dataclasses.MISSING,
         )
         for one in dataclasses.fields(kind)
     )
@@ -182,7 +183,9 @@ def _fields(kind: type[Record]) -> tuple[_Field, ...]:
 def _refuse_numbers(value: Any, *, where: str) -> None:
     """Name the number that JSON does not know, however deep in the record it is."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ProtocolError(f"{where}: {value} is no number JSON knows. Send null or leave it out.")
+        raise ProtocolError(
+            f"{where}: {value} is no number JSON knows. Send null or leave it out."
+        )
     if isinstance(value, dict):
         for key, one in value.items():
             _refuse_numbers(one, where=f"{where}.{key}")
@@ -280,7 +283,9 @@ def _read_enum(value: Any, where: str, *, kind: type[enum.Enum]) -> enum.Enum:
     for member in kind:
         if type(value) in (str, int) and member.value == value:
             return member
-    raise ProtocolError(f"{where}: {_show(value)} is none of {', '.join(str(one.value) for one in kind)}")
+    raise ProtocolError(
+        f"{where}: {_show(value)} is none of {', '.join(str(one.value) for one in kind)}"
+    )
 
 
 def _read_limited(value: Any, where: str, *, inner: _Reader, limit: Bounds | Cut) -> Any:
@@ -301,11 +306,17 @@ def _read_items(value: Any, where: str, *, inner: _Reader) -> tuple[Any, ...]:
 def _read_mapping(value: Any, where: str, *, inner: _Reader) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ProtocolError(f"{where}: {_show(value)} is not an object")
-    return {_read_text(key, where): inner(one, f"{where}.{key[:40]}") for key, one in value.items()}
+    return {
+        _read_text(key, where): inner(one, f"{where}.{key[:40]}") for key, one in value.items()
+    }
 
 
 def _show(value: Any) -> str:
-    return ascii(value)[:60] if isinstance(value, str | int | float | bool | None) else type(value).__name__
+    return (
+        ascii(value)[:60]
+        if isinstance(value, str | int | float | bool | None)
+        else type(value).__name__
+    )
 
 
 _SCALARS: dict[Any, _Reader] = {

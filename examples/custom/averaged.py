@@ -24,7 +24,9 @@ class Averaged(Pretrain):
     """Everything that is not written here is pretraining's."""
 
     Options: ClassVar[type[Section]] = Options
-    metrics: ClassVar[Mapping[str, str]] = {"accuracy": "Share of tokens that were the likeliest."}
+    metrics: ClassVar[Mapping[str, str]] = {
+        "accuracy": "Share of tokens that were the likeliest."
+    }
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
         modules = super().build(build_model)
@@ -41,12 +43,18 @@ class Averaged(Pretrain):
             modules.kept[name].lerp_(weight, 1 - self.setup.options.decay)
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        return sums(modules.trained["model"](input_ids=batch["input_ids"]).logits, batch["labels"])
+        return sums(
+            modules.trained["model"](input_ids=batch["input_ids"]).logits, batch["labels"]
+        )
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
         found = dict(super().evaluators(prepared))
         sources = [source for one in found.values() for source in one.sources]
-        return {**found, "average": Evaluator(sources, measure=loss_of_average)} if sources else found
+        return (
+            {**found, "average": Evaluator(sources, measure=loss_of_average)}
+            if sources
+            else found
+        )
 
 
 def loss_of_average(modules: Modules, batch: Tensors, stage: Stage) -> Loss:
@@ -55,5 +63,7 @@ def loss_of_average(modules: Modules, batch: Tensors, stage: Stage) -> Loss:
 
 
 def sums(logits: torch.Tensor, labels: torch.Tensor) -> Loss:
-    loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    loss = functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
+    )
     return Loss(loss, {"accuracy": (logits.argmax(-1) == labels).sum()})

@@ -15,12 +15,17 @@ ROOT = HERE.parents[1]
 
 def main() -> int:
     """One JSON object a line, one line a page."""
-    parser = argparse.ArgumentParser(description="Write documents.yaml from the pages of docs/.")
-    parser.add_argument("--check", action="store_true", help="only look whether the file is up to date")
+    parser = argparse.ArgumentParser(
+        description="Write documents.yaml from the pages of docs/."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only look whether the file is up to date"
+    )
     is_check = parser.parse_args().check
     pages = sorted(path for path in ROOT.glob("docs/**/*.md"))
     lines = [
-        json.dumps({"text": page.read_text("utf-8"), "title": page.stem}, ensure_ascii=True) for page in pages
+        json.dumps({"text": page.read_text("utf-8"), "title": page.stem}, ensure_ascii=True)
+        for page in pages
     ]
     manifest = {
         "apiVersion": "v1",
@@ -30,7 +35,8 @@ def main() -> int:
     }
     target = HERE / "documents.yaml"
     text = (
-        f"# Written by make_documents.py beside this file. JSON is YAML.\n{json.dumps(manifest, indent=1)}\n"
+        "# Written by make_documents.py beside this file. JSON is "
+        f"YAML.\n{json.dumps(manifest, indent=1)}\n"
     )
     if is_check:
         is_current = target.read_text("utf-8") == text

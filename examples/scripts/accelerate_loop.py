@@ -23,7 +23,9 @@ def make_data(num_samples: int) -> TensorDataset:
 
 def find_newest(folder: Path) -> Path | None:
     """States appear by a rename, so that every one there is whole."""
-    states = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    states = sorted(
+        folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-"))
+    )
     return states[-1] if states else None
 
 
@@ -35,7 +37,9 @@ def save(accelerator: Accelerator, folder: Path, step: int) -> None:
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        for old in sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))[:-2]:
+        for old in sorted(
+            folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-"))
+        )[:-2]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
@@ -46,7 +50,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="samples a step of one rank")
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least so long")
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.0, help="a step takes at least so long"
+    )
     return parser.parse_args()
 
 
@@ -76,7 +82,10 @@ def main() -> None:
             step += 1
             total = accelerator.reduce(loss.detach(), reduction="mean")
             if accelerator.is_main_process:
-                print(f"step {step} loss {total.item():.6f} world {accelerator.num_processes}", flush=True)
+                print(
+                    f"step {step} loss {total.item():.6f} world {accelerator.num_processes}",
+                    flush=True,
+                )
             if step % arguments.save_every == 0 or step == arguments.steps:
                 save(accelerator, arguments.output, step)
             if step == arguments.steps:

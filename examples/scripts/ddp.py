@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 def make_samples(indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of these samples."""
-    rows = [torch.randn(16, generator=torch.Generator().manual_seed(index)) for index in indices]
+    rows = [
+        torch.randn(16, generator=torch.Generator().manual_seed(index)) for index in indices
+    ]
     inputs = torch.stack(rows) if rows else torch.empty(0, 16)
     weight = torch.randn(16, 4, generator=torch.Generator().manual_seed(2**31))
     return inputs, inputs @ weight
@@ -36,7 +38,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=32, help="samples a step, over all ranks")
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least so long")
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.0, help="a step takes at least so long"
+    )
     return parser.parse_args()
 
 
@@ -65,11 +69,17 @@ def main() -> None:
 
     for step in range(first, arguments.steps):
         began = time.monotonic()
-        indices = list(range(step * arguments.batch, (step + 1) * arguments.batch))[rank::world_size]
+        indices = list(range(step * arguments.batch, (step + 1) * arguments.batch))[
+            rank::world_size
+        ]
         inputs, targets = (one.to(device) for one in make_samples(indices))
         # DDP averages over ranks; so that each sample counts the same, every rank divides by its share of the
         # batch.
-        loss = (parallel(inputs) - targets).square().mean(dim=1).sum() * world_size / arguments.batch
+        loss = (
+            (parallel(inputs) - targets).square().mean(dim=1).sum()
+            * world_size
+            / arguments.batch
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -83,7 +93,11 @@ def main() -> None:
             if (step + 1) % arguments.save_every == 0 or step + 1 == arguments.steps:
                 save(
                     checkpoint,
-                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1},
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "step": step + 1,
+                    },
                 )
         time.sleep(max(0.0, arguments.step_seconds - (time.monotonic() - began)))
     dist.barrier()

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 
 class CountingTexts(Dataset):
@@ -41,7 +47,9 @@ class Progress(TrainerCallback):
 
 def find_last_checkpoint(folder: Path) -> Path | None:
     """The newest whole one: the Trainer writes its state last."""
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if is_json(path)]
+    whole = [
+        path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if is_json(path)
+    ]
     return max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
 
 
@@ -67,7 +75,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
         )
     )
     settings = TrainingArguments(

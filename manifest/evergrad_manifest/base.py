@@ -40,11 +40,15 @@ def check_local_path(path: str) -> str:
     """``path`` itself. Raises FieldValueError for a URL, a ``~`` and what cannot be a path."""
     if _URL.match(path):
         remedy = "Download it and name its path"
-        raise FieldValueError(f"{show(path)} is a URL", "only local files and directories are read", remedy)
+        raise FieldValueError(
+            f"{show(path)} is a URL", "only local files and directories are read", remedy
+        )
     if path.startswith("~"):
         remedy = "Write the whole path, or one relative to the file"
         raise FieldValueError(f"{show(path)} begins with ~", "it is not expanded", remedy)
-    if not path.strip() or any(ord(character) < ord(" ") or character == "\x7f" for character in path):
+    if not path.strip() or any(
+        ord(character) < ord(" ") or character == "\x7f" for character in path
+    ):
         remedy = "Name a file or directory"
         raise FieldValueError(
             f"{show(path)} cannot be a path", "it is blank or has control characters", remedy

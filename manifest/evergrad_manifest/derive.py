@@ -91,7 +91,9 @@ def steps_without_data(training: Training) -> int | None:
     """Steps of the whole run where they do not depend on the data; None for a horizon in epochs."""
     horizon, per_step = training.horizon, training.batching.global_batch_size
     if horizon.tokens is not None:
-        return steps_for_tokens(horizon.tokens, samples=per_step, length=training.data.sequence_length)
+        return steps_for_tokens(
+            horizon.tokens, samples=per_step, length=training.data.sequence_length
+        )
     return horizon.steps
 
 
@@ -141,4 +143,6 @@ def check_stop(after_step: int | None, *, total: int) -> list[Problem]:
         return []
     why = "the run ends before that step"
     remedy = f"Lower it to at most {total}, remove it, or lengthen the horizon"
-    return [Problem(AFTER_STEP, f"{after_step} is beyond the horizon of {total} steps", why, remedy)]
+    return [
+        Problem(AFTER_STEP, f"{after_step} is beyond the horizon of {total} steps", why, remedy)
+    ]

@@ -31,7 +31,10 @@ def describe_type(field: Field) -> str:
 
 def _describe_bounds(metadata: Sequence[Any]) -> str:
     found = {
-        key: getattr(item, key) for item in metadata for key in _WORDS if getattr(item, key, None) is not None
+        key: getattr(item, key)
+        for item in metadata
+        for key in _WORDS
+        if getattr(item, key, None) is not None
     }
     return "".join(f", {_WORDS[key]} {_short(found[key])}" for key in _WORDS if key in found)
 
@@ -67,7 +70,9 @@ def _describe_annotation(annotation: Any, metadata: tuple[Any, ...]) -> str:
         return "mapping"
     if origin is not None and arguments:
         return _describe_annotation(arguments[0], ())
-    return {str: "text", bool: "true or false", int: "integer", float: "number"}.get(annotation, "any")
+    return {str: "text", bool: "true or false", int: "integer", float: "number"}.get(
+        annotation, "any"
+    )
 
 
 def describe_default(info: FieldInfo) -> str:

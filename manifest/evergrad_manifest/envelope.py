@@ -30,7 +30,9 @@ class Metadata(Section):
     name: str = Field(min_length=1, max_length=LONGEST_RUN_NAME, pattern=RUN_NAME)
     """Name of the run: lower-case letters, digits and dashes, a letter first, at most 45: what it makes is
     named after it."""
-    namespace: str | None = Field(default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL)
+    namespace: str | None = Field(
+        default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL
+    )
     """Kubernetes namespace; has no meaning for ``evergrad run``."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the object; they do not change the run."""
@@ -135,7 +137,9 @@ class Spec(Section):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [{"required": [kind], "properties": {kind: {"type": "object"}}} for kind in KINDS]
+            "oneOf": [
+                {"required": [kind], "properties": {kind: {"type": "object"}}} for kind in KINDS
+            ]
         }
     )
 
@@ -192,7 +196,9 @@ class TrainingRun(Section):
     def training(self) -> Training:
         """The typed recipe. Raises ConfigurationError for the run of a script."""
         if self.spec.training is None:
-            raise ConfigurationError(_wrong_kind("training", "this run is a script", "a typed run"))
+            raise ConfigurationError(
+                _wrong_kind("training", "this run is a script", "a typed run")
+            )
         return self.spec.training
 
     @property

@@ -49,7 +49,9 @@ def shape_of(info: FieldInfo) -> Shape:
 
 
 def _union_members(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return (
+        get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    )
 
 
 @cache
@@ -96,7 +98,11 @@ def choices_of(info: FieldInfo) -> tuple[str, ...]:
         if get_origin(annotation) is Literal:
             found += [str(choice) for choice in get_args(annotation)]
         elif get_origin(annotation) in (Union, UnionType, Annotated):
-            pending += [argument for argument in get_args(annotation) if not isinstance(argument, FieldInfo)]
+            pending += [
+                argument
+                for argument in get_args(annotation)
+                if not isinstance(argument, FieldInfo)
+            ]
     return tuple(found)
 
 

@@ -22,7 +22,12 @@ CHARTS_DEFINITION: Final = "charts/evergrad/files/trainingrun.yaml"
 PAGES: Final = ("docs/reference/metrics.md", "docs/reference/run-directory.md")
 """Pages with tables of the metrics' catalogue."""
 _ROOT: Final = Path(__file__).resolve().parents[2]
-_BOUNDS: Final = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_BOUNDS: Final = {
+    "ge": "minimum",
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "lt": "exclusiveMaximum",
+}
 
 _PREFACE = """\
 # Configuration
@@ -57,7 +62,12 @@ def build_reference() -> str:
     """The text of the reference page."""
     lines = [_PREFACE]
     for title, fields in _chapters():
-        lines += [f"## {title}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"## {title}",
+            "",
+            "| field | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
         lines += [_row(field) for field in fields]
         lines.append("")
     return "\n".join(lines)
@@ -88,14 +98,19 @@ def _chapters() -> Iterator[tuple[str, list[Field]]]:
 
 
 def _row(field: Field) -> str:
-    meaning = " ".join((field.info.description or "").split()).replace("``", "`").replace("|", "\\|")
+    meaning = (
+        " ".join((field.info.description or "").split()).replace("``", "`").replace("|", "\\|")
+    )
     return f"| `{field.path}` | {describe_type(field)} | {describe_default(field.info)} | {meaning} |"
 
 
 def build_schema() -> str:
     """The JSON schema of a TrainingRun as it may be written, as text."""
     schema = TrainingRun.model_json_schema(by_alias=True, mode="validation")
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "TrainingRun of Evergrad"}
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "TrainingRun of Evergrad",
+    }
     return json.dumps({**head, **_tidy(schema)}, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -138,13 +153,19 @@ def build_files(root: Path = _ROOT) -> Mapping[str, str]:
         DEFINITION: definition,
         # A chart reads files of its own folder only.
         CHARTS_DEFINITION: definition,
-        **{page: fill_tables((root / page).read_text("utf-8")) for page in PAGES if (root / page).exists()},
+        **{
+            page: fill_tables((root / page).read_text("utf-8"))
+            for page in PAGES
+            if (root / page).exists()
+        },
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the files, or with ``--check`` say how they differ; 1 if they do."""
-    parser = argparse.ArgumentParser(prog="python -m evergrad_manifest.generate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m evergrad_manifest.generate", description=__doc__
+    )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if a file is not up to date"
     )

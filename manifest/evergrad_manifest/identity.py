@@ -85,7 +85,9 @@ def to_wire(run: TrainingRun) -> dict[str, Any]:
     """The whole resolved run as JSON values, camelCase: a manifest that loads to the same run."""
     wire: dict[str, Any] = run.model_dump(mode="json", by_alias=True)
     wire["spec"] = {
-        key: value for key, value in wire["spec"].items() if key not in KINDS or value is not None
+        key: value
+        for key, value in wire["spec"].items()
+        if key not in KINDS or value is not None
     }
     if (training := wire["spec"].get("training")) is not None:
         _drop_meaningless(training)
@@ -99,7 +101,11 @@ def _drop_meaningless(training: dict[str, Any]) -> None:
         without_meaningless(source, OF_SOURCES) for source in training["data"]["sources"]
     ]
     training["evaluation"]["sources"] = [
-        {key: value for key, value in without_meaningless(source, OF_SOURCES).items() if key != "weight"}
+        {
+            key: value
+            for key, value in without_meaningless(source, OF_SOURCES).items()
+            if key != "weight"
+        }
         for source in training["evaluation"]["sources"]
     ]
 
@@ -120,7 +126,9 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
         return {field: script[field] for field in RECIPE_OF_SCRIPT}
     training = without_nulls(to_wire(run)["spec"]["training"], Training)
     recipe = {section: training[section] for section in RECIPE_SECTIONS}
-    recipe["data"] = {key: value for key, value in recipe["data"].items() if key not in OPERATIONAL_DATA}
+    recipe["data"] = {
+        key: value for key, value in recipe["data"].items() if key not in OPERATIONAL_DATA
+    }
     recipe["runtime"] = {"precision": training["runtime"]["precision"]}
     return recipe
 
@@ -132,12 +140,16 @@ def config_hash(run: TrainingRun) -> str:
     after the first version and has the default it came with, so that a new version gives the hash that the
     old one gave.
     """
-    recipe = {section: value for section, value in recipe_of(run).items() if section != "horizon"}
+    recipe = {
+        section: value for section, value in recipe_of(run).items() if section != "horizon"
+    }
     if run.spec.script is not None:
         recipe = _without_later_defaults(recipe, run.spec.script, "script.")
     else:
         recipe = _without_later_defaults(recipe, run.training, "training.")
-    text = json.dumps(recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -151,9 +163,13 @@ def settings_hash(run: TrainingRun) -> str:
     training = to_wire(run)["spec"]["training"]
     shared = {key: value for key, value in training.items() if key not in _OF_ONE_MACHINE}
     shared["runtime"] = {
-        key: value for key, value in training["runtime"].items() if key not in _RUNTIME_OF_ONE_MACHINE
+        key: value
+        for key, value in training["runtime"].items()
+        if key not in _RUNTIME_OF_ONE_MACHINE
     }
-    shared["data"] = {key: value for key, value in training["data"].items() if key not in OPERATIONAL_DATA}
+    shared["data"] = {
+        key: value for key, value in training["data"].items() if key not in OPERATIONAL_DATA
+    }
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -173,7 +189,9 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
     return changed_fields(pair[0], pair[1])
 
 
-def _without_later_defaults(wire: Mapping[str, Any], section: Section, prefix: str) -> dict[str, Any]:
+def _without_later_defaults(
+    wire: Mapping[str, Any], section: Section, prefix: str
+) -> dict[str, Any]:
     """``wire``, a part of ``section`` on the wire, without later fields at their first default and sections
     left empty so."""
     kept: dict[str, Any] = {}
@@ -190,7 +208,9 @@ def _without_later_defaults(wire: Mapping[str, Any], section: Section, prefix: s
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
             pairs = zip(written, value, strict=True)
             written = [_without_later_defaults(item, one, f"{path}[].") for item, one in pairs]
-        elif is_later and value == FIRST_DEFAULTS.get(path, info.get_default(call_default_factory=True)):
+        elif is_later and value == FIRST_DEFAULTS.get(
+            path, info.get_default(call_default_factory=True)
+        ):
             continue
         kept[key] = written
     return kept

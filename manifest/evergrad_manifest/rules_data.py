@@ -31,12 +31,16 @@ OF_SOURCES: Final = (
     Meaningless("dtype", "type", ("jsonl",), "Remove it, or set type: tokens"),
 )
 OF_SCHEDULE: Final = (
-    Meaningless("decay", "type", ("linear", "cosine", "constant"), "Remove it, or set type: wsd"),
+    Meaningless(
+        "decay", "type", ("linear", "cosine", "constant"), "Remove it, or set type: wsd"
+    ),
     Meaningless("minimumRatio", "type", ("constant",), "Remove it, or choose another type"),
 )
 
 
-def without_meaningless(section: Mapping[str, Any], table: tuple[Meaningless, ...]) -> dict[str, Any]:
+def without_meaningless(
+    section: Mapping[str, Any], table: tuple[Meaningless, ...]
+) -> dict[str, Any]:
     """``section`` on the wire without the keys that would be refused if a file said them."""
     dropped = {entry.key for entry in table if section[entry.beside] in entry.values}
     return {key: value for key, value in section.items() if key not in dropped}
@@ -48,12 +52,17 @@ def check_meaningless(view: View) -> Iterator[Problem]:
         for path, item in view.items(where):
             yield from _meaningless_in(view, path, item, OF_SOURCES)
     if (schedule := view.get(f"{TRAINING}.schedule")) is not UNKNOWN:
-        yield from _meaningless_in(view, ("spec", "training", "schedule"), schedule, OF_SCHEDULE)
+        yield from _meaningless_in(
+            view, ("spec", "training", "schedule"), schedule, OF_SCHEDULE
+        )
     for path, _ in view.items(f"{_EVALUATION}.sources"):
         if view.raw(*path, "weight") is not None:
             why = "a file that is only evaluated on is read whole, whatever its weight"
             yield Problem(
-                format_path((*path, "weight")), "has no meaning for an evaluation source", why, "Remove it"
+                format_path((*path, "weight")),
+                "has no meaning for an evaluation source",
+                why,
+                "Remove it",
             )
 
 
@@ -76,14 +85,18 @@ def check_source_names(view: View) -> Iterator[Problem]:
             if name is UNKNOWN:
                 continue
             here = format_path((*path, "name"))
-            if name.casefold() == HELD_OUT.casefold() and (where == _SOURCES or view.is_given(_HELD_OUT)):
+            if name.casefold() == HELD_OUT.casefold() and (
+                where == _SOURCES or view.is_given(_HELD_OUT)
+            ):
                 why = "it is the name of the evaluation set that data.heldOut makes"
                 yield Problem(here, f"{name!r} is reserved", why, "Rename the source")
             elif name.casefold() in first:
                 place, other = first[name.casefold()]
                 same = "is also" if name == other else f"differs only in case from {other!r},"
                 why = "names of sources are unique, whatever the case of their letters"
-                yield Problem(here, f"{name!r} {same} the name of {place}", why, "Rename one of them")
+                yield Problem(
+                    here, f"{name!r} {same} the name of {place}", why, "Rename one of them"
+                )
             else:
                 first[name.casefold()] = (format_path(path), name)
 
@@ -95,13 +108,21 @@ def check_held_out(view: View) -> Iterator[Problem]:
     given = [name for name in ("fraction", "count") if view.is_given(f"{_HELD_OUT}.{name}")]
     if not given:
         yield Problem(
-            _HELD_OUT, "has no size", "one of fraction and count is needed", "Add one, such as `fraction: 1%`"
+            _HELD_OUT,
+            "has no size",
+            "one of fraction and count is needed",
+            "Add one, such as `fraction: 1%`",
         )
     if len(given) == 2:
         yield Problem(
-            _HELD_OUT, "fraction and count are both set", "it is exactly one of them", "Remove one of them"
+            _HELD_OUT,
+            "fraction and count are both set",
+            "it is exactly one of them",
+            "Remove one of them",
         )
-    flat = [format_path(path) for path, item in view.items(_SOURCES) if item["type"] == "tokens"]
+    flat = [
+        format_path(path) for path, item in view.items(_SOURCES) if item["type"] == "tokens"
+    ]
     if "count" in given and flat:
         why = f"{flat[0]} is a flat file of tokens, which has no documents to count"
         yield Problem(f"{_HELD_OUT}.count", "cannot be used here", why, "Use heldOut.fraction")
@@ -113,13 +134,18 @@ def check_evaluation(view: View) -> Iterator[Problem]:
     if view.get(_EVALUATION) is UNKNOWN or has_sources or view.is_given(_HELD_OUT):
         return
     for key in ("every", "atStart", "samples"):
-        if view.is_given(f"{_EVALUATION}.{key}") and view.get(f"{_EVALUATION}.{key}") is not False:
+        if (
+            view.is_given(f"{_EVALUATION}.{key}")
+            and view.get(f"{_EVALUATION}.{key}") is not False
+        ):
             why = "neither evaluation.sources nor data.heldOut is set"
             remedy = (
                 "Add data.heldOut (such as `fraction: 1%`) or a source under "
                 "evaluation.sources, or remove this"
             )
-            yield Problem(f"{_EVALUATION}.{key}", "there is nothing to evaluate on", why, remedy)
+            yield Problem(
+                f"{_EVALUATION}.{key}", "there is nothing to evaluate on", why, remedy
+            )
 
 
 def check_best(view: View) -> Iterator[Problem]:
@@ -137,7 +163,9 @@ def check_best(view: View) -> Iterator[Problem]:
             "Add it, such as `every: {steps: 200}`",
         )
     sources = view.items(f"{_EVALUATION}.sources")
-    names = [item["name"] for _, item in sources] + ([HELD_OUT] if view.is_given(_HELD_OUT) else [])
+    names = [item["name"] for _, item in sources] + (
+        [HELD_OUT] if view.is_given(_HELD_OUT) else []
+    )
     if UNKNOWN in names or view.get(f"{_EVALUATION}.sources") is UNKNOWN:
         return
     metrics = [f"{name}/loss" for name in names]
@@ -153,7 +181,18 @@ def check_best(view: View) -> Iterator[Problem]:
             if near
             else "it is the name of an evaluation set followed by /loss"
         )
-        yield Problem(f"{path}.metric", f"{metric!r} is not a metric of this run", why, "" if near else known)
+        yield Problem(
+            f"{path}.metric",
+            f"{metric!r} is not a metric of this run",
+            why,
+            "" if near else known,
+        )
 
 
-RULES: Final = (check_meaningless, check_source_names, check_held_out, check_evaluation, check_best)
+RULES: Final = (
+    check_meaningless,
+    check_source_names,
+    check_held_out,
+    check_evaluation,
+    check_best,
+)

@@ -79,10 +79,15 @@ def check_resources(view: View) -> Iterator[Problem]:
     requests, limits = _quantities(view, "requests"), _quantities(view, "limits")
     for kind, values in (("requests", requests), ("limits", limits)):
         for name, quantity in values.items():
-            yield from _check_resource(format_path(("spec", "resources", kind, name)), name, quantity)
+            yield from _check_resource(
+                format_path(("spec", "resources", kind, name)), name, quantity
+            )
     for name, request in requests.items():
         yield from _check_request(
-            name, request, limits.get(name), view.raw("spec", "resources", "limits", name) is not None
+            name,
+            request,
+            limits.get(name),
+            view.raw("spec", "resources", "limits", name) is not None,
         )
 
 
@@ -101,20 +106,33 @@ def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
     if name == "memory" and amount < _SMALLEST_MEMORY:
         why = f"it means {float(amount):g} bytes"
         guess = "400Mi" if quantity.endswith("m") else "4Gi"
-        yield Problem(path, f"{show(quantity)} is too little memory", why, f"Write a unit, such as {guess}")
+        yield Problem(
+            path,
+            f"{show(quantity)} is too little memory",
+            why,
+            f"Write a unit, such as {guess}",
+        )
     elif _is_extended(name) and amount.denominator != 1:
         yield Problem(
-            path, f"{show(quantity)} is not a whole number", "devices are not shared", "Write a whole number"
+            path,
+            f"{show(quantity)} is not a whole number",
+            "devices are not shared",
+            "Write a whole number",
         )
     elif "/" in name and (fault := fault_of_key(name)) is not None:
         yield Problem(path, *fault, "Rename it")
-    elif "/" not in name and name not in _STANDARD_RESOURCES and not name.startswith("hugepages-"):
+    elif (
+        "/" not in name
+        and name not in _STANDARD_RESOURCES
+        and not name.startswith("hugepages-")
+    ):
         near = nearest(name, _STANDARD_RESOURCES)
         if near is None and name.casefold() in ("gpu", "gpus"):
             near = "nvidia.com/gpu"
         why = f"did you mean `{near}`? " if near else ""
         why += (
-            f"It is one of {', '.join(_STANDARD_RESOURCES)}, or has a vendor's prefix such as nvidia.com/gpu"
+            f"It is one of {', '.join(_STANDARD_RESOURCES)}, or has a vendor's prefix such as "
+            "nvidia.com/gpu"
         )
         yield Problem(path, "not a resource's name", why, "")
 
@@ -124,11 +142,15 @@ def _is_extended(name: str) -> bool:
     return bool(slash) and not (prefix == "kubernetes.io" or prefix.endswith(".kubernetes.io"))
 
 
-def _check_request(name: str, request: str, limit: str | None, has_limit: bool) -> Iterator[Problem]:
+def _check_request(
+    name: str, request: str, limit: str | None, has_limit: bool
+) -> Iterator[Problem]:
     path = format_path(("spec", "resources", "requests", name))
     if not has_limit and _is_extended(name):
         why = "a device is requested by its limit"
-        yield Problem(path, "has no limit", why, f"Move it to limits, or add `{name}: {request}` there")
+        yield Problem(
+            path, "has no limit", why, f"Move it to limits, or add `{name}: {request}` there"
+        )
     if limit is None:
         return
     if quantity_value(request) > quantity_value(limit):
@@ -137,7 +159,10 @@ def _check_request(name: str, request: str, limit: str | None, has_limit: bool) 
     elif _is_extended(name) and quantity_value(request) != quantity_value(limit):
         why = "a device is not shared, so both are equal"
         yield Problem(
-            path, f"{request} differs from the limit {limit}", why, f"Write {limit}, or leave the request out"
+            path,
+            f"{request} differs from the limit {limit}",
+            why,
+            f"Write {limit}, or leave the request out",
         )
 
 
@@ -152,24 +177,38 @@ def check_storage(view: View) -> Iterator[Problem]:
         yield Problem(_STORAGE, "size and claimName are both set", why, "Remove one of them")
     elif storage_class and claim:
         why = "an existing claim has its class already"
-        yield Problem(f"{_STORAGE}.storageClassName", "has no meaning with claimName", why, "Remove it")
+        yield Problem(
+            f"{_STORAGE}.storageClassName", "has no meaning with claimName", why, "Remove it"
+        )
     elif view.is_given(f"{_STORAGE}.accessModes") and claim:
         why = "an existing claim has its access modes already"
-        yield Problem(f"{_STORAGE}.accessModes", "has no meaning with claimName", why, "Remove it")
+        yield Problem(
+            f"{_STORAGE}.accessModes", "has no meaning with claimName", why, "Remove it"
+        )
     elif storage_class and not size:
         why = "storageClassName asks for a new volume"
         yield Problem(
-            f"{_STORAGE}.size", "missing", why, "Add `size: 20Gi`, or name an existing claim by claimName"
+            f"{_STORAGE}.size",
+            "missing",
+            why,
+            "Add `size: 20Gi`, or name an existing claim by claimName",
         )
     quantity = view.get(f"{_STORAGE}.size")
     if isinstance(quantity, str) and quantity_value(quantity) < _SMALLEST_MEMORY:
         why = f"it means {float(quantity_value(quantity)):g} bytes"
-        yield Problem(f"{_STORAGE}.size", f"{show(quantity)} is too small", why, "Write a unit, such as 20Gi")
+        yield Problem(
+            f"{_STORAGE}.size",
+            f"{show(quantity)} is too small",
+            why,
+            "Write a unit, such as 20Gi",
+        )
     for key, noun in (("storageClassName", "storage class"), ("claimName", "PVC")):
         name = view.get(f"{_STORAGE}.{key}")
         if isinstance(name, str) and not is_dns_subdomain(name):
             why = f"the name of a {noun} has lower-case letters, digits, '-' and '.'"
-            yield Problem(f"{_STORAGE}.{key}", f"{show(name)} is not a valid name", why, "Correct it")
+            yield Problem(
+                f"{_STORAGE}.{key}", f"{show(name)} is not a valid name", why, "Correct it"
+            )
     path = view.get(f"{_STORAGE}.path")
     if isinstance(path, str) and FOLDER.fullmatch(path) is None:
         why = "it is relative to the volume, without . or .., of letters, digits, '-', '_', '.' and '/'"
@@ -193,7 +232,11 @@ def check_image(view: View) -> Iterator[Problem]:
 def check_labels(view: View) -> Iterator[Problem]:
     """Keys and values of labels and annotations, of the object and of the pods' template."""
     for where in ("metadata", "spec.template"):
-        for kind in ("labels", "annotations", *(("nodeSelector",) if where == "spec.template" else ())):
+        for kind in (
+            "labels",
+            "annotations",
+            *(("nodeSelector",) if where == "spec.template" else ()),
+        ):
             values = view.raw(*where.split("."), kind)
             for key, value in values.items() if isinstance(values, Mapping) else ():
                 path = format_path((*where.split("."), kind, key))
@@ -213,7 +256,16 @@ def check_size(view: View) -> Iterator[Problem]:
     size = len(json.dumps(spec, ensure_ascii=False, default=str).encode(errors="replace"))
     if size > MAX_SPEC_BYTES:
         why = f"a ConfigMap has room for {MAX_SPEC_BYTES} bytes of it"
-        yield Problem("spec", f"{size} bytes are too many", why, "Move lists and texts into files")
+        yield Problem(
+            "spec", f"{size} bytes are too many", why, "Move lists and texts into files"
+        )
 
 
-RULES: Final = (check_size, check_nodes, check_resources, check_storage, check_image, check_labels)
+RULES: Final = (
+    check_size,
+    check_nodes,
+    check_resources,
+    check_storage,
+    check_image,
+    check_labels,
+)

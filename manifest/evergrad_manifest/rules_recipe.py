@@ -39,10 +39,16 @@ def check_overrides(view: View) -> Iterator[Problem]:
         if first <= last:
             what = f"{first} does not lie behind {last}, the step of the override before"
             yield Problem(
-                here, what, "the order says which one holds", "Sort them, or join those of one step"
+                here,
+                what,
+                "the order says which one holds",
+                "Sort them, or join those of one step",
             )
         elif total is not None and first > total:
-            why, remedy = "the run ends before that step", f"Lower it to at most {total}, or remove it"
+            why, remedy = (
+                "the run ends before that step",
+                f"Lower it to at most {total}, or remove it",
+            )
             yield Problem(here, f"{first} is beyond the horizon of {total} steps", why, remedy)
         last = max(last, first)
 
@@ -53,7 +59,9 @@ def check_options(view: View) -> Iterator[Problem]:
     if recipe in RECIPES and options is not UNKNOWN and options:
         what = f"have no meaning with recipe {recipe}"
         why = "they are those of a task of your own"
-        yield Problem(f"{TRAINING}.options", what, why, "Remove them, or set recipe: module:attr")
+        yield Problem(
+            f"{TRAINING}.options", what, why, "Remove them, or set recipe: module:attr"
+        )
 
 
 def check_files(view: View) -> Iterator[Problem]:
@@ -67,8 +75,12 @@ def check_files(view: View) -> Iterator[Problem]:
         yield Problem(f"{TRAINING}.files", what, why, "Remove them, or set recipe: module:attr")
     for name in files:
         if not _FILE_NAME.fullmatch(str(name)):
-            why = "a name is a relative path of a Python module, such as task.py or parts/loss.py"
-            yield Problem(f"{TRAINING}.files", f"{show(name)} cannot be a file's name", why, "Rename it")
+            why = (
+                "a name is a relative path of a Python module, such as task.py or parts/loss.py"
+            )
+            yield Problem(
+                f"{TRAINING}.files", f"{show(name)} cannot be a file's name", why, "Rename it"
+            )
     if recipe not in (*RECIPES, UNKNOWN):
         stem = recipe.partition(":")[0].replace(".", "/")
         if not {f"{stem}.py", f"{stem}/__init__.py"} & {*files}:
@@ -80,10 +92,15 @@ def check_horizon(view: View) -> Iterator[Problem]:
     """Exactly one of steps, epochs and tokens."""
     if view.get(_HORIZON) is UNKNOWN:
         return
-    given = [name for name in ("steps", "epochs", "tokens") if view.is_given(f"{_HORIZON}.{name}")]
+    given = [
+        name for name in ("steps", "epochs", "tokens") if view.is_given(f"{_HORIZON}.{name}")
+    ]
     if not given:
         yield Problem(
-            _HORIZON, "has no length", "one of steps, epochs and tokens is needed", "Add one of them"
+            _HORIZON,
+            "has no length",
+            "one of steps, epochs and tokens is needed",
+            "Add one of them",
         )
     elif len(given) > 1:
         names = " and ".join((", ".join(given[:-1]), given[-1]))
@@ -116,7 +133,9 @@ def check_batching(view: View) -> Iterator[Problem]:
             f"or a microBatchSize of {below} or {above}"
         )
         why = "a step is cut into micro-batches of equal size"
-        yield Problem(_GLOBAL, f"{whole} is not divisible by microBatchSize {micro}", why, remedy)
+        yield Problem(
+            _GLOBAL, f"{whole} is not divisible by microBatchSize {micro}", why, remedy
+        )
 
 
 def nearest_divisors(number: int, near: int) -> tuple[int, int]:
@@ -134,7 +153,11 @@ def divisors_of(number: int) -> set[int]:
 
 def slots_of(view: View) -> tuple[int, int, int] | None:
     """(M, G, b) where they are known and M is whole; a script has no slots."""
-    if view.get(TRAINING) is None or (found := view.known(_GLOBAL, _MICRO)) is None or found[0] % found[1]:
+    if (
+        view.get(TRAINING) is None
+        or (found := view.known(_GLOBAL, _MICRO)) is None
+        or found[0] % found[1]
+    ):
         return None
     whole, micro = found
     return whole // micro, whole, micro
@@ -142,11 +165,16 @@ def slots_of(view: View) -> tuple[int, int, int] | None:
 
 def total_steps_of(view: View) -> int | None:
     """Steps of the whole run where they do not depend on the data."""
-    given = [name for name in ("steps", "epochs", "tokens") if view.is_given(f"{_HORIZON}.{name}")]
+    given = [
+        name for name in ("steps", "epochs", "tokens") if view.is_given(f"{_HORIZON}.{name}")
+    ]
     if given == ["steps"]:
         steps = view.get(f"{_HORIZON}.steps")
         return None if steps is UNKNOWN else int(steps)
-    if given == ["tokens"] and (found := view.known(f"{_HORIZON}.tokens", _GLOBAL, _LENGTH)) is not None:
+    if (
+        given == ["tokens"]
+        and (found := view.known(f"{_HORIZON}.tokens", _GLOBAL, _LENGTH)) is not None
+    ):
         return steps_for_tokens(found[0], samples=found[1], length=found[2])
     return None
 
@@ -154,7 +182,9 @@ def total_steps_of(view: View) -> int | None:
 def check_schedule_fits(view: View) -> Iterator[Problem]:
     """Warm-up and decay lie within the horizon, and the stop step too."""
     total = total_steps_of(view)
-    if (found := view.known(f"{_SCHEDULE}.type", f"{_SCHEDULE}.warmup", f"{_SCHEDULE}.decay")) is not None:
+    if (
+        found := view.known(f"{_SCHEDULE}.type", f"{_SCHEDULE}.warmup", f"{_SCHEDULE}.decay")
+    ) is not None:
         kind, warmup, decay = found
         decay = decay if kind == "wsd" else 0
         both_are_shares = isinstance(warmup, float) and isinstance(decay, float)
@@ -177,10 +207,15 @@ def check_model(view: View) -> Iterator[Problem]:
         return
     given = [name for name in ("config", "path") if view.is_given(f"{_MODEL}.{name}")]
     if not given:
-        yield Problem(_MODEL, "names no model", "one of config and path is needed", "Add one of them")
+        yield Problem(
+            _MODEL, "names no model", "one of config and path is needed", "Add one of them"
+        )
     if len(given) == 2:
         yield Problem(
-            _MODEL, "config and path are both set", "a model is exactly one of them", "Remove one of them"
+            _MODEL,
+            "config and path are both set",
+            "a model is exactly one of them",
+            "Remove one of them",
         )
     config = view.get(f"{_MODEL}.config")
     if isinstance(config, Mapping):
@@ -193,11 +228,18 @@ def _check_model_type(config: Mapping[str, Any]) -> Iterator[Problem]:
     path, kind = f"{_MODEL}.config.model_type", config.get("model_type")
     if "model_type" not in config:
         near = nearest("model_type", config)
-        remedy = f"Rename `{near}` to `model_type`" if near else "Add it, for example `model_type: llama`"
+        remedy = (
+            f"Rename `{near}` to `model_type`"
+            if near
+            else "Add it, for example `model_type: llama`"
+        )
         yield Problem(path, "missing", "it names the transformers architecture", remedy)
     elif not isinstance(kind, str) or not kind.strip():
         yield Problem(
-            path, f"{show(kind)} is not the name of an architecture", "", "Write a text, such as llama"
+            path,
+            f"{show(kind)} is not the name of an architecture",
+            "",
+            "Write a text, such as llama",
         )
 
 
@@ -222,9 +264,12 @@ def _check_no_remote_code(value: Any, path: FieldPath) -> Iterator[Problem]:
 
 def _check_vocabulary(view: View, config: Mapping[str, Any]) -> Iterator[Problem]:
     size = config.get("vocab_size")
-    reads_text = any(item["type"] == "jsonl" for _, item in view.items(f"{TRAINING}.data.sources"))
+    reads_text = any(
+        item["type"] == "jsonl" for _, item in view.items(f"{TRAINING}.data.sources")
+    )
     uses_bytes = (
-        view.get(f"{TRAINING}.tokenizer") is not UNKNOWN and view.get(f"{TRAINING}.tokenizer.type") == "byte"
+        view.get(f"{TRAINING}.tokenizer") is not UNKNOWN
+        and view.get(f"{TRAINING}.tokenizer.type") == "byte"
     )
     if (
         not isinstance(size, int)
@@ -243,11 +288,16 @@ def check_tokenizer(view: View) -> Iterator[Problem]:
     path, kind = f"{TRAINING}.tokenizer.path", view.get(f"{TRAINING}.tokenizer.type")
     if kind == "transformers" and not view.is_given(path):
         yield Problem(
-            path, "missing", "a tokenizer of type transformers is read from a local directory", "Add its path"
+            path,
+            "missing",
+            "a tokenizer of type transformers is read from a local directory",
+            "Add its path",
         )
     if kind == "byte" and view.is_given(path):
         why = "the byte tokenizer has no files"
-        yield Problem(path, "has no meaning with type byte", why, "Remove it, or set type: transformers")
+        yield Problem(
+            path, "has no meaning with type byte", why, "Remove it, or set type: transformers"
+        )
 
 
 def check_runtime(view: View) -> Iterator[Problem]:

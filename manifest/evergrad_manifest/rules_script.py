@@ -45,13 +45,19 @@ def check_command(view: View) -> Iterator[Problem]:
     for index, word in enumerate(command):
         if "\0" in word:
             yield Problem(
-                f"{_COMMAND}[{index}]", "has a NUL character", "no argument can hold one", "Remove it"
+                f"{_COMMAND}[{index}]",
+                "has a NUL character",
+                "no argument can hold one",
+                "Remove it",
             )
     if (launcher := _launcher_in(command)) is not None:
         index, name = launcher
         why = "the run starts its workers itself, as many as nodes and workersPerNode say"
         yield Problem(
-            f"{_COMMAND}[{index}]", f"{show(name)} is a launcher", why, _without_launcher(command, index)
+            f"{_COMMAND}[{index}]",
+            f"{show(name)} is a launcher",
+            why,
+            _without_launcher(command, index),
         )
     elif command[0].startswith("-") and command[0] != MODULE:
         why = "options of the launcher are not given: the run sets them from nodes and workersPerNode"
@@ -70,7 +76,12 @@ def _launcher_in(command: Sequence[str]) -> tuple[int, str] | None:
     ``python``."""
     is_python = _PYTHON.fullmatch(PurePosixPath(command[0]).name) is not None
     start = 1 if is_python else 0
-    while is_python and start < len(command) and command[start].startswith("-") and command[start] != MODULE:
+    while (
+        is_python
+        and start < len(command)
+        and command[start].startswith("-")
+        and command[start] != MODULE
+    ):
         start += 1
     if start + 1 < len(command) and command[start] == MODULE:
         return (start + 1, command[start + 1]) if command[start + 1] in _LAUNCHERS else None
@@ -82,7 +93,9 @@ def _launcher_in(command: Sequence[str]) -> tuple[int, str] | None:
 def _without_launcher(command: Sequence[str], index: int) -> str:
     """The remedy, with the first word that looks like the program where there is one."""
     rest = command[index + 1 :]
-    program = next((word for word in rest if word.endswith(".py") or word == MODULE), "train.py")
+    program = next(
+        (word for word in rest if word.endswith(".py") or word == MODULE), "train.py"
+    )
     return f"Begin with what follows its options: {show(program)}"
 
 
@@ -93,7 +106,10 @@ def _check_program(program: Program) -> Iterator[Problem]:
     words = program.name.split()
     if not words:
         yield Problem(
-            _FIRST, "names no program", "", "Write a Python file, -m and a module, or an executable"
+            _FIRST,
+            "names no program",
+            "",
+            "Write a Python file, -m and a module, or an executable",
         )
     elif (
         len(words) > 1
@@ -103,7 +119,10 @@ def _check_program(program: Program) -> Iterator[Problem]:
         why = "no shell takes the words of a command apart"
         items = ", ".join([*map(show, words[:4]), *(["…"] if len(words) > 4 else [])])
         yield Problem(
-            _FIRST, f"{show(program.name)} holds several words", why, f"Write each word as an item: [{items}]"
+            _FIRST,
+            f"{show(program.name)} holds several words",
+            why,
+            f"Write each word as an item: [{items}]",
         )
     else:
         try:
@@ -122,7 +141,9 @@ def _check_module(name: str) -> Iterator[Problem]:
         )
     elif _MODULE_NAME.fullmatch(name) is None:
         remedy = (
-            "Remove -m to run a file" if name.endswith(".py") or "/" in name else "Write it as in an import"
+            "Remove -m to run a file"
+            if name.endswith(".py") or "/" in name
+            else "Write it as in an import"
         )
         yield Problem(
             f"{_COMMAND}[1]",
@@ -146,7 +167,10 @@ def _check_variable(name: str, value: Any) -> Iterator[Problem]:
         yield Problem(path, f"{show(name)} is not a variable's name", why, "Rename it")
     elif name in OUR_VARIABLES or name.startswith(OUR_VARIABLE_PREFIXES):
         yield Problem(
-            path, f"{show(name)} is reserved", "the run sets it for each of its processes", "Remove it"
+            path,
+            f"{show(name)} is reserved",
+            "the run sets it for each of its processes",
+            "Remove it",
         )
     if isinstance(value, str) and "\0" in value:
         yield Problem(path, "has a NUL character", "no variable can hold one", "Remove it")

@@ -93,15 +93,22 @@ def _check_keys(items: Sequence[Item], keys: Keys) -> Iterator[Problem]:
                 known = f"Known here: {', '.join(keys.known)}"
                 why = f"did you mean `{near}`? {known}" if near else ""
                 yield Problem(
-                    format_path((*path, key)), "unknown key", why, "" if near else f"Remove it. {known}"
+                    format_path((*path, key)),
+                    "unknown key",
+                    why,
+                    "" if near else f"Remove it. {known}",
                 )
         for key in keys.required:
             if item.get(key) in (None, ""):
-                yield Problem(format_path((*path, key)), "missing", "it has no default", f"Add `{key}`")
+                yield Problem(
+                    format_path((*path, key)), "missing", "it has no default", f"Add `{key}`"
+                )
         for key, words in (keys.words or {}).items():
             if key in item and item[key] not in words:
                 near = nearest(item[key], words) if isinstance(item[key], str) else None
-                remedy = f"Did you mean {near}? Write one of them" if near else "Write one of them"
+                remedy = (
+                    f"Did you mean {near}? Write one of them" if near else "Write one of them"
+                )
                 what = f"{show(item[key])} is not one of {', '.join(words)}"
                 yield Problem(format_path((*path, key)), what, "", remedy)
 
@@ -117,7 +124,9 @@ def check_scheduling(view: View) -> Iterator[Problem]:
         name = view.get(f"spec.template.{key}")
         if isinstance(name, str) and not is_dns_subdomain(name):
             why = "it has lower-case letters, digits, '-' and '.'"
-            yield Problem(f"spec.template.{key}", f"{show(name)} is not a valid name", why, "Correct it")
+            yield Problem(
+                f"spec.template.{key}", f"{show(name)} is not a valid name", why, "Correct it"
+            )
     yield from _check_keys(_items(view, "imagePullSecrets"), _SECRET)
 
 
@@ -130,7 +139,10 @@ def check_volumes(view: View) -> Iterator[Problem]:
         if not isinstance(name, str) or not is_dns_label(name):
             why = "a volume's name has lower-case letters, digits and '-'"
             yield Problem(
-                format_path((*path, "name")), f"{show(name)} is not a valid name", why, "Correct it"
+                format_path((*path, "name")),
+                f"{show(name)} is not a valid name",
+                why,
+                "Correct it",
             )
         if len(kinds) != 1:
             what = "has no source" if not kinds else f"has several sources: {', '.join(kinds)}"
@@ -142,8 +154,12 @@ def check_volumes(view: View) -> Iterator[Problem]:
     names = dict.fromkeys(str(volume.get("name")) for _, volume in volumes)
     for path, mount in mounts:
         if isinstance(mount.get("name"), str) and mount["name"] and mount["name"] not in names:
-            remedy = f"Add it there, or use one of: {', '.join(names)}" if names else "Add it there"
-            what = f"{show(mount['name'])} is not the name of a volume under spec.template.volumes"
+            remedy = (
+                f"Add it there, or use one of: {', '.join(names)}" if names else "Add it there"
+            )
+            what = (
+                f"{show(mount['name'])} is not the name of a volume under spec.template.volumes"
+            )
             yield Problem(format_path((*path, "name")), what, "", remedy)
         place = mount.get("mountPath")
         if (
@@ -153,12 +169,18 @@ def check_volumes(view: View) -> Iterator[Problem]:
         ):
             why = "a mount path is absolute, without ':' and '..'"
             yield Problem(
-                format_path((*path, "mountPath")), f"{show(place)} cannot be mounted on", why, "Correct it"
+                format_path((*path, "mountPath")),
+                f"{show(place)} cannot be mounted on",
+                why,
+                "Correct it",
             )
         elif isinstance(place, str) and hides_ours(place):
             why = f"the run itself has {', '.join(OUR_MOUNTS)}"
             yield Problem(
-                format_path((*path, "mountPath")), f"{show(place)} is reserved", why, "Choose another place"
+                format_path((*path, "mountPath")),
+                f"{show(place)} is reserved",
+                why,
+                "Choose another place",
             )
 
 
@@ -191,10 +213,17 @@ def _check_volume_kinds(
     for index, source in enumerate(sources if isinstance(sources, list | tuple) else ()):
         for kind in source if isinstance(source, Mapping) else ():
             if kind not in PROJECTED_KINDS:
-                why = "the pods of a run talk to no API server" if kind == "serviceAccountToken" else ""
+                why = (
+                    "the pods of a run talk to no API server"
+                    if kind == "serviceAccountToken"
+                    else ""
+                )
                 where = format_path((*path, "projected", "sources", index, kind))
                 yield Problem(
-                    where, "not allowed here", why, f"Remove it. Allowed here: {', '.join(PROJECTED_KINDS)}"
+                    where,
+                    "not allowed here",
+                    why,
+                    f"Remove it. Allowed here: {', '.join(PROJECTED_KINDS)}",
                 )
 
 
@@ -202,7 +231,9 @@ def _check_unique(items: Sequence[Item], key: str) -> Iterator[Problem]:
     first: dict[str, str] = {}
     for path, item in items:
         value = item.get(key)
-        if isinstance(value, str) and first.setdefault(value, format_path(path)) != format_path(path):
+        if isinstance(value, str) and first.setdefault(value, format_path(path)) != format_path(
+            path
+        ):
             what = f"{show(value)} stands in {first[value]} already"
             yield Problem(format_path((*path, key)), what, "", "Rename or remove one of them")
 
@@ -214,13 +245,20 @@ def check_environment(view: View) -> Iterator[Problem]:
     yield from _check_unique(items, "name")
     for path, item in items:
         name, value = item.get("name"), item.get("value")
-        if name is not None and (not isinstance(name, str) or "=" in name or not name.isprintable()):
+        if name is not None and (
+            not isinstance(name, str) or "=" in name or not name.isprintable()
+        ):
             yield Problem(
-                format_path((*path, "name")), f"{show(name)} is not a variable's name", "", "Correct it"
+                format_path((*path, "name")),
+                f"{show(name)} is not a variable's name",
+                "",
+                "Correct it",
             )
         elif name in OUR_VARIABLES or str(name).startswith(OUR_VARIABLE_PREFIXES):
             why = "the run sets it for each of its processes"
-            yield Problem(format_path((*path, "name")), f"{show(name)} is reserved", why, "Remove it")
+            yield Problem(
+                format_path((*path, "name")), f"{show(name)} is reserved", why, "Remove it"
+            )
         if value is not None and not isinstance(value, str):
             why = "a variable is a text"
             yield Problem(

@@ -79,4 +79,8 @@ def worker_command(script: Script, *, base_directory: Path, python: str) -> tupl
         return (python, "-u", MODULE, program.name, *program.arguments)
     path = program_path(program, base_directory)
     name = program.name if path is None else str(path)
-    return (python, "-u", name, *program.arguments) if program.kind == "file" else (name, *program.arguments)
+    return (
+        (python, "-u", name, *program.arguments)
+        if program.kind == "file"
+        else (name, *program.arguments)
+    )

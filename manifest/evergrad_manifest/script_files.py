@@ -47,7 +47,11 @@ def is_module_found(script: Script, *, base_directory: Path) -> bool:
     What import hooks would find is not seen.
     """
     program, folder = script.program, working_directory_of(script, base_directory)
-    from_env = [str(folder / entry) for entry in script.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    from_env = [
+        str(folder / entry)
+        for entry in script.env.get("PYTHONPATH", "").split(os.pathsep)
+        if entry
+    ]
     places: Sequence[str] = (str(folder), *from_env, *sys.path)
     parts = program.name.split(".")
     for end in range(1, len(parts) + 1):
@@ -64,7 +68,11 @@ def _program_problems(script: Script, base_directory: Path) -> list[Problem]:
         return _file_problems(path)
     if path is not None:
         return _file_problems(path) or _executable_problems(path)
-    return _lookup_problems(program, script.env.get("PATH")) if program.kind == "executable" else []
+    return (
+        _lookup_problems(program, script.env.get("PATH"))
+        if program.kind == "executable"
+        else []
+    )
 
 
 def _lookup_problems(program: Program, search_path: str | None) -> list[Problem]:
@@ -114,7 +122,10 @@ def _executable_problems(path: Path) -> list[Problem]:
 
 def _denied(path: Path, verb: str) -> Problem:
     return Problem(
-        path_label(path), f"cannot be {verb}", f"permission is denied ({_NAMED})", "Change its permissions"
+        path_label(path),
+        f"cannot be {verb}",
+        f"permission is denied ({_NAMED})",
+        "Change its permissions",
     )
 
 
@@ -125,7 +136,10 @@ def _directory_problems(path: Path) -> list[Problem]:
     if not stat.S_ISDIR(mode):
         return [
             Problem(
-                path_label(path), "is not a directory", named, "Name the folder that the script starts in"
+                path_label(path),
+                "is not a directory",
+                named,
+                "Name the folder that the script starts in",
             )
         ]
     return (

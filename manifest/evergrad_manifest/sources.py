@@ -72,7 +72,11 @@ def _find_imported(path: Path, folder: Path) -> list[Path]:
                 for alias in node.names:
                     found += files_of_module(folder, alias.name.split("."))
             elif isinstance(node, ast.ImportFrom):
-                start = path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else folder
+                start = (
+                    path.parents[node.level - 1]
+                    if 0 < node.level <= len(path.parents)
+                    else folder
+                )
                 parts = node.module.split(".") if node.module else []
                 for alias in node.names:
                     found += files_of_module(start, [*parts, alias.name])
@@ -83,6 +87,10 @@ def _hash_file(path: Path) -> str:
     """A hash of its content; a word for one that cannot be read, which its worker will say more of."""
     try:
         size = path.stat().st_size
-        return f"{size} bytes" if size > _MAX_BYTES else hashlib.sha256(path.read_bytes()).hexdigest()
+        return (
+            f"{size} bytes"
+            if size > _MAX_BYTES
+            else hashlib.sha256(path.read_bytes()).hexdigest()
+        )
     except OSError:
         return "unreadable"

@@ -33,7 +33,9 @@ def task_path(training: Training, base_directory: Path) -> Path | None:
     name of ours."""
     if training.recipe in RECIPES:
         return None
-    module = task_folder(training, base_directory).joinpath(*training.recipe.partition(":")[0].split("."))
+    module = task_folder(training, base_directory).joinpath(
+        *training.recipe.partition(":")[0].split(".")
+    )
     package = module / "__init__.py"
     return package if package.is_file() else module.with_name(f"{module.name}.py")
 
@@ -66,14 +68,19 @@ def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
         }
     except (OSError, UnicodeDecodeError) as error:
         remedy = "Look at the files beside the manifest"
-        raise ConfigurationError(Problem(_FIELD, "cannot be read", str(error), remedy)) from error
+        raise ConfigurationError(
+            Problem(_FIELD, "cannot be read", str(error), remedy)
+        ) from error
     size = sum(len(text.encode()) for text in files.values())
     if size > MAX_BYTES:
         what = f"{', '.join(files)} are {size:,} bytes together"
         why = f"a run carries at most {MAX_BYTES:,}"
         raise ConfigurationError(
             Problem(
-                _FIELD, what, why, "Put them on the run's volume, in the run's directory, or in the image"
+                _FIELD,
+                what,
+                why,
+                "Put them on the run's volume, in the run's directory, or in the image",
             )
         )
     return files

@@ -9,7 +9,15 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from evergrad_manifest.base import FieldValueError, LocalPath, Section, Switch
-from evergrad_manifest.reading.numbers import Bytes, Count, Fraction, Real, StepsOrFraction, Whole, show
+from evergrad_manifest.reading.numbers import (
+    Bytes,
+    Count,
+    Fraction,
+    Real,
+    StepsOrFraction,
+    Whole,
+    show,
+)
 
 NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT = "heldOut"
@@ -28,7 +36,11 @@ def check_recipe(recipe: str) -> str:
     remedy = "Write module:attr, such as my_task:Task for the class Task of my_task.py"
     if "/" in recipe or ".py:" in recipe:
         module = recipe.rpartition("/")[2].replace(".py:", ":")
-        remedy = f"Write {module} for a file beside this one" if _OWN_TASK.fullmatch(module) else remedy
+        remedy = (
+            f"Write {module} for a file beside this one"
+            if _OWN_TASK.fullmatch(module)
+            else remedy
+        )
     why = f"it is one of {', '.join(RECIPES)}, or a task of your own as module:attr"
     raise FieldValueError(f"{show(recipe)} is not a recipe", why, remedy)
 

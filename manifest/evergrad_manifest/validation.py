@@ -26,7 +26,9 @@ FIXED: Final = {
 """Fields of ``spec`` outside the recipe that a run keeps, with the reason."""
 
 
-def problems_of(document: Mapping[str, Any], *, old: Mapping[str, Any] | None = None) -> tuple[Problem, ...]:
+def problems_of(
+    document: Mapping[str, Any], *, old: Mapping[str, Any] | None = None
+) -> tuple[Problem, ...]:
     """Return every problem of ``document``, an object as the API server sends it; empty for a valid one.
 
     They are those that ``evergrad validate`` prints for a file of the same content, but without lines of the
@@ -68,7 +70,9 @@ def manifest_of(document: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {key: choices_of(info)[0] for key, info in kinds.items()}
     found |= {key: value for key, value in document.items() if key != "status"}
     if isinstance(metadata := found.get("metadata"), Mapping):
-        found["metadata"] = {key: value for key, value in metadata.items() if key in fields_of(Metadata)}
+        found["metadata"] = {
+            key: value for key, value in metadata.items() if key in fields_of(Metadata)
+        }
     return found
 
 
@@ -91,12 +95,19 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
     had, has = ("training" if one.spec.script is None else "script" for one in (before, run))
     if had != has:
         remedy = f"Set {had} again, or make a new TrainingRun"
-        yield Problem(f"spec.{has}", f"replaces {had}", "neither can go on with what the other saved", remedy)
+        yield Problem(
+            f"spec.{has}",
+            f"replaces {had}",
+            "neither can go on with what the other saved",
+            remedy,
+        )
         return
 
     # A field of the recipe that differs in meaning, and not only in spelling.
     further = ", with training.initFrom for the weights" if has == "training" else ""
-    for path, was, now in changed_fields(recipe_of(before), recipe_of(run), where=f"spec.{has}"):
+    for path, was, now in changed_fields(
+        recipe_of(before), recipe_of(run), where=f"spec.{has}"
+    ):
         if path.startswith(HORIZON):
             continue
         why = "the recipe of a run does not change"
@@ -109,7 +120,9 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
         olds, news = (steps_without_data(one.training) for one in (before, run))
         if olds is not None and news is not None and news < olds:
             what = f"{news} steps are fewer than the {olds} of this run"
-            remedy = f"Use at least {olds} steps; to end it earlier use spec.training.stop.afterStep"
+            remedy = (
+                f"Use at least {olds} steps; to end it earlier use spec.training.stop.afterStep"
+            )
             yield Problem(HORIZON, what, "a run can be extended, not shortened", remedy)
 
     # What else belongs to the run's state and pods.
@@ -118,4 +131,6 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
         pair = [{key: spec[key]} if key in spec else {} for spec in specs]
         for path, was, now in changed_fields(*pair, where="spec"):
             what = f"{show_value(now)} cannot replace {show_value(was)}"
-            yield Problem(path, what, why, f"Set it back to {show_value(was)}, or make a new TrainingRun")
+            yield Problem(
+                path, what, why, f"Set it back to {show_value(was)}, or make a new TrainingRun"
+            )

@@ -47,14 +47,18 @@ def review(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The AdmissionReview that answers ``raw``."""
     request = get_map(raw, "request")
     old = request.get("oldObject")
-    problems = find_problems(get_map(request, "object"), old if isinstance(old, Mapping) else None)
+    problems = find_problems(
+        get_map(request, "object"), old if isinstance(old, Mapping) else None
+    )
     return _answer(get_text(request, "uid"), problems, name=get_text(request, "name"))
 
 
 def deny_depth(uid: str) -> dict[str, Any]:
     """The AdmissionReview that refuses an object which lies in itself too often for this program to read."""
     why = "hundreds of mappings or lists lie in one another"
-    return _answer(uid, (Problem("spec", "is nested too deeply", why, "Write it flatter"),), name="")
+    return _answer(
+        uid, (Problem("spec", "is nested too deeply", why, "Write it flatter"),), name=""
+    )
 
 
 def _answer(uid: str, problems: tuple[Problem, ...], *, name: str) -> dict[str, Any]:

@@ -64,7 +64,12 @@ class Cluster(Protocol):
         """A new object; ``is_brief``: only its metadata are answered."""
 
     async def apply(
-        self, body: Raw, *, subresource: str = "", manager: str = names.FIELD_MANAGER, is_brief: bool = False
+        self,
+        body: Raw,
+        *,
+        subresource: str = "",
+        manager: str = names.FIELD_MANAGER,
+        is_brief: bool = False,
     ) -> Raw:
         """The whole intent, by server-side apply."""
 
@@ -72,7 +77,13 @@ class Cluster(Protocol):
         """A JSON merge patch."""
 
     async def delete(
-        self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace: int | None = None,
     ) -> bool:
         """End one object; False if it was gone."""
 
@@ -144,11 +155,23 @@ class Applier:
     """Applies plans. ``clock``: seconds since 1970."""
 
     def __init__(
-        self, cluster: Cluster, *, mirror: Mirror, coordinators: Coordinators, clock: Callable[[], float]
+        self,
+        cluster: Cluster,
+        *,
+        mirror: Mirror,
+        coordinators: Coordinators,
+        clock: Callable[[], float],
     ) -> None:
-        self._cluster, self._mirror, self._coordinators, self._clock = cluster, mirror, coordinators, clock
+        self._cluster, self._mirror, self._coordinators, self._clock = (
+            cluster,
+            mirror,
+            coordinators,
+            clock,
+        )
 
-    async def apply(self, key: Key, seen: Observation, plan: Plan, applied: Applied) -> list[Result]:
+    async def apply(
+        self, key: Key, seen: Observation, plan: Plan, applied: Applied
+    ) -> list[Result]:
         """Claim, token, other children, ends, then new pods and Services, then bounds; a result for each step
         that was due."""
         work = _Pass(key, seen, applied, asyncio.get_running_loop().time() + APPLY_SECONDS)
@@ -167,7 +190,9 @@ class Applier:
         ):
             applied.token_posted_at = self._clock()
             results.append(
-                await self._try(work, _step_of("create", plan.token), partial(self._create_once, plan.token))
+                await self._try(
+                    work, _step_of("create", plan.token), partial(self._create_once, plan.token)
+                )
             )
             # A quota that is used up refuses also what exists already; where pods were made before, it does,
             # most likely.
@@ -189,7 +214,11 @@ class Applier:
         # nor an end.
         if plan.bounds is not None:
             results.append(
-                await self._try(work, _BOUNDS_STEP, partial(self._coordinators.post_bounds, key, plan.bounds))
+                await self._try(
+                    work,
+                    _BOUNDS_STEP,
+                    partial(self._coordinators.post_bounds, key, plan.bounds),
+                )
             )
         return results
 
@@ -224,7 +253,9 @@ class Applier:
             # the object.
             patch = {"metadata": {"annotations": dict.fromkeys(plan.stale_records)}}
             await self._cluster.merge(CLAIM, metadata["namespace"], metadata["name"], patch)
-        stored = await self._cluster.apply(body, manager=plan.claim_manager or names.FIELD_MANAGER)
+        stored = await self._cluster.apply(
+            body, manager=plan.claim_manager or names.FIELD_MANAGER
+        )
         self._mirror.see(CLAIMS, {**stored, "kind": CLAIM.kind})
 
     async def _create_once(self, body: Raw) -> None:
@@ -288,7 +319,11 @@ class Applier:
         async def create() -> None:
             try:
                 stored = await self._cluster.create(body, is_brief=True)
-                stored = {**body, "metadata": stored["metadata"], "status": {"phase": "Pending"}}
+                stored = {
+                    **body,
+                    "metadata": stored["metadata"],
+                    "status": {"phase": "Pending"},
+                }
             except ApiError as error:
                 stored = await self._find_own(work, body, error)
             self._mirror.see(PODS, stored)
@@ -303,13 +338,17 @@ class Applier:
         if error.status != 409 or error.reason != "AlreadyExists":
             raise error
         kind, name = KINDS[body["kind"]], str(body["metadata"]["name"])
-        found, _ = await self._cluster.list_all(kind, work.key[0], name=name, metadata_only=kind is not POD)
+        found, _ = await self._cluster.list_all(
+            kind, work.key[0], name=name, metadata_only=kind is not POD
+        )
         own = next((raw for raw in found if owns(work.seen.run.uid, raw)), None)
         if own is not None:
             return own
         if all(_is_of_a_namesake(raw, work.seen.run.name) for raw in found):
             raise ApiError(
-                409, NAME_LEAVING, f"the {kind.kind} {name} of an older run of this name is about to go"
+                409,
+                NAME_LEAVING,
+                f"the {kind.kind} {name} of an older run of this name is about to go",
             ) from error
         text = f"a {kind.kind} of this name exists and belongs to somebody else"
         raise ApiError(_NOT_AS_EXPECTED, NAME_TAKEN, text) from error
@@ -318,11 +357,15 @@ class Applier:
 _BOUNDS_STEP: Final = ("post", "Coordinator", "bounds")
 
 
-def describe_failure(step: Step, error: OperatorError | TimeoutError, *, at: float) -> ApplyFailure:
+def describe_failure(
+    step: Step, error: OperatorError | TimeoutError, *, at: float
+) -> ApplyFailure:
     """A step that was refused, or not answered, as policies see it."""
     verb, kind, name = step
     if isinstance(error, ApiError):
-        return ApplyFailure(kind, name, error.status, error.reason, error.message, at=at, verb=verb)
+        return ApplyFailure(
+            kind, name, error.status, error.reason, error.message, at=at, verb=verb
+        )
     if isinstance(error, TimeoutError):
         return ApplyFailure(kind, name, 0, "Timeout", "no answer in time", at=at, verb=verb)
     return ApplyFailure(kind, name, 0, BOUNDS_NOT_TAKEN, str(error), at=at, verb=verb)

@@ -53,7 +53,10 @@ def read_bundle(data: Mapping[str, Any]) -> Bundle | None:
 def write_bundle(bundle: Bundle) -> dict[str, str]:
     """``data`` of the Secret."""
     values = (bundle.authority, bundle.authority_key, bundle.certificate, bundle.key)
-    return {name: base64.b64encode(value).decode() for name, value in zip(_FIELDS, values, strict=True)}
+    return {
+        name: base64.b64encode(value).decode()
+        for name, value in zip(_FIELDS, values, strict=True)
+    }
 
 
 def renew(bundle: Bundle | None, names: Sequence[str], *, now: datetime) -> Bundle | None:
@@ -64,7 +67,11 @@ def renew(bundle: Bundle | None, names: Sequence[str], *, now: datetime) -> Bund
     """
     authorities, key = _read_authority(bundle)
     is_new = key is None or _is_due(authorities[0], now)
-    if not is_new and bundle is not None and _is_good(bundle.certificate, authorities[0], names, now):
+    if (
+        not is_new
+        and bundle is not None
+        and _is_good(bundle.certificate, authorities[0], names, now)
+    ):
         return None
     if key is None or is_new:
         key = ec.generate_private_key(ec.SECP256R1())
@@ -91,17 +98,27 @@ def _read_authority(
     except Exception:  # noqa: BLE001 - whatever is wrong with it: another one is made
         return [], None
     # What a foreign key signs is never trusted, and would be made anew at each look.
-    return (authorities, key) if is_its_own and isinstance(key, ec.EllipticCurvePrivateKey) else ([], None)
+    return (
+        (authorities, key)
+        if is_its_own and isinstance(key, ec.EllipticCurvePrivateKey)
+        else ([], None)
+    )
 
 
-def _is_good(pem: bytes, authority: x509.Certificate, names: Sequence[str], now: datetime) -> bool:
+def _is_good(
+    pem: bytes, authority: x509.Certificate, names: Sequence[str], now: datetime
+) -> bool:
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         certificate.verify_directly_issued_by(authority)
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        found = certificate.extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        ).value
     except Exception:  # noqa: BLE001 - whatever is wrong with it: another one is made
         return False
-    return found.get_values_for_type(x509.DNSName) == list(names) and not _is_due(certificate, now)
+    return found.get_values_for_type(x509.DNSName) == list(names) and not _is_due(
+        certificate, now
+    )
 
 
 def _is_due(certificate: x509.Certificate, now: datetime) -> bool:
@@ -114,7 +131,9 @@ def _is_due(certificate: x509.Certificate, now: datetime) -> bool:
 
 def _sign_authority(key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Certificate:
     # Its name is new each time, or a client could take one authority for the other.
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"evergrad-webhook-ca-{now:%Y%m%d%H%M%S}")])
+    name = x509.Name(
+        [x509.NameAttribute(NameOID.COMMON_NAME, f"evergrad-webhook-ca-{now:%Y%m%d%H%M%S}")]
+    )
     usage = x509.KeyUsage(
         digital_signature=False,
         content_commitment=False,
@@ -127,7 +146,9 @@ def _sign_authority(key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Cert
         decipher_only=False,
     )
     builder = _builder(name, name, key, now, days=AUTHORITY_DAYS)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(
+        x509.BasicConstraints(ca=True, path_length=0), critical=True
+    )
     return builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
 
 
@@ -150,9 +171,19 @@ def _sign_serving(
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, *, days: int
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    now: datetime,
+    *,
+    days: int,
 ) -> x509.CertificateBuilder:
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+    )
     builder = builder.serial_number(x509.random_serial_number())
     return builder.not_valid_before(now - _SKEW).not_valid_after(now + timedelta(days=days))
 
@@ -163,7 +194,9 @@ def _pem(certificate: x509.Certificate) -> bytes:
 
 def _private_pem(key: Any) -> bytes:
     pem: bytes = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
     )
     return pem
 

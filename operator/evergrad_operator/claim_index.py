@@ -36,7 +36,11 @@ class ClaimIndex:
         claim, path = find_place(raw)
         key = str(raw["metadata"].get("namespace", "")), str(raw["metadata"].get("name", ""))
         users = self._users.get((key[0], claim), {})
-        return tuple(sorted(user for user, other in users.items() if user != key and overlap(path, other)))
+        return tuple(
+            sorted(
+                user for user, other in users.items() if user != key and overlap(path, other)
+            )
+        )
 
 
 def claim_of(raw: Raw) -> str:

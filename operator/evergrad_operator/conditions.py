@@ -52,11 +52,14 @@ def build_conditions(
     }
     generation = observation.run.generation
     return [
-        _build(kind, one, old.get(kind, {}), generation=generation, now=now) for kind, one in said.items()
+        _build(kind, one, old.get(kind, {}), generation=generation, now=now)
+        for kind, one in said.items()
     ]
 
 
-def build_refused_conditions(raw: Mapping[str, Any], message: str, *, now: float) -> list[dict[str, Any]]:
+def build_refused_conditions(
+    raw: Mapping[str, Any], message: str, *, now: float
+) -> list[dict[str, Any]]:
     """Conditions of a run whose spec cannot be read: it is not ready, nothing goes on, and a person must act;
     the rest stays."""
     generation = get_int(get_map(raw, "metadata"), "generation") or 0
@@ -112,7 +115,9 @@ def _end_message(decision: Decision) -> str:
 def _say_suspended(decision: Decision) -> _Said:
     if decision.phase == Phase.SUSPENDED:
         return _Said(True, decision.reason, decision.message)
-    return _Said(False, Reason.SUSPENDING if decision.phase == Phase.SUSPENDING else Reason.NOT_SUSPENDED)
+    return _Said(
+        False, Reason.SUSPENDING if decision.phase == Phase.SUSPENDING else Reason.NOT_SUSPENDED
+    )
 
 
 def _say_pods(observation: Observation, decision: Decision) -> _Said:
@@ -135,7 +140,9 @@ def _say_progressing(
     """
     training = decision.memory.training
     ready_since = (
-        parse_time(was_ready.get("lastTransitionTime")) if was_ready.get("status") == "True" else None
+        parse_time(was_ready.get("lastTransitionTime"))
+        if was_ready.get("status") == "True"
+        else None
     )
     if decision.phase != Phase.RUNNING:
         return _Said(False, decision.reason)
@@ -144,7 +151,9 @@ def _say_progressing(
     if now - max(training.updated_at, now if ready_since is None else ready_since) > timeout:
         since = format_time(training.updated_at)
         return _Said(
-            False, Reason.NO_STEPS, f"no step since {since}. See the logs of node 0, and kubectl top pods"
+            False,
+            Reason.NO_STEPS,
+            f"no step since {since}. See the logs of node 0, and kubectl top pods",
         )
     return _Said(True, Reason.STEPS_ADVANCE)
 
@@ -153,7 +162,9 @@ def _say_checkpoint(decision: Decision) -> _Said:
     memory = decision.memory
     failure = memory.last_failure
     if memory.budget.failures and failure is not None and failure.cause == Cause.VOLUME_FULL:
-        return _Said(False, Reason.VOLUME_FULL, "the volume is full: enlarge the PersistentVolumeClaim")
+        return _Said(
+            False, Reason.VOLUME_FULL, "the volume is full: enlarge the PersistentVolumeClaim"
+        )
     return (
         _Said(None, Reason.NO_CHECKPOINT_YET)
         if memory.training.checkpoint_step is None

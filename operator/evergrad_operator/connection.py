@@ -60,7 +60,9 @@ class Connection:
         }
 
 
-async def connect(environ: Mapping[str, str], *, service_account: Path = SERVICE_ACCOUNT) -> Connection:
+async def connect(
+    environ: Mapping[str, str], *, service_account: Path = SERVICE_ACCOUNT
+) -> Connection:
     """The connection of a pod, or, outside a cluster, of ``$KUBECONFIG`` or ~/.kube/config.
 
     Raises SettingsError.
@@ -78,7 +80,9 @@ async def connect(environ: Mapping[str, str], *, service_account: Path = SERVICE
             loader.load_and_set(configuration)
         else:
             path = environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
-            await load_kube_config(config_file=path, client_configuration=configuration, persist_config=False)
+            await load_kube_config(
+                config_file=path, client_configuration=configuration, persist_config=False
+            )
     except (ConfigException, OSError, ValueError) as error:
         raise SettingsError(
             f"no API server is known: {error}. Run in a pod with a service account, or name a "

@@ -65,11 +65,15 @@ def _tell_transition(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator
     if not old and phase == Phase.STARTING:
         return  # a run that was made a moment ago starts, as everybody expects
     is_bad = phase == Phase.FAILED or reason in _WARNINGS
-    yield Event("Warning" if is_bad else "Normal", reason or phase, get_text(new, "message") or phase)
+    yield Event(
+        "Warning" if is_bad else "Normal", reason or phase, get_text(new, "message") or phase
+    )
 
 
 def _tell_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
-    known = {(get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")}
+    known = {
+        (get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")
+    }
     fresh = [
         one
         for one in get_maps(new, "attempts")
@@ -78,7 +82,9 @@ def _tell_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event
     told = [one for one in fresh if get_text(one, "cause") not in _QUIET_CAUSES]
     if len(told) > _MOST_ENDS:
         causes = sorted({get_text(one, "cause") for one in told})
-        yield Event("Warning", "PodsEnded", f"{len(told)} pods and more ended: {', '.join(causes)}")
+        yield Event(
+            "Warning", "PodsEnded", f"{len(told)} pods and more ended: {', '.join(causes)}"
+        )
         return
     for one in told:
         code = get_int(one, "exitCode")
@@ -97,4 +103,6 @@ def _tell_checkpoint(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator
     """The first one only: the others are in the run's own events."""
     step = get_int(get_map(new, "checkpoint"), "step")
     if step is not None and get_int(get_map(old, "checkpoint"), "step") is None:
-        yield Event("Normal", Reason.CHECKPOINT_SAVED, f"the first checkpoint is of step {step}")
+        yield Event(
+            "Normal", Reason.CHECKPOINT_SAVED, f"the first checkpoint is of step {step}"
+        )

@@ -36,17 +36,24 @@ def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return counts
 
 
-def read_runs(runs: Mapping[tuple[str, str], Mapping[str, Any]], *, now: float) -> tuple[RunFacts, ...]:
+def read_runs(
+    runs: Mapping[tuple[str, str], Mapping[str, Any]], *, now: float
+) -> tuple[RunFacts, ...]:
     """Facts of all runs that are not long over. ``now``: epoch seconds."""
     facts = (_read_run(key, raw) for key, raw in runs.items())
     return tuple(
-        fact for fact in facts if fact.completed_at is None or now - fact.completed_at < FINISHED_SECONDS
+        fact
+        for fact in facts
+        if fact.completed_at is None or now - fact.completed_at < FINISHED_SECONDS
     )
 
 
 def _read_run(key: tuple[str, str], raw: Mapping[str, Any]) -> RunFacts:
     status = _mapping(raw, "status")
-    progress, restarts = _mapping(status, "progress"), _mapping(_mapping(status, "restarts"), "byCause")
+    progress, restarts = (
+        _mapping(status, "progress"),
+        _mapping(_mapping(status, "restarts"), "byCause"),
+    )
     step, total = progress.get("step"), progress.get("totalSteps")
     phase = _phase(raw)
     is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
@@ -54,11 +61,15 @@ def _read_run(key: tuple[str, str], raw: Mapping[str, Any]) -> RunFacts:
         namespace=key[0],
         name=key[1],
         phase=phase,
-        restarts={str(cause): count for cause, count in restarts.items() if isinstance(count, int)},
+        restarts={
+            str(cause): count for cause, count in restarts.items() if isinstance(count, int)
+        },
         created_at=parse_time(_mapping(raw, "metadata").get("creationTimestamp")),
         started_at=parse_time(status.get("startTime")),
         completed_at=parse_time(status.get("completionTime")) if is_over else None,
-        progress=step / total if isinstance(step, int) and isinstance(total, int) and total > 0 else None,
+        progress=step / total
+        if isinstance(step, int) and isinstance(total, int) and total > 0
+        else None,
         progressed_at=parse_time(progress.get("updatedAt")),
     )
 

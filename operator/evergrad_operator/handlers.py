@@ -77,7 +77,11 @@ def build_settings(namespaces: Collection[str]) -> OperatorSettings:
 
 
 def build_registry(
-    sink: Sink, connection: Connection, *, on_start: Callable[[], Any], on_stop: Callable[[], Any]
+    sink: Sink,
+    connection: Connection,
+    *,
+    on_start: Callable[[], Any],
+    on_stop: Callable[[], Any],
 ) -> OperatorRegistry:
     """All handlers. ``on_start`` and ``on_stop`` are coroutine functions around all watching."""
     registry = OperatorRegistry()

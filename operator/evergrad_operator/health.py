@@ -16,7 +16,11 @@ class HealthServer:
     """
 
     def __init__(
-        self, *, live: Sequence[Check], ready: Sequence[Check], metrics: Callable[[], Callable[[], bytes]]
+        self,
+        *,
+        live: Sequence[Check],
+        ready: Sequence[Check],
+        metrics: Callable[[], Callable[[], bytes]],
     ) -> None:
         # ``metrics`` gathers what is needed, here on the event loop, and returns what renders it, in a
         # thread.
@@ -29,7 +33,9 @@ class HealthServer:
         app.router.add_get("/healthz", self._answer_live)
         app.router.add_get("/readyz", self._answer_ready)
         app.router.add_get("/metrics", self._answer_metrics)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=1.0
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         address: tuple[str, int] = self._runner.addresses[0]
@@ -50,7 +56,10 @@ class HealthServer:
         # Rendering thousands of series takes a while; the event loop goes on meanwhile.
         body = await asyncio.to_thread(self._metrics())
         return web.Response(
-            body=body, content_type="text/plain", charset="utf-8", headers={"Cache-Control": "no-store"}
+            body=body,
+            content_type="text/plain",
+            charset="utf-8",
+            headers={"Cache-Control": "no-store"},
         )
 
 

@@ -27,7 +27,11 @@ Raw = Mapping[str, Any]
 Query = dict[str, str]
 Codes = list[str]
 _SPREAD = 0.3
-_JSON, _APPLY, _MERGE = "application/json", "application/apply-patch+yaml", "application/merge-patch+json"
+_JSON, _APPLY, _MERGE = (
+    "application/json",
+    "application/apply-patch+yaml",
+    "application/merge-patch+json",
+)
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 """An answer that is small: most of what is stored is what was sent."""
 
@@ -58,12 +62,18 @@ EVENT: Final = Kind("Event", "v1", "events")
 BUDGET: Final = Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets")
 NETWORK_POLICY: Final = Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies")
 LEASE: Final = Kind("Lease", "coordination.k8s.io/v1", "leases")
-ACCESS_REVIEW: Final = Kind("SelfSubjectAccessReview", "authorization.k8s.io/v1", "selfsubjectaccessreviews")
+ACCESS_REVIEW: Final = Kind(
+    "SelfSubjectAccessReview", "authorization.k8s.io/v1", "selfsubjectaccessreviews"
+)
 WEBHOOK: Final = Kind(
-    "ValidatingWebhookConfiguration", "admissionregistration.k8s.io/v1", "validatingwebhookconfigurations"
+    "ValidatingWebhookConfiguration",
+    "admissionregistration.k8s.io/v1",
+    "validatingwebhookconfigurations",
 )
 EARLY_WEBHOOK: Final = Kind(
-    "MutatingWebhookConfiguration", "admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations"
+    "MutatingWebhookConfiguration",
+    "admissionregistration.k8s.io/v1",
+    "mutatingwebhookconfigurations",
 )
 KINDS: Final = {
     kind.kind: kind
@@ -186,7 +196,9 @@ class Kube:
         """
         items: list[Raw] = []
         accept = (
-            "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1" if metadata_only else _JSON
+            "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+            if metadata_only
+            else _JSON
         )
         query: Query = {"limit": "500", **({"labelSelector": selector} if selector else {})}
         query |= {"fieldSelector": f"metadata.name={name}"} if name else {}
@@ -209,11 +221,23 @@ class Kube:
         path, accept = kind.path(namespace), _METADATA if is_brief else _JSON
         query = {"fieldManager": FIELD_MANAGER}
         return await self._request(
-            "POST", kind, path, verb="create", query=query, body=body, accept=accept, is_fenced=is_fenced
+            "POST",
+            kind,
+            path,
+            verb="create",
+            query=query,
+            body=body,
+            accept=accept,
+            is_fenced=is_fenced,
         )
 
     async def apply(
-        self, body: Raw, *, subresource: str = "", manager: str = FIELD_MANAGER, is_brief: bool = False
+        self,
+        body: Raw,
+        *,
+        subresource: str = "",
+        manager: str = FIELD_MANAGER,
+        is_brief: bool = False,
     ) -> Raw:
         """The complete intent of ``manager`` by server-side apply, by force; the object as it was stored, or
         its metadata."""
@@ -224,26 +248,49 @@ class Kube:
         )
         query = {"fieldManager": manager, "force": "true"}
         return await self._request(
-            "PATCH", kind, path, verb="patch", query=query, body=body, content=_APPLY, accept=accept
+            "PATCH",
+            kind,
+            path,
+            verb="patch",
+            query=query,
+            body=body,
+            content=_APPLY,
+            accept=accept,
         )
 
     async def merge(self, kind: Kind, namespace: str, name: str, patch: Raw) -> Raw:
         """A JSON merge patch; metadata of the object as it was stored."""
         path, query = kind.path(namespace, name), {"fieldManager": FIELD_MANAGER}
         return await self._request(
-            "PATCH", kind, path, verb="patch", query=query, body=patch, content=_MERGE, accept=_METADATA
+            "PATCH",
+            kind,
+            path,
+            verb="patch",
+            query=query,
+            body=patch,
+            content=_MERGE,
+            accept=_METADATA,
         )
 
     async def replace(self, body: Raw, *, is_fenced: bool = True) -> Raw:
         """The whole object, if its resourceVersion is still the newest. ApiError 409: it is not."""
         kind, namespace = _locate(body)
-        path, query = kind.path(namespace, body["metadata"]["name"]), {"fieldManager": FIELD_MANAGER}
+        path, query = (
+            kind.path(namespace, body["metadata"]["name"]),
+            {"fieldManager": FIELD_MANAGER},
+        )
         return await self._request(
             "PUT", kind, path, verb="update", query=query, body=body, is_fenced=is_fenced
         )
 
     async def delete(
-        self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace: int | None = None,
     ) -> bool:
         """End one object, and no other of the same name; False if it was gone.
 
@@ -257,14 +304,18 @@ class Kube:
         options |= {"preconditions": {"uid": uid}} if uid else {}
         options |= {"gracePeriodSeconds": grace} if grace is not None else {}
         try:
-            await self._request("DELETE", kind, kind.path(namespace, name), verb="delete", body=options)
+            await self._request(
+                "DELETE", kind, kind.path(namespace, name), verb="delete", body=options
+            )
         except ApiError as error:
             if error.status == 404 or (error.status == 409 and uid is not None):
                 return False
             raise
         return True
 
-    async def may(self, verb: str, kind: Kind, *, namespace: str | None, subresource: str = "") -> bool:
+    async def may(
+        self, verb: str, kind: Kind, *, namespace: str | None, subresource: str = ""
+    ) -> bool:
         """Whether this process may do ``verb``, as the API server sees it."""
         group = kind.version.partition("/")[0] if "/" in kind.version else ""
         asked = {
@@ -280,7 +331,12 @@ class Kube:
             "spec": {"resourceAttributes": asked},
         }
         answer = await self._request(
-            "POST", ACCESS_REVIEW, ACCESS_REVIEW.path(None), verb="create", body=body, is_fenced=False
+            "POST",
+            ACCESS_REVIEW,
+            ACCESS_REVIEW.path(None),
+            verb="create",
+            body=body,
+            is_fenced=False,
         )
         return bool((answer.get("status") or {}).get("allowed"))
 
@@ -344,12 +400,19 @@ class Kube:
         gate: Gate | None,
     ) -> Raw:
         sent = dict(headers)
-        await self._client.update_params_for_auth(sent, None, ["BearerToken"], url, method, body)
+        await self._client.update_params_for_auth(
+            sent, None, ["BearerToken"], url, method, body
+        )
         async with self._slots, self._measure(verb, kind) as codes:
-            seconds = min(self._limits.request_seconds, check_gate(gate) if gate else float("inf"))
+            seconds = min(
+                self._limits.request_seconds, check_gate(gate) if gate else float("inf")
+            )
             reset = _fence.set(gate)
             try:
-                full, timeout = self._client.configuration.host + url, aiohttp.ClientTimeout(total=seconds)
+                full, timeout = (
+                    self._client.configuration.host + url,
+                    aiohttp.ClientTimeout(total=seconds),
+                )
                 answer = await self._client.rest_client.request(
                     method, full, headers=sent, body=body, _request_timeout=timeout
                 )
@@ -358,7 +421,9 @@ class Kube:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 # A write that was not answered in the lease's time may have been done: what follows observes
                 # anew.
-                raise ApiError(0, "Unreachable", f"{method} {url}: {_describe(error)}") from error
+                raise ApiError(
+                    0, "Unreachable", f"{method} {url}: {_describe(error)}"
+                ) from error
             finally:
                 _fence.reset(reset)
         if answer.status >= 300:
@@ -376,7 +441,12 @@ class Kube:
         try:
             yield codes
         finally:
-            self._observer(verb, kind.plural, codes[-1] if codes else "error", time.perf_counter() - started)
+            self._observer(
+                verb,
+                kind.plural,
+                codes[-1] if codes else "error",
+                time.perf_counter() - started,
+            )
 
 
 def _locate(body: Raw) -> tuple[Kind, str]:
@@ -396,7 +466,11 @@ def _parse_refusal(status: int, data: bytes, retry_after: str | None) -> ApiErro
     message = str(details.get("message") or data[:500].decode("utf-8", "replace"))
     reason = str(details.get("reason") or "")
     causes: Sequence[Raw] = (details.get("details") or {}).get("causes") or ()
-    wait = float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else None
+    wait = (
+        float(retry_after)
+        if retry_after is not None and retry_after.strip().isdecimal()
+        else None
+    )
     return ApiError(
         status,
         reason,

@@ -23,7 +23,11 @@ MARGIN_SECONDS: Final = 1.0
 
 def monotonic() -> float:
     """Seconds that go on while the process, or the machine, is stopped."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+    return (
+        time.clock_gettime(time.CLOCK_BOOTTIME)
+        if hasattr(time, "CLOCK_BOOTTIME")
+        else time.monotonic()
+    )
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ class LeaseSettings:
 class LeaseGate:
     """Held or not. ``remaining`` is what every write asks."""
 
-    def __init__(self, settings: LeaseSettings, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, settings: LeaseSettings, *, clock: Callable[[], float] = monotonic
+    ) -> None:
         self._settings, self._clock = settings, clock
         self._held_until = float("-inf")
         self._seen: tuple[str, float] = ("", 0.0)
@@ -57,7 +63,9 @@ class LeaseGate:
         told = False
         while not await self._try(kube):
             if not told:
-                log.info("waiting for the lease %s/%s", self._settings.namespace, self._settings.name)
+                log.info(
+                    "waiting for the lease %s/%s", self._settings.namespace, self._settings.name
+                )
                 told = True
             await asyncio.sleep(self._settings.seconds / 8)
         log.info(
@@ -88,7 +96,10 @@ class LeaseGate:
             return
         try:
             raw = await kube.get(LEASE, self._settings.namespace, self._settings.name)
-            if raw is not None and (raw.get("spec") or {}).get("holderIdentity") == self._settings.identity:
+            if (
+                raw is not None
+                and (raw.get("spec") or {}).get("holderIdentity") == self._settings.identity
+            ):
                 spec = {**raw["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
                 await kube.replace({**raw, "spec": spec}, is_fenced=False)
         except ApiError as error:
@@ -115,7 +126,11 @@ class LeaseGate:
                 spec.get("holderIdentity") or "",
                 str(raw["metadata"].get("resourceVersion", "")),
             )
-            if holder and holder != self._settings.identity and not self._is_stale(version, spec):
+            if (
+                holder
+                and holder != self._settings.identity
+                and not self._is_stale(version, spec)
+            ):
                 self._held_until = float("-inf")
                 return False
             # Replaced only if nobody was quicker: the version is the one that was looked at.
@@ -128,7 +143,9 @@ class LeaseGate:
         now = self._clock()
         if self._seen[0] != version:
             self._seen = version, now
-        return now - self._seen[1] > float(spec.get("leaseDurationSeconds") or self._settings.seconds)
+        return now - self._seen[1] > float(
+            spec.get("leaseDurationSeconds") or self._settings.seconds
+        )
 
     def _build(self, raw: Raw | None) -> Raw:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -139,7 +156,8 @@ class LeaseGate:
             "leaseDurationSeconds": max(1, round(self._settings.seconds)),
             "acquireTime": old.get("acquireTime") if is_ours else now,
             "renewTime": now,
-            "leaseTransitions": int(old.get("leaseTransitions") or 0) + (raw is not None and not is_ours),
+            "leaseTransitions": int(old.get("leaseTransitions") or 0)
+            + (raw is not None and not is_ours),
         }
         metadata = (raw or {}).get("metadata") or {
             "name": self._settings.name,

@@ -204,7 +204,10 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     What is missing or not understood counts as unknown: a status may be lost.
     """
     conditions = tuple(get_maps(status, "conditions"))
-    notes, gang = get_map(status, "memory"), unpack_counts(get_text(get_map(status, "memory"), "gang"))
+    notes, gang = (
+        get_map(status, "memory"),
+        unpack_counts(get_text(get_map(status, "memory"), "gang")),
+    )
     return Memory(
         is_known=bool(conditions),
         image=get_text(status, "image"),
@@ -240,7 +243,9 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     )
 
 
-def _parse_finish(status: Mapping[str, Any], conditions: Iterable[Mapping[str, Any]]) -> Finish | None:
+def _parse_finish(
+    status: Mapping[str, Any], conditions: Iterable[Mapping[str, Any]]
+) -> Finish | None:
     for condition in conditions:
         if (
             condition.get("type") in (Condition.COMPLETE, Condition.FAILED)
@@ -252,7 +257,9 @@ def _parse_finish(status: Mapping[str, Any], conditions: Iterable[Mapping[str, A
                 or parse_time(condition.get("lastTransitionTime"))
                 or 0.0
             )
-            return Finish(phase, get_text(condition, "reason"), get_text(condition, "message"), at)
+            return Finish(
+                phase, get_text(condition, "reason"), get_text(condition, "message"), at
+            )
     return None
 
 
@@ -281,16 +288,26 @@ def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
 
 def _parse_stop(text: str) -> str:
     """An older release noted only that the run had stopped; then it was on request."""
-    return Reason.STOPPED if text == "true" else text if text in (Reason.STOPPED, Reason.NON_FINITE) else ""
+    return (
+        Reason.STOPPED
+        if text == "true"
+        else text
+        if text in (Reason.STOPPED, Reason.NON_FINITE)
+        else ""
+    )
 
 
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
     hosts = raw.get("hosts")
     pairs = (
-        [one for one in hosts if isinstance(one, list) and len(one) == 2] if isinstance(hosts, list) else []
+        [one for one in hosts if isinstance(one, list) and len(one) == 2]
+        if isinstance(hosts, list)
+        else []
     )
     return HostFaults(
-        hosts=tuple((str(host), count) for host, count in pairs if isinstance(count, int))[-MAX_HOSTS:],
+        hosts=tuple((str(host), count) for host, count in pairs if isinstance(count, int))[
+            -MAX_HOSTS:
+        ],
         nodes=frozenset(unpack_ranges(nodes)),
         in_a_row=get_int(raw, "inARow") or 0,
         at=parse_time(raw.get("at")) or 0.0,
@@ -300,8 +317,14 @@ def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
 
 def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[InputError, ...]:
     said = raw.get("said")
-    pairs = [one for one in said if isinstance(one, list) and len(one) == 2] if isinstance(said, list) else []
-    return tuple(InputError(node, str(host)) for node, host in pairs if isinstance(node, int))[-MAX_HOSTS:]
+    pairs = (
+        [one for one in said if isinstance(one, list) and len(one) == 2]
+        if isinstance(said, list)
+        else []
+    )
+    return tuple(InputError(node, str(host)) for node, host in pairs if isinstance(node, int))[
+        -MAX_HOSTS:
+    ]
 
 
 def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
@@ -411,7 +434,9 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "budget": _pack(rest),
         "hostFaults": _pack(faults),
         "faultyNodes": pack_ranges(memory.faults.nodes),
-        "inputErrors": _pack({"said": [[error.node, error.host] for error in memory.input_errors]}),
+        "inputErrors": _pack(
+            {"said": [[error.node, error.host] for error in memory.input_errors]}
+        ),
         "formed": "true" if memory.has_formed else None,
         "coordinatorImage": coordinator.image,
         "coordinatorEnded": "true" if coordinator.is_recorded else None,

@@ -53,7 +53,9 @@ class Metrics:
         def histogram(
             name: str, text: str, buckets: tuple[float, ...], labels: Iterable[str] = ()
         ) -> Histogram:
-            return Histogram(PREFIX + name, text, tuple(labels), buckets=buckets, registry=registry)
+            return Histogram(
+                PREFIX + name, text, tuple(labels), buckets=buckets, registry=registry
+            )
 
         build = Gauge(
             PREFIX + "build_info",
@@ -62,12 +64,20 @@ class Metrics:
             registry=registry,
         )
         build.labels(
-            metadata.version("evergrad-operator"), platform.python_version(), metadata.version("kopf")
+            metadata.version("evergrad-operator"),
+            platform.python_version(),
+            metadata.version("kopf"),
         ).set(1)
         self.reconciles = counter("reconcile", "Reconciles by result.", ("result",))
-        self.reconcile_seconds = histogram("reconcile_duration_seconds", "Seconds of one reconcile.", _FAST)
-        self.reconcile_errors = counter("reconcile_errors", "Reconciles that failed, by reason.", ("reason",))
-        self.loop_lag = histogram("event_loop_lag_seconds", "How late the event loop is.", (0.001, *_FAST))
+        self.reconcile_seconds = histogram(
+            "reconcile_duration_seconds", "Seconds of one reconcile.", _FAST
+        )
+        self.reconcile_errors = counter(
+            "reconcile_errors", "Reconciles that failed, by reason.", ("reason",)
+        )
+        self.loop_lag = histogram(
+            "event_loop_lag_seconds", "How late the event loop is.", (0.001, *_FAST)
+        )
         self.last_event = Gauge(
             PREFIX + "watch_last_event_timestamp_seconds",
             "When a watch last told of an object.",
@@ -80,21 +90,31 @@ class Metrics:
         self.api_seconds = histogram(
             "api_request_duration_seconds", "Seconds of a request.", _FAST, ("verb", "resource")
         )
-        self.leader = Gauge(PREFIX + "leader", "1 while this operator may write.", registry=registry)
-        self.queue_seconds = histogram("run_queue_seconds", "From a run's creation to its first pod.", _SLOW)
+        self.leader = Gauge(
+            PREFIX + "leader", "1 while this operator may write.", registry=registry
+        )
+        self.queue_seconds = histogram(
+            "run_queue_seconds", "From a run's creation to its first pod.", _SLOW
+        )
         self.startup_seconds = histogram(
             "run_startup_seconds", "From a run's creation to its first step.", _SLOW
         )
         self.recovery_seconds = histogram(
-            "pod_replacement_seconds", "From a pod's end to its replacement's creation.", (*_FAST, 30.0, 60.0)
+            "pod_replacement_seconds",
+            "From a pod's end to its replacement's creation.",
+            (*_FAST, 30.0, 60.0),
         )
         self.poll_failures = counter(
             "coordinator_poll_failures",
             "Questions to coordinators that were not answered, by cause.",
             ("cause",),
         )
-        self.events = counter("events", "Kubernetes events posted, or only counted up.", ("action",))
-        self.reviews = counter("admission_reviews", "Answers of the validating webhook.", ("result",))
+        self.events = counter(
+            "events", "Kubernetes events posted, or only counted up.", ("action",)
+        )
+        self.reviews = counter(
+            "admission_reviews", "Answers of the validating webhook.", ("result",)
+        )
         self.status_writes = counter("status_writes", "Statuses written.")
         for result in ("success", "requeue", "error"):
             self.reconciles.labels(result)
@@ -123,7 +143,11 @@ class FactsCollector:
         """All of it."""
         facts = self.facts
         yield _gauge("queue_depth", "Runs that are due and not worked on.", facts.queue_depth)
-        yield _gauge("queue_oldest_age_seconds", "How long the oldest of them waits.", facts.queue_oldest_age)
+        yield _gauge(
+            "queue_oldest_age_seconds",
+            "How long the oldest of them waits.",
+            facts.queue_oldest_age,
+        )
         yield CounterMetricFamily(
             PREFIX + "queue_adds", "Keys that were put into the queue.", value=facts.queue_adds
         )
@@ -144,7 +168,9 @@ def _collect_runs(runs: Iterable[RunFacts]) -> Iterable[Metric]:
         PREFIX + "run_phase", "1 for the phase that a run is in.", labels=(*labels, "phase")
     )
     restarts = CounterMetricFamily(
-        PREFIX + "run_restarts", "Pods that were replaced, by cause.", labels=(*labels, "reason")
+        PREFIX + "run_restarts",
+        "Pods that were replaced, by cause.",
+        labels=(*labels, "reason"),
     )
     times = {
         name: GaugeMetricFamily(f"{PREFIX}run_{name}_timestamp_seconds", text, labels=labels)

@@ -20,7 +20,14 @@ Raw = Mapping[str, Any]
 RUNS, PODS, CLAIMS, CHILDREN = "trainingruns", "pods", "persistentvolumeclaims", "children"
 _TOMBSTONE_SECONDS = 600.0
 _POD_SPEC = ("nodeName", "terminationGracePeriodSeconds", "priority", "schedulingGates")
-_POD_STATUS_LEFT_OUT = ("hostIP", "hostIPs", "podIPs", "qosClass", "resize", "observedGeneration")
+_POD_STATUS_LEFT_OUT = (
+    "hostIP",
+    "hostIPs",
+    "podIPs",
+    "qosClass",
+    "resize",
+    "observedGeneration",
+)
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
@@ -105,7 +112,12 @@ class Mirror:
             return ()  # the end of an object whose name a newer one has
         is_same = known is not None and known["metadata"].get("uid") == identity
         # The watch's echo of an answer that was taken in before is no news.
-        if known is not None and is_same and not is_deleted and _version(known["metadata"]) >= version > 0:
+        if (
+            known is not None
+            and is_same
+            and not is_deleted
+            and _version(known["metadata"]) >= version > 0
+        ):
             return ()
         if known is not None and not is_same:
             self.expectations.forget(resource, str(known["metadata"].get("uid", "")))
@@ -113,7 +125,9 @@ class Mirror:
             self._remove(resource, raw)
         else:
             self._store(resource, raw)
-        if resource == RUNS and (known is None or not is_same or is_deleted or _stand(known) != _stand(raw)):
+        if resource == RUNS and (
+            known is None or not is_same or is_deleted or _stand(known) != _stand(raw)
+        ):
             keys = (*keys, *self._index.neighbours_of(raw))
         return keys
 
@@ -193,7 +207,9 @@ class Mirror:
         owner = (metadata.get("labels") or {}).get(names.LABEL_RUN)
         keys = {(namespace, str(owner))} if owner else set()
         return (
-            tuple(sorted(keys | self._index.users_of(namespace, name))) if resource == CLAIMS else tuple(keys)
+            tuple(sorted(keys | self._index.users_of(namespace, name)))
+            if resource == CLAIMS
+            else tuple(keys)
         )
 
     def _find(self, resource: str, raw: Raw) -> Raw | None:
@@ -219,9 +235,9 @@ class Mirror:
         elif resource == PODS:
             self._pods.setdefault(self._owner(raw), {})[key[1]] = slim_pod(raw)
         else:
-            self._children.setdefault(self._owner(raw), {})[str(raw.get("kind", "")), key[1]] = _slim(
-                raw, ("kind",)
-            )
+            self._children.setdefault(self._owner(raw), {})[
+                str(raw.get("kind", "")), key[1]
+            ] = _slim(raw, ("kind",))
 
     def _remove(self, resource: str, raw: Raw) -> None:
         metadata = raw["metadata"]
@@ -233,7 +249,9 @@ class Mirror:
             self._claims.pop(key, None)
         else:
             owner = self._owner(raw)
-            groups: dict[Key, dict[Any, Raw]] = self._pods if resource == PODS else self._children
+            groups: dict[Key, dict[Any, Raw]] = (
+                self._pods if resource == PODS else self._children
+            )
             group = groups.get(owner, {})
             group.pop(key[1] if resource == PODS else (str(raw.get("kind", "")), key[1]), None)
             if not group:
@@ -255,7 +273,9 @@ class Mirror:
                 if names.LABEL_RUN in (raw["metadata"].get("labels") or {})
             )
         else:
-            groups: Mapping[Key, Mapping[Any, Raw]] = self._pods if resource == PODS else self._children
+            groups: Mapping[Key, Mapping[Any, Raw]] = (
+                self._pods if resource == PODS else self._children
+            )
             for group in groups.values():
                 yield from group.values()
 
@@ -281,7 +301,8 @@ def slim_pod(raw: Raw) -> Raw:
     spec, status = raw.get("spec") or {}, raw.get("status") or {}
     kept = {key: spec[key] for key in _POD_SPEC if key in spec}
     kept["containers"] = [
-        {key: item[key] for key in ("name", "image") if key in item} for item in spec.get("containers") or ()
+        {key: item[key] for key in ("name", "image") if key in item}
+        for item in spec.get("containers") or ()
     ]
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
     return {"metadata": slim_metadata(raw), "spec": _share(kept), "status": _share(seen)}
@@ -289,7 +310,10 @@ def slim_pod(raw: Raw) -> Raw:
 
 def slim_run(raw: Raw) -> Raw:
     """A run without what only the API server and kubectl need."""
-    return {**{key: raw[key] for key in raw if key != "metadata"}, "metadata": slim_metadata(raw)}
+    return {
+        **{key: raw[key] for key in raw if key != "metadata"},
+        "metadata": slim_metadata(raw),
+    }
 
 
 def find_vanished(known: Iterable[Raw], listed: Iterable[Raw], *, version: int) -> list[Raw]:
@@ -331,7 +355,10 @@ def _share(value: Any) -> Any:
     if type(value) is str:
         return sys.intern(value) if len(value) < 40 else value
     if type(value) is dict or isinstance(value, Mapping):
-        return {sys.intern(key) if type(key) is str else key: _share(item) for key, item in value.items()}
+        return {
+            sys.intern(key) if type(key) is str else key: _share(item)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [_share(item) for item in value]
     return value

@@ -171,7 +171,9 @@ class Cause(StrEnum):
     """The coordinator's pod ended or vanished. Free."""
 
 
-COUNTED: Final = frozenset({Cause.WORKER_CRASH, Cause.OUT_OF_MEMORY, Cause.VOLUME_FULL, Cause.START_ERROR})
+COUNTED: Final = frozenset(
+    {Cause.WORKER_CRASH, Cause.OUT_OF_MEMORY, Cause.VOLUME_FULL, Cause.START_ERROR}
+)
 """Causes that use up ``failurePolicy.maxFailuresWithoutProgress``."""
 
 

@@ -190,16 +190,22 @@ class Observation:
     def unreachable(self) -> Silence | None:
         """The silence of the coordinator that serves the run now, if it has lasted."""
         silence, live = self.silence, self.live_coordinator
-        is_its_own = silence is not None and live is not None and live.attempt == silence.attempt
+        is_its_own = (
+            silence is not None and live is not None and live.attempt == silence.attempt
+        )
         return (
-            silence if is_its_own and silence is not None and silence.seconds >= UNREACHABLE_SECONDS else None
+            silence
+            if is_its_own and silence is not None and silence.seconds >= UNREACHABLE_SECONDS
+            else None
         )
 
     @property
     def live_coordinator(self) -> PodState | None:
         """The newest coordinator pod that serves or will."""
         return max(
-            (pod for pod in self.coordinators if pod.is_live), key=lambda pod: pod.attempt, default=None
+            (pod for pod in self.coordinators if pod.is_live),
+            key=lambda pod: pod.attempt,
+            default=None,
         )
 
 
@@ -219,7 +225,9 @@ def observe(
     """
     children = children or {}
     claim = children.get(("PersistentVolumeClaim", run.claim_name))
-    states = [state for raw in pods if _is_owned(raw, run) and (state := parse_pod(raw)) is not None]
+    states = [
+        state for raw in pods if _is_owned(raw, run) and (state := parse_pod(raw)) is not None
+    ]
     states.sort(key=lambda pod: (pod.index, pod.attempt))
     status = parse_memory(get_map(run.raw, "status"))
     nodes = (pod for pod in states if pod.role == names.ROLE_NODE)
@@ -314,13 +322,16 @@ def _parse_failure(raw: Mapping[str, Any]) -> Failure:
 def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
     metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
     annotations = {
-        key: value for key, value in get_map(metadata, "annotations").items() if isinstance(value, str)
+        key: value
+        for key, value in get_map(metadata, "annotations").items()
+        if isinstance(value, str)
     }
     records = {
         record.run: record
         for key, value in annotations.items()
         if key.startswith(names.CLAIM_ANNOTATION_PREFIX)
-        and (record := _parse_record(key.removeprefix(names.CLAIM_ANNOTATION_PREFIX), value)) is not None
+        and (record := _parse_record(key.removeprefix(names.CLAIM_ANNOTATION_PREFIX), value))
+        is not None
     }
     kept = ("accessModes", "resources", "storageClassName")
     return ClaimState(
@@ -361,12 +372,19 @@ def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:
     metadata = get_map(raw, "metadata")
     name = get_text(metadata, "name")
     claim, path = find_place(raw)
-    if not name or name == run.name or claim != run.claim_name or not overlap(path, run.volume_path):
+    if (
+        not name
+        or name == run.name
+        or claim != run.claim_name
+        or not overlap(path, run.volume_path)
+    ):
         return None
     finish = parse_memory(get_map(raw, "status")).finish
     is_out = finish is not None and finish.reason == names.Reason.OUTPUT_CONFLICT
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
-    return Other(name=name, uid=get_text(metadata, "uid"), path=path, created_at=created, is_out=is_out)
+    return Other(
+        name=name, uid=get_text(metadata, "uid"), path=path, created_at=created, is_out=is_out
+    )
 
 
 def find_place(raw: Mapping[str, Any]) -> tuple[str, str]:
@@ -388,7 +406,9 @@ def owns(uid: str, raw: Mapping[str, Any]) -> bool:
 
     One that only bears the right name is somebody else's.
     """
-    return any(one.get("uid") == uid for one in get_maps(get_map(raw, "metadata"), "ownerReferences"))
+    return any(
+        one.get("uid") == uid for one in get_maps(get_map(raw, "metadata"), "ownerReferences")
+    )
 
 
 def _is_owned(raw: Mapping[str, Any], run: TrainingRun) -> bool:

@@ -21,7 +21,11 @@ def unpack_counts(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in text.split(",") if text else ():
         count, _, times = part.partition("x")
-        if not count.removeprefix("-").isdecimal() or not (times.isdecimal() or not times) or len(times) > 4:
+        if (
+            not count.removeprefix("-").isdecimal()
+            or not (times.isdecimal() or not times)
+            or len(times) > 4
+        ):
             return ()
         found += [int(count)] * int(times or 1)
     return tuple(found)
@@ -35,7 +39,9 @@ def pack_ranges(numbers: Iterable[int]) -> str:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return ",".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in ranges
+    )
 
 
 def unpack_ranges(text: str) -> tuple[int, ...]:

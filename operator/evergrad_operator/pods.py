@@ -56,7 +56,8 @@ _NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
 """How the container ended is lost, as after its node's reboot: the kubelet's word, and the container
 runtime's."""
 _NO_SPACE: Final = re.compile(
-    r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|GiB are free and", re.IGNORECASE
+    r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|GiB are free and",
+    re.IGNORECASE,
 )
 _STOPPED: Final = frozenset({ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED})
 _BY_ITSELF: Final = frozenset({ExitCode.USER_ERROR, ExitCode.INTERNAL})
@@ -147,7 +148,11 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
     role, attempt = labels.get(names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
-    if role not in (names.ROLE_NODE, names.ROLE_COORDINATOR) or attempt is None or index is None:
+    if (
+        role not in (names.ROLE_NODE, names.ROLE_COORDINATOR)
+        or attempt is None
+        or index is None
+    ):
         return None
     deleting = metadata.get("deletionTimestamp")
     disruption, container = _disruption(status), _find_container(status, role)
@@ -165,7 +170,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         is_deleting=deleting is not None,
         gone_by=parse_time(deleting),
         is_running=end is None and "running" in get_map(container, "state"),
-        is_ready=end is None and any(_is_true(one, "Ready") for one in get_maps(status, "conditions")),
+        is_ready=end is None
+        and any(_is_true(one, "Ready") for one in get_maps(status, "conditions")),
         end=end,
         has_sidecar=_has_sidecar(status, role),
         disruption=disruption,
@@ -219,7 +225,11 @@ def describe_cause(pod: PodState) -> Cause:
 
 
 def _find_end(
-    status: Mapping[str, Any], container: Mapping[str, Any], disruption: Cause | None, *, is_deleting: bool
+    status: Mapping[str, Any],
+    container: Mapping[str, Any],
+    disruption: Cause | None,
+    *,
+    is_deleting: bool,
 ) -> PodEnd | None:
     phase = status.get("phase")
     terminated = get_map(container, "state", "terminated")
@@ -232,7 +242,9 @@ def _find_end(
     )
     if phase not in ("Succeeded", "Failed") and not is_for_good:
         return None
-    kind, text = decode_termination(str(terminated.get("message") or status.get("message") or ""))
+    kind, text = decode_termination(
+        str(terminated.get("message") or status.get("message") or "")
+    )
     exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
     words = _LastWords(exit_code, kind, text.strip(), str(terminated.get("reason") or ""))
     if phase == "Succeeded" and exit_code is None:
@@ -240,7 +252,10 @@ def _find_end(
     else:
         cause = _find_cause(words, status, disruption, is_deleting=is_deleting)
     return PodEnd(
-        cause, exit_code, keep_end(words.text, MAX_MESSAGE), parse_time(terminated.get("finishedAt"))
+        cause,
+        exit_code,
+        keep_end(words.text, MAX_MESSAGE),
+        parse_time(terminated.get("finishedAt")),
     )
 
 
@@ -287,7 +302,9 @@ def _disruption(status: Mapping[str, Any]) -> Cause | None:
 def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[str, str]:
     waiting = get_map(container, "state", "waiting")
     if waiting.get("reason"):
-        return str(waiting["reason"]), keep_start(str(waiting.get("message") or ""), MAX_MESSAGE)
+        return str(waiting["reason"]), keep_start(
+            str(waiting.get("message") or ""), MAX_MESSAGE
+        )
     for condition in get_maps(status, "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return str(condition.get("reason") or "Unschedulable"), keep_start(
@@ -300,19 +317,29 @@ def _find_container(status: Mapping[str, Any], role: str) -> Mapping[str, Any]:
     """The status of our own container: a mesh or an agent may have injected others, and the kubelet sorts
     them by name."""
     ours = names.CONTAINERS[role]
-    return next((one for one in get_maps(status, "containerStatuses") if one.get("name") == ours), NOTHING)
+    return next(
+        (one for one in get_maps(status, "containerStatuses") if one.get("name") == ours),
+        NOTHING,
+    )
 
 
 def _find_image(raw: Mapping[str, Any], role: str) -> str:
     containers = get_maps(get_map(raw, "spec"), "containers")
     return next(
-        (get_text(one, "image") for one in containers if one.get("name") == names.CONTAINERS[role]), ""
+        (
+            get_text(one, "image")
+            for one in containers
+            if one.get("name") == names.CONTAINERS[role]
+        ),
+        "",
     )
 
 
 def _has_sidecar(status: Mapping[str, Any], role: str) -> bool:
     others = (
-        one for one in get_maps(status, "containerStatuses") if one.get("name") != names.CONTAINERS[role]
+        one
+        for one in get_maps(status, "containerStatuses")
+        if one.get("name") != names.CONTAINERS[role]
     )
     return any("running" in get_map(one, "state") for one in others)
 
@@ -322,4 +349,6 @@ def _is_true(condition: Mapping[str, Any], kind: str) -> bool:
 
 
 def _number(value: Any) -> int | None:
-    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else None
+    return (
+        int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else None
+    )

@@ -23,7 +23,9 @@ def list_problems(problems: Sequence[Problem], *, most: int = LONGEST_LIST) -> s
     if kept == len(texts):
         return " ".join(texts)
     # One problem that alone is too long is cut, because a status without any says nothing.
-    shown = texts[:kept] or [texts[0].encode()[: most - _ROOM_FOR_COUNT].decode(errors="ignore") + "…"]
+    shown = texts[:kept] or [
+        texts[0].encode()[: most - _ROOM_FOR_COUNT].decode(errors="ignore") + "…"
+    ]
     left = len(texts) - len(shown)
     rest = [f"{left} more: `evergrad validate` of the file lists them."] if left else []
     return " ".join([*shown, *rest])

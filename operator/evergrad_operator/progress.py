@@ -25,7 +25,14 @@ from evergrad_operator.queue import Backoff, WorkQueue
 
 log = logging.getLogger(__name__)
 MAX_BYTES: Final = 256 * 1024
-_FAST_CHANGES = ("step", "loss", "tokensPerSecond", "etaSeconds", "updatedSecondsAgo", "lostSeconds")
+_FAST_CHANGES = (
+    "step",
+    "loss",
+    "tokensPerSecond",
+    "etaSeconds",
+    "updatedSecondsAgo",
+    "lostSeconds",
+)
 
 
 SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)
@@ -164,7 +171,9 @@ class Coordinators:
             raise OperatorError(
                 f"{key[0]}/{key[1]}: no coordinator is running that could be told the new bounds"
             )
-        body = json.dumps({"min": bounds.min, "max": bounds.max, "maxFailures": bounds.max_failures}).encode()
+        body = json.dumps(
+            {"min": bounds.min, "max": bounds.max, "maxFailures": bounds.max_failures}
+        ).encode()
         status, answer = await self._request(followed, "POST", "/bounds", body)
         if status != 200:
             raise OperatorError(
@@ -182,19 +191,32 @@ class Coordinators:
         except OperatorError as error:
             # One that was left meanwhile, as its run was deleted, is not asked again, and its silence is no
             # news.
-            return self._note_failure(key, followed, error) if self._followed.get(key) is followed else None
+            return (
+                self._note_failure(key, followed, error)
+                if self._followed.get(key) is followed
+                else None
+            )
         if self._followed.get(key) is not followed:
             return None
         old, was_told = followed.answer, followed.told > 0
         self._take_answer(followed, answer)
         if old is None or was_told or old.raw != answer.raw:
-            is_urgent = old is None or was_told or _without_progress(old.raw) != _without_progress(answer.raw)
+            is_urgent = (
+                old is None
+                or was_told
+                or _without_progress(old.raw) != _without_progress(answer.raw)
+            )
             self.on_news(key, is_urgent)
         return max(self._settings.every, self._slowest)
 
     def _take_answer(self, followed: _Followed, answer: Answer) -> None:
         followed.answer, followed.has_answered = answer, True
-        followed.failures, followed.silent_since, followed.told, followed.error = 0, None, 0.0, None
+        followed.failures, followed.silent_since, followed.told, followed.error = (
+            0,
+            None,
+            0.0,
+            None,
+        )
 
     def _note_failure(self, key: Key, followed: _Followed, error: OperatorError) -> float:
         """Remember the silence, tell of it when it reaches another of ``SILENCES``; seconds until the next
@@ -218,7 +240,9 @@ class Coordinators:
             return 1.0
         # Those that fell silent together are not asked together again and again, but none is found
         # unreachable late.
-        pause = max(min(30.0, 2.0 ** min(followed.failures - 1, 5)), self._slowest) * random.uniform(0.7, 1.3)
+        pause = max(
+            min(30.0, 2.0 ** min(followed.failures - 1, 5)), self._slowest
+        ) * random.uniform(0.7, 1.3)
         return min((pause, *(one - silence + _JUST_AFTER for one in SILENCES if one > silence)))
 
     async def _read_status(self, key: Key, followed: _Followed) -> Answer:
@@ -239,7 +263,9 @@ class Coordinators:
         """Seconds in which all that are followed can be asked once."""
         return len(self._followed) / self._settings.per_second
 
-    async def _request(self, followed: _Followed, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _request(
+        self, followed: _Followed, method: str, path: str, body: bytes
+    ) -> tuple[int, bytes]:
         """One request a connection, as the coordinator serves them: status and body. Raises OperatorError."""
         address = followed.address
         lines = (
@@ -252,7 +278,9 @@ class Coordinators:
         writer = None
         try:
             async with asyncio.timeout(self._settings.timeout):
-                reader, writer = await asyncio.open_connection(address, self._settings.port, limit=MAX_BYTES)
+                reader, writer = await asyncio.open_connection(
+                    address, self._settings.port, limit=MAX_BYTES
+                )
                 writer.write("\r\n".join((*lines, "", "")).encode("latin-1") + body)
                 await writer.drain()
                 answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -265,7 +293,14 @@ class Coordinators:
                         "to a new text."
                     )
                 return status, await reader.readexactly(_content_length(answer))
-        except (TimeoutError, OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
+        except (
+            TimeoutError,
+            OSError,
+            EOFError,
+            ValueError,
+            IndexError,
+            asyncio.LimitOverrunError,
+        ) as error:
             raise OperatorError(
                 f"the coordinator at {address} did not answer {method} {path}: {type(error).__name__}"
             ) from error
@@ -289,7 +324,9 @@ def _name_cause(error: OperatorError) -> str:
 def _has_nobody_answered(error: OperatorError) -> bool:
     """Whether not even the host of the coordinator's pod has answered."""
     cause = error.__cause__
-    return isinstance(cause, TimeoutError) or (isinstance(cause, OSError) and cause.errno in _NO_WAY)
+    return isinstance(cause, TimeoutError) or (
+        isinstance(cause, OSError) and cause.errno in _NO_WAY
+    )
 
 
 def _content_length(head: str) -> int:

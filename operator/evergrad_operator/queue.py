@@ -29,7 +29,9 @@ class Backoff:
 
     def delay(self, failures: int) -> float:
         """Seconds to wait after so many failures in a row, one at least."""
-        return float(min(self.longest, self.first * 2.0 ** min(failures - 1, 40))) * random.uniform(0.5, 1.0)
+        return float(
+            min(self.longest, self.first * 2.0 ** min(failures - 1, 40))
+        ) * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,17 @@ class WorkQueue(Generic[K]):
     def observe(self) -> QueueState:
         """The queue now."""
         now = self._clock()
-        ready = [now - due for key, due in self._due.items() if due <= now and key not in self._active]
+        ready = [
+            now - due
+            for key, due in self._due.items()
+            if due <= now and key not in self._active
+        ]
         return QueueState(
             depth=len(ready),
             oldest_age=max(ready, default=0.0),
-            longest_work=max((now - started for started, _ in self._active.values()), default=0.0),
+            longest_work=max(
+                (now - started for started, _ in self._active.values()), default=0.0
+            ),
             added=self._num_added,
             failing=len(self._failures),
         )
@@ -121,7 +129,9 @@ class WorkQueue(Generic[K]):
                     asyncio.create_task(self._work(process, key), name=f"work on {key}"),
                 )
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._seconds_to_next() if len(self._active) < workers else None):
+                async with asyncio.timeout(
+                    self._seconds_to_next() if len(self._active) < workers else None
+                ):
                     await self._wake.wait()
 
     async def close(self, *, seconds: float) -> None:

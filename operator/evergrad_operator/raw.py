@@ -35,7 +35,9 @@ def get_int(raw: Mapping[str, Any], key: str, *, most: int = 2**63 - 1) -> int |
     """The whole number ``key``, of at most this size."""
     value = raw.get(key)
     return (
-        value if isinstance(value, int) and not isinstance(value, bool) and -most <= value <= most else None
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and -most <= value <= most
+        else None
     )
 
 
@@ -46,7 +48,11 @@ def get_natural(raw: Mapping[str, Any], key: str, *, most: int = 2**53) -> int |
 
 
 def get_float(
-    raw: Mapping[str, Any], key: str, *, least: float = float("-inf"), most: float = float("inf")
+    raw: Mapping[str, Any],
+    key: str,
+    *,
+    least: float = float("-inf"),
+    most: float = float("inf"),
 ) -> float | None:
     """The finite number ``key``, which may be written as a text, within these bounds."""
     value = raw.get(key)

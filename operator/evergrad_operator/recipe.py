@@ -26,11 +26,17 @@ def hash_recipe(training: Mapping[str, Any] | None, script: Script | None) -> st
     if script is None:
         return ""
     return hash_json(
-        {"command": script.command, "env": script.env, "workingDirectory": script.working_directory}
+        {
+            "command": script.command,
+            "env": script.env,
+            "workingDirectory": script.working_directory,
+        }
     )
 
 
 def hash_json(value: Any) -> str:
     """SHA-256 of a JSON value, whatever the order of its keys."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=dict)
+    text = json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=dict
+    )
     return hashlib.sha256(text.encode()).hexdigest()

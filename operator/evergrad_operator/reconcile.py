@@ -30,7 +30,13 @@ from evergrad_operator.kube import CLAIM, CONFIG_MAP, POD, SERVICE, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.mirror import CLAIMS, PODS, RUNS, Mirror, find_vanished
 from evergrad_operator.names import Key
-from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
+from evergrad_operator.observe import (
+    ApplyFailure,
+    Observation,
+    Progress,
+    observe,
+    parse_progress,
+)
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import Decision, decide
 from evergrad_operator.progress import Coordinators
@@ -92,7 +98,9 @@ class Reconciler:
         self.on_forget: Callable[[Key], None] = lambda key: None
         self.on_missing: Callable[[], None] = lambda: None
         """Is told when a run that is known seems not to exist."""
-        self._applier = Applier(cluster, mirror=mirror, coordinators=coordinators, clock=self._now)
+        self._applier = Applier(
+            cluster, mirror=mirror, coordinators=coordinators, clock=self._now
+        )
 
     async def reconcile(self, key: Key) -> float | None:
         """Work on one run; seconds until it has to be looked at again.
@@ -160,11 +168,15 @@ class Reconciler:
             decision = decide(seen, self._config, self.clock())
         self._follow(key, seen)
         created = tuple(
-            result.step[2] for result in results if result.step[:2] == _NEW_POD and result.failure is None
+            result.step[2]
+            for result in results
+            if result.step[:2] == _NEW_POD and result.failure is None
         )
         delays = [decision.requeue_after, memory.applied.refusals.seconds_to_next(self.clock())]
         delays.append(None if plan.token is None else TOKEN_SECONDS)
-        delays.append(await self._write_status(key, raw, seen, decision, Outcome(created=created)))
+        delays.append(
+            await self._write_status(key, raw, seen, decision, Outcome(created=created))
+        )
         return min((delay for delay in delays if delay is not None), default=None)
 
     # ---- thinking: values in, values out -------------------------------------------------------------------
@@ -182,7 +194,11 @@ class Reconciler:
         users = self._mirror.claim_users(key[0], claim_of(raw))
         seen = replace(observed, claim_users=users, silence=self._coordinators.silence(key))
         decision = decide(seen, self._config, self.clock())
-        return seen, decision, plan_children(seen, decision, self._config, token=self.token_of(seen.run.uid))
+        return (
+            seen,
+            decision,
+            plan_children(seen, decision, self._config, token=self.token_of(seen.run.uid)),
+        )
 
     def _children(self, key: Key, raw: Raw, memory: Memory) -> Mapping[tuple[str, str], Raw]:
         """The run's claim and other children; one that somebody else has changed since loses the mark that
@@ -196,7 +212,9 @@ class Reconciler:
             version = memory.applied.versions.get(name)
             if version is not None and version != metadata.get("resourceVersion"):
                 annotations = {
-                    k: v for k, v in (metadata.get("annotations") or {}).items() if k != names.ANNOTATION_HASH
+                    k: v
+                    for k, v in (metadata.get("annotations") or {}).items()
+                    if k != names.ANNOTATION_HASH
                 }
                 child = {**child, "metadata": {**metadata, "annotations": annotations}}
             found[name] = child
@@ -213,10 +231,14 @@ class Reconciler:
             return None
 
     def _follow(self, key: Key, seen: Observation) -> None:
-        running = [pod for pod in seen.coordinators if pod.ip and pod.is_running and pod.is_live]
+        running = [
+            pod for pod in seen.coordinators if pod.ip and pod.is_running and pod.is_live
+        ]
         if running:
             newest = max(running, key=lambda pod: pod.attempt)
-            self._coordinators.follow(key, newest.ip, newest.attempt, token=self.token_of(seen.run.uid))
+            self._coordinators.follow(
+                key, newest.ip, newest.attempt, token=self.token_of(seen.run.uid)
+            )
         else:
             self._coordinators.leave(key)
 
@@ -224,7 +246,9 @@ class Reconciler:
         """Whether the coordinator was asked anew: when nodes end by themselves, it knows the cause and the
         last step."""
         ends = frozenset(
-            pod.uid for pod in seen.nodes if pod.end is not None and pod.end.exit_code in _BY_ITSELF
+            pod.uid
+            for pod in seen.nodes
+            if pod.end is not None and pod.end.exit_code in _BY_ITSELF
         )
         is_new = not ends <= memory.ends
         memory.ends = ends
@@ -236,13 +260,21 @@ class Reconciler:
     # ---- looking again -------------------------------------------------------------------------------------
 
     async def _read(
-        self, key: Key, raw: Raw, memory: Memory, step: Step, look: Callable[[], Awaitable[None]]
+        self,
+        key: Key,
+        raw: Raw,
+        memory: Memory,
+        step: Step,
+        look: Callable[[], Awaitable[None]],
     ) -> bool:
         """Whether the API server let itself be asked.
 
         If not, that is told like a refused write, and asked again later.
         """
-        refusals, generation = memory.applied.refusals, int(raw["metadata"].get("generation") or 0)
+        refusals, generation = (
+            memory.applied.refusals,
+            int(raw["metadata"].get("generation") or 0),
+        )
         if refusals.find_waiting(step, generation=generation, now=self.clock()) is not None:
             return False
         try:
@@ -272,7 +304,9 @@ class Reconciler:
         return await self._look_at_claim(key, raw, memory, oldest=0.0)
 
     async def _confirm_pods(self, key: Key) -> None:
-        pods, version = await self._cluster.list_all(POD, key[0], selector=f"{names.LABEL_RUN}={key[1]}")
+        pods, version = await self._cluster.list_all(
+            POD, key[0], selector=f"{names.LABEL_RUN}={key[1]}"
+        )
         for pod in pods:
             self._mirror.see(PODS, pod)
         for pod in find_vanished(self._mirror.pods(key), pods, version=version):
@@ -281,16 +315,24 @@ class Reconciler:
     async def _confirm_children(self, key: Key) -> None:
         """New pods need the ConfigMap and the Service; no watch shows that somebody has deleted one."""
         for kind in (CONFIG_MAP, SERVICE):
-            known = [child for (of, _), child in self._mirror.children(key).items() if of == kind.kind]
+            known = [
+                child
+                for (of, _), child in self._mirror.children(key).items()
+                if of == kind.kind
+            ]
             if not known:
                 continue
             found, version = await self._cluster.list_all(
                 kind, key[0], selector=f"{names.LABEL_RUN}={key[1]}", metadata_only=True
             )
             for child in find_vanished(known, found, version=version):
-                self._mirror.forget_child(key, kind.kind, child["metadata"]["name"], child["metadata"]["uid"])
+                self._mirror.forget_child(
+                    key, kind.kind, child["metadata"]["name"], child["metadata"]["uid"]
+                )
 
-    async def _look_at_claim(self, key: Key, raw: Raw, memory: Memory, *, oldest: float) -> bool:
+    async def _look_at_claim(
+        self, key: Key, raw: Raw, memory: Memory, *, oldest: float
+    ) -> bool:
         """Fetch the existing claim that the run names, for all runs that name it: no watch shows it.
 
         False if that failed.
@@ -315,7 +357,9 @@ class Reconciler:
 
     # ---- what came of it -----------------------------------------------------------------------------------
 
-    def _note_results(self, key: Key, seen: Observation, plan: Plan, results: Sequence[Result]) -> None:
+    def _note_results(
+        self, key: Key, seen: Observation, plan: Plan, results: Sequence[Result]
+    ) -> None:
         pods = {str(body["metadata"]["name"]): body for body in plan.create}
         for result in results:
             if result.is_tried and result.failure is not None:
@@ -327,7 +371,12 @@ class Reconciler:
         self._metrics.reconcile_errors.labels(failure.reason or "Unreachable").inc()
         what = f"{failure.verb} {failure.kind} {failure.name}"
         log.warning(
-            "%s/%s: %s: %s %s: %s", *key, what, failure.status or "no answer", failure.reason, failure.message
+            "%s/%s: %s: %s %s: %s",
+            *key,
+            what,
+            failure.status or "no answer",
+            failure.reason,
+            failure.message,
         )
 
     def _count_pod(self, seen: Observation, body: Raw) -> None:
@@ -371,7 +420,12 @@ class Reconciler:
         Raises ApiError.
         """
         metadata = {"name": key[1], "namespace": key[0], "uid": raw["metadata"]["uid"]}
-        body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "status": status}
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "metadata": metadata,
+            "status": status,
+        }
         try:
             stored = await self._cluster.apply(body, subresource="status", is_brief=True)
         except ApiError as error:
@@ -381,7 +435,10 @@ class Reconciler:
                 self.on_missing()
                 return None, False
             if error.status == 409:
-                return _STATUS_RETRY_SECONDS, False  # another of the same name, or somebody was quicker
+                return (
+                    _STATUS_RETRY_SECONDS,
+                    False,
+                )  # another of the same name, or somebody was quicker
             raise
         self._metrics.status_writes.inc()
         # The spec of another generation is not known yet: the watch brings it.
@@ -389,7 +446,9 @@ class Reconciler:
             self._mirror.see(RUNS, {**raw, "metadata": stored["metadata"], "status": status})
         return None, True
 
-    async def _refuse_spec(self, key: Key, raw: Raw, memory: Memory, error: SpecError) -> float | None:
+    async def _refuse_spec(
+        self, key: Key, raw: Raw, memory: Memory, error: SpecError
+    ) -> float | None:
         """Tell of what cannot be read: once as an event, and in the status.
 
         A new generation comes with its own event.

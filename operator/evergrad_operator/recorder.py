@@ -88,7 +88,9 @@ class Recorder:
             self._messages.popitem(last=False)
         return digest
 
-    async def _create(self, slot: tuple[str, str, str], run: Raw, kind: str, message: str) -> None:
+    async def _create(
+        self, slot: tuple[str, str, str], run: Raw, kind: str, message: str
+    ) -> None:
         metadata, now = run["metadata"], format_time(self._clock())
         # Part of the name is when this operator started: it cannot know what an earlier one has counted.
         digest = hashlib.sha256("\n".join((*slot, self._born)).encode()).hexdigest()[:16]
@@ -127,5 +129,7 @@ class Recorder:
         patch = {"count": posted.count, "lastTimestamp": format_time(self._clock())}
         if message != posted.message:
             patch["message"] = posted.message = message
-        await self._poster.merge(EVENT, run["metadata"].get("namespace", ""), posted.name, patch)
+        await self._poster.merge(
+            EVENT, run["metadata"].get("namespace", ""), posted.name, patch
+        )
         self._on_post("counted")

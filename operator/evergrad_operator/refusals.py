@@ -46,7 +46,9 @@ class Refusals:
     def find_waiting(self, step: Step, *, generation: int, now: float) -> ApplyFailure | None:
         """Why the step is not to be tried yet; None if it is."""
         refusal = self._refusals.get(step)
-        is_waiting = refusal is not None and refusal.generation == generation and now < refusal.retry_at
+        is_waiting = (
+            refusal is not None and refusal.generation == generation and now < refusal.retry_at
+        )
         return refusal.failure if refusal is not None and is_waiting else None
 
     def has(self, step: Step) -> bool:
@@ -72,7 +74,9 @@ class Refusals:
     def keep(self, steps: Collection[Step]) -> None:
         """Forget the refusals of all steps but these, and of reads: nobody would ever try them again."""
         self._refusals = {
-            step: refusal for step, refusal in self._refusals.items() if step in steps or step[0] in READS
+            step: refusal
+            for step, refusal in self._refusals.items()
+            if step in steps or step[0] in READS
         }
 
     def seconds_to_next(self, now: float) -> float | None:
@@ -84,5 +88,9 @@ class Refusals:
         """
         if not self._refusals:
             return None
-        times = [refusal.retry_at - now for refusal in self._refusals.values() if refusal.retry_at > now]
+        times = [
+            refusal.retry_at - now
+            for refusal in self._refusals.values()
+            if refusal.retry_at > now
+        ]
         return min(times, default=FIRST_RETRY)

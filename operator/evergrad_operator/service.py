@@ -75,7 +75,9 @@ class Service:
         poll = PollSettings(every=settings.poll_seconds, port=settings.coordinator_port)
         self.coordinators = Coordinators(poll, on_news=self._hear_news)
         self.coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
-        recorder = Recorder(self.kube, on_post=lambda action: metrics.events.labels(action).inc())
+        recorder = Recorder(
+            self.kube, on_post=lambda action: metrics.events.labels(action).inc()
+        )
         self.queue: WorkQueue[Key] = WorkQueue(spacing=_SPACING)
         self._stop, self._is_listed_anew = asyncio.Event(), asyncio.Event()
         self.reconciler = Reconciler(
@@ -86,10 +88,15 @@ class Service:
             config=settings.config,
             metrics=metrics,
         )
-        self.reconciler.on_forget, self.reconciler.on_missing = self.queue.drop, self._is_listed_anew.set
+        self.reconciler.on_forget, self.reconciler.on_missing = (
+            self.queue.drop,
+            self._is_listed_anew.set,
+        )
         self._collector = FactsCollector(self._read_facts())
         metrics.registry.register(self._collector)
-        self._health = HealthServer(live=[self._find_stall], ready=[self._find_unready], metrics=self._gather)
+        self._health = HealthServer(
+            live=[self._find_stall], ready=[self._find_unready], metrics=self._gather
+        )
         self._webhook = self._build_webhook() if settings.webhook else None
         self._tasks: list[asyncio.Task[Any]] = []
         self._fault: BaseException | None = None
@@ -133,12 +140,15 @@ class Service:
         ]
         needed += [(verb, POD, "") for verb in ("list", "watch", "create", "delete")]
         needed += [
-            (verb, kind, "") for kind in (CONFIG_MAP, SERVICE, CLAIM) for verb in ("list", "create", "patch")
+            (verb, kind, "")
+            for kind in (CONFIG_MAP, SERVICE, CLAIM)
+            for verb in ("list", "create", "patch")
         ]
         needed += [("create", SECRET, "")]
         for scope in self._settings.scopes:
             asked = [
-                self.kube.may(verb, kind, namespace=scope, subresource=sub) for verb, kind, sub in needed
+                self.kube.may(verb, kind, namespace=scope, subresource=sub)
+                for verb, kind, sub in needed
             ]
             answers = await asyncio.gather(*asked)
             lacking = [
@@ -191,12 +201,16 @@ class Service:
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
-        self._spawn("queue", self.queue.run(self.reconciler.reconcile, workers=self._settings.workers))
+        self._spawn(
+            "queue", self.queue.run(self.reconciler.reconcile, workers=self._settings.workers)
+        )
         self._spawn("progress", self.coordinators.run())
         self._spawn("resync", self._keep_synced())
         self._spawn("prune", self._keep_pruned())
         settings = build_settings(self._settings.namespaces)
-        registry = build_registry(self.take, self._connection, on_start=self._start, on_stop=self._drain)
+        registry = build_registry(
+            self.take, self._connection, on_start=self._start, on_stop=self._drain
+        )
         try:
             await kopf.operator(
                 registry=registry,
@@ -240,7 +254,9 @@ class Service:
         self.metrics.last_event.labels(resource).set_to_current_time()
         if kind is None:
             self._is_listed_anew.set()
-        for key in self.mirror.see(resource, raw, is_deleted=kind == "DELETED", is_watched=True):
+        for key in self.mirror.see(
+            resource, raw, is_deleted=kind == "DELETED", is_watched=True
+        ):
             self.queue.add(key)
 
     def _hear_news(self, key: Key, is_urgent: bool) -> None:
@@ -293,7 +309,9 @@ class Service:
         changed: set[Key] = set()
         for scope in self._settings.scopes:
             for resource, kind, selector in _WATCHED:
-                found, version = await self.kube.list_all(kind, scope, selector=selector, metadata_only=True)
+                found, version = await self.kube.list_all(
+                    kind, scope, selector=selector, metadata_only=True
+                )
                 changed |= self.mirror.prune(
                     resource, found, version=version, covers=partial(_is_within, scope)
                 )
@@ -308,7 +326,9 @@ class Service:
             except ApiError as error:
                 log.warning("the resync comes later: %s", error)
             for key in self.mirror.known():
-                self.queue.add(key, after=random.uniform(0.0, self._settings.resync_seconds / 4))
+                self.queue.add(
+                    key, after=random.uniform(0.0, self._settings.resync_seconds / 4)
+                )
 
     # ---- how it goes ---------------------------------------------------------------------------------------
 
@@ -320,7 +340,9 @@ class Service:
                 "waiting for a turn"
             )
         late = {
-            resource: lag for resource, lag in self.mirror.expectations.lag().items() if lag > STALLED_SECONDS
+            resource: lag
+            for resource, lag in self.mirror.expectations.lag().items()
+            if lag > STALLED_SECONDS
         }
         if late and self._is_synced:
             behind = ", ".join(f"{resource} by {lag:.0f} s" for resource, lag in late.items())
@@ -330,7 +352,11 @@ class Service:
         return None
 
     def _find_unready(self) -> str | None:
-        return None if self._is_synced or self._is_standing_by else "not in step with the API server yet"
+        return (
+            None
+            if self._is_synced or self._is_standing_by
+            else "not in step with the API server yet"
+        )
 
     async def _measure_lag(self) -> None:
         while True:

@@ -64,7 +64,9 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
     """The settings. Raises SystemExit with a message for what cannot be."""
     parser = build_parser(environ)
     parsed = parser.parse_args(arguments)
-    namespaces = tuple(dict.fromkeys(name for entry in parsed.namespace for name in entry.split(",") if name))
+    namespaces = tuple(
+        dict.fromkeys(name for entry in parsed.namespace for name in entry.split(",") if name)
+    )
     if bool(namespaces) == parsed.all_namespaces:
         parser.error("give either --namespace, once or more, or --all-namespaces")
     lease_namespace = parsed.lease_namespace or environ.get("POD_NAMESPACE", "")
@@ -76,7 +78,10 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
     # is named.
     key_namespace = parsed.key_namespace or lease_namespace or (*namespaces, "default")[0]
     config = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
-    config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    config = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in config.items()
+    }
     if not config["operator_namespace"]:
         config["operator_namespace"] = environ.get("POD_NAMESPACE", "")
     derived = {"namespaces", "config", "identity", "lease_namespace", "key_namespace"}
@@ -93,23 +98,39 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """All options, with the environment's values as defaults."""
-    parser = argparse.ArgumentParser(prog="evergrad-operator", description="Runs TrainingRuns on Kubernetes.")
+    parser = argparse.ArgumentParser(
+        prog="evergrad-operator", description="Runs TrainingRuns on Kubernetes."
+    )
     options = _Options(parser, environ)
     scope = parser.add_argument_group("scope")
     given = [name for name in environ.get(f"{PREFIX}NAMESPACE", "").split(",") if name]
     scope.add_argument(
-        "--namespace", action="append", metavar="NAME", default=given, help="serve this namespace; repeatable"
+        "--namespace",
+        action="append",
+        metavar="NAME",
+        default=given,
+        help="serve this namespace; repeatable",
     )
     options.add("all-namespaces", False, "serve the whole cluster")
-    options.add("lease", True, "write only while holding a Lease, so that two operators never write at once")
-    options.add("lease-namespace", "", "where the Lease is; the pod's own namespace if not given")
+    options.add(
+        "lease",
+        True,
+        "write only while holding a Lease, so that two operators never write at once",
+    )
+    options.add(
+        "lease-namespace", "", "where the Lease is; the pod's own namespace if not given"
+    )
     options.add("lease-name", "evergrad-operator", "its name")
     options.add("lease-seconds", 15.0, "how long a renewal is good")
     options.add(
-        "key-namespace", "", "where the Secret with the installation's key is; beside the lease if not given"
+        "key-namespace",
+        "",
+        "where the Secret with the installation's key is; beside the lease if not given",
     )
     options.add(
-        "key-name", "evergrad-operator-key", "its name; the tokens of all runs are derived from that key"
+        "key-name",
+        "evergrad-operator-key",
+        "its name; the tokens of all runs are derived from that key",
     )
     options.add("host", "0.0.0.0", "address of /healthz, /readyz and /metrics")
     options.add("port", 8080, "its port")
@@ -119,22 +140,34 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     options.add("poll-seconds", 5.0, "between two questions to a run's coordinator")
     options.add("coordinator-port", 29401, "port of the coordinators' status")
     options.add(
-        "webhook", False, "serve the validating webhook, which reports what `evergrad validate` would"
+        "webhook",
+        False,
+        "serve the validating webhook, which reports what `evergrad validate` would",
     )
     options.add("webhook-port", 9443, "port of the validating webhook")
-    options.add("webhook-service", "evergrad-operator", "Service, beside the lease, by which it is called")
     options.add(
-        "webhook-secret", "evergrad-operator-webhook", "Secret, beside the lease, with its certificate"
+        "webhook-service",
+        "evergrad-operator",
+        "Service, beside the lease, by which it is called",
     )
     options.add(
-        "webhook-configuration", "evergrad-operator", "the ValidatingWebhookConfiguration that names it"
+        "webhook-secret",
+        "evergrad-operator-webhook",
+        "Secret, beside the lease, with its certificate",
+    )
+    options.add(
+        "webhook-configuration",
+        "evergrad-operator",
+        "the ValidatingWebhookConfiguration that names it",
     )
     options.add(
         "webhook-files",
         "",
         "folder with tls.crt and tls.key that another keeps; empty: the operator makes them",
     )
-    options.add("webhook-early", False, "there is a MutatingWebhookConfiguration of that name, too")
+    options.add(
+        "webhook-early", False, "there is a MutatingWebhookConfiguration of that name, too"
+    )
     options.add("log-level", "info", "debug, info, warning or error")
     options.add("log-format", "text", "text or json")
     descriptions = _describe_fields(Config)
@@ -158,7 +191,9 @@ def _describe_fields(kind: type) -> dict[str, str]:
     found = {}
     for statement, following in itertools.pairwise(getattr(definition, "body", ())):
         match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
                 found[name] = " ".join(text.split()).rstrip(".").replace("%", "%%")
     return {field.name: found[field.name] for field in dataclasses.fields(kind)}
 
@@ -177,13 +212,17 @@ class _Options:
                 f"--{name}", action=argparse.BooleanOptionalAction, default=switch, help=text
             )
         elif isinstance(default, tuple):
-            values = list(default) if given is None else [part for part in given.split(",") if part]
+            values = (
+                list(default) if given is None else [part for part in given.split(",") if part]
+            )
             self._parser.add_argument(f"--{name}", action="append", default=values, help=text)
         else:
             kind = str if default is None else type(default)
             value = default if given is None else given
             needs = is_required and not value
-            self._parser.add_argument(f"--{name}", type=kind, default=value, required=needs, help=text)
+            self._parser.add_argument(
+                f"--{name}", type=kind, default=value, required=needs, help=text
+            )
 
     def _switch(self, variable: str, given: str) -> bool:
         if given.lower() not in _TRUE + _FALSE:
@@ -194,4 +233,8 @@ class _Options:
 def _identify(environ: Mapping[str, str]) -> str:
     """Unique among processes that may run at the same time; a pod's containers never do."""
     pod = environ.get("POD_NAME")
-    return f"{pod}_{environ.get('POD_UID', '')}" if pod else f"{socket.gethostname()}_{secrets.token_hex(4)}"
+    return (
+        f"{pod}_{environ.get('POD_UID', '')}"
+        if pod
+        else f"{socket.gethostname()}_{secrets.token_hex(4)}"
+    )

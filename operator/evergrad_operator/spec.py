@@ -135,7 +135,10 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
     """
     run, found = check_run(manifest_of(raw))
     problems, raw_spec = at_most(found), get_map(raw, "spec")
-    training, raw_training = None if run is None else run.spec.training, raw_spec.get("training")
+    training, raw_training = (
+        None if run is None else run.spec.training,
+        raw_spec.get("training"),
+    )
     if run is not None:
         spec = run.spec.model_copy(update={"training": None})
     else:
@@ -145,7 +148,13 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
             spec = Spec.model_validate(without_nulls(envelope, Spec))
         except ValidationError:
             raise SpecError(problems) from None
-    metrics = training.metrics if training is not None else spec.script.metrics if spec.script else None
+    metrics = (
+        training.metrics
+        if training is not None
+        else spec.script.metrics
+        if spec.script
+        else None
+    )
     return ParsedSpec(
         spec=spec,
         is_typed=raw_training is not None,
@@ -154,7 +163,9 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
         recovery="fresh" if run is None else run.recovery,
         metrics_port=None if metrics is None else metrics.port,
         settings_hash="" if run is None or training is None else settings_hash(run),
-        recipe_hash=hash_recipe(raw_training if isinstance(raw_training, Mapping) else None, spec.script),
+        recipe_hash=hash_recipe(
+            raw_training if isinstance(raw_training, Mapping) else None, spec.script
+        ),
     )
 
 

@@ -110,12 +110,17 @@ def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
     coordinator, attempt = memory.coordinator, decision.coordinator_attempt
     if attempt is not None and names.coordinator_pod_name(run, attempt) in created:
         coordinator = Coordinator(attempt, coordinator.image)
-    return replace(memory, attempts=tuple(attempts), recorded=frozenset(recorded), coordinator=coordinator)
+    return replace(
+        memory, attempts=tuple(attempts), recorded=frozenset(recorded), coordinator=coordinator
+    )
 
 
 def _build_checkpoint(training: Training) -> dict[str, Any]:
     at = training.checkpoint_at
-    return {"step": training.checkpoint_step, "savedAt": None if at is None else format_time(at)}
+    return {
+        "step": training.checkpoint_step,
+        "savedAt": None if at is None else format_time(at),
+    }
 
 
 def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
@@ -138,7 +143,11 @@ def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
 
 
 def should_write(
-    old: Mapping[str, Any], new: Mapping[str, Any], *, now: float, last_progress_write: float | None
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    now: float,
+    last_progress_write: float | None,
 ) -> WriteDecision:
     """Whether ``new`` goes out now. Only progress differs: at most every 10 s; only counts of pods: every
     second.
@@ -162,13 +171,20 @@ def should_write(
 def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
     nodes = get_map(status, "nodes")
     conditions = [{**condition, "message": ""} for condition in get_maps(status, "conditions")]
-    return {**status, "message": "", "nodes": [nodes.get("min"), nodes.get("max")], "conditions": conditions}
+    return {
+        **status,
+        "message": "",
+        "nodes": [nodes.get("min"), nodes.get("max")],
+        "conditions": conditions,
+    }
 
 
 def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in status.items() if key not in _PROGRESS}
     # The coordinator's own count of lost seconds runs with the time, too.
     rest["memory"] = {
-        key: value for key, value in get_map(status, "memory").items() if key != "coordinatorLostSeconds"
+        key: value
+        for key, value in get_map(status, "memory").items()
+        if key != "coordinatorLostSeconds"
     }
     return rest

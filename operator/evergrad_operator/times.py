@@ -28,7 +28,9 @@ def format_duration(seconds: float) -> str:
         if whole >= size:
             following = units[place + 1 : place + 2]
             rest = "".join(
-                f"{whole % size // small}{name}" for name, small in following if whole % size >= small
+                f"{whole % size // small}{name}"
+                for name, small in following
+                if whole % size >= small
             )
             return f"{whole // size}{unit}{rest}"
     return "0s"

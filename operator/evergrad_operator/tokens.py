@@ -88,7 +88,11 @@ def _build_key_secret(namespace: str, name: str) -> Raw:
     return {
         "apiVersion": SECRET.version,
         "kind": SECRET.kind,
-        "metadata": {"name": name, "namespace": namespace, "labels": {LABEL_MANAGED_BY: MANAGED_BY}},
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "labels": {LABEL_MANAGED_BY: MANAGED_BY},
+        },
         "type": "Opaque",
         "immutable": True,
         "data": {_FIELD: base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()},

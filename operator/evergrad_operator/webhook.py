@@ -66,7 +66,10 @@ class WebhookSettings:
     @property
     def names(self) -> tuple[str, ...]:
         """Names that the certificate is for; the API server calls the first."""
-        return f"{self.service}.{self.namespace}.svc", f"{self.service}.{self.namespace}.svc.cluster.local"
+        return (
+            f"{self.service}.{self.namespace}.svc",
+            f"{self.service}.{self.namespace}.svc.cluster.local",
+        )
 
 
 class Store(Protocol):
@@ -90,7 +93,9 @@ class Store(Protocol):
 class Webhook:
     """Serves until closed. ``leads``: whether this process may write now."""
 
-    def __init__(self, settings: WebhookSettings, store: Store, *, leads: Callable[[], bool]) -> None:
+    def __init__(
+        self, settings: WebhookSettings, store: Store, *, leads: Callable[[], bool]
+    ) -> None:
         self._settings, self._store, self._leads = settings, store, leads
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -111,7 +116,9 @@ class Webhook:
                 self._say(str(error) or type(error).__name__)
             except Exception:
                 # Whatever stands in a Secret that others can write, runs go on without a webhook.
-                log.exception("the webhook's certificate: a defect of the operator; please report it")
+                log.exception(
+                    "the webhook's certificate: a defect of the operator; please report it"
+                )
             await asyncio.sleep(_LOOK_SECONDS if self._served else _FIRST_LOOKS_SECONDS)
 
     async def look(self) -> None:
@@ -154,7 +161,11 @@ class Webhook:
             new = certificates.renew(bundle, settings.names, now=certificates.utc_now())
             if new is not None:
                 await self._write_secret(raw, certificates.write_bundle(new))
-                log.info("made the webhook's certificate, Secret %s/%s", settings.namespace, settings.secret)
+                log.info(
+                    "made the webhook's certificate, Secret %s/%s",
+                    settings.namespace,
+                    settings.secret,
+                )
                 bundle = new
             if bundle is not None:
                 await self._tell_api_server(bundle.authority)
@@ -168,7 +179,9 @@ class Webhook:
             "labels": {LABEL_MANAGED_BY: MANAGED_BY},
         }
         if raw is not None:
-            kept = {key: value for key, value in raw["metadata"].items() if key != "managedFields"}
+            kept = {
+                key: value for key, value in raw["metadata"].items() if key != "managedFields"
+            }
             metadata = {**metadata, **kept}
         body = {
             "apiVersion": SECRET.version,
@@ -189,8 +202,12 @@ class Webhook:
         for kind in (WEBHOOK, EARLY_WEBHOOK) if self._settings.is_early else (WEBHOOK,):
             raw = await self._store.get(kind, "", name)
             if raw is None:
-                raise OSError(f"there is no {kind.kind} {name}; the chart makes it with webhook.enabled")
-            (hook,) = [one for one in raw.get("webhooks") or () if one.get("name") == WEBHOOK_NAME] or [{}]
+                raise OSError(
+                    f"there is no {kind.kind} {name}; the chart makes it with webhook.enabled"
+                )
+            (hook,) = [
+                one for one in raw.get("webhooks") or () if one.get("name") == WEBHOOK_NAME
+            ] or [{}]
             if (hook.get("clientConfig") or {}).get("caBundle") == wanted:
                 continue
             body = {
@@ -224,7 +241,9 @@ class Webhook:
         runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, self._settings.host, self._settings.port, ssl_context=self._context)
+            site = web.TCPSite(
+                runner, self._settings.host, self._settings.port, ssl_context=self._context
+            )
             await site.start()
         except OSError:
             await runner.cleanup()

@@ -39,10 +39,16 @@ def _act(arguments: argparse.Namespace) -> int | None:
         case "images":
             print(f"{images.ensure_pause()}\n{images.ensure_base()}")
         case "load":
-            loading.load([Path(item) if Path(item).exists() else item for item in arguments.items])
+            loading.load(
+                [Path(item) if Path(item).exists() else item for item in arguments.items]
+            )
         case "kubectl":
             program = str(toolbox.binary("kubectl"))
-            os.execve(program, ["kubectl", *arguments.words], {**os.environ, "KUBECONFIG": str(KUBECONFIG)})
+            os.execve(
+                program,
+                ["kubectl", *arguments.words],
+                {**os.environ, "KUBECONFIG": str(KUBECONFIG)},
+            )
     return None
 
 
@@ -80,14 +86,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("down", help="take it down, whatever state it is in")
     commands.add_parser("status", help="what is up; exit code 1 where nothing is")
-    tools = commands.add_parser("tools", help="build programs (all by default) and print their folders")
+    tools = commands.add_parser(
+        "tools", help="build programs (all by default) and print their folders"
+    )
     tools.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"{', '.join(toolbox.TOOLS)}, or one of their programs"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"{', '.join(toolbox.TOOLS)}, or one of their programs",
     )
     commands.add_parser(
-        "prepare", help="build all that `up` needs; where the bed cannot run, say why and do nothing"
+        "prepare",
+        help="build all that `up` needs; where the bed cannot run, say why and do nothing",
     )
-    commands.add_parser("images", help="make the pause image and the base image where they are missing")
+    commands.add_parser(
+        "images", help="make the pause image and the base image where they are missing"
+    )
     load = commands.add_parser(
         "load", help="load images of the bed's storage, or tars of images, into the nodes"
     )

@@ -48,7 +48,10 @@ class Api:
         self._tls = ssl.create_default_context(
             cadata=_text(cluster, "certificate-authority", kubeconfig.parent) or None
         )
-        pair = [_text(user, name, kubeconfig.parent) for name in ("client-certificate", "client-key")]
+        pair = [
+            _text(user, name, kubeconfig.parent)
+            for name in ("client-certificate", "client-key")
+        ]
         if all(pair):
             with tempfile.NamedTemporaryFile(
                 "w", suffix=".pem"
@@ -58,7 +61,13 @@ class Api:
                 self._tls.load_cert_chain(file.name)
 
     def request(
-        self, method: str, path: str, body: Any = None, *, kind: str = "application/json", timeout: float = 30
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        kind: str = "application/json",
+        timeout: float = 30,
     ) -> Any:
         """One exchange; the decoded answer (text where it is no JSON).
 
@@ -87,7 +96,9 @@ class Api:
         created: Object = self.request("POST", path, body)
         return created
 
-    def patch(self, path: str, body: Object, *, kind: str = "application/merge-patch+json") -> Object:
+    def patch(
+        self, path: str, body: Object, *, kind: str = "application/merge-patch+json"
+    ) -> Object:
         """A merge patch (or another kind) of one object or its subresource."""
         patched: Object = self.request("PATCH", path, body, kind=kind)
         return patched
@@ -154,7 +165,9 @@ class Api:
             connection.close()
 
     def _connection(self, timeout: float) -> http.client.HTTPSConnection:
-        return http.client.HTTPSConnection(self._host, self._port, context=self._tls, timeout=timeout)
+        return http.client.HTTPSConnection(
+            self._host, self._port, context=self._tls, timeout=timeout
+        )
 
 
 def _error(status: int, text: str) -> ApiError:

@@ -15,7 +15,17 @@ from typing import BinaryIO
 from process_state import children_of, is_alive
 
 from bed import cgroups
-from bed.places import BRIDGE_END, CONTROL_ADDRESS, HOST_ADDRESS, NODES, NUMBER, SERVICES, Node, logs, work
+from bed.places import (
+    BRIDGE_END,
+    CONTROL_ADDRESS,
+    HOST_ADDRESS,
+    NODES,
+    NUMBER,
+    SERVICES,
+    Node,
+    logs,
+    work,
+)
 from bed.shell import BedError, run, wait_until
 
 CONTROL = "cp"
@@ -44,9 +54,19 @@ def start(box: str, script: str) -> int:
     # The first process writes its name only when its script is through: mounts first, then daemons.
     init = f"set -e\necho 0 > {cgroups.entrance(box)}\n{script}\ntouch {folder / 'ready'}\n{_IDLE}\n"
     (folder / "init.sh").write_text(init)
-    command = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+    command = [
+        "unshare",
+        *_NAMESPACES,
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+        "--propagation",
+        "private",
+    ]
     with _log(f"{box}-init") as log:
-        process = _start([*command, "bash", str(folder / "init.sh")], cgroups.HOST, log.fileno())
+        process = _start(
+            [*command, "bash", str(folder / "init.sh")], cgroups.HOST, log.fileno()
+        )
 
     def is_there() -> bool:
         if process.poll() is not None:
@@ -86,18 +106,28 @@ def kill(box: str) -> None:
     """Power off: the first process dies and with it everything inside."""
     pid = pid_of(box)
     os.kill(pid, signal.SIGKILL)
-    cgroups.set_frozen(box, False)  # a frozen process dies when it is thawed, before it does anything else
+    cgroups.set_frozen(
+        box, False
+    )  # a frozen process dies when it is thawed, before it does anything else
     wait_until(f"the end of box {box}", lambda: not is_alive(pid), seconds=60, pause=0.01)
-    wait_until(f"the end of what ran in box {box}", lambda: not _living(box), seconds=60, pause=0.01)
+    wait_until(
+        f"the end of what ran in box {box}", lambda: not _living(box), seconds=60, pause=0.01
+    )
 
 
 def _living(box: str) -> set[int]:
     return {pid for pid in cgroups.pids_below(box) if is_alive(pid)}
 
 
-def inside(box: str, command: Sequence[object], *, text: str | None = None, check: bool = True) -> str:
+def inside(
+    box: str, command: Sequence[object], *, text: str | None = None, check: bool = True
+) -> str:
     """Run a command in every namespace of the box and return its stdout."""
-    return run(["nsenter", "-t", str(pid_of(box)), *_NAMESPACES, "--", *command], text=text, check=check)
+    return run(
+        ["nsenter", "-t", str(pid_of(box)), *_NAMESPACES, "--", *command],
+        text=text,
+        check=check,
+    )
 
 
 def spawn(
@@ -153,7 +183,9 @@ def kill_daemon(box: str, name: str) -> None:
     """SIGKILL one daemon; returns when it is dead."""
     pid = daemon_pid(box, name)
     os.kill(pid, signal.SIGKILL)
-    wait_until(f"the end of {name} in box {box}", lambda: not is_alive(pid), seconds=60, pause=0.01)
+    wait_until(
+        f"the end of {name} in box {box}", lambda: not is_alive(pid), seconds=60, pause=0.01
+    )
 
 
 def spawn_outside(name: str, command: Sequence[object], environment: dict[str, str]) -> None:
@@ -165,7 +197,10 @@ def spawn_outside(name: str, command: Sequence[object], environment: dict[str, s
 def network(pid: int | None, lines: Iterable[str]) -> None:
     """Apply lines of `ip -batch` in the network namespace of a process; None is our own."""
     elsewhere = [] if pid is None else ["nsenter", "-t", str(pid), "-n"]
-    run([*elsewhere, shutil.which("ip") or "/sbin/ip", "-batch", "-"], text="\n".join(lines) + "\n")
+    run(
+        [*elsewhere, shutil.which("ip") or "/sbin/ip", "-batch", "-"],
+        text="\n".join(lines) + "\n",
+    )
 
 
 def connect_control() -> None:
@@ -190,7 +225,10 @@ def connect_control() -> None:
         ],
     )
     network(pid, ["link set vhost master br0 up"])
-    routes = [f"route replace {node.pods} via {node.address} dev {BRIDGE_END} onlink" for node in NODES]
+    routes = [
+        f"route replace {node.pods} via {node.address} dev {BRIDGE_END} onlink"
+        for node in NODES
+    ]
     network(
         None,
         [
@@ -199,7 +237,9 @@ def connect_control() -> None:
             f"route replace {SERVICES} via {NODES[0].address} dev {BRIDGE_END} onlink",
         ],
     )
-    network(pid, [f"route replace {node.pods} via {node.address} dev br0 onlink" for node in NODES])
+    network(
+        pid, [f"route replace {node.pods} via {node.address} dev br0 onlink" for node in NODES]
+    )
 
 
 def connect_node(node: Node) -> None:
@@ -208,7 +248,9 @@ def connect_node(node: Node) -> None:
     No default route: pods reach nothing else.
     """
     control, pid = pid_of(CONTROL), pid_of(node.name)
-    here = f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
+    here = (
+        f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
+    )
     wait_until(
         f"the end of the link v{node.name}",
         lambda: f"v{node.name}:" not in Path(here).read_text(),
@@ -222,7 +264,9 @@ def connect_node(node: Node) -> None:
         ],
     )
     others = [other for other in NODES if other is not node]
-    routes = [f"route replace {other.pods} via {other.address} dev eth0 onlink" for other in others]
+    routes = [
+        f"route replace {other.pods} via {other.address} dev eth0 onlink" for other in others
+    ]
     cable = [
         f"link set eth0 address {_hardware_address(node.number)}",
         f"addr add {node.address}/24 dev eth0",
@@ -251,7 +295,11 @@ def _start(
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin", **(environment or {})},
+        env={
+            **os.environ,
+            "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin",
+            **(environment or {}),
+        },
         start_new_session=True,
     )
     _STARTED.append(process)

@@ -14,20 +14,28 @@ from pathlib import Path
 from bed.places import CGROUPS, NAME
 from bed.shell import BedError
 
-HOST = "host"  # the bed's processes that live in no node: helpers, and `up` itself while it works
+HOST = (
+    "host"  # the bed's processes that live in no node: helpers, and `up` itself while it works
+)
 
 
 def hierarchies() -> list[Path]:
     """Every mounted hierarchy: the v1 controllers, the named one, and `unified` where it is mounted."""
     return sorted(
-        folder for folder in CGROUPS.iterdir() if folder.is_dir() and (folder / "cgroup.procs").exists()
+        folder
+        for folder in CGROUPS.iterdir()
+        if folder.is_dir() and (folder / "cgroup.procs").exists()
     )
 
 
 def make(box: str) -> None:
     """Create the cgroup of a box, with a `sys` below it for its own daemons, in every hierarchy."""
     for hierarchy in hierarchies():
-        for folder in (hierarchy / NAME, hierarchy / NAME / box, hierarchy / NAME / box / "sys"):
+        for folder in (
+            hierarchy / NAME,
+            hierarchy / NAME / box,
+            hierarchy / NAME / box / "sys",
+        ):
             folder.mkdir(exist_ok=True)
             if hierarchy.name == "cpuset":  # a new cpuset is empty and takes no process
                 for file in ("cpuset.cpus", "cpuset.mems"):
@@ -52,7 +60,9 @@ def leave() -> None:
 
 def set_frozen(box: str, frozen: bool) -> None:
     """Stop or continue every process of a box, containers included."""
-    (CGROUPS / "freezer" / NAME / box / "freezer.state").write_text("FROZEN" if frozen else "THAWED")
+    (CGROUPS / "freezer" / NAME / box / "freezer.state").write_text(
+        "FROZEN" if frozen else "THAWED"
+    )
 
 
 def is_frozen(box: str) -> bool:

@@ -29,7 +29,10 @@ MATRIX: dict[str, dict[str, Any]] = {
         "image": {"repository": "registry.example.com/evergrad/operator", "tag": "1.2.3"},
         "imagePullSecrets": [{"name": "registry"}],
         "trainer": {
-            "image": {"repository": "registry.example.com/evergrad/trainer", "digest": "sha256:" + "ab" * 32}
+            "image": {
+                "repository": "registry.example.com/evergrad/trainer",
+                "digest": "sha256:" + "ab" * 32,
+            }
         },
         "runs": {
             "imagePullSecrets": ["registry", "other"],
@@ -47,7 +50,9 @@ MATRIX: dict[str, dict[str, Any]] = {
         "podAnnotations": {"c": "d"},
         "nodeSelector": {"kubernetes.io/os": "linux"},
         "tolerations": [{"key": "x", "operator": "Exists"}],
-        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "affinity": {
+            "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}
+        },
         "topologySpreadConstraints": [
             {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
         ],
@@ -59,7 +64,12 @@ MATRIX: dict[str, dict[str, Any]] = {
             "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
         },
         "priorityClasses": [
-            {"name": "evergrad-low", "value": -10, "preemptionPolicy": "Never", "description": "Waits."}
+            {
+                "name": "evergrad-low",
+                "value": -10,
+                "preemptionPolicy": "Never",
+                "description": "Waits.",
+            }
         ],
         "admissionPolicy": {
             "enabled": True,
@@ -78,7 +88,10 @@ MATRIX: dict[str, dict[str, Any]] = {
     },
     "namespaced": {"rbac": {"scope": "namespaced", "aggregatedRoles": False}},
     "namespaces": {"rbac": {"scope": "namespaced", "watchNamespaces": ["team-a", "team-b"]}},
-    "existing account": {"serviceAccount": {"create": False, "name": "ours"}, "rbac": {"create": False}},
+    "existing account": {
+        "serviceAccount": {"create": False, "name": "ours"},
+        "rbac": {"create": False},
+    },
     "no CRD": {"crds": {"install": False}, "tests": {"enabled": False}},
     "CRD goes with the release": {"crds": {"keep": False}},
     "runs without policies": {"runs": {"networkPolicies": False, "disruptionBudgets": False}},
@@ -100,7 +113,9 @@ def helm(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProc
     return done
 
 
-def template(values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE) -> str:
+def template(
+    values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE
+) -> str:
     """What would be installed, as YAML. Raises BedError where the chart refuses the values."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(values, file)
@@ -122,7 +137,11 @@ def render(
     values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE
 ) -> list[dict[str, Any]]:
     """What would be installed, object by object."""
-    return [one for one in yaml.safe_load_all(template(values, release=release, namespace=namespace)) if one]
+    return [
+        one
+        for one in yaml.safe_load_all(template(values, release=release, namespace=namespace))
+        if one
+    ]
 
 
 def lint(values: dict[str, Any]) -> None:
@@ -130,7 +149,16 @@ def lint(values: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(values, file)
         file.flush()
-        helm("lint", "--strict", "--quiet", "--kube-version", KUBERNETES, CHART, "--values", file.name)
+        helm(
+            "lint",
+            "--strict",
+            "--quiet",
+            "--kube-version",
+            KUBERNETES,
+            CHART,
+            "--values",
+            file.name,
+        )
 
 
 def conform(files: Sequence[Path]) -> str:
@@ -145,7 +173,9 @@ def conform(files: Sequence[Path]) -> str:
             for folder in (ours, schemas.of_kubernetes())
         ]
         options = [word for location in locations for word in ("-schema-location", location)]
-        return run([toolbox.binary("kubeconform"), "-strict", "-summary", *options, *files]).strip()
+        return run(
+            [toolbox.binary("kubeconform"), "-strict", "-summary", *options, *files]
+        ).strip()
 
 
 def check() -> None:
@@ -170,7 +200,9 @@ def main() -> int:
         and toolbox.missing(("helm", "kubeconform"))
         and os.environ.get("CI") != "true"
     ):
-        print("chart-lint: left out. helm and kubeconform are built with Go, which is not here.")
+        print(
+            "chart-lint: left out. helm and kubeconform are built with Go, which is not here."
+        )
         return 0
     try:
         check()

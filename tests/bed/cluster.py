@@ -11,7 +11,18 @@ from pathlib import Path
 from bed import boxes, cgroups, control_plane, golden, images, node, pki, state, toolbox
 from bed.api import Api
 from bed.faults import Faults
-from bed.places import BRIDGE_END, CLUSTER, KUBECONFIG, NODES, REPOSITORY, Node, cache, logs, volumes, work
+from bed.places import (
+    BRIDGE_END,
+    CLUSTER,
+    KUBECONFIG,
+    NODES,
+    REPOSITORY,
+    Node,
+    cache,
+    logs,
+    volumes,
+    work,
+)
 from bed.places import pki as keys
 from bed.requirements import unavailable
 from bed.shell import BedError, last_lines, run, wait_until
@@ -59,9 +70,13 @@ class Bed:
 
 def _command(*words: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), "PYTHONSAFEPATH": "1"}
-    code = subprocess.call([sys.executable, "-m", "bed", *words], env=environment, stdin=subprocess.DEVNULL)
+    code = subprocess.call(
+        [sys.executable, "-m", "bed", *words], env=environment, stdin=subprocess.DEVNULL
+    )
     if code != 0:
-        raise BedError(f"python -m bed {' '.join(words)}: exit code {code}; what it said is above.")
+        raise BedError(
+            f"python -m bed {' '.join(words)}: exit code {code}; what it said is above."
+        )
 
 
 def prepare() -> str:
@@ -144,8 +159,12 @@ def _start(profile: str) -> None:
         else:
             _start_workers(api)
     for entry in nodes:
-        wait_until(f"{entry.name} Ready", lambda entry=entry: node.is_ready(api, entry), seconds=180)  # type: ignore[misc]
-    wait_until("ServiceAccount default", lambda: control_plane.has_default_account(api), seconds=120)
+        wait_until(
+            f"{entry.name} Ready", lambda entry=entry: node.is_ready(api, entry), seconds=180
+        )  # type: ignore[misc]
+    wait_until(
+        "ServiceAccount default", lambda: control_plane.has_default_account(api), seconds=120
+    )
     _say(
         f"{'both nodes ready' if nodes else 'control plane ready'} "
         f"{time.monotonic() - begun:.1f} s after the first process"
@@ -162,10 +181,19 @@ def _start_workers(api: Api) -> None:
     for entry in NODES:
         node.start_kubelet(entry)
         node.start_proxy(entry)
-    environment = {"PYTHONPATH": str(REPOSITORY / "tests"), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        "PYTHONPATH": str(REPOSITORY / "tests"),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     boxes.spawn_outside(
         "storage",
-        [sys.executable, "-c", "import bed.storage; bed.storage.main()", keys() / "storage.kubeconfig"],
+        [
+            sys.executable,
+            "-c",
+            "import bed.storage; bed.storage.main()",
+            keys() / "storage.kubeconfig",
+        ],
         environment,
     )
     control_plane.create_storage_classes(api)
@@ -177,9 +205,16 @@ def _write_cluster_folder() -> None:
     pki.write_kubeconfig(keys(), "admin", KUBECONFIG)
     built = [
         "kubectl",
-        *(name for name in ("helm", "etcdctl") if not toolbox.missing((toolbox.tool_of(name),))),
+        *(
+            name
+            for name in ("helm", "etcdctl")
+            if not toolbox.missing((toolbox.tool_of(name),))
+        ),
     ]
-    for name, target in [*((f"bin/{name}", toolbox.binary(name)) for name in built), ("logs", logs())]:
+    for name, target in [
+        *((f"bin/{name}", toolbox.binary(name)) for name in built),
+        ("logs", logs()),
+    ]:
         link = CLUSTER / name
         link.unlink(missing_ok=True)
         link.symlink_to(target)
@@ -192,7 +227,10 @@ def _clear() -> int:
     wait_until(f"the end of the link {BRIDGE_END}", _is_link_gone, seconds=60)
     cgroups.remove()
     state.restore_sysctls()
-    for folder in (Path(known.work) if known else work(), Path(known.cluster) if known else CLUSTER):
+    for folder in (
+        Path(known.work) if known else work(),
+        Path(known.cluster) if known else CLUSTER,
+    ):
         _delete(folder)
     state.forget()
     return killed
@@ -208,7 +246,9 @@ def _is_link_gone() -> bool:
 
 
 def _delete(folder: Path) -> None:
-    mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    mounted = [
+        line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
+    ]
     inside = [mount for mount in mounted if Path(mount).is_relative_to(folder)]
     if inside:
         raise BedError(

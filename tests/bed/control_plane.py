@@ -95,7 +95,10 @@ def start_apiserver(*, audited: bool) -> None:
         f"--kubelet-client-key={keys}/apiserver-kubelet.key",
     ]
     command += ["--enable-aggregator-routing", f"--cert-dir={work()}/apiserver"]
-    command += ["--default-not-ready-toleration-seconds=5", "--default-unreachable-toleration-seconds=5"]
+    command += [
+        "--default-not-ready-toleration-seconds=5",
+        "--default-unreachable-toleration-seconds=5",
+    ]
     if audited:
         policy = work() / "audit.yaml"
         policy.write_text(AUDIT)
@@ -155,15 +158,25 @@ def start_controllers(*, grace_seconds: int) -> None:
         f"--kubeconfig={own}",
         f"--authentication-kubeconfig={own}",
     ]
-    scheduler += [f"--authorization-kubeconfig={own}", "--leader-elect=false", "--bind-address=127.0.0.1"]
-    scheduler += ["--kube-api-qps=1000", "--kube-api-burst=2000", f"--cert-dir={work()}/scheduler"]
+    scheduler += [
+        f"--authorization-kubeconfig={own}",
+        "--leader-elect=false",
+        "--bind-address=127.0.0.1",
+    ]
+    scheduler += [
+        "--kube-api-qps=1000",
+        "--kube-api-burst=2000",
+        f"--cert-dir={work()}/scheduler",
+    ]
     boxes.spawn(BOX, "kube-scheduler", scheduler)
 
 
 def start_coredns() -> None:
     """DNS for pods, as a process here: it survives what is done to nodes."""
     file = work() / "Corefile"
-    file.write_text(COREDNS.format(address=CONTROL_ADDRESS, kubeconfig=pki() / "coredns.kubeconfig"))
+    file.write_text(
+        COREDNS.format(address=CONTROL_ADDRESS, kubeconfig=pki() / "coredns.kubeconfig")
+    )
     boxes.spawn(BOX, "coredns", [toolbox.binary("coredns"), "-conf", file])
 
 
@@ -175,7 +188,10 @@ def start_kwok() -> None:
         f"--kubeconfig={pki()}/kwok.kubeconfig",
         f"--config={stages}",
     ]
-    command += ["--manage-all-nodes=false", "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"]
+    command += [
+        "--manage-all-nodes=false",
+        "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
+    ]
     command += ["--node-lease-duration-seconds=40", "--server-address=127.0.0.1:10247"]
     boxes.spawn(BOX, "kwok", command)
 
@@ -183,7 +199,11 @@ def start_kwok() -> None:
 def create_storage_classes(api: Api) -> None:
     """The class `shared`, which is also the default, and `single`; bed.storage makes their volumes."""
     for name in (STORAGE_CLASS, SINGLE_CLASS):
-        default = {"storageclass.kubernetes.io/is-default-class": "true"} if name == STORAGE_CLASS else {}
+        default = (
+            {"storageclass.kubernetes.io/is-default-class": "true"}
+            if name == STORAGE_CLASS
+            else {}
+        )
         body = {
             "apiVersion": "storage.k8s.io/v1",
             "kind": "StorageClass",

@@ -37,7 +37,9 @@ class Faults:
 
     # Containers
 
-    def processes(self, namespace: str, pod: str, container: str | None = None) -> list[Process]:
+    def processes(
+        self, namespace: str, pod: str, container: str | None = None
+    ) -> list[Process]:
         """The processes of a pod's container (by default its first), the main one first.
 
         BedError where none runs.
@@ -47,10 +49,14 @@ class Faults:
             "initContainerStatuses", []
         )
         chosen = [
-            entry for entry in statuses if container in (None, entry["name"]) and entry.get("containerID")
+            entry
+            for entry in statuses
+            if container in (None, entry["name"]) and entry.get("containerID")
         ]
         if not chosen:
-            raise BedError(f"{namespace}/{pod}: no container {container or ''} has been started.")
+            raise BedError(
+                f"{namespace}/{pod}: no container {container or ''} has been started."
+            )
         identity = chosen[0]["containerID"].rpartition("/")[2]
         box = found["spec"]["nodeName"]
         folder = next((CGROUPS / "pids" / NAME / box).glob(f"kubepods/**/{identity}"), None)
@@ -113,7 +119,10 @@ class Faults:
         unfree_pods."""
         self._set_taints(
             name,
-            lambda taints: [*taints, {"key": OUT_OF_SERVICE, "value": "nodeshutdown", "effect": "NoExecute"}],
+            lambda taints: [
+                *taints,
+                {"key": OUT_OF_SERVICE, "value": "nodeshutdown", "effect": "NoExecute"},
+            ],
         )
 
     def unfree_pods(self, name: str) -> None:
@@ -219,7 +228,9 @@ class Faults:
                 return
             version = found["metadata"]["resourceVersion"]
             try:
-                self._api.patch(path, {"metadata": {"resourceVersion": version}, "spec": {"taints": wanted}})
+                self._api.patch(
+                    path, {"metadata": {"resourceVersion": version}, "spec": {"taints": wanted}}
+                )
                 return
             except ApiError as error:
                 if error.status != 409:
@@ -249,6 +260,12 @@ def _start_if_dead(box: str, name: str, start: Any) -> None:
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""

@@ -18,7 +18,9 @@ from bed.requirements import unavailable
 OTHER_CLUSTER = "EVERGRAD_E2E_KUBECONFIG"
 REQUIRED = "EVERGRAD_E2E_REQUIRED"
 OTHER_CLASS = "EVERGRAD_E2E_STORAGE_CLASS"
-OTHER_IMAGES = "EVERGRAD_E2E_IMAGES"  # the operator's and the trainer's, with a comma between them
+OTHER_IMAGES = (
+    "EVERGRAD_E2E_IMAGES"  # the operator's and the trainer's, with a comma between them
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ def cluster() -> Iterator[Cluster]:
         return
     reason = unavailable()
     if reason and os.environ.get(REQUIRED):
-        pytest.fail(f"{reason} ({REQUIRED} is set: here nothing may be left out.)", pytrace=False)
+        pytest.fail(
+            f"{reason} ({REQUIRED} is set: here nothing may be left out.)", pytrace=False
+        )
     if reason:
         pytest.skip(reason)
     was_up = Bed.is_up()

@@ -24,7 +24,11 @@ def root() -> Path:
     with open(home / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         held = _recorded(home)
-        todo = {image: digest for image, digest in images.wanted().items() if held.get(image) != digest}
+        todo = {
+            image: digest
+            for image, digest in images.wanted().items()
+            if held.get(image) != digest
+        }
         if todo:
             _import(home, todo)
             (home / "images.json").write_text(json.dumps({**held, **todo}))
@@ -88,7 +92,10 @@ def _containerd(home: Path) -> Iterator[None]:
                 raise BedError(
                     f"containerd ended at once, exit code {process.returncode}:\n{last_lines(log)}"
                 )
-            return bool(run(["ctr", "--address", _SOCKET, "version"], check=False).count("Version:") == 2)
+            return bool(
+                run(["ctr", "--address", _SOCKET, "version"], check=False).count("Version:")
+                == 2
+            )
 
         wait_until("containerd of the golden root", answers, seconds=60)
         yield

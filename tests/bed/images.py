@@ -46,10 +46,15 @@ def environment() -> dict[str, str]:
     """The environment in which buildah, podman and skopeo use the bed's storage instead of the machine's."""
     home = folder()
     (home / "conf").mkdir(parents=True, exist_ok=True)
-    storage = f'[storage]\ndriver = "overlay"\ngraphroot = "{home}/storage"\nrunroot = "{_RUN}"\n'
+    storage = (
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{home}/storage"\nrunroot = "{_RUN}"\n'
+    )
     engine = '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "none"\n'
     _write_if_other(home / "conf" / "storage.conf", storage)
-    _write_if_other(home / "conf" / "containers.conf", f"[containers]\ndefault_ulimits = {_LIMITS}\n{engine}")
+    _write_if_other(
+        home / "conf" / "containers.conf",
+        f"[containers]\ndefault_ulimits = {_LIMITS}\n{engine}",
+    )
     return {
         "CONTAINERS_STORAGE_CONF": str(home / "conf" / "storage.conf"),
         "CONTAINERS_CONF": str(home / "conf" / "containers.conf"),
@@ -65,7 +70,14 @@ def identity(image: str) -> str | None:
 def ensure_base() -> str:
     """The name of the base image (Debian with Python and the public certificates); made by debootstrap where
     it is missing."""
-    command = ["podman", "image", "inspect", "--format", '{{index .Labels "evergrad.recipe"}}', BASE]
+    command = [
+        "podman",
+        "image",
+        "inspect",
+        "--format",
+        '{{index .Labels "evergrad.recipe"}}',
+        BASE,
+    ]
     if run(command, environment=environment(), check=False).strip() != _BASE_RECIPE:
         with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
             make_base(Path(scratch, "root"))
@@ -88,7 +100,15 @@ def make_base(root: Path) -> None:
         "--propagation",
         "private",
     ]
-    command: list[object] = [*alone, "debootstrap", "--variant=minbase", packages, _SUITE, root, mirror()]
+    command: list[object] = [
+        *alone,
+        "debootstrap",
+        "--variant=minbase",
+        packages,
+        _SUITE,
+        root,
+        mirror(),
+    ]
     run(command, environment={"DEBIAN_FRONTEND": "noninteractive"})
     for name in _NOT_NEEDED:
         shutil.rmtree(root / name, ignore_errors=True)
@@ -130,7 +150,19 @@ def ensure_pause() -> str:
         with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
             shutil.copy(toolbox.binary("pause"), Path(scratch, "pause"))
             archive = Path(scratch, "pause.tar")
-            run(["tar", "--numeric-owner", "--owner=0", "--group=0", "-C", scratch, "-cf", archive, "pause"])
+            run(
+                [
+                    "tar",
+                    "--numeric-owner",
+                    "--owner=0",
+                    "--group=0",
+                    "-C",
+                    scratch,
+                    "-cf",
+                    archive,
+                    "pause",
+                ]
+            )
             changes = ["--change", "USER 65535:65535", "--change", 'ENTRYPOINT ["/pause"]']
             run(["podman", "import", *changes, archive, PAUSE], environment=environment())
     return PAUSE
@@ -152,7 +184,16 @@ def build(
     image.
     """
     ensure_base()
-    command: list[object] = ["buildah", "bud", "--pull-never", "--layers", "--network", "host", "--tag", tag]
+    command: list[object] = [
+        "buildah",
+        "bud",
+        "--pull-never",
+        "--layers",
+        "--network",
+        "host",
+        "--tag",
+        tag,
+    ]
     given = dict(arguments or {})
     certificates = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
     if certificates:
@@ -189,7 +230,12 @@ def _export(image: str, current: str) -> Path:
     if not stamp.exists() or stamp.read_text() != current:
         shutil.rmtree(layout, ignore_errors=True)
         layout.mkdir(parents=True)
-        options = ["--insecure-policy", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
+        options = [
+            "--insecure-policy",
+            "copy",
+            "--quiet",
+            "--dest-oci-accept-uncompressed-layers",
+        ]
         options += ["--dest-shared-blob-dir", str(_blobs())]
         run(
             ["skopeo", *options, f"containers-storage:{image}", f"oci:{layout}:image"],
@@ -207,7 +253,11 @@ def _prune() -> None:
     for index in (folder() / "layouts").glob("*/index.json"):
         digest = digest_of(index.parent)
         manifest = json.loads(_blob(digest).read_text())
-        named |= {digest, manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"])}
+        named |= {
+            digest,
+            manifest["config"]["digest"],
+            *(layer["digest"] for layer in manifest["layers"]),
+        }
     for blob in (_blobs() / "sha256").iterdir():
         if f"sha256:{blob.name}" not in named:
             blob.unlink()
@@ -244,7 +294,19 @@ def pack(layout: Path, held: set[str], target: Path) -> None:
             # No hard links: another process that packs the same blob would change it under tar's eyes (its
             # number of links).
             Path(scratch, "blobs", *digest.split(":")).symlink_to(_blob(digest))
-        run(["tar", "-C", scratch, "--dereference", "-cf", target, "oci-layout", "index.json", "blobs"])
+        run(
+            [
+                "tar",
+                "-C",
+                scratch,
+                "--dereference",
+                "-cf",
+                target,
+                "oci-layout",
+                "index.json",
+                "blobs",
+            ]
+        )
 
 
 def wanted() -> dict[str, str]:
@@ -261,7 +323,8 @@ def want(image: str) -> Path:
     layout = archive(image)
     with _lock():
         _write_if_other(
-            folder() / "wanted.json", json.dumps({**wanted(), image: digest_of(layout)}, indent=1)
+            folder() / "wanted.json",
+            json.dumps({**wanted(), image: digest_of(layout)}, indent=1),
         )
     return layout
 

@@ -21,10 +21,16 @@ def load(items: Sequence[str | Path]) -> None:
         begun = time.monotonic()
         with ThreadPoolExecutor(len(NODES)) as pool:
             if isinstance(item, Path) and item.is_file():
-                sent = list(pool.map(lambda entry, file=item: _import(entry, file, keep=True), running))
+                sent = list(
+                    pool.map(lambda entry, file=item: _import(entry, file, keep=True), running)
+                )
             else:
-                layout = images.want(item if isinstance(item, str) else (item / "name").read_text())
-                sent = list(pool.map(lambda entry, layout=layout: _send(entry, layout), running))
+                layout = images.want(
+                    item if isinstance(item, str) else (item / "name").read_text()
+                )
+                sent = list(
+                    pool.map(lambda entry, layout=layout: _send(entry, layout), running)
+                )
         where = ", ".join(entry.name for entry in running) or "no node (the bed is not up)"
         size = max(sent, default=0) / 1e6
         print(

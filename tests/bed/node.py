@@ -111,8 +111,14 @@ def start_box(node: Node) -> None:
     boxes.start(node.name, init_script(node))
     boxes.connect_node(node)
     log = log_of(node, "containerd")
-    (work() / node.name / "containerd.begun").write_text(str(log.stat().st_size if log.exists() else 0))
-    boxes.spawn(node.name, "containerd", ["containerd", "--config", work() / node.name / "containerd.toml"])
+    (work() / node.name / "containerd.begun").write_text(
+        str(log.stat().st_size if log.exists() else 0)
+    )
+    boxes.spawn(
+        node.name,
+        "containerd",
+        ["containerd", "--config", work() / node.name / "containerd.toml"],
+    )
 
 
 def start_kubelet(node: Node) -> None:
@@ -122,14 +128,19 @@ def start_kubelet(node: Node) -> None:
     """
     begun = int((work() / node.name / "containerd.begun").read_text())
     log = log_of(node, "containerd")
-    wait_until(f"containerd of {node.name}", lambda: READY in log.read_bytes()[begun:], seconds=180)
+    wait_until(
+        f"containerd of {node.name}", lambda: READY in log.read_bytes()[begun:], seconds=180
+    )
     home = work() / node.name
     command: list[object] = [
         toolbox.binary("kubelet"),
         f"--config={home}/kubelet.yaml",
         f"--node-ip={node.address}",
     ]
-    command += [f"--kubeconfig={pki()}/{node.name}-client.kubeconfig", f"--hostname-override={node.name}"]
+    command += [
+        f"--kubeconfig={pki()}/{node.name}-client.kubeconfig",
+        f"--hostname-override={node.name}",
+    ]
     boxes.spawn(node.name, "kubelet", command)
 
 
@@ -148,7 +159,10 @@ def is_ready(api: Api, node: Node, *, since: datetime | None = None) -> bool:
         found = api.get(f"/api/v1/nodes/{node.name}")
     except (ApiError, OSError):
         return False
-    ready = next((entry for entry in found["status"].get("conditions", []) if entry["type"] == "Ready"), None)
+    ready = next(
+        (entry for entry in found["status"].get("conditions", []) if entry["type"] == "Ready"),
+        None,
+    )
     if ready is None or ready["status"] != "True":
         return False
     return since is None or datetime.fromisoformat(ready["lastHeartbeatTime"]) > since
@@ -161,7 +175,9 @@ def log_of(node: Node, name: str) -> Path:
 
 def ctr(node: Node, *words: str | Path) -> str:
     """containerd's own command in the namespace of the kubelet's images."""
-    return boxes.inside(node.name, ["ctr", "--address", SOCKET, "--namespace", "k8s.io", *words])
+    return boxes.inside(
+        node.name, ["ctr", "--address", SOCKET, "--namespace", "k8s.io", *words]
+    )
 
 
 def _cni(node: Node) -> dict[str, object]:
@@ -197,7 +213,11 @@ def _kubelet(node: Node) -> dict[str, object]:
         "oomScoreAdj": 0,
         "maxOpenFiles": 20000,
         "enforceNodeAllocatable": ["pods"],
-        "evictionHard": {"memory.available": "200Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
+        "evictionHard": {
+            "memory.available": "200Mi",
+            "nodefs.available": "1%",
+            "imagefs.available": "1%",
+        },
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
         "resolvConf": str(home / "resolv.conf"),

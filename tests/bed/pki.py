@@ -54,7 +54,9 @@ def certificates() -> dict[str, Certificate]:
         found[f"{node.name}-server"] = Certificate(
             f"/CN=system:node:{node.name}", f"DNS:{node.name},IP:{node.address}"
         )
-        found[f"{node.name}-client"] = Certificate(f"/O=system:nodes/CN=system:node:{node.name}")
+        found[f"{node.name}-client"] = Certificate(
+            f"/O=system:nodes/CN=system:node:{node.name}"
+        )
     return found
 
 
@@ -76,7 +78,18 @@ def write(folder: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(_sign, folder, name, pair) for name, pair in wanted.items()]:
             done.result()
-    run(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", folder / "sa.key"])
+    run(
+        [
+            "openssl",
+            "ecparam",
+            "-name",
+            "prime256v1",
+            "-genkey",
+            "-noout",
+            "-out",
+            folder / "sa.key",
+        ]
+    )
     run(["openssl", "ec", "-in", folder / "sa.key", "-pubout", "-out", folder / "sa.pub"])
     for name, pair in wanted.items():
         if not pair.names:
@@ -115,7 +128,12 @@ def _sign(folder: Path, name: str, pair: Certificate) -> None:
         "-subj",
         pair.subject,
     ]
-    command += ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", f"extendedKeyUsage={pair.use}"]
+    command += [
+        "-addext",
+        "basicConstraints=critical,CA:FALSE",
+        "-addext",
+        f"extendedKeyUsage={pair.use}",
+    ]
     if pair.names:
         command += ["-addext", f"subjectAltName={pair.names}"]
     run([*command, "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.crt"])

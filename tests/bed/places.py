@@ -59,7 +59,9 @@ def node_named(name: str) -> Node:
     for node in NODES:
         if node.name == name:
             return node
-    raise ValueError(f"{name}: no node of the bed. It has {', '.join(node.name for node in NODES)}.")
+    raise ValueError(
+        f"{name}: no node of the bed. It has {', '.join(node.name for node in NODES)}."
+    )
 
 
 def cache() -> Path:
@@ -70,7 +72,9 @@ def cache() -> Path:
     named = os.environ.get("EVERGRAD_CACHE")
     if named:
         return Path(named).resolve()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "evergrad"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "evergrad"
+    )
 
 
 def work() -> Path:

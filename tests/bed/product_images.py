@@ -53,7 +53,9 @@ def name_of(target: str, tag: str = "dev") -> str:
 def version() -> str:
     """The version of the packages in the tree."""
     found = re.search(
-        r'^version = "(.+)"$', (REPOSITORY / "trainer_image/pyproject.toml").read_text(), re.MULTILINE
+        r'^version = "(.+)"$',
+        (REPOSITORY / "trainer_image/pyproject.toml").read_text(),
+        re.MULTILINE,
     )
     if found is None:
         raise BedError("trainer_image/pyproject.toml: names no version.")
@@ -75,7 +77,9 @@ def settings() -> Settings:
         )
     base = os.environ.get("BASE_IMAGE") or images.ensure_base()
     return Settings(
-        base=base, torch="cpu" if has_cpu_build else "cuda", wheels=wheels if has_cpu_build else None
+        base=base,
+        torch="cpu" if has_cpu_build else "cuda",
+        wheels=wheels if has_cpu_build else None,
     )
 
 
@@ -93,9 +97,14 @@ def sources(target: str) -> list[Path]:
         "--",
     ]
     listed = run(
-        [*command, "Dockerfile", ".dockerignore", *BASES[target], *PACKAGES[target]], directory=REPOSITORY
+        [*command, "Dockerfile", ".dockerignore", *BASES[target], *PACKAGES[target]],
+        directory=REPOSITORY,
     )
-    return sorted(file for name in set(listed.split("\0")) if name and (file := REPOSITORY / name).is_file())
+    return sorted(
+        file
+        for name in set(listed.split("\0"))
+        if name and (file := REPOSITORY / name).is_file()
+    )
 
 
 def content_of(target: str, chosen: Settings) -> str:
@@ -119,16 +128,23 @@ def build(target: str, chosen: Settings) -> str:
         print(f"{time.strftime('%T')}  {name}: building …", flush=True)
         with tempfile.TemporaryDirectory() as scratch:
             _build(target, name, chosen, Path(scratch))
-        print(f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s", flush=True)
+        print(
+            f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s",
+            flush=True,
+        )
         if content_of(target, chosen) != name.rpartition(":")[2]:
             # Somebody wrote meanwhile: what was copied may be newer than what was counted.
-            run(["podman", "tag", name, name_of(target, "unsure")], environment=images.environment())
+            run(
+                ["podman", "tag", name, name_of(target, "unsure")],
+                environment=images.environment(),
+            )
             run(["podman", "untag", name, name], environment=images.environment())
             name = name_of(target, "unsure")
     else:
         print(f"{time.strftime('%T')}  {name}: there already", flush=True)
     run(
-        ["podman", "tag", name, name_of(target), name_of(target, version())], environment=images.environment()
+        ["podman", "tag", name, name_of(target), name_of(target, version())],
+        environment=images.environment(),
     )
     _forget_others(target, name)
     return name
@@ -137,7 +153,8 @@ def build(target: str, chosen: Settings) -> str:
 def _forget_others(target: str, name: str) -> None:
     """Remove the images of earlier contents; what the newest shares with them stays."""
     listed = run(
-        ["podman", "images", "--format", "{{.Repository}}:{{.Tag}}"], environment=images.environment()
+        ["podman", "images", "--format", "{{.Repository}}:{{.Tag}}"],
+        environment=images.environment(),
     ).split()
     pattern = re.compile(re.escape(name_of(target, "")) + "[0-9a-f]{12}")
     old = [other for other in listed if pattern.fullmatch(other) and other != name]
@@ -153,8 +170,23 @@ def _forget_others(target: str, name: str) -> None:
 
 def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
     log = images.folder() / f"build-{target}.log"
-    command = ["buildah", "bud", "--layers", "--network", "host", "--target", target, "--tag", name]
-    command += ["--build-arg", f"BASE_IMAGE={chosen.base}", "--build-arg", f"VERSION={version()}"]
+    command = [
+        "buildah",
+        "bud",
+        "--layers",
+        "--network",
+        "host",
+        "--target",
+        target,
+        "--tag",
+        name,
+    ]
+    command += [
+        "--build-arg",
+        f"BASE_IMAGE={chosen.base}",
+        "--build-arg",
+        f"VERSION={version()}",
+    ]
     command += ["--pull-never"] if chosen.base.startswith("localhost/") else []
     if target == "trainer":
         (scratch / "wheels").mkdir()
@@ -174,8 +206,12 @@ def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
             stderr=subprocess.STDOUT,
         )
     if code != 0:
-        end = "\n".join(line[:300] for line in log.read_text(errors="replace").splitlines()[-15:])
-        raise BedError(f"{name}: the build failed with exit code {code}; all of it is in {log}.\n{end}")
+        end = "\n".join(
+            line[:300] for line in log.read_text(errors="replace").splitlines()[-15:]
+        )
+        raise BedError(
+            f"{name}: the build failed with exit code {code}; all of it is in {log}.\n{end}"
+        )
 
 
 def _pip_secrets(scratch: Path) -> list[str]:
@@ -216,14 +252,17 @@ def ensure(targets: Sequence[str] = TARGETS, *, is_loaded: bool = True) -> tuple
         for target in targets:
             build(target, chosen)
         if is_loaded:
-            loading.load([name_of(target, tag) for target in targets for tag in ("dev", version())])
+            loading.load(
+                [name_of(target, tag) for target in targets for tag in ("dev", version())]
+            )
     return tuple(name_of(target) for target in targets)
 
 
 def main() -> int:
     """Build both (or the named) images and load them; 1 with one line where it cannot be done."""
     parser = argparse.ArgumentParser(
-        "python -m bed.product_images", description="Build Evergrad's images and load them into the bed."
+        "python -m bed.product_images",
+        description="Build Evergrad's images and load them into the bed.",
     )
     parser.add_argument(
         "targets", nargs="*", metavar="TARGET", help=f"{' or '.join(TARGETS)} (default: both)"

@@ -29,7 +29,11 @@ HIERARCHIES = ("freezer", "memory", "cpu", "cpuset", "pids")
 def missing_packages() -> list[str]:
     """Debian packages that the bed uses and whose commands are not on PATH."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    missing = [package for command, package in COMMANDS.items() if shutil.which(command, path=path) is None]
+    missing = [
+        package
+        for command, package in COMMANDS.items()
+        if shutil.which(command, path=path) is None
+    ]
     if not os.path.exists(PLUGINS):
         missing.append("containernetworking-plugins")
     return missing
@@ -38,9 +42,7 @@ def missing_packages() -> list[str]:
 def unavailable() -> str | None:
     """Why the bed cannot run on this machine, in one line; None where it can."""
     if sys.platform != "linux":
-        return (
-            f"The bed needs Linux; this is {sys.platform}. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
-        )
+        return f"The bed needs Linux; this is {sys.platform}. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
     if os.geteuid() != 0:
         return (
             "The bed needs root (namespaces, cgroups, mounts). Name another cluster with "
@@ -61,7 +63,5 @@ def unavailable() -> str | None:
     if missing:
         return f"The bed needs packages that are not installed: apt-get install {' '.join(missing)}"
     if shutil.which("go") is None and toolbox.missing(toolbox.NEEDED["full"]):
-        return (
-            "The bed's programs are not built, and there is no `go` to build them. Install Go 1.24 or newer."
-        )
+        return "The bed's programs are not built, and there is no `go` to build them. Install Go 1.24 or newer."
     return None

@@ -27,19 +27,24 @@ def of_kubernetes() -> Path:
             "Install Go 1.24 or newer."
         )
     module = json.loads(
-        run(["go", "mod", "download", "-json", "k8s.io/kubernetes"], directory=SOURCES / "kubernetes")
+        run(
+            ["go", "mod", "download", "-json", "k8s.io/kubernetes"],
+            directory=SOURCES / "kubernetes",
+        )
     )
     folder = cache() / "schemas" / f"{module['Version']}-{_RECIPE}"
     if not folder.is_dir():
-        definitions = json.loads(Path(module["Dir"], "api/openapi-spec/swagger.json").read_text())[
-            "definitions"
-        ]
+        definitions = json.loads(
+            Path(module["Dir"], "api/openapi-spec/swagger.json").read_text()
+        )["definitions"]
         scratch = folder.with_name(folder.name + ".new")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         for name, definition in definitions.items():
             for entry in definition.get("x-kubernetes-group-version-kind", ()):
-                (scratch / file_name(**entry)).write_text(json.dumps(_closed(name, definitions)))
+                (scratch / file_name(**entry)).write_text(
+                    json.dumps(_closed(name, definitions))
+                )
         scratch.rename(folder)
     return folder
 
@@ -59,7 +64,10 @@ def file_name(*, group: str, version: str, kind: str) -> str:
     """As kubeconform's `{{ .ResourceKind }}{{ .KindSuffix }}.json` has it: the first part of the
     group only."""
     return (
-        "-".join(part for part in (kind.lower(), group.partition(".")[0], version.lower()) if part) + ".json"
+        "-".join(
+            part for part in (kind.lower(), group.partition(".")[0], version.lower()) if part
+        )
+        + ".json"
     )
 
 
@@ -72,11 +80,15 @@ def strict(schema: Any, *, is_top: bool = False, is_rule: bool = False) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = {
-        key: value for key, value in schema.items() if key != "format" and not key.startswith("x-kubernetes-")
+        key: value
+        for key, value in schema.items()
+        if key != "format" and not key.startswith("x-kubernetes-")
     }
     for key in ("properties", "definitions"):
         if key in made:
-            made[key] = {name: strict(part, is_rule=is_rule) for name, part in made[key].items()}
+            made[key] = {
+                name: strict(part, is_rule=is_rule) for name, part in made[key].items()
+            }
     for key in ("items", "additionalProperties", "not"):
         if key in made:
             made[key] = strict(made[key], is_rule=is_rule or key == "not")
@@ -85,7 +97,11 @@ def strict(schema: Any, *, is_top: bool = False, is_rule: bool = False) -> Any:
             made[key] = [strict(part, is_rule=True) for part in made[key]]
     if is_top:
         made["properties"] = {**made["properties"], "metadata": {"type": "object"}}
-    if made.get("properties") and not is_rule and not schema.get("x-kubernetes-preserve-unknown-fields"):
+    if (
+        made.get("properties")
+        and not is_rule
+        and not schema.get("x-kubernetes-preserve-unknown-fields")
+    ):
         made.setdefault("additionalProperties", False)
     if schema.get("x-kubernetes-int-or-string"):
         made = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
@@ -102,7 +118,9 @@ def _closed(name: str, definitions: dict[str, Any]) -> dict[str, Any]:
         needed |= found
         waiting += found
     made: dict[str, Any] = strict(definitions[name])
-    made["definitions"] = {other: _relaxed(other, strict(definitions[other])) for other in sorted(needed)}
+    made["definitions"] = {
+        other: _relaxed(other, strict(definitions[other])) for other in sorted(needed)
+    }
     return made
 
 

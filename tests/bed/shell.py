@@ -47,7 +47,9 @@ def run(
     return result.stdout
 
 
-def wait_until(what: str, condition: Callable[[], bool], *, seconds: float, pause: float = 0.05) -> float:
+def wait_until(
+    what: str, condition: Callable[[], bool], *, seconds: float, pause: float = 0.05
+) -> float:
     """Ask until true; the seconds it took. BedError names `what` after `seconds`."""
     begun = time.monotonic()
     while not condition():

@@ -33,7 +33,9 @@ class State:
     work: str = field(default_factory=lambda: str(work()))
     cluster: str = field(default_factory=lambda: str(CLUSTER))
     sysctls: dict[str, str] = field(
-        default_factory=lambda: {name: Path("/proc/sys", name).read_text().strip() for name in SYSCTLS}
+        default_factory=lambda: {
+            name: Path("/proc/sys", name).read_text().strip() for name in SYSCTLS
+        }
     )
     begun: float = field(default_factory=time.time)
     is_complete: bool = False

@@ -80,7 +80,8 @@ def provision(api: Api, claim: Object) -> None:
     path = volumes() / name
     size = spec["resources"]["requests"]["storage"]
     is_limited = (
-        metadata.get("annotations", {}).get(LIMITED) == "true" or size_in_bytes(size) <= _LIMITED_BELOW
+        metadata.get("annotations", {}).get(LIMITED) == "true"
+        or size_in_bytes(size) <= _LIMITED_BELOW
     )
     path.mkdir(exist_ok=True)
     if is_limited:
@@ -128,7 +129,9 @@ def mount(box: str, name: str) -> None:
     device."""
     if f" {volumes() / name} " in Path(f"/proc/{boxes.pid_of(box)}/mountinfo").read_text():
         return
-    listed = run(["losetup", "--noheadings", "--output", "NAME", "--associated", _image(name)]).split()
+    listed = run(
+        ["losetup", "--noheadings", "--output", "NAME", "--associated", _image(name)]
+    ).split()
     # The control plane's box comes first and stays: the device lives as long as any mount of it.
     source = [listed[0]] if listed else ["--options", "loop", str(_image(name))]
     boxes.inside(box, ["mount", "--types", "ext4", *source, volumes() / name])
@@ -166,11 +169,20 @@ def _volume(name: str, path: Path, claim: Object) -> Object:
         "name": metadata["name"],
         "namespace": metadata["namespace"],
     }
-    terms = [{"key": "kubernetes.io/hostname", "operator": "In", "values": [node.name for node in NODES]}]
+    terms = [
+        {
+            "key": "kubernetes.io/hostname",
+            "operator": "In",
+            "values": [node.name for node in NODES],
+        }
+    ]
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
-        "metadata": {"name": name, "annotations": {"pv.kubernetes.io/provisioned-by": PROVISIONER}},
+        "metadata": {
+            "name": name,
+            "annotations": {"pv.kubernetes.io/provisioned-by": PROVISIONER},
+        },
         "spec": {
             "capacity": {"storage": spec["resources"]["requests"]["storage"]},
             "accessModes": spec["accessModes"],

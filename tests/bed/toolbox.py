@@ -31,20 +31,34 @@ class Tool:
 TOOLS = {
     "kubernetes": Tool(
         {"kubernetes": "."},
-        ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"),
+        (
+            "kube-apiserver",
+            "kube-controller-manager",
+            "kube-scheduler",
+            "kubelet",
+            "kube-proxy",
+            "kubectl",
+        ),
         f"-s -w -X {_VERSION}.gitVersion=v1.34.4 -X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor=34"
         f" -X {_VERSION}.gitTreeState=clean",
         "6 to 10 minutes on two cores",
     ),
-    "etcd": Tool({"etcd": "go.etcd.io/etcd/server/v3", "etcdctl": "go.etcd.io/etcd/etcdctl/v3"}),
+    "etcd": Tool(
+        {"etcd": "go.etcd.io/etcd/server/v3", "etcdctl": "go.etcd.io/etcd/etcdctl/v3"}
+    ),
     "coredns": Tool({"coredns": "github.com/coredns/coredns"}, minutes="2 to 4 minutes"),
     "pause": Tool({"pause": "."}),
     "helm": Tool({"helm": "helm.sh/helm/v3/cmd/helm"}, minutes="1 to 3 minutes"),
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
 }
-NEEDED = {"full": ("kubernetes", "etcd", "coredns", "pause"), "kwok": ("kubernetes", "etcd", "kwok")}
-BINARIES = {name: tool for tool, entry in TOOLS.items() for name in (*entry.packages, *entry.links)}
+NEEDED = {
+    "full": ("kubernetes", "etcd", "coredns", "pause"),
+    "kwok": ("kubernetes", "etcd", "kwok"),
+}
+BINARIES = {
+    name: tool for tool, entry in TOOLS.items() for name in (*entry.packages, *entry.links)
+}
 
 
 def tool_of(name: str) -> str:
@@ -53,7 +67,9 @@ def tool_of(name: str) -> str:
         return name
     if name in BINARIES:
         return BINARIES[name]
-    raise ValueError(f"{name}: no tool of the bed. Known: {', '.join(sorted({*TOOLS, *BINARIES}))}.")
+    raise ValueError(
+        f"{name}: no tool of the bed. Known: {', '.join(sorted({*TOOLS, *BINARIES}))}."
+    )
 
 
 def binary(name: str) -> Path:
@@ -102,7 +118,9 @@ def _build_into(name: str, folder: Path) -> None:
             (output / link).symlink_to(next(iter(tool.packages)))
         folder.mkdir(exist_ok=True)
         output.rename(folder / "bin")
-    size = sum(file.stat().st_size for file in (folder / "bin").iterdir() if not file.is_symlink())
+    size = sum(
+        file.stat().st_size for file in (folder / "bin").iterdir() if not file.is_symlink()
+    )
     print(
         f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s, {size / 1e6:.0f} MB",
         flush=True,
@@ -133,12 +151,16 @@ def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
             stderr=subprocess.STDOUT,
         )
     if code != 0:
-        raise BedError(f"{name}: `go build {package}` failed with exit code {code}.\n{last_lines(log)}")
+        raise BedError(
+            f"{name}: `go build {package}` failed with exit code {code}.\n{last_lines(log)}"
+        )
 
 
 def key(name: str) -> str:
     """A digest of everything that decides what the binary is, but for Go's version."""
-    digest = hashlib.sha256(repr(TOOLS[name].packages).encode() + TOOLS[name].link_flags.encode())
+    digest = hashlib.sha256(
+        repr(TOOLS[name].packages).encode() + TOOLS[name].link_flags.encode()
+    )
     for file in sorted(_folder(name).iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]

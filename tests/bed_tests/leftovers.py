@@ -21,7 +21,11 @@ NAMESPACES = ("net", "mnt", "pid", "uts", "ipc")
 def _output(*command: str) -> set[str]:
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     # Counters of rules change with every packet.
-    return {line for line in result.stdout.splitlines() if line.strip() and not line.startswith((":", "#"))}
+    return {
+        line
+        for line in result.stdout.splitlines()
+        if line.strip() and not line.startswith((":", "#"))
+    }
 
 
 def _is_of_another_bed(folder: Path) -> bool:
@@ -45,10 +49,14 @@ def _processes() -> set[str]:
     found = set()
     for folder in _machines_processes():
         try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
         except OSError:
             continue
-        is_of_the_bed = any(str(path) in command for path in (f"{work()}/", "containerd", "bed.storage"))
+        is_of_the_bed = any(
+            str(path) in command for path in (f"{work()}/", "containerd", "bed.storage")
+        )
         if is_of_the_bed and int(folder.name) != os.getpid() and is_alive(int(folder.name)):
             found.add(f"{folder.name} {command}")
     return found
@@ -82,7 +90,11 @@ def _mounts() -> set[str]:
 
 
 def _cgroups() -> set[str]:
-    return {str(folder) for hierarchy in cgroups.hierarchies() for folder in (hierarchy / NAME).glob("**")}
+    return {
+        str(folder)
+        for hierarchy in cgroups.hierarchies()
+        for folder in (hierarchy / NAME).glob("**")
+    }
 
 
 def _sysctls() -> set[str]:
@@ -93,7 +105,13 @@ def _sysctls() -> set[str]:
 def _folders() -> set[str]:
     return {
         str(path)
-        for path in (work(), CLUSTER, STATE / "state.json", STATE / "golden", Path("/run/netns"))
+        for path in (
+            work(),
+            CLUSTER,
+            STATE / "state.json",
+            STATE / "golden",
+            Path("/run/netns"),
+        )
         if path.exists()
     }
 
@@ -103,7 +121,9 @@ KINDS: dict[str, Callable[[], set[str]]] = {
     "namespaces": _namespaces,
     "mounts": _mounts,
     "cgroups": _cgroups,
-    "links": lambda: _without_other_beds(path.name for path in Path("/sys/class/net").iterdir()),
+    "links": lambda: _without_other_beds(
+        path.name for path in Path("/sys/class/net").iterdir()
+    ),
     "routes": lambda: _without_other_beds(_output("ip", "route", "show", "table", "all")),
     "loop devices": lambda: {
         line

@@ -48,7 +48,12 @@ sys.exit(main())
 """
 # The place where nothing runs yet, those where some of it does, and the last before the bed counts as
 # complete.
-PLACES = ("bed.pki:write", "bed.control_plane:start_apiserver", "bed.node:start_kubelet", "bed.node:is_ready")
+PLACES = (
+    "bed.pki:write",
+    "bed.control_plane:start_apiserver",
+    "bed.node:start_kubelet",
+    "bed.node:is_ready",
+)
 
 Found = dict[str, set[str]]
 _STARTED: list["subprocess.Popen[str]"] = []
@@ -89,7 +94,9 @@ def start_held_up(place: str) -> "subprocess.Popen[str]":
 def _start(*arguments: str) -> "subprocess.Popen[str]":
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     line = [sys.executable, *arguments]
-    process = subprocess.Popen(line, env=ENVIRONMENT, stdin=subprocess.DEVNULL, text=True, **pipes)
+    process = subprocess.Popen(
+        line, env=ENVIRONMENT, stdin=subprocess.DEVNULL, text=True, **pipes
+    )
     _STARTED.append(process)
     return process
 
@@ -130,7 +137,9 @@ def assert_nothing_was_added(before: Found) -> None:
 
 
 @pytest.mark.usefixtures("_no_bed")
-def test_a_bed_that_was_up_leaves_nothing_and_shows_only_one_link_and_routes_meanwhile() -> None:
+def test_a_bed_that_was_up_leaves_nothing_and_shows_only_one_link_and_routes_meanwhile() -> (
+    None
+):
     before = look()
     command("up")
     visible = added(before)
@@ -178,7 +187,8 @@ def test_the_profile_for_scale_runs_pods_without_nodes_and_leaves_nothing() -> N
     capacity = {"cpu": "32", "memory": "64Gi", "pods": "110"}
     metadata = {"name": "fake-1", "annotations": {"kwok.x-k8s.io/node": "fake"}}
     api.create(
-        "/api/v1/nodes", {"metadata": metadata, "status": {"capacity": capacity, "allocatable": capacity}}
+        "/api/v1/nodes",
+        {"metadata": metadata, "status": {"capacity": capacity, "allocatable": capacity}},
     )
     pods = "/api/v1/namespaces/default/pods"
     pod = {

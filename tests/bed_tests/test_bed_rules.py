@@ -10,9 +10,12 @@ from bed.places import node_named
 
 
 @pytest.mark.parametrize(
-    ("quantity", "expected"), [("64Mi", 64 * 2**20), ("1Gi", 2**30), ("1.5G", 1_500_000_000), ("1024", 1024)]
+    ("quantity", "expected"),
+    [("64Mi", 64 * 2**20), ("1Gi", 2**30), ("1.5G", 1_500_000_000), ("1024", 1024)],
 )
-def test_a_quantity_of_storage_is_read_as_kubernetes_reads_it(quantity: str, expected: int) -> None:
+def test_a_quantity_of_storage_is_read_as_kubernetes_reads_it(
+    quantity: str, expected: int
+) -> None:
     assert storage.size_in_bytes(quantity) == expected
 
 
@@ -44,7 +47,9 @@ def test_a_changed_source_changes_the_key_of_its_tool_only(
     assert toolbox.key("pause") != before["pause"]
 
 
-def test_where_the_bed_cannot_run_one_line_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_bed_cannot_run_one_line_says_why_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(requirements.sys, "platform", "darwin")
     assert (
         requirements.unavailable()
@@ -55,7 +60,9 @@ def test_where_the_bed_cannot_run_one_line_says_why_and_what_to_do(monkeypatch: 
     assert "needs root" in (requirements.unavailable() or "")
 
 
-def test_a_machine_with_cgroup_v2_alone_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_cgroup_v2_alone_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cgroup.controllers").touch()
     monkeypatch.setattr(requirements, "CGROUPS", tmp_path)
     monkeypatch.setattr(requirements.sys, "platform", "linux")
@@ -75,7 +82,12 @@ def test_an_image_is_packed_without_the_layers_a_node_holds(
         "config": {"digest": "sha256:c"},
         "layers": [{"digest": "sha256:old"}, {"digest": "sha256:new"}],
     }
-    for name, text in {"m": json.dumps(manifest), "c": "{}", "old": "old", "new": "new"}.items():
+    for name, text in {
+        "m": json.dumps(manifest),
+        "c": "{}",
+        "old": "old",
+        "new": "new",
+    }.items():
         (blobs / name).write_text(text)
     layout = images.layout_of("localhost/one:v1")
     layout.mkdir(parents=True)

@@ -85,10 +85,13 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-def make_manifest(name: str, *, steps: int, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def make_manifest(
+    name: str, *, steps: int, changes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """A TrainingRun of ``steps`` quick steps with ``changes`` laid over its spec."""
     training = merged(
-        TRAINING, {"horizon": {"steps": steps}, "schedule": {"warmup": min(WARMUP_STEPS, steps // 2)}}
+        TRAINING,
+        {"horizon": {"steps": steps}, "schedule": {"warmup": min(WARMUP_STEPS, steps // 2)}},
     )
     spec = {**SPEC, "training": training}
     return {
@@ -119,7 +122,9 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         manifest = make_manifest("reference", steps=ENDLESS)
-        manifest["spec"]["training"]["data"]["sources"][0]["path"] = str(folder / "documents.jsonl")
+        manifest["spec"]["training"]["data"]["sources"][0]["path"] = str(
+            folder / "documents.jsonl"
+        )
         for key in ("resources", "storage", "template"):
             del manifest["spec"][key]
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +174,9 @@ def documents() -> str:
     return str(json.loads(text)["data"]["documents.jsonl"])
 
 
-def wait_for(is_so: Callable[[], Any], what: str, *, seconds: float = PATIENCE, every: float = 0.2) -> Any:
+def wait_for(
+    is_so: Callable[[], Any], what: str, *, seconds: float = PATIENCE, every: float = 0.2
+) -> Any:
     """The first true answer.
 
     Fails after ``seconds``, naming ``what`` and, if it is a function's, its last answer.
@@ -208,7 +215,11 @@ class Runs:
         return self.apply(make_manifest(name, steps=steps, changes=changes))
 
     def kubectl(
-        self, *arguments: str, text: str | None = None, check: bool = True, seconds: float = 240.0
+        self,
+        *arguments: str,
+        text: str | None = None,
+        check: bool = True,
+        seconds: float = 240.0,
     ) -> str:
         """What kubectl prints; its standard error too if it fails and that is allowed."""
         done = subprocess.run(
@@ -219,7 +230,9 @@ class Runs:
             timeout=seconds,
             check=False,
         )
-        assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        assert done.returncode == 0 or not check, (
+            f"kubectl {' '.join(arguments)}: {done.stderr}"
+        )
         return done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
     def remove(self) -> None:
@@ -235,7 +248,11 @@ class Runs:
         The bed's volumes are folders here; those of another cluster are copied.
         """
         if self.cluster.is_bed:
-            bound = (self.get("persistentvolumeclaims", claim) or {}).get("spec", {}).get("volumeName")
+            bound = (
+                (self.get("persistentvolumeclaims", claim) or {})
+                .get("spec", {})
+                .get("volumeName")
+            )
             if bound is None:
                 raise LookupError(f"PVC {claim} has no volume yet")
             volume = self.get("persistentvolumes", bound) or {}
@@ -247,9 +264,25 @@ class Runs:
             self.kubectl("wait", "--for=condition=Ready", f"pod/{reader}", "--timeout=200s")
         folder = self.scratch / claim
         folder.mkdir(parents=True, exist_ok=True)
-        command = ["exec", reader, "--", "tar", "-c", "-f", "-", "-C", "/volume", "--ignore-failed-read", "."]
-        done = subprocess.run([*self._kubectl, *command], capture_output=True, timeout=60, check=False)
-        subprocess.run(["tar", "-x", "-C", str(folder)], input=done.stdout, check=False, timeout=60)
+        command = [
+            "exec",
+            reader,
+            "--",
+            "tar",
+            "-c",
+            "-f",
+            "-",
+            "-C",
+            "/volume",
+            "--ignore-failed-read",
+            ".",
+        ]
+        done = subprocess.run(
+            [*self._kubectl, *command], capture_output=True, timeout=60, check=False
+        )
+        subprocess.run(
+            ["tar", "-x", "-C", str(folder)], input=done.stdout, check=False, timeout=60
+        )
         return folder
 
     @property
@@ -276,7 +309,9 @@ class Runs:
                 ("get", "events", "--sort-by=.lastTimestamp"),
             )
         ]
-        parts += [self.kubectl("logs", "-l", f"{GROUP}/run", "--tail=15", "--prefix", check=False)]
+        parts += [
+            self.kubectl("logs", "-l", f"{GROUP}/run", "--tail=15", "--prefix", check=False)
+        ]
         return "\n".join(parts)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
@@ -291,15 +326,17 @@ class Runs:
 
     def list(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
         """Objects of a kind."""
-        found: list[dict[str, Any]] = self._read(f"{self._path(kind)}?labelSelector={quote(selector)}")[
-            "items"
-        ]
+        found: list[dict[str, Any]] = self._read(
+            f"{self._path(kind)}?labelSelector={quote(selector)}"
+        )["items"]
         return found
 
     def _path(self, kind: str) -> str:
         start = _STARTS.get(kind, "/api/v1")
         return (
-            f"{start}/{kind}" if kind in _WITHOUT_NAMESPACE else f"{start}/namespaces/{self.namespace}/{kind}"
+            f"{start}/{kind}"
+            if kind in _WITHOUT_NAMESPACE
+            else f"{start}/namespaces/{self.namespace}/{kind}"
         )
 
     def _read(self, path: str) -> Any:
@@ -371,11 +408,15 @@ class Run:
 
     def patch(self, spec: Mapping[str, Any]) -> None:
         """Change its spec, as a user would."""
-        self.runs.kubectl("patch", RESOURCE, self.name, "--type=merge", "-p", json.dumps({"spec": spec}))
+        self.runs.kubectl(
+            "patch", RESOURCE, self.name, "--type=merge", "-p", json.dumps({"spec": spec})
+        )
 
     def condition(self, kind: str) -> dict[str, Any]:
         """A condition; empty if there is none."""
-        return next((one for one in self.status().get("conditions", []) if one["type"] == kind), {})
+        return next(
+            (one for one in self.status().get("conditions", []) if one["type"] == kind), {}
+        )
 
     def is_so(self, kind: str) -> bool:
         """Whether a condition is True."""
@@ -402,7 +443,9 @@ class Run:
 
     def wait_for_step(self, step: int, *, seconds: float = PATIENCE) -> None:
         """Until this step stands in the run's own records."""
-        wait_for(lambda: self.newest_step() >= step, f"{self.name}: step {step}", seconds=seconds)
+        wait_for(
+            lambda: self.newest_step() >= step, f"{self.name}: step {step}", seconds=seconds
+        )
 
     # ---- pods ----------------------------------------------------------------------------------------------
 
@@ -412,7 +455,8 @@ class Run:
         return sorted(
             found,
             key=lambda pod: [
-                int(pod["metadata"]["labels"].get(f"{GROUP}/{key}", 0)) for key in ("index", "attempt")
+                int(pod["metadata"]["labels"].get(f"{GROUP}/{key}", 0))
+                for key in ("index", "attempt")
             ],
         )
 
@@ -421,10 +465,13 @@ class Run:
         return {
             int(pod["metadata"]["labels"].get(f"{GROUP}/index", 0)): pod
             for pod in self.pods(role=role)
-            if "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") == "Running"
+            if "deletionTimestamp" not in pod["metadata"]
+            and pod["status"].get("phase") == "Running"
         }
 
-    def wait_for_pods(self, *indices: int, seconds: float = PATIENCE) -> dict[int, dict[str, Any]]:
+    def wait_for_pods(
+        self, *indices: int, seconds: float = PATIENCE
+    ) -> dict[int, dict[str, Any]]:
         """Until just these indices run."""
         found: dict[int, dict[str, Any]] = wait_for(
             lambda: pods if sorted(pods := self.live_pods()) == sorted(indices) else None,
@@ -433,11 +480,17 @@ class Run:
         )
         return found
 
-    def wait_for_attempt(self, index: int, attempt: int, *, seconds: float = PATIENCE) -> dict[str, Any]:
+    def wait_for_attempt(
+        self, index: int, attempt: int, *, seconds: float = PATIENCE
+    ) -> dict[str, Any]:
         """Until this attempt of a node runs; kubelets tell of an end some seconds later than peers."""
         name = f"{self.name}-{index}-{attempt}"
         found: dict[str, Any] = wait_for(
-            lambda: pod if (pod := self.live_pods().get(index)) and pod["metadata"]["name"] == name else None,
+            lambda: (
+                pod
+                if (pod := self.live_pods().get(index)) and pod["metadata"]["name"] == name
+                else None
+            ),
             f"{self.name}: pod {name} running",
             seconds=seconds,
         )
@@ -497,7 +550,9 @@ class Run:
         expected = reference.up_to(max(rows))
         assert sorted(rows) == sorted(step for step in expected if step <= max(rows))
         for step, row in rows.items():
-            assert row["sample_hash"] == expected[step]["sample_hash"], f"other samples in step {step}"
+            assert row["sample_hash"] == expected[step]["sample_hash"], (
+                f"other samples in step {step}"
+            )
             assert row["loss"] == expected[step]["loss"], f"another loss in step {step}"
 
     def generations(self) -> Iterator[int]:

@@ -18,7 +18,9 @@ from bed.fixtures import cluster, faults  # noqa: F401 - fixtures
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
 for _name in ("cluster_runs", "operator_watch", "installed_operator"):
     if _name not in sys.modules:
-        _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
+        _spec = importlib.util.spec_from_file_location(
+            _name, Path(__file__).with_name(f"{_name}.py")
+        )
         assert _spec is not None and _spec.loader is not None
         sys.modules[_name] = importlib.util.module_from_spec(_spec)
         _spec.loader.exec_module(sys.modules[_name])
@@ -86,14 +88,23 @@ def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
         request.session.stash[_IS_UNWATCHED] = False
     yield
     request.getfixturevalue("operator").wait_until_ready()
-    patterns = [pattern for mark in request.node.iter_markers("operator_errors") for pattern in mark.args]
+    patterns = [
+        pattern
+        for mark in request.node.iter_markers("operator_errors")
+        for pattern in mark.args
+    ]
     may_end = request.node.get_closest_marker("operator_ends") is not None
     unexpected = watch.look().without(patterns, may_end=may_end)
     assert not unexpected, "the operator did not stay well:\n" + "\n".join(unexpected)
 
 
 @pytest.fixture
-def runs(cluster: Any, operator: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:  # noqa: F811
+def runs(
+    cluster: Any,  # noqa: F811
+    operator: Any,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> Iterator[Any]:
     """A namespace of this test's own that enforces the restricted Pod Security profile, with documents to
     train on."""
     import cluster_runs

@@ -36,17 +36,27 @@ class Operator:
             self.namespace,
             *arguments,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False
+        )
         assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def upgrade(self, *, trainer_image: str | None = None) -> None:
         """Install or upgrade, and wait until the operator is ready."""
-        images = {"image": self.operator_image, "trainer.image": trainer_image or self.trainer_image}
+        images = {
+            "image": self.operator_image,
+            "trainer.image": trainer_image or self.trainer_image,
+        }
         values = []
         for key, image in images.items():
             repository, _, tag = image.rpartition(":")
-            values += ["--set", f"{key}.repository={repository}", "--set-string", f"{key}.tag={tag}"]
+            values += [
+                "--set",
+                f"{key}.repository={repository}",
+                "--set-string",
+                f"{key}.tag={tag}",
+            ]
         self.helm(
             "upgrade",
             "--install",
@@ -70,7 +80,9 @@ class Operator:
             *arguments,
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        assert done.returncode == 0 or not check, (
+            f"kubectl {' '.join(arguments)}: {done.stderr}"
+        )
         return done.stdout
 
     def pods(self) -> list[dict[str, Any]]:
@@ -84,7 +96,9 @@ class Operator:
         """Its newest pod."""
         items = self.pods()
         assert items, "the operator has no pod"
-        newest: dict[str, Any] = max(items, key=lambda pod: pod["metadata"]["creationTimestamp"])
+        newest: dict[str, Any] = max(
+            items, key=lambda pod: pod["metadata"]["creationTimestamp"]
+        )
         return newest
 
     def restarts(self) -> dict[str, int]:
@@ -95,8 +109,12 @@ class Operator:
         """Whether a pod of it is ready."""
         with contextlib.suppress(AssertionError, OSError):
             pod = self.pod()
-            conditions = {one["type"]: one["status"] for one in pod["status"].get("conditions", [])}
-            return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+            conditions = {
+                one["type"]: one["status"] for one in pod["status"].get("conditions", [])
+            }
+            return (
+                conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+            )
         return False
 
     def wait_until_ready(self) -> None:
@@ -108,7 +126,9 @@ class Operator:
         later."""
         pod = self.pod()["metadata"]
         faults.kill_container(self.namespace, pod["name"])
-        self.kubectl("delete", "pod", pod["name"], "--grace-period=0", "--force", "--wait=false")
+        self.kubectl(
+            "delete", "pod", pod["name"], "--grace-period=0", "--force", "--wait=false"
+        )
         wait_for(
             lambda: all(one["metadata"]["uid"] != pod["uid"] for one in self.pods()),
             "the killed operator's end",
@@ -132,12 +152,16 @@ class Operator:
 
     def log_of(self, pod: str, *, previous: bool = False) -> str:
         """What one pod of it has logged; ``previous``: before its container restarted."""
-        return self.kubectl("logs", pod, "--tail=-1", *(["--previous"] if previous else []), check=False)
+        return self.kubectl(
+            "logs", pod, "--tail=-1", *(["--previous"] if previous else []), check=False
+        )
 
     def metrics(self) -> str:
         """Its /metrics."""
         pod = self.pod()
-        with urllib.request.urlopen(f"http://{pod['status']['podIP']}:8080/metrics", timeout=20) as answer:
+        with urllib.request.urlopen(
+            f"http://{pod['status']['podIP']}:8080/metrics", timeout=20
+        ) as answer:
             return str(answer.read().decode())
 
     def close(self) -> None:

@@ -38,7 +38,9 @@ class Found:
         """What nobody has declared as expected."""
         patterns = list(patterns)
         errors = [
-            error for error in self.errors if not any(re.search(pattern, error) for pattern in patterns)
+            error
+            for error in self.errors
+            if not any(re.search(pattern, error) for pattern in patterns)
         ]
         return [*(self.ended if not may_end else []), *errors]
 
@@ -49,7 +51,9 @@ class OperatorWatch:
 
     operator: Watched
     _restarts: dict[str, int] = field(default_factory=dict)  # pod → restarts of its containers
-    _read: dict[str, int] = field(default_factory=dict)  # pod → characters of its log that were looked at
+    _read: dict[str, int] = field(
+        default_factory=dict
+    )  # pod → characters of its log that were looked at
 
     def look(self) -> Found:
         """Everything that is new."""
@@ -58,7 +62,11 @@ class OperatorWatch:
 
         # A pod that is away, or takes the place of one, means that the operator ended as much as a restart
         # does.
-        ended = [f"{name}: the operator's pod is gone" for name in self._restarts if name not in restarts]
+        ended = [
+            f"{name}: the operator's pod is gone"
+            for name in self._restarts
+            if name not in restarts
+        ]
         texts = []
         for name, count in restarts.items():
             log, start = self.operator.log_of(name), self._read.get(name, 0)
@@ -77,12 +85,17 @@ class OperatorWatch:
 
 def count_restarts(pod: dict[str, Any]) -> int:
     """Restarts of all containers of a pod."""
-    return sum(int(one.get("restartCount", 0)) for one in pod.get("status", {}).get("containerStatuses", []))
+    return sum(
+        int(one.get("restartCount", 0))
+        for one in pod.get("status", {}).get("containerStatuses", [])
+    )
 
 
 def _is_there(pod: dict[str, Any]) -> bool:
     """Whether a pod is neither over nor on its way out."""
-    return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get("phase") not in (
+    return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get(
+        "phase"
+    ) not in (
         "Succeeded",
         "Failed",
     )
@@ -91,7 +104,9 @@ def _is_there(pod: dict[str, Any]) -> bool:
 def find_errors(log: str) -> list[str]:
     """Records of a text log that are errors or hold a traceback, each with all its lines."""
     return [
-        text for level, text in _read_records(log) if level in ("ERROR", "CRITICAL") or _TRACEBACK in text
+        text
+        for level, text in _read_records(log)
+        if level in ("ERROR", "CRITICAL") or _TRACEBACK in text
     ]
 
 

@@ -11,7 +11,15 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from evergrad_coordinator.protocol import Commit, Hello, Leaving, Message, Progress, Ready, Result
+from evergrad_coordinator.protocol import (
+    Commit,
+    Hello,
+    Leaving,
+    Message,
+    Progress,
+    Ready,
+    Result,
+)
 from evergrad_coordinator.wire import encode
 
 SECONDS = 2.0
@@ -94,11 +102,18 @@ def say(address: str, port: int, data: bytes) -> str:
 
 def main(run: str, targets: str) -> None:
     """Try everything at every port, many at a time: what is not answered takes its whole time."""
-    tries = [(*target, *one) for target in json.loads(targets) for one in (*messages(run), *requests())]
+    tries = [
+        (*target, *one)
+        for target in json.loads(targets)
+        for one in (*messages(run), *requests())
+    ]
     with ThreadPoolExecutor(32) as pool:
         answers = pool.map(lambda one: say(one[0], one[1], one[3]), tries)
         for (address, port, name, _), answer in zip(tries, answers, strict=True):
-            print(json.dumps({"try": name, "address": address, "port": port, "answer": answer}), flush=True)
+            print(
+                json.dumps({"try": name, "address": address, "port": port, "answer": answer}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ BAD: dict[str, dict[str, Any]] = {
     "volume-of-both-kinds": {"storage": {"claimName": "mine"}},
     "four-bytes-of-memory": {"resources": {"limits": {"memory": "4"}}},
     "request-above-limit": {"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}},
-    "mount-of-no-volume": {"template": {"volumeMounts": [{"name": "nowhere", "mountPath": "/x"}]}},
+    "mount-of-no-volume": {
+        "template": {"volumeMounts": [{"name": "nowhere", "mountPath": "/x"}]}
+    },
     "variable-of-the-runs-own": {"template": {"env": [{"name": "RANK", "value": "0"}]}},
     "label-of-the-operators-own": {"template": {"labels": {"evergrad.dev/run": "other"}}},
 }
@@ -65,9 +67,19 @@ def validate(file: Path) -> list[str]:
 
 def apply(operator: Any, runs: Runs, file: Path) -> subprocess.CompletedProcess[str]:
     cluster = operator.cluster
-    command = [str(cluster.kubectl), "--kubeconfig", str(cluster.kubeconfig), "--namespace", runs.namespace]
+    command = [
+        str(cluster.kubectl),
+        "--kubeconfig",
+        str(cluster.kubeconfig),
+        "--namespace",
+        runs.namespace,
+    ]
     return subprocess.run(
-        [*command, "apply", "-f", str(file)], capture_output=True, text=True, timeout=240, check=False
+        [*command, "apply", "-f", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
@@ -80,7 +92,9 @@ def problems_told(name: str, output: str) -> list[str]:
 
 
 def test_apply_prints_what_validate_prints(operator: Any, runs: Runs, tmp_path: Path) -> None:
-    wait_for(lambda: "denied" in apply_dry(operator, runs, tmp_path), "the webhook's first answer")
+    wait_for(
+        lambda: "denied" in apply_dry(operator, runs, tmp_path), "the webhook's first answer"
+    )
     for name, changes in BAD.items():
         file = write(tmp_path, name, changes)
         done, expected = apply(operator, runs, file), validate(file)
@@ -115,7 +129,9 @@ def test_without_the_webhook_the_same_is_told_before_the_first_pod_and_a_correct
     assert {"warmup-of-150-percent"} <= set(stored)
     for name, expected in stored.items():
         run = Run(runs, name)
-        wait_for(lambda run=run: run.status().get("reason") == "InvalidSpec", f"{name}: InvalidSpec")  # type: ignore[misc]
+        wait_for(
+            lambda run=run: run.status().get("reason") == "InvalidSpec", f"{name}: InvalidSpec"
+        )  # type: ignore[misc]
         assert run.status()["message"] == " ".join(expected)
         assert run.is_so("Stalled") and not run.is_so("Ready")
         assert run.pods() == []
@@ -125,7 +141,10 @@ def test_without_the_webhook_the_same_is_told_before_the_first_pod_and_a_correct
     assert done.returncode == 0, done.stderr
     run = Run(runs, "warmup-of-150-percent")
     wait_for(run.pods, "the corrected run's pods")
-    wait_for(lambda: run.status()["reason"] != "InvalidSpec", "a status that is not InvalidSpec any more")
+    wait_for(
+        lambda: run.status()["reason"] != "InvalidSpec",
+        "a status that is not InvalidSpec any more",
+    )
 
 
 @pytest.mark.operator_ends
@@ -134,13 +153,19 @@ def test_a_run_that_was_stored_unchecked_can_be_suspended_marked_and_deleted(
 ) -> None:
     name = "wrong-already"
     with operator.gone():
-        done = apply(operator, runs, write(tmp_path, name, {"training": {"schedule": {"warmup": "150%"}}}))
+        done = apply(
+            operator,
+            runs,
+            write(tmp_path, name, {"training": {"schedule": {"warmup": "150%"}}}),
+        )
         assert done.returncode == 0, done.stderr
     wait_for(lambda: "denied" in apply_dry(operator, runs, tmp_path), "the webhook's answer")
     target = f"{RESOURCE}/{name}"
     runs.kubectl("patch", target, "--type=merge", "-p", '{"spec":{"suspend":true}}')
     runs.kubectl("label", target, "a=b")
-    runs.kubectl("patch", target, "--type=merge", "-p", '{"metadata":{"finalizers":["example.com/x"]}}')
+    runs.kubectl(
+        "patch", target, "--type=merge", "-p", '{"metadata":{"finalizers":["example.com/x"]}}'
+    )
     runs.kubectl("delete", target, "--wait=false")
     runs.kubectl("patch", target, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
     wait_for(lambda: runs.list("trainingruns") == [], "the run's end")

@@ -85,7 +85,9 @@ def find_targets(run: Run) -> list[tuple[str, int]]:
     found = [(service, JOIN_PORT), (service, STATUS_PORT)]
     for role in ("coordinator", "node"):
         for pod in run.live_pods(role=role).values():
-            ports = run.runs.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", LISTENING).split()
+            ports = run.runs.kubectl(
+                "exec", pod["metadata"]["name"], "--", "python", "-c", LISTENING
+            ).split()
             found += [(pod["status"]["podIP"], int(port)) for port in ports]
     assert {port for _, port in found} >= {JOIN_PORT, STATUS_PORT}
     return found
@@ -96,9 +98,16 @@ def attack(
 ) -> list[dict[str, Any]]:
     """What a pod of this namespace with these labels was answered."""
     for kind in ("configmap", "pod"):
-        runs.kubectl("--namespace", namespace, "delete", kind, "stranger", "--ignore-not-found", "--now")
+        runs.kubectl(
+            "--namespace", namespace, "delete", kind, "stranger", "--ignore-not-found", "--now"
+        )
     runs.kubectl(
-        "--namespace", namespace, "create", "configmap", "stranger", f"--from-literal=stranger.py={STRANGER}"
+        "--namespace",
+        namespace,
+        "create",
+        "configmap",
+        "stranger",
+        f"--from-literal=stranger.py={STRANGER}",
     )
     pod = build_pod(runs.cluster.product_images()[0], ["attacked", json.dumps(targets)], labels)
     runs.kubectl("--namespace", namespace, "apply", "-f", "-", text=json.dumps(pod))
@@ -127,7 +136,11 @@ def build_pod(image: str, arguments: list[str], labels: Mapping[str, str]) -> di
         "securityContext": security,
         "volumeMounts": [{"name": "script", "mountPath": "/script"}],
     }
-    user = {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
+    user = {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -147,7 +160,8 @@ def find_leaks(tries: list[dict[str, Any]], secrets: list[str]) -> list[dict[str
     return [
         one
         for one in tries
-        if one["port"] != METRICS_PORT and not is_closed_door(one["port"], one["answer"], secrets)
+        if one["port"] != METRICS_PORT
+        and not is_closed_door(one["port"], one["answer"], secrets)
     ]
 
 
@@ -156,7 +170,11 @@ def is_closed_door(port: int, answer: str, secrets: list[str]) -> bool:
         return False
     if port == STATUS_PORT:
         return not answer or bool(re.match(r"HTTP/1\.1 (400|401) ", answer))
-    kinds = [json.loads(line).get("type") for line in answer.splitlines()] if port == JOIN_PORT else []
+    kinds = (
+        [json.loads(line).get("type") for line in answer.splitlines()]
+        if port == JOIN_PORT
+        else []
+    )
     return set(kinds) <= {"refused"} if port == JOIN_PORT else not answer
 
 
@@ -166,7 +184,9 @@ def stand(run: Run) -> dict[str, Any]:
     pods = [*run.pods(), *run.pods(role="coordinator")]
     return {
         "pods": {
-            pod["metadata"]["uid"]: [one["restartCount"] for one in pod["status"]["containerStatuses"]]
+            pod["metadata"]["uid"]: [
+                one["restartCount"] for one in pod["status"]["containerStatuses"]
+            ]
             for pod in pods
         },
         "generation": status["progress"].get("generation"),
@@ -193,7 +213,9 @@ def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end
         tries = attack(runs, namespace, labels, targets)
         assert {(one["address"], one["port"]) for one in tries} == set(targets)
         assert find_leaks(tries, secrets) == []
-    asked = [one for one in tries if one["port"] == STATUS_PORT and one["try"] == "POST /bounds"]
+    asked = [
+        one for one in tries if one["port"] == STATUS_PORT and one["try"] == "POST /bounds"
+    ]
     assert {one["answer"].split(" ")[1] for one in asked if one["answer"]} == {"401"}, (
         "the status port was reached and is closed"
     )
@@ -210,7 +232,9 @@ def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end
     assert (run.restarts(), status["failures"]["withoutProgress"]) == ({}, 0)
 
 
-def test_a_secret_that_somebody_deletes_is_back_with_the_next_pod(runs: Runs, faults: Any) -> None:
+def test_a_secret_that_somebody_deletes_is_back_with_the_next_pod(
+    runs: Runs, faults: Any
+) -> None:
     run = start(runs)
     token = token_of(run)
     (secret,) = runs.list("secrets", f"evergrad.dev/run={run.name}")

@@ -61,7 +61,9 @@ class Room:
             "resources": {"requests": {"storage": size}},
             "storageClassName": self.storage_class,
         }
-        self.api.create(f"{self.path}/persistentvolumeclaims", {"metadata": {"name": name}, "spec": spec})
+        self.api.create(
+            f"{self.path}/persistentvolumeclaims", {"metadata": {"name": name}, "spec": spec}
+        )
 
     def pod(self, name: str, node: str, code: str, claim: str) -> None:
         container = {
@@ -98,7 +100,9 @@ class Room:
             return ""
 
     def restarts(self, pod: str) -> int:
-        statuses = self.api.get(f"{self.path}/pods/{pod}")["status"].get("containerStatuses", [])
+        statuses = self.api.get(f"{self.path}/pods/{pod}")["status"].get(
+            "containerStatuses", []
+        )
         return int(statuses[0]["restartCount"]) if statuses else 0
 
 
@@ -130,7 +134,9 @@ def test_a_small_volume_can_be_full_and_ends_with_its_claim(room: Room) -> None:
     wait_for(lambda: not room.api.is_there(f"/api/v1/persistentvolumes/{volume}"))
 
 
-def test_faults_of_every_kind_pass_and_everything_is_back_afterwards(room: Room, faults: Any) -> None:
+def test_faults_of_every_kind_pass_and_everything_is_back_afterwards(
+    room: Room, faults: Any
+) -> None:
     room.claim("data", "64Mi")
     for node in NODES:
         room.pod(f"writer-{node.name}", node.name, WRITER, "data")

@@ -32,15 +32,21 @@ def helm(cluster: Any, namespace: str, *arguments: str, check: bool = True) -> s
         *arguments,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0 or not check, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    assert done.returncode == 0 or not check, (
+        f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    )
     return done.stdout + done.stderr
 
 
 def kubectl(cluster: Any, *arguments: str, text: str | None = None, check: bool = True) -> str:
     """Run kubectl; what it prints."""
     command = [str(cluster.kubectl), "--kubeconfig", str(cluster.kubeconfig), *arguments]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0 or not check, (
+        f"kubectl {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    )
     return done.stdout + done.stderr
 
 
@@ -49,7 +55,9 @@ def namespace(cluster: Any) -> Iterator[str]:
     """A namespace that enforces Pod Security restricted, deleted afterwards."""
     name = f"chart-{uuid.uuid4().hex[:6]}"
     kubectl(cluster, "create", "namespace", name)
-    kubectl(cluster, "label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    kubectl(
+        cluster, "label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted"
+    )
     yield name
     kubectl(cluster, "delete", "namespace", name, "--wait=false")
 
@@ -68,7 +76,10 @@ def other_chart(cluster: Any, tmp_path: Path) -> Iterator[Path]:
 def images_of(operator: Any) -> list[str]:
     """helm's arguments for the images that are under test."""
     words = []
-    for key, image in {"image": operator.operator_image, "trainer.image": operator.trainer_image}.items():
+    for key, image in {
+        "image": operator.operator_image,
+        "trainer.image": operator.trainer_image,
+    }.items():
         repository, _, tag = image.rpartition(":")
         words += ["--set", f"{key}.repository={repository}", "--set-string", f"{key}.tag={tag}"]
     return words
@@ -82,7 +93,9 @@ def _wait_for_refusal(apply: Callable[[], str]) -> None:
         time.sleep(0.5)
 
 
-def test_helm_test_finds_the_crd_the_rights_and_a_healthy_operator(cluster: Any, operator: Any) -> None:
+def test_helm_test_finds_the_crd_the_rights_and_a_healthy_operator(
+    cluster: Any, operator: Any
+) -> None:
     said = helm(cluster, operator.namespace, "test", "evergrad", "--timeout", "300s")
     assert "Phase:          Succeeded" in said
 
@@ -95,27 +108,55 @@ def test_an_operator_of_one_namespace_starts_there_with_rights_there_only(
         "crds.install=false,rbac.scope=namespaced,rbac.aggregatedRoles=false",
         *images_of(operator),
     ]
-    helm(cluster, namespace, "install", "narrow", str(CHART), "--wait", "--timeout", "300s", *settings)
+    helm(
+        cluster,
+        namespace,
+        "install",
+        "narrow",
+        str(CHART),
+        "--wait",
+        "--timeout",
+        "300s",
+        *settings,
+    )
     try:
         assert "Succeeded" in helm(cluster, namespace, "test", "narrow", "--timeout", "300s")
         account = f"--as=system:serviceaccount:{namespace}:narrow-evergrad"
         answers = {
-            where: kubectl(cluster, "auth", "can-i", "create", "pods", account, *where, check=False).split()[
-                -1
-            ]
-            for where in (("--namespace", namespace), ("--namespace", "default"), ("--all-namespaces",))
+            where: kubectl(
+                cluster, "auth", "can-i", "create", "pods", account, *where, check=False
+            ).split()[-1]
+            for where in (
+                ("--namespace", namespace),
+                ("--namespace", "default"),
+                ("--all-namespaces",),
+            )
         }
         assert list(answers.values()) == ["yes", "no", "no"]
         assert (
             kubectl(
-                cluster, "auth", "can-i", "get", "secrets", account, "--namespace", namespace, check=False
+                cluster,
+                "auth",
+                "can-i",
+                "get",
+                "secrets",
+                account,
+                "--namespace",
+                namespace,
+                check=False,
             ).split()[-1]
             == "no"
         )
     finally:
         helm(cluster, namespace, "uninstall", "narrow", "--wait", "--cascade", "foreground")
     left = kubectl(
-        cluster, "get", "all,roles,rolebindings,serviceaccounts", "--namespace", namespace, "--output", "name"
+        cluster,
+        "get",
+        "all,roles,rolebindings,serviceaccounts",
+        "--namespace",
+        namespace,
+        "--output",
+        "name",
     )
     assert [name for name in left.split() if "narrow" in name] == []
 
@@ -125,20 +166,36 @@ def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
 ) -> None:
     settings = ["--set", "replicas=0,rbac.scope=namespaced,rbac.aggregatedRoles=false"]
     helm(cluster, namespace, "install", "first", str(other_chart), "--wait", *settings)
-    kubectl(cluster, "wait", "--for=condition=Established", f"crd/trainingruns.{GROUP}", "--timeout=120s")
-    manifest = (ROOT / "examples/quickstart/trainingrun.yaml").read_text().replace("evergrad.dev", GROUP)
+    kubectl(
+        cluster,
+        "wait",
+        "--for=condition=Established",
+        f"crd/trainingruns.{GROUP}",
+        "--timeout=120s",
+    )
+    manifest = (
+        (ROOT / "examples/quickstart/trainingrun.yaml")
+        .read_text()
+        .replace("evergrad.dev", GROUP)
+    )
     kubectl(cluster, "apply", "--namespace", namespace, "--filename", "-", text=manifest)
 
     file = other_chart / "files/trainingrun.yaml"
     file.write_text(
-        file.read_text().replace("shortNames:\n      - trun\n", "shortNames:\n      - trun\n      - newer\n")
+        file.read_text().replace(
+            "shortNames:\n      - trun\n", "shortNames:\n      - trun\n      - newer\n"
+        )
     )
     helm(cluster, namespace, "upgrade", "first", str(other_chart), *settings)
-    crd = json.loads(kubectl(cluster, "get", "crd", f"trainingruns.{GROUP}", "--output", "json"))
+    crd = json.loads(
+        kubectl(cluster, "get", "crd", f"trainingruns.{GROUP}", "--output", "json")
+    )
     assert crd["spec"]["names"]["shortNames"] == ["trun", "newer"]
 
     assert "kept" in helm(cluster, namespace, "uninstall", "first", "--wait")
-    runs = kubectl(cluster, "get", f"trainingruns.{GROUP}", "--namespace", namespace, "--output", "name")
+    runs = kubectl(
+        cluster, "get", f"trainingruns.{GROUP}", "--namespace", namespace, "--output", "name"
+    )
     assert runs.split() == [f"trainingrun.{GROUP}/quickstart"]
 
     # Whoever installs it again gets on with what was left.
@@ -146,7 +203,13 @@ def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
     assert (
         len(
             kubectl(
-                cluster, "get", f"trainingruns.{GROUP}", "--namespace", namespace, "--output", "name"
+                cluster,
+                "get",
+                f"trainingruns.{GROUP}",
+                "--namespace",
+                namespace,
+                "--output",
+                "name",
             ).split()
         )
         == 1
@@ -198,7 +261,9 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
         ]
 
         def apply(spec: dict[str, Any]) -> str:
-            manifest = json.dumps({**good, "metadata": {"name": "ruled"}, "spec": {**good["spec"], **spec}})
+            manifest = json.dumps(
+                {**good, "metadata": {"name": "ruled"}, "spec": {**good["spec"], **spec}}
+            )
             return kubectl(
                 cluster,
                 "create",

@@ -30,8 +30,12 @@ class Cli:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command that ends with ``code``."""
         command = self.command(name, *arguments)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        assert done.returncode == code, f"{name} {arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False
+        )
+        assert done.returncode == code, (
+            f"{name} {arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         assert "Traceback" not in done.stderr
         return done
 
@@ -63,7 +67,9 @@ def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: C
     runs.adopt("whole")
     followed = cli.call("logs", "whole", "-f")
     assert "trainingrun/whole is complete" in followed.stderr
-    assert re.search(r"^\[node \d[^]]*\] .*60/60", followed.stdout, re.MULTILINE), followed.stdout
+    assert re.search(r"^\[node \d[^]]*\] .*60/60", followed.stdout, re.MULTILINE), (
+        followed.stdout
+    )
     assert cli.call("wait", "whole").stdout.startswith("trainingrun/whole is complete")
     status = cli.ask("status", "whole")
     assert (status["run"]["phase"], status["run"]["step"], status["run"]["percent"]) == (
@@ -121,7 +127,9 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
 
 def test_what_cannot_work_is_told_with_its_place_and_what_to_do(runs: Runs, cli: Cli) -> None:
     manifest = make_manifest(
-        "wrong", steps=20, changes={"training": {"data": {"sources": [{"name": "docs", "type": "jsonl"}]}}}
+        "wrong",
+        steps=20,
+        changes={"training": {"data": {"sources": [{"name": "docs", "type": "jsonl"}]}}},
     )
     manifest["spec"]["training"]["data"]["sources"][0]["path"] = "documents.jsonl"
     assert (
@@ -142,7 +150,9 @@ def test_what_cannot_work_is_told_with_its_place_and_what_to_do(runs: Runs, cli:
     assert run.is_so("Failed")
 
 
-def test_doctor_finds_nothing_wrong_and_tells_a_user_what_lacks(runs: Runs, cli: Cli, tmp_path: Path) -> None:
+def test_doctor_finds_nothing_wrong_and_tells_a_user_what_lacks(
+    runs: Runs, cli: Cli, tmp_path: Path
+) -> None:
     found = {check["name"]: check["state"] for check in cli.ask("doctor")["checks"]}
     assert {name for name, state in found.items() if state == "fail"} == set(), found
     assert (found["crd"], found["operator"], found["operator lease"]) == ("ok", "ok", "ok")
@@ -151,7 +161,14 @@ def test_doctor_finds_nothing_wrong_and_tells_a_user_what_lacks(runs: Runs, cli:
     config = json.loads(runs.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
     config["users"][0]["user"] = {"token": token}
     (tmp_path / "nobody").write_text(json.dumps(config))
-    command = [str(EVERGRAD), "doctor", "--kubeconfig", str(tmp_path / "nobody"), "-n", runs.namespace]
+    command = [
+        str(EVERGRAD),
+        "doctor",
+        "--kubeconfig",
+        str(tmp_path / "nobody"),
+        "-n",
+        runs.namespace,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done.stderr
     assert "fail  your rights" in done.stdout and "skip  storage" in done.stdout

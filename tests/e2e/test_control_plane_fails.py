@@ -87,16 +87,22 @@ def test_13_a_deleted_run_ends_in_grace_and_keeps_its_data(runs: Runs) -> None:
     runs.kubectl("delete", RESOURCE, "deleted", "--wait=true")
     wait_for(lambda: not run.pods() and not run.pods(role="coordinator"), "the pods' end")
     for kind in ("configmaps", "services"):
-        wait_for(lambda kind=kind: not runs.list(kind, "evergrad.dev/run=deleted"), f"the {kind}'s end")
+        wait_for(
+            lambda kind=kind: not runs.list(kind, "evergrad.dev/run=deleted"),
+            f"the {kind}'s end",
+        )
     assert runs.get("persistentvolumeclaims", "deleted") is not None
     saved = [
-        int(path.name.split("-")[1].split(".")[0]) for path in (directory / "checkpoints").glob("step-*")
+        int(path.name.split("-")[1].split(".")[0])
+        for path in (directory / "checkpoints").glob("step-*")
     ]
     assert max(saved) >= step, "the pods left without saving"
 
 
 @pytest.mark.operator_ends
-def test_13_a_namespace_is_deleted_while_the_operator_is_gone(runs: Runs, operator: Any) -> None:
+def test_13_a_namespace_is_deleted_while_the_operator_is_gone(
+    runs: Runs, operator: Any
+) -> None:
     start(runs, "forsaken")
     with operator.gone():
         runs.kubectl("delete", "namespace", runs.namespace, "--wait=true", "--timeout=230s")
@@ -104,7 +110,9 @@ def test_13_a_namespace_is_deleted_while_the_operator_is_gone(runs: Runs, operat
 
 
 @pytest.mark.operator_ends
-def test_14_an_upgraded_operator_restarts_no_pod(runs: Runs, operator: Any, reference: Reference) -> None:
+def test_14_an_upgraded_operator_restarts_no_pod(
+    runs: Runs, operator: Any, reference: Reference
+) -> None:
     run = start(runs, "upgraded")
     before = uids(run)
     operator.upgrade(trainer_image="localhost/evergrad-trainer:another")
@@ -116,10 +124,14 @@ def test_14_an_upgraded_operator_restarts_no_pod(runs: Runs, operator: Any, refe
         image = run.live_pods()[0]["spec"]["containers"][0]["image"]
         runs.kubectl("delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false")
         successor = wait_for(
-            lambda: next((pod for pod in run.pods() if pod["metadata"]["name"] == "upgraded-1-1"), None),
+            lambda: next(
+                (pod for pod in run.pods() if pod["metadata"]["name"] == "upgraded-1-1"), None
+            ),
             "its successor",
         )
-        assert successor["spec"]["containers"][0]["image"] == image, "an upgrade mixed images in one run"
+        assert successor["spec"]["containers"][0]["image"] == image, (
+            "an upgrade mixed images in one run"
+        )
         run.wait_for_pods(0, 1)
         run.wait_for_world(2)
     finally:

@@ -27,7 +27,12 @@ from bed.fixtures import Cluster
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest, read_document
-from evergrad_manifest.reading.overrides import Layered, Override, apply_override, parse_override
+from evergrad_manifest.reading.overrides import (
+    Layered,
+    Override,
+    apply_override,
+    parse_override,
+)
 from evergrad_manifest.validation import INVALID_SPEC
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +66,17 @@ class Server:
     def kubectl(self, *words: str) -> str:
         """What kubectl prints."""
         program = shutil.which("kubectl") or str(toolbox.binary("kubectl"))
-        command = [program, "--kubeconfig", str(self.kubeconfig), "--namespace", self.namespace, *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
+        command = [
+            program,
+            "--kubeconfig",
+            str(self.kubeconfig),
+            "--namespace",
+            self.namespace,
+            *words,
+        ]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=240
+        ).stdout
 
     def explain(self, field: str, *words: str) -> str:
         """What ``kubectl explain`` prints, on one line for a single field."""
@@ -130,7 +144,9 @@ def changed(changes: Mapping[str, Any], *, base: str = "base_manifest.yaml") -> 
     layered = Layered(document.value, document.places, document.problems, document.lost)
     for path, value in changes.items():
         text = (
-            value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, width=10**6)
+            value
+            if isinstance(value, str)
+            else yaml.safe_dump(value, default_flow_style=True, width=10**6)
         )
         override = parse_override(f"{path}={text.split(chr(10) + '...')[0].strip()}")
         assert isinstance(override, Override)
@@ -152,7 +168,11 @@ def is_named(path: str, refusal: str) -> bool:
     """Whether the message names the field, or the one it stands in."""
     parts = re.findall(r"\['[^']+'\]|\[[0-9]+\]|[^.\[\]]+", path)
     spelled = [_joined(parts), _joined(parts[:-1])]
-    return any(re.search(rf"{re.escape(one)}(?![A-Za-z0-9])", refusal) for one in (path, *spelled) if one)
+    return any(
+        re.search(rf"{re.escape(one)}(?![A-Za-z0-9])", refusal)
+        for one in (path, *spelled)
+        if one
+    )
 
 
 def _joined(parts: list[str]) -> str:
@@ -160,7 +180,9 @@ def _joined(parts: list[str]) -> str:
     text = ""
     for part in parts:
         quoted = re.fullmatch(r"\['(.+)'\]", part)
-        text += part if re.fullmatch(r"\[[0-9]+\]", part) else f".{quoted[1] if quoted else part}"
+        text += (
+            part if re.fullmatch(r"\[[0-9]+\]", part) else f".{quoted[1] if quoted else part}"
+        )
     return text.removeprefix(".")
 
 
@@ -184,13 +206,22 @@ def test_what_the_api_server_refuses_by_itself_the_loader_refuses_at_the_same_pa
 
 
 ALONE = {
-    "a missing section": ({"spec.training.optimizer": None}, "spec.training.optimizer: Required value"),
+    "a missing section": (
+        {"spec.training.optimizer": None},
+        "spec.training.optimizer: Required value",
+    ),
     "a wrong type": (
         {"spec.training.optimizer": []},
         "spec.training.optimizer in body must be of type object",
     ),
-    "a number beyond its bounds": ({"spec.nodes.max": 2000}, "spec.nodes.max in body should be less than"),
-    "a number with a unit": ({"spec.nodes.max": "'2k'"}, "spec.nodes.max in body must be of type integer"),
+    "a number beyond its bounds": (
+        {"spec.nodes.max": 2000},
+        "spec.nodes.max in body should be less than",
+    ),
+    "a number with a unit": (
+        {"spec.nodes.max": "'2k'"},
+        "spec.nodes.max in body must be of type integer",
+    ),
     "a share beyond its bounds": (
         {"spec.training.optimizer.weightDecay": 2},
         "spec.training.optimizer.weightDecay in body should be less than",
@@ -199,12 +230,18 @@ ALONE = {
         {"spec.training.schedule.type": "sine"},
         "spec.training.schedule.type: Unsupported",
     ),
-    "fewer nodes than the least": ({"spec.nodes": {"min": 3, "max": 2}}, "spec.nodes.max: Invalid value"),
+    "fewer nodes than the least": (
+        {"spec.nodes": {"min": 3, "max": 2}},
+        "spec.nodes.max: Invalid value",
+    ),
     "a recipe and a script": (
         {"spec.script": {"command": ["train.py"]}},
         "exactly one of training and script",
     ),
-    "neither a recipe nor a script": ({"spec.training": None}, "exactly one of training and script"),
+    "neither a recipe nor a script": (
+        {"spec.training": None},
+        "exactly one of training and script",
+    ),
     "two lengths": (
         {"spec.training.horizon": {"steps": 1, "epochs": 1}},
         "spec.training.horizon: Too many",
@@ -230,11 +267,17 @@ def test_structure_types_bounds_and_a_few_rules_are_held_by_the_api_server_alone
     changes: dict[str, Any], words: str, server: Server
 ) -> None:
     assert words in str(
-        server.refusal(changed({path: "null" if value is None else value for path, value in changes.items()}))
+        server.refusal(
+            changed(
+                {path: "null" if value is None else value for path, value in changes.items()}
+            )
+        )
     )
 
 
-def test_an_unknown_key_is_taken_in_so_that_the_whole_validation_can_name_it(server: Server) -> None:
+def test_an_unknown_key_is_taken_in_so_that_the_whole_validation_can_name_it(
+    server: Server,
+) -> None:
     run = changed({"metadata.name": "misspelled", "spec.training.optimizer.learningrate": 1})
     assert server.create(run)["spec"]["training"]["optimizer"]["learningrate"] == 1
 
@@ -242,7 +285,11 @@ def test_an_unknown_key_is_taken_in_so_that_the_whole_validation_can_name_it(ser
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
 def test_what_is_right_at_the_edge_is_taken(changes: dict[str, Any], server: Server) -> None:
     assert (
-        server.refusal(changed({path: "null" if value is None else value for path, value in changes.items()}))
+        server.refusal(
+            changed(
+                {path: "null" if value is None else value for path, value in changes.items()}
+            )
+        )
         is None
     )
 
@@ -295,7 +342,10 @@ FIXED = {
     "a recipe's field that is added": {"spec.training.optimizer.clipNorm": 2},
     "a recipe's section that is removed": {"spec.training.schedule": None},
     "the model's own configuration": {"spec.training.model.config.hidden_size": 512},
-    "a recipe that becomes a script": {"spec.training": None, "spec.script": {"command": ["train.py"]}},
+    "a recipe that becomes a script": {
+        "spec.training": None,
+        "spec.script": {"command": ["train.py"]},
+    },
     "an image that is added": {"spec.image": "example.org/other"},
     "a storage that is removed": {"spec.storage": None},
     "a storage that is changed": {"spec.storage.path": "elsewhere"},
@@ -323,14 +373,20 @@ def test_what_is_fixed_stays_fixed(changes: dict[str, Any], server: Server) -> N
 
 def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole(server: Server) -> None:
     def refuse(**further: str) -> None:
-        body = {"apiVersion": f"{GROUP}/v1alpha1", "kind": "TrainingRun", "metadata": {"name": "refused"}}
+        body = {
+            "apiVersion": f"{GROUP}/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "refused"},
+        }
         body["status"] = {"reason": INVALID_SPEC, **further}
         server.api.apply(f"{server.path}/refused/status", body, manager="test")
 
     server.apply(changed({"metadata.name": "refused", "spec.training.schedule.warmup": "150%"}))
     refuse()
     corrected = {"metadata.name": "refused", "spec.image": "example.org/other"}
-    assert server.apply(changed(corrected | {"spec.training.optimizer.learningRate": 1}))["spec"]["image"]
+    assert server.apply(changed(corrected | {"spec.training.optimizer.learningRate": 1}))[
+        "spec"
+    ]["image"]
     refuse(recipeHash="ab")
     with pytest.raises(ApiError, match=r"spec\.training: Forbidden: cannot be changed"):
         server.apply(changed(corrected | {"spec.training.optimizer.learningRate": 2}))
@@ -365,7 +421,12 @@ def test_what_is_operational_may_change(server: Server) -> None:
     run = changed({"metadata.name": "operational"})
     server.apply(run)
     changes = {path: "null" if value is None else value for path, value in MUTABLE.items()}
-    assert server.apply(changed({"metadata.name": "operational"} | changes))["metadata"]["generation"] == 2
+    assert (
+        server.apply(changed({"metadata.name": "operational"} | changes))["metadata"][
+            "generation"
+        ]
+        == 2
+    )
 
 
 def test_a_null_is_what_is_left_out_and_a_needed_one_is_refused(server: Server) -> None:
@@ -377,9 +438,13 @@ def test_a_null_is_what_is_left_out_and_a_needed_one_is_refused(server: Server) 
     assert "spec.training.optimizer.learningRate" in str(server.refusal(run))
 
 
-def test_an_old_object_that_a_newer_rule_would_refuse_can_still_be_suspended(server: Server) -> None:
+def test_an_old_object_that_a_newer_rule_would_refuse_can_still_be_suspended(
+    server: Server,
+) -> None:
     loose, strict = definition(), definition()
-    properties = loose["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    properties = loose["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"][
+        "spec"
+    ]["properties"]
     del properties["nodes"]["x-kubernetes-validations"]
     run = changed({"metadata.name": "older", "spec.nodes": {"min": 3, "max": 2}})
     try:
@@ -401,7 +466,9 @@ def _until(holds: Callable[[], bool]) -> None:
     raise AssertionError("the API server has not taken the schema in")
 
 
-def test_a_server_that_reckons_with_the_longest_texts_takes_the_definition(server: Server) -> None:
+def test_a_server_that_reckons_with_the_longest_texts_takes_the_definition(
+    server: Server,
+) -> None:
     # Before 1.34 the length of an int-or-string counts as three megabytes in the budget of rules, whatever
     # its maxLength.
     older = copy.deepcopy(definition())
@@ -500,7 +567,9 @@ def test_kubectl_explains_every_field(server: Server) -> None:
     assert "Uses up to this many nodes; default: min." in server.explain("spec.nodes.max")
     assert "Training loss of the newest step" in server.explain("status.progress.loss")
     fields = re.findall(r"^ +(\S+)\t", server.explain("", "--recursive"), flags=re.MULTILINE)
-    assert {"globalBatchSize", "claimName", "whenUnsatisfiable", "lastTransitionTime"} <= set(fields)
+    assert {"globalBatchSize", "claimName", "whenUnsatisfiable", "lastTransitionTime"} <= set(
+        fields
+    )
 
 
 def test_the_status_is_no_part_of_the_object_that_users_write(server: Server) -> None:

@@ -16,13 +16,17 @@ def expect_failed(run: Run, reason: str, *words: str) -> None:
     """The run has failed with this reason; each of ``words`` stands in the message; nothing is left that
     trains."""
     run.wait_for_phase("Failed", seconds=600)
-    run.runs.kubectl("wait", "--for=condition=Failed", f"{RESOURCE}/{run.name}", "--timeout=100s")
+    run.runs.kubectl(
+        "wait", "--for=condition=Failed", f"{RESOURCE}/{run.name}", "--timeout=100s"
+    )
     condition = run.condition("Failed")
     assert (condition["status"], condition["reason"]) == ("True", reason), condition
     assert run.is_so("Stalled") and not run.is_so("Ready")
     for word in words:
         assert word in condition["message"], condition["message"]
-    wait_for(lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end")
+    wait_for(
+        lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end"
+    )
 
 
 def expect_waiting(run: Run, reason: str, *words: str) -> None:
@@ -42,7 +46,11 @@ def expect_waiting(run: Run, reason: str, *words: str) -> None:
 def count_pods_ever(runs: Runs, run: Run) -> int:
     """So many pods of the run were ever made, by their events."""
     events = runs.list("events")
-    names = {event["involvedObject"]["name"] for event in events if event["involvedObject"]["kind"] == "Pod"}
+    names = {
+        event["involvedObject"]["name"]
+        for event in events
+        if event["involvedObject"]["kind"] == "Pod"
+    }
     return len({name for name in names if name.startswith(f"{run.name}-")})
 
 
@@ -54,9 +62,14 @@ def test_12_a_wrong_data_path_fails_at_once_and_names_the_field(runs: Runs) -> N
 
 
 def test_12_a_wrong_shape_fails_at_once_and_says_what_fits(runs: Runs) -> None:
-    run = runs.start("wrong-shape", steps=20, training={"model": {"config": {"num_attention_heads": 3}}})
+    run = runs.start(
+        "wrong-shape", steps=20, training={"model": {"config": {"num_attention_heads": 3}}}
+    )
     expect_failed(
-        run, "UserError", "spec.training.model.config", "not a multiple of the number of attention heads (3)"
+        run,
+        "UserError",
+        "spec.training.model.config",
+        "not a multiple of the number of attention heads (3)",
     )
     assert len(run.pods()) <= 2
 
@@ -86,7 +99,10 @@ def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(runs: 
         "spec": {"hard": {"pods": "0"}},
     }
     runs.kubectl("apply", "-f", "-", text=json.dumps(quota))
-    wait_for(lambda: "hard" in (runs.get("resourcequotas", "small") or {}).get("status", {}), "the quota")
+    wait_for(
+        lambda: "hard" in (runs.get("resourcequotas", "small") or {}).get("status", {}),
+        "the quota",
+    )
     run = runs.start("poor", steps=20)
     expect_waiting(run, "QuotaExceeded", "small")
     runs.kubectl("delete", "resourcequota", "small")
@@ -99,7 +115,9 @@ def test_12_no_node_that_fits_is_waited_for_with_the_schedulers_words(runs: Runs
 
 
 def test_12_a_missing_volume_is_waited_for_by_name(runs: Runs) -> None:
-    run = runs.start("no-volume", steps=20, storage={"size": None, "claimName": "no-such-claim"})
+    run = runs.start(
+        "no-volume", steps=20, storage={"size": None, "claimName": "no-such-claim"}
+    )
     expect_waiting(run, "VolumeMissing", "no-such-claim")
 
 
@@ -118,7 +136,9 @@ def test_12_a_full_volume_fails_with_the_size_in_the_message(runs: Runs) -> None
     expect_failed(run, "VolumeFull", "/volume/full", "free", "one checkpoint takes")
 
 
-def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(runs: Runs) -> None:
+def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(
+    runs: Runs,
+) -> None:
     text = (
         "import os, sys\nif os.environ['RANK'] == '1':\n    raise ValueError('the eighth "
         "sin')\nimport time\ntime.sleep(600)\n"

@@ -76,7 +76,11 @@ def volume(tmp_path: Path) -> Iterator[Path]:
 
 
 def run_in(
-    image: str, *words: str, user: str = PEOPLE[0], entrypoint: str | None = None, volume: Path | None = None
+    image: str,
+    *words: str,
+    user: str = PEOPLE[0],
+    entrypoint: str | None = None,
+    volume: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """One container as a restricted pod is run."""
     name = f"evergrad-test-{uuid.uuid4().hex[:8]}"
@@ -124,7 +128,10 @@ def told_by(image: str, *words: str, **settings: Any) -> str:
 def described(image: str) -> dict[str, Any]:
     command = ["podman", "image", "inspect", image]
     shown = subprocess.run(
-        command, capture_output=True, check=True, env={"PATH": "/usr/bin:/bin", **images.environment()}
+        command,
+        capture_output=True,
+        check=True,
+        env={"PATH": "/usr/bin:/bin", **images.environment()},
     )
     (found,) = json.loads(shown.stdout)
     return dict(found)
@@ -164,7 +171,13 @@ def test_operator_and_coordinator_start_as_any_user(operator_image: str, user: s
 
 def test_an_operator_without_a_cluster_says_so_in_one_line(operator_image: str) -> None:
     done = run_in(
-        operator_image, "--all-namespaces", "--no-lease", "--operator-image", "a:1", "--trainer-image", "b:1"
+        operator_image,
+        "--all-namespaces",
+        "--no-lease",
+        "--operator-image",
+        "a:1",
+        "--trainer-image",
+        "b:1",
     )
     assert done.returncode == 64
     assert done.stderr.strip().splitlines()[-1].startswith("error: no API server is known")
@@ -181,7 +194,10 @@ def test_an_image_holds_nothing_of_the_other(
     image: str, absent: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     program = f"import importlib.util as u; print([n for n in {absent} if u.find_spec(n)])"
-    assert told_by(request.getfixturevalue(image), "-c", program, entrypoint="python").strip() == "[]"
+    assert (
+        told_by(request.getfixturevalue(image), "-c", program, entrypoint="python").strip()
+        == "[]"
+    )
 
 
 @pytest.mark.parametrize("image", ["operator_image", "trainer_image"])
@@ -196,7 +212,10 @@ def test_an_image_holds_no_compiler_no_cache_and_nothing_of_the_machine_it_was_b
     )
     assert told_by(request.getfixturevalue(image), "-c", look, entrypoint="sh") == ""
     history = json.dumps(
-        [step.get("created_by") for step in described(request.getfixturevalue(image))["History"]]
+        [
+            step.get("created_by")
+            for step in described(request.getfixturevalue(image))["History"]
+        ]
     )
     for word in ("PIP_CERT", "proxy", "index-url=", "ca-certificates.crt"):
         assert word not in history
@@ -219,9 +238,14 @@ def test_everything_in_an_image_is_compiled_and_nothing_may_be_changed(
 
 @pytest.mark.parametrize(
     ("image", "entrypoint"),
-    [("operator_image", ["python", "-m", "evergrad_operator"]), ("trainer_image", ["evergrad"])],
+    [
+        ("operator_image", ["python", "-m", "evergrad_operator"]),
+        ("trainer_image", ["evergrad"]),
+    ],
 )
-def test_an_image_says_what_it_is(image: str, entrypoint: list[str], request: pytest.FixtureRequest) -> None:
+def test_an_image_says_what_it_is(
+    image: str, entrypoint: list[str], request: pytest.FixtureRequest
+) -> None:
     settings = described(request.getfixturevalue(image))["Config"]
     assert settings["User"] == "10001:10001"
     assert settings["Entrypoint"] == entrypoint

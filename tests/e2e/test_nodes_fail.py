@@ -8,7 +8,13 @@ from operator_watch import API_AWAY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-SPREAD = [{"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}]
+SPREAD = [
+    {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+    }
+]
 
 
 def start_spread(runs: Runs, name: str) -> tuple[Run, dict[int, str]]:
@@ -34,20 +40,27 @@ def test_05_a_frozen_node_is_left_behind_and_its_ghost_writes_nothing(
     run.wait_for_step(run.newest_step() + 20)
     successor = f"frozen-{index}-1"
     wait_for(
-        lambda: any(pod["metadata"]["name"] == successor for pod in run.pods()), "the lost pod's successor"
+        lambda: any(pod["metadata"]["name"] == successor for pod in run.pods()),
+        "the lost pod's successor",
     )
     run.wait_for_world(2)
     generations = list(run.generations())
     faults.thaw_node(places[index])
     wait_for(
-        lambda: all(pod["metadata"]["name"] != f"frozen-{index}-0" for pod in run.pods()), "the ghost's end"
+        lambda: all(pod["metadata"]["name"] != f"frozen-{index}-0" for pod in run.pods()),
+        "the ghost's end",
     )
     run.wait_for_step(run.newest_step() + 20)
     assert run.repeated_steps() == 0
     run.expect_same_as(reference)
     later = list(run.generations())
-    assert later[: len(generations)] == generations and later == sorted(later), "an older group has written"
-    wait_for(lambda: run.status()["failures"]["withoutProgress"] == 0, "the lost nodes to be no failures")
+    assert later[: len(generations)] == generations and later == sorted(later), (
+        "an older group has written"
+    )
+    wait_for(
+        lambda: run.status()["failures"]["withoutProgress"] == 0,
+        "the lost nodes to be no failures",
+    )
     assert "WorkerCrash" not in run.status()["restarts"]["byCause"]
 
 

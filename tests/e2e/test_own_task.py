@@ -37,8 +37,13 @@ def test_an_own_task_on_three_pods_under_chaos_has_the_bits_of_the_undisturbed_r
 
 def test_an_error_of_an_own_tasks_code_fails_the_run_with_its_file_and_line(runs: Runs) -> None:
     broken = OWN["files"]["averaged.py"].replace("sums(modules.trained", "sumz(modules.trained")  # type: ignore[index]
-    run = runs.start("own-task-broken", steps=ENDLESS, training={**OWN, "files": {"averaged.py": broken}})
+    run = runs.start(
+        "own-task-broken", steps=ENDLESS, training={**OWN, "files": {"averaged.py": broken}}
+    )
     wait_for(lambda: run.is_so("Failed"), "the run's failure")
     condition = run.condition("Failed")
     assert condition["reason"] == "UserError"
-    assert "averaged.py:" in condition["message"] and "name 'sumz' is not defined" in condition["message"]
+    assert (
+        "averaged.py:" in condition["message"]
+        and "name 'sumz' is not defined" in condition["message"]
+    )

@@ -24,7 +24,9 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
     runs.kubectl("apply", "-f", str(QUICKSTART / "documents.yaml"))
     runs.kubectl("apply", "-f", "-", text=json.dumps(manifest))
     run = runs.adopt("quickstart")
-    runs.kubectl("wait", "--for=condition=Complete", "trun/quickstart", "--timeout=600s", seconds=620)
+    runs.kubectl(
+        "wait", "--for=condition=Complete", "trun/quickstart", "--timeout=600s", seconds=620
+    )
     status = run.status()
     assert status["phase"] == "Complete"
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 200
@@ -39,8 +41,12 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
         "complete.json",
     } <= files
     assert run.checkpoints()
-    wait_for(lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end")
-    wait_for(lambda: run.status()["nodes"].get("running", 0) == 0, "the pods' end in the status")
+    wait_for(
+        lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end"
+    )
+    wait_for(
+        lambda: run.status()["nodes"].get("running", 0) == 0, "the pods' end in the status"
+    )
     before = (
         run.get()["metadata"]["resourceVersion"],
         [pod["metadata"]["uid"] for pod in run.pods()],
@@ -58,13 +64,17 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
     assert manifest["metadata"]["name"] == "quickstart"
 
 
-def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_pod(runs: Runs) -> None:
+def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_pod(
+    runs: Runs,
+) -> None:
     run = runs.start("restored", steps=20)
     run.wait_for_phase("Complete", seconds=600)
     rows = len(run.rows())
     manifest = run.get()
     runs.kubectl("delete", RESOURCE, "restored", "--wait=true")
-    wait_for(lambda: not run.pods() and not run.pods(role="coordinator"), "the garbage collection")
+    wait_for(
+        lambda: not run.pods() and not run.pods(role="coordinator"), "the garbage collection"
+    )
     clean = {key: manifest[key] for key in ("apiVersion", "kind", "spec")} | {
         "metadata": {"name": "restored"}
     }
@@ -84,7 +94,9 @@ def test_after_its_time_to_live_only_the_run_and_its_data_are_left(runs: Runs) -
     wait_for(lambda: all(runs.list(kind, selector) for kind in kinds), "a child of each kind")
     run.patch({"ttlSecondsAfterFinished": 2})
     run.wait_for_phase("Complete", seconds=600)
-    wait_for(lambda: not any(runs.list(kind, selector) for kind in kinds), "the end of the children")
+    wait_for(
+        lambda: not any(runs.list(kind, selector) for kind in kinds), "the end of the children"
+    )
     assert runs.get("persistentvolumeclaims", "short-lived") is not None
     assert run.status()["phase"] == "Complete"
     assert (run.directory() / "complete.json").exists()
@@ -96,7 +108,15 @@ def test_16_an_unmodified_ddp_script_survives_a_killed_pod(runs: Runs, faults: A
     manifest = make_manifest("script", steps=1)
     del manifest["spec"]["training"]
     manifest["spec"]["script"] = {
-        "command": ["/script/ddp.py", "--output", "output", "--steps", "300", "--step-seconds", "0.1"]
+        "command": [
+            "/script/ddp.py",
+            "--output",
+            "output",
+            "--steps",
+            "300",
+            "--step-seconds",
+            "0.1",
+        ]
     }
     manifest["spec"]["template"] = {
         "volumes": [{"name": "script", "configMap": {"name": "script"}}],
@@ -105,8 +125,12 @@ def test_16_an_unmodified_ddp_script_survives_a_killed_pod(runs: Runs, faults: A
     }
     run = runs.apply(manifest)
     pods = run.wait_for_pods(0, 1)
-    wait_for(lambda: run.status().get("nodes", {}).get("running") == 2, "both nodes in the group")
-    wait_for(lambda: any(run.directory().rglob("checkpoint.pt")), "the script's first checkpoint")
+    wait_for(
+        lambda: run.status().get("nodes", {}).get("running") == 2, "both nodes in the group"
+    )
+    wait_for(
+        lambda: any(run.directory().rglob("checkpoint.pt")), "the script's first checkpoint"
+    )
     faults.kill_container(runs.namespace, pods[1]["metadata"]["name"])
     status = run.wait_for_phase("Complete", seconds=600)
     assert sum(status["restarts"]["byCause"].values()) >= 1
@@ -140,13 +164,19 @@ def test_a_script_that_reports_no_number_at_all_runs_to_its_end(runs: Runs) -> N
 
 
 def test_18_a_second_run_on_the_same_path_is_refused(runs: Runs) -> None:
-    runs.kubectl("apply", "-f", "-", text=json.dumps(_claim("common", runs.cluster.storage_class)))
+    runs.kubectl(
+        "apply", "-f", "-", text=json.dumps(_claim("common", runs.cluster.storage_class))
+    )
     first = runs.start(
-        "first", steps=ENDLESS, storage={"size": None, "claimName": "common", "path": "experiment"}
+        "first",
+        steps=ENDLESS,
+        storage={"size": None, "claimName": "common", "path": "experiment"},
     )
     first.wait_for_step(5)
     second = runs.start(
-        "second", steps=ENDLESS, storage={"size": None, "claimName": "common", "path": "experiment"}
+        "second",
+        steps=ENDLESS,
+        storage={"size": None, "claimName": "common", "path": "experiment"},
     )
     status = second.wait_for_phase("Failed")
     assert second.condition("Failed")["reason"] == "OutputConflict"
@@ -201,8 +231,13 @@ def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
     assert lines[0].split()[:4] == ["NAME", "PHASE", "NODES", "STEP"]
     phases = len({line.split()[1] for line in lines[1:]})
     assert len(lines) - 1 <= seconds / 10 + 2 * phases + 2, "\n".join(lines)
-    told = [event for event in runs.list("events") if event["involvedObject"]["kind"] == "TrainingRun"]
+    told = [
+        event
+        for event in runs.list("events")
+        if event["involvedObject"]["kind"] == "TrainingRun"
+    ]
     reasons = [
-        event["reason"] for event in sorted(told, key=lambda one: int(one["metadata"]["resourceVersion"]))
+        event["reason"]
+        for event in sorted(told, key=lambda one: int(one["metadata"]["resourceVersion"]))
     ]
     assert len(reasons) == len(set(reasons)) and reasons[-1] == "Complete", reasons

@@ -66,7 +66,10 @@ def test_the_operator_stays_through_200_quiet_seconds_after_a_killed_pod(
     assert operator.is_ready()
     go_on(run)
     step = run.newest_step()
-    wait_for(lambda: run.status()["progress"]["step"] >= step, "a status that the operator writes still")
+    wait_for(
+        lambda: run.status()["progress"]["step"] >= step,
+        "a status that the operator writes still",
+    )
 
 
 def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_comes_back(
@@ -84,10 +87,18 @@ def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_comes_back(
     node = run.live_pods()[0]["spec"]["nodeName"]
     try:
         chosen = f"--pod-selector=evergrad.dev/run={run.name}"
-        options = ("--force", "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=230s", chosen)
+        options = (
+            "--force",
+            "--ignore-daemonsets",
+            "--delete-emptydir-data",
+            "--timeout=230s",
+            chosen,
+        )
         runs.kubectl("drain", node, *options)
         wait_for(
-            lambda: {one["spec"]["nodeName"] for one in run.live_pods().values()} == {_other(node)},
+            lambda: (
+                {one["spec"]["nodeName"] for one in run.live_pods().values()} == {_other(node)}
+            ),
             "pods on the other node",
         )
         run.wait_for_world(2)
@@ -107,7 +118,9 @@ def _other(node: str) -> str:
     return {"n1": "n2", "n2": "n1"}.get(node, "another node")
 
 
-def test_06_a_preempted_pod_comes_back_when_there_is_room(runs: Runs, reference: Reference) -> None:
+def test_06_a_preempted_pod_comes_back_when_there_is_room(
+    runs: Runs, reference: Reference
+) -> None:
     run = start(
         runs,
         "preempted",
@@ -176,7 +189,9 @@ def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(
     assert run.live_pods(role="coordinator") == {}
     step = run.newest_step()
     assert run.status()["checkpoint"]["step"] == step
-    assert any(name.startswith(f"step-{step:08d}") or str(step) in name for name in run.checkpoints())
+    assert any(
+        name.startswith(f"step-{step:08d}") or str(step) in name for name in run.checkpoints()
+    )
     time.sleep(3)
     assert run.newest_step() == step
     run.patch({"suspend": False})
@@ -193,12 +208,17 @@ def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(
 ) -> None:
     run = start(runs, "headless")
     workers = {index: pod["metadata"]["uid"] for index, pod in run.live_pods().items()}
-    faults.kill_container(runs.namespace, run.live_pods(role="coordinator")[0]["metadata"]["name"])
+    faults.kill_container(
+        runs.namespace, run.live_pods(role="coordinator")[0]["metadata"]["name"]
+    )
     go_on(run)
     first = run.live_pods(role="coordinator")[0]["metadata"]["name"]
     runs.kubectl("delete", "pod", first, "--now")
     wait_for(
-        lambda: run.live_pods(role="coordinator").get(0, {}).get("metadata", {}).get("name", first) != first,
+        lambda: (
+            run.live_pods(role="coordinator").get(0, {}).get("metadata", {}).get("name", first)
+            != first
+        ),
         "a new coordinator",
     )
     go_on(run, steps=60)

@@ -30,13 +30,17 @@ def requests() -> Iterator[dict[str, Any]]:
         for line in file:
             if f'"{ACCOUNT}"' in line and line.endswith("\n"):
                 event = json.loads(line)
-                if event["user"]["username"] == ACCOUNT and event.get("objectRef", {}).get("resource"):
+                if event["user"]["username"] == ACCOUNT and event.get("objectRef", {}).get(
+                    "resource"
+                ):
                     yield event
 
 
 def resource_of(event: dict[str, Any]) -> str:
     reference = event["objectRef"]
-    return "/".join(part for part in (reference["resource"], reference.get("subresource")) if part)
+    return "/".join(
+        part for part in (reference["resource"], reference.get("subresource")) if part
+    )
 
 
 @pytest.fixture(scope="module")
@@ -90,5 +94,7 @@ def test_every_right_was_used(
 ) -> None:
     rooms = {item.path for item in request.session.items if "e2e" in item.path.parts}
     if len(rooms) < ENOUGH:
-        pytest.skip("Only a part of the end-to-end tests was run; they use every right together.")
+        pytest.skip(
+            "Only a part of the end-to-end tests was run; they use every right together."
+        )
     assert granted - used - UNSEEN == set()

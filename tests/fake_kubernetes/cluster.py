@@ -34,15 +34,26 @@ class FakeCluster:
     ) -> tuple[list[Any], int]:
         self.reads.append(("list", kind.plural))
         found = self.store.list(kind.plural, namespace, selector)
-        return [raw for raw in found if name in ("", raw["metadata"]["name"])], self.store.version
+        return [
+            raw for raw in found if name in ("", raw["metadata"]["name"])
+        ], self.store.version
 
-    async def create(self, body: Mapping[str, Any], *, is_brief: bool = False) -> Mapping[str, Any]:
+    async def create(
+        self, body: Mapping[str, Any], *, is_brief: bool = False
+    ) -> Mapping[str, Any]:
         return self._try(lambda: self.store.create(KINDS[body["kind"]].plural, body))
 
     async def apply(
-        self, body: Mapping[str, Any], *, subresource: str = "", manager: str = "", is_brief: bool = False
+        self,
+        body: Mapping[str, Any],
+        *,
+        subresource: str = "",
+        manager: str = "",
+        is_brief: bool = False,
     ) -> Mapping[str, Any]:
-        return self._try(lambda: self.store.apply(KINDS[body["kind"]].plural, body, subresource))
+        return self._try(
+            lambda: self.store.apply(KINDS[body["kind"]].plural, body, subresource)
+        )
 
     async def merge(
         self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]
@@ -50,7 +61,13 @@ class FakeCluster:
         return self._try(lambda: self.store.merge(kind.plural, namespace, name, patch))
 
     async def delete(
-        self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace: int | None = None,
     ) -> bool:
         try:
             self._try(lambda: self.store.delete(kind.plural, namespace, name, uid))

@@ -71,14 +71,21 @@ class ServerThread:
         return self.do(lambda store: [raw["metadata"]["name"] for raw in store.list("pods")])
 
     def status(self, name: str) -> dict[str, Any]:
-        return self.do(lambda store: dict(store.get("trainingruns", "ns", name).get("status") or {}))
+        return self.do(
+            lambda store: dict(store.get("trainingruns", "ns", name).get("status") or {})
+        )
 
 
 class OperatorProcess:
     """``python -m evergrad_operator`` against a server."""
 
     def __init__(
-        self, folder: Path, url: str, *arguments: str, token: str = "t", environ: dict[str, str] | None = None
+        self,
+        folder: Path,
+        url: str,
+        *arguments: str,
+        token: str = "t",
+        environ: dict[str, str] | None = None,
     ) -> None:
         self.log = folder / f"operator-{time.monotonic_ns()}.log"
         kubeconfig = folder / f"{token}.kubeconfig"
@@ -121,7 +128,9 @@ class OperatorProcess:
         if not found:
             return 0, ""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}{path}", timeout=60) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{found[1]}{path}", timeout=60
+            ) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -76,7 +76,11 @@ class FakeServer:
             return _refuse(RefusedError(401, "Unauthorized"))
         if self.answers:
             return self.answers.pop(0)()
-        if request.method != "GET" and "/leases" not in request.path and "/selfsubject" not in request.path:
+        if (
+            request.method != "GET"
+            and "/leases" not in request.path
+            and "/selfsubject" not in request.path
+        ):
             self.writers.append((token, request.path))
         parts = request.path.strip("/").split("/")
         try:
@@ -119,7 +123,9 @@ class FakeServer:
             return web.json_response(store.apply(plural, body, subresource))
         return web.json_response(store.merge(plural, namespace, name, body))
 
-    async def _watch(self, request: web.Request, plural: str, namespace: str) -> web.StreamResponse:
+    async def _watch(
+        self, request: web.Request, plural: str, namespace: str
+    ) -> web.StreamResponse:
         selector, since = (
             request.query.get("labelSelector", ""),
             int(request.query.get("resourceVersion") or 0),
@@ -134,7 +140,9 @@ class FakeServer:
                 "reason": "Expired",
                 "message": "too old",
             }
-            await response.write(json.dumps({"type": "ERROR", "object": expired}).encode() + b"\n")
+            await response.write(
+                json.dumps({"type": "ERROR", "object": expired}).encode() + b"\n"
+            )
             return response
         queue: asyncio.Queue[tuple[str, str, Any] | None] = asyncio.Queue()
         for version, kind, which, raw in self.store.changes:
@@ -164,7 +172,12 @@ def _locate(parts: list[str]) -> tuple[str, str, str, str]:
         namespace, rest = rest[1], rest[2:]
     if not rest or rest[0] not in KINDS:
         raise RefusedError(404, "NotFound", "no such resource")
-    return rest[0], namespace, rest[1] if len(rest) > 1 else "", rest[2] if len(rest) > 2 else ""
+    return (
+        rest[0],
+        namespace,
+        rest[1] if len(rest) > 1 else "",
+        rest[2] if len(rest) > 2 else "",
+    )
 
 
 def _discover(parts: list[str]) -> dict[str, Any] | None:

@@ -27,7 +27,10 @@ from fake_kubernetes.store import Store, Write
 
 KEY: Key = ("ns", "run")
 CONFIG = Config(
-    trainer_image="trainer:1", operator_image="operator:1", network_policies=False, disruption_budgets=False
+    trainer_image="trainer:1",
+    operator_image="operator:1",
+    network_policies=False,
+    disruption_budgets=False,
 )
 RESOURCES = {"trainingruns": RUNS, "pods": PODS, "persistentvolumeclaims": CLAIMS}
 WATCHED = tuple(RESOURCES)
@@ -56,7 +59,11 @@ class FakeCoordinators(Coordinators):
     def answer(self, key: Key) -> Answer | None:
         followed = self._followed.get(key)
         raw = self.answers.get(key)
-        return Answer(raw, followed.attempt, 0.0) if followed is not None and raw is not None else None
+        return (
+            Answer(raw, followed.attempt, 0.0)
+            if followed is not None and raw is not None
+            else None
+        )
 
     def silence(self, key: Key) -> Silence | None:
         followed, since = self._followed.get(key), self.silent_since.get(key)
@@ -66,7 +73,13 @@ class FakeCoordinators(Coordinators):
         seconds = self.now() - since
         reason, is_dead = "CoordinatorUnreachable", self.has_timed_out
         return Silence(
-            followed.attempt, seconds, reason, text, has_answered=True, has_timed_out=is_dead, is_alone=True
+            followed.attempt,
+            seconds,
+            reason,
+            text,
+            has_answered=True,
+            has_timed_out=is_dead,
+            is_alone=True,
         )
 
     async def ask(self, key: Key) -> None:
@@ -110,7 +123,13 @@ class Simulation:
         )
         self.reconciler.clock = lambda: self.now
         self.reconciler.token_of = partial(derive_token, KEY_OF_TOKENS)
-        for plural in ("trainingruns", "persistentvolumeclaims", "pods", "configmaps", "services"):
+        for plural in (
+            "trainingruns",
+            "persistentvolumeclaims",
+            "pods",
+            "configmaps",
+            "services",
+        ):
             for raw in self.store.list(plural):
                 self.mirror.see(RESOURCES.get(plural, CHILDREN), raw, is_watched=True)
         self.store.on_change = self._watch
@@ -135,9 +154,13 @@ class Simulation:
     def resync(self) -> None:
         """What a new LIST of everything tells the operator."""
         children = [*self.store.list("configmaps"), *self.store.list("services")]
-        lists = {RESOURCES[plural]: self.store.list(plural) for plural in WATCHED} | {CHILDREN: children}
+        lists = {RESOURCES[plural]: self.store.list(plural) for plural in WATCHED} | {
+            CHILDREN: children
+        }
         for resource, raws in lists.items():
-            self.mirror.replace(resource, raws, version=self.store.version, covers=lambda namespace: True)
+            self.mirror.replace(
+                resource, raws, version=self.store.version, covers=lambda namespace: True
+            )
 
     def reconcile(self, key: Key = KEY) -> float | None:
         """Once; what it has done is shown at its end, if the watch is late."""
@@ -192,15 +215,23 @@ class Simulation:
                     "phase": "Running",
                     "podIP": f"10.0.0.{number + 1}",
                     "conditions": [{"type": "Ready", "status": "True"}],
-                    "containerStatuses": [{"name": name, "state": state, "ready": True, "restartCount": 0}],
+                    "containerStatuses": [
+                        {"name": name, "state": state, "ready": True, "restartCount": 0}
+                    ],
                 }
                 self.store.change(
-                    "pods", "ns", raw["metadata"]["name"], {"status": status, "spec": {"nodeName": "n1"}}
+                    "pods",
+                    "ns",
+                    raw["metadata"]["name"],
+                    {"status": status, "spec": {"nodeName": "n1"}},
                 )
         for raw in self.store.list("persistentvolumeclaims"):
             if (raw.get("status") or {}).get("phase") != "Bound":
                 self.store.change(
-                    "persistentvolumeclaims", "ns", raw["metadata"]["name"], {"status": {"phase": "Bound"}}
+                    "persistentvolumeclaims",
+                    "ns",
+                    raw["metadata"]["name"],
+                    {"status": {"phase": "Bound"}},
                 )
 
     def end_pod(self, name: str, exit_code: int = 0, **terminated: Any) -> None:

@@ -87,7 +87,11 @@ class Store:
         if place in self.objects:
             raise RefusedError(409, "AlreadyExists", f"{plural} {place[2]!r} already exists")
         kind, version = KINDS[plural]
-        metadata |= {"uid": f"uid-{next(self._uids)}", "creationTimestamp": self._now(), "generation": 1}
+        metadata |= {
+            "uid": f"uid-{next(self._uids)}",
+            "creationTimestamp": self._now(),
+            "generation": 1,
+        }
         body = {"apiVersion": version, "kind": kind, **body}
         if plural == "trainingruns":
             body.pop("status", None)
@@ -95,7 +99,9 @@ class Store:
             body.setdefault("status", {"phase": "Pending"})
         return self._store("ADDED", place, body, write)
 
-    def apply(self, plural: str, raw: Mapping[str, Any], subresource: str = "", verb: str = "patch") -> Raw:
+    def apply(
+        self, plural: str, raw: Mapping[str, Any], subresource: str = "", verb: str = "patch"
+    ) -> Raw:
         """Server-side apply by one manager: what the intent says is so; what it said before and says no more
         goes."""
         body = copy.deepcopy(dict(raw))
@@ -114,7 +120,10 @@ class Store:
             new["status"] = body["status"]
         else:
             for key in ("labels", "annotations"):
-                new["metadata"][key] = {**(new["metadata"].get(key) or {}), **(metadata.get(key) or {})}
+                new["metadata"][key] = {
+                    **(new["metadata"].get(key) or {}),
+                    **(metadata.get(key) or {}),
+                }
             for key in body:
                 if key not in ("metadata", "apiVersion", "kind", "status"):
                     new[key] = body[key]
@@ -141,7 +150,10 @@ class Store:
         place = plural, body["metadata"].get("namespace", ""), body["metadata"]["name"]
         known = self.get(*place)
         write = self._begin("update", place)
-        if body["metadata"].get("resourceVersion") not in (None, known["metadata"]["resourceVersion"]):
+        if body["metadata"].get("resourceVersion") not in (
+            None,
+            known["metadata"]["resourceVersion"],
+        ):
             raise RefusedError(409, "Conflict")
         return self._store("MODIFIED", place, {**known, **body}, write)
 
@@ -161,7 +173,9 @@ class Store:
 
     # ---- what others do: not counted as writes -------------------------------------------------------------
 
-    def remove(self, plural: str, namespace: str, name: str, *, is_silent: bool = False) -> None:
+    def remove(
+        self, plural: str, namespace: str, name: str, *, is_silent: bool = False
+    ) -> None:
         """It is gone, and what it owns, too. ``is_silent``: no watch is told."""
         known = self.objects.pop((plural, namespace, name))
         self.version = next(self._versions)

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from process_state import is_alive
-from run_helpers import Experiment, Started, constant, events, fault, merge, metric_rows, recipe, wait_until
+from run_helpers import (
+    Experiment,
+    Started,
+    constant,
+    events,
+    fault,
+    merge,
+    metric_rows,
+    recipe,
+    wait_until,
+)
 
 SAMPLE_SECONDS = 0.5
 PACE_SECONDS = 0.04
@@ -40,7 +50,9 @@ class Watch:
     """Follows a command and all that descends from it, until ``close``."""
 
     pid: int
-    samples: dict[tuple[int, str], list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    samples: dict[tuple[int, str], list[Sample]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     roles: dict[tuple[int, str], str] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
 
@@ -79,10 +91,14 @@ class Watch:
         memory = re.search(r"RssAnon:\s+(\d+)", text)
         if memory is None:  # it is just ending
             return
-        sample = Sample(len(os.listdir(f"/proc/{pid}/fd")), int(fields[17]), int(memory[1]) / 1024)
+        sample = Sample(
+            len(os.listdir(f"/proc/{pid}/fd")), int(fields[17]), int(memory[1]) / 1024
+        )
         self.samples[pid, born].append(sample)
         self.roles[pid, born] = (
-            "coordinator" if is_coordinator else ("launcher", "node", "worker", "grandchild")[min(depth, 3)]
+            "coordinator"
+            if is_coordinator
+            else ("launcher", "node", "worker", "grandchild")[min(depth, 3)]
         )
 
 
@@ -140,7 +156,9 @@ class Disturbed:
     def describe(self) -> str:
         """For whoever must find out why a test failed."""
         said = "\n".join(self.lines()[-12:])
-        tail = "\n".join((self.directory / "logs" / "coordinator.log").read_text().splitlines()[-25:])
+        tail = "\n".join(
+            (self.directory / "logs" / "coordinator.log").read_text().splitlines()[-25:]
+        )
         return f"seed {self.seed}\n{said}\n--- coordinator\n{tail}"
 
 
@@ -196,7 +214,9 @@ def start_disturbed(experiment: Experiment, variant: Variant, *, seed: int) -> D
         reproducibility={"elastic": "exact"},
         runtime={"collectiveTimeoutSeconds": 30},
     )
-    experiment.write(merge(training, variant.training), nodes={"min": 1, "max": variant.max_nodes})
+    experiment.write(
+        merge(training, variant.training), nodes={"min": 1, "max": variant.max_nodes}
+    )
     began = time.time()
     # Slower steps, so that there are fewer to repeat without disturbances; long enough ones to be hit within.
     pace = fault("step", call=0, action="sleep", rank=None, seconds=PACE_SECONDS)
@@ -209,7 +229,9 @@ def start_disturbed(experiment: Experiment, variant: Variant, *, seed: int) -> D
         faults=[pace, *variant.faults],
         environment=variant.environment,
     )
-    return Disturbed(experiment.at("disturbed"), seed, started, Watch(started.pid).start(), began)
+    return Disturbed(
+        experiment.at("disturbed"), seed, started, Watch(started.pid).start(), began
+    )
 
 
 def await_events(run: Disturbed, *, count: int, seconds: float) -> None:
@@ -223,7 +245,9 @@ def await_events(run: Disturbed, *, count: int, seconds: float) -> None:
 
     try:
         wait_until(
-            lambda: has_recovered() or time.sleep(0.1), seconds=seconds, what=f"{count} events took too long"
+            lambda: has_recovered() or time.sleep(0.1),
+            seconds=seconds,
+            what=f"{count} events took too long",
         )
     except TimeoutError as error:
         raise AssertionError(f"{error}: {run.describe()}") from None
@@ -261,7 +285,9 @@ def find_repeats(directory: Path) -> list[Repeat]:
     """Wherever a row is not the one after the row before it."""
     rows = metric_rows(directory)
     begins = {
-        event["generation"]: event for type_ in ("world", "start") for event in events(directory, type_)
+        event["generation"]: event
+        for type_ in ("world", "start")
+        for event in events(directory, type_)
     }
     repeats = []
     for before, after in pairwise(rows):

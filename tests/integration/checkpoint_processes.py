@@ -108,11 +108,14 @@ def end_world(pids: list[int], scratch: Path) -> list[Ended]:
     return [_collect(scratch, rank, status) for rank, status in enumerate(statuses)]
 
 
-def run_world(function: Callable[..., Any], *, size: int, directory: Path, **params: Any) -> list[Ended]:
+def run_world(
+    function: Callable[..., Any], *, size: int, directory: Path, **params: Any
+) -> list[Ended]:
     """Run ``function(world, directory, **params)`` in every rank of a fresh generation and wait for all."""
     scratch = directory.parent / f"world-{time.monotonic_ns()}"
     return end_world(
-        start_world(function, size=size, directory=directory, scratch=scratch, **params), scratch
+        start_world(function, size=size, directory=directory, scratch=scratch, **params),
+        scratch,
     )
 
 
@@ -198,7 +201,9 @@ def _run_rank(task: dict[str, Any]) -> None:
         sys.modules["worker"] = module
         spec.loader.exec_module(module)
         world = _enter_world(task)
-        value = getattr(module, task["function"])(world, Path(task["directory"]), **task["params"])
+        value = getattr(module, task["function"])(
+            world, Path(task["directory"]), **task["params"]
+        )
         (scratch / f"result-{rank}").write_text(json.dumps(value))
         status = 0
     except BaseException:  # noqa: BLE001  # whatever it is, the test side has to read it
@@ -222,7 +227,9 @@ def _enter_world(task: dict[str, Any]) -> Any:
         return World(generation=generation, rank=0, size=1, device=torch.device("cpu"))
     timeout = timedelta(seconds=250)
     meeting = f"file://{task['scratch']}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timeout
+    )
     return World(
         generation=generation,
         rank=rank,

@@ -17,7 +17,9 @@ for _name in (
     "chaos_helpers",
 ):
     if _name not in sys.modules:
-        _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
+        _spec = importlib.util.spec_from_file_location(
+            _name, Path(__file__).with_name(f"{_name}.py")
+        )
         assert _spec is not None and _spec.loader is not None
         sys.modules[_name] = importlib.util.module_from_spec(_spec)
         _spec.loader.exec_module(sys.modules[_name])
@@ -63,7 +65,9 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(*arguments: str, **options: Any) -> Any:
-        one = rendezvous_cluster.Cluster(tmp_path / f"cluster-{len(made)}", *arguments, **options)
+        one = rendezvous_cluster.Cluster(
+            tmp_path / f"cluster-{len(made)}", *arguments, **options
+        )
         made.append(one)
         one.start_coordinator()
         return one

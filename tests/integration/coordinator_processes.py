@@ -40,7 +40,9 @@ PATIENCE = 200.0
 class Coordinator:
     """One process, started and ended by its test."""
 
-    def __init__(self, folder: Path, *arguments: str, run: str = "r", least: int = 1, most: int = 3) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, run: str = "r", least: int = 1, most: int = 3
+    ) -> None:
         self.folder = folder
         self._address = folder / f"address-{time.monotonic_ns()}.json"
         self._log = self._address.with_suffix(".log")
@@ -55,7 +57,14 @@ class Coordinator:
             "--max",
             str(most),
         ]
-        command += ["--host", "127.0.0.1", "--address-file", str(self._address), "--linger", "0"]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--address-file",
+            str(self._address),
+            "--linger",
+            "0",
+        ]
         command += ["--token-file", str(folder / "token"), *arguments]
         (folder / "token").write_text(TOKEN)
         with self._log.open("wb") as log:
@@ -64,7 +73,10 @@ class Coordinator:
             )
 
     def wait_until_listening(self) -> "Coordinator":
-        wait_for(lambda: self._address.exists() or self.process.poll() is not None, "the address file")
+        wait_for(
+            lambda: self._address.exists() or self.process.poll() is not None,
+            "the address file",
+        )
         assert self._address.exists(), self.log_text()
         return self
 
@@ -86,7 +98,9 @@ class Coordinator:
     def get(self, path: str, *, token: str | None = TOKEN) -> tuple[int, str]:
         return self.post(path, None, token=token)
 
-    def post(self, path: str, body: bytes | None, *, token: str | None = TOKEN) -> tuple[int, str]:
+    def post(
+        self, path: str, body: bytes | None, *, token: str | None = TOKEN
+    ) -> tuple[int, str]:
         """Without a body it is a GET."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         request = urllib.request.Request(
@@ -106,7 +120,9 @@ class Coordinator:
     def metric(self, name: str) -> float:
         lines = self.get("/metrics")[1].splitlines()
         return sum(
-            float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.split("{")[0].split(" ")[0] == name
         )
 
     def resident_megabytes(self) -> float:
@@ -177,7 +193,13 @@ class Node:
     """
 
     def __init__(
-        self, port: int, name: str, *, incarnation: str = "", host: str = "127.0.0.1", **changes: Any
+        self,
+        port: int,
+        name: str,
+        *,
+        incarnation: str = "",
+        host: str = "127.0.0.1",
+        **changes: Any,
     ) -> None:
         self.name = name
         self.received: list[Message] = []
@@ -215,7 +237,9 @@ class Node:
                 self.had = None
                 self.client.send(Ready(generation, 1, 1, 5))
             case Go():
-                self.had = Had(message.generation, message.first_rank, message.workers, message.world_size)
+                self.had = Had(
+                    message.generation, message.first_rank, message.workers, message.world_size
+                )
                 self.client.send(Up(message.generation, 5))
             case Leave(generation=generation, save=save):
                 self.client.send(Left(generation, is_saved=save))

@@ -20,7 +20,16 @@ from typing import Any
 
 import run_helpers
 from process_state import is_alive, workers_of
-from run_helpers import DONE, Experiment, checkpoints, curve, merge, metric_rows, read_lines, recipe
+from run_helpers import (
+    DONE,
+    Experiment,
+    checkpoints,
+    curve,
+    merge,
+    metric_rows,
+    read_lines,
+    recipe,
+)
 
 SECONDS = 200.0
 """A hang's bound: no event takes anywhere near as long."""
@@ -205,7 +214,14 @@ class Cluster:
             "--expect",
             str(self.expect),
         ]
-        arguments += ["--host", "127.0.0.1", "--port", str(self.port), "--address-file", str(address)]
+        arguments += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--address-file",
+            str(address),
+        ]
         arguments += [
             "--state",
             str(self.path / "generation"),
@@ -217,12 +233,16 @@ class Cluster:
         arguments += ["--token-file", str(self.path / "token")]
         self.coordinator = self._start("coordinator", "coordinator", arguments=arguments)
         until(
-            lambda: address.exists() or self.coordinator.poll() is not None, "the coordinator", self.describe
+            lambda: address.exists() or self.coordinator.poll() is not None,
+            "the coordinator",
+            self.describe,
         )  # type: ignore[union-attr]
         self.port = json.loads(address.read_text())["port"]
         return self.coordinator
 
-    def start(self, *, workers: int = 1, faults: Sequence[Fault] = (), **options: Any) -> "Cluster":
+    def start(
+        self, *, workers: int = 1, faults: Sequence[Fault] = (), **options: Any
+    ) -> "Cluster":
         """The coordinator and ``expect`` nodes with the same faults."""
         self.start_coordinator()
         for index in range(self.expect):
@@ -243,7 +263,14 @@ class Cluster:
     ) -> Process:
         """Start one node. ``sets``: changes of its manifest; ``constants``: of modules; ``settings``: of its
         NodeSettings; ``resolver``: the resolv.conf it sees; ``transport``: EVERGRAD_TRANSPORT."""
-        arguments = ["run", "tiny.yaml", "--run-directory", str(self.directory), "--workers", str(workers)]
+        arguments = [
+            "run",
+            "tiny.yaml",
+            "--run-directory",
+            str(self.directory),
+            "--workers",
+            str(workers),
+        ]
         for one in sets:
             arguments += ["--set", one]
         self.nodes[index] = self._start(
@@ -267,7 +294,11 @@ class Cluster:
 
     def _start(self, kind: str, name: str, **task: Any) -> Process:
         output = self.path / f"{len(self.started):02}-{name}"
-        place = {"output": str(output), "cwd": str(self.experiment.path), "scratch": str(self.path)}
+        place = {
+            "output": str(output),
+            "cwd": str(self.experiment.path),
+            "scratch": str(self.path),
+        }
         pid = warm_process().ask(spawn={"kind": kind, **place, **task})
         process = Process(pid, output)
         self.started.append(process)
@@ -294,7 +325,8 @@ class Cluster:
     def until_planned(self, reason: str) -> None:
         """Until the coordinator has planned a group for that reason."""
         self.until(
-            lambda: any(line["reason"] == reason for line in self.log("plan")), f"a plan because of: {reason}"
+            lambda: any(line["reason"] == reason for line in self.log("plan")),
+            f"a plan because of: {reason}",
         )
 
     # ---- what happened -------------------------------------------------------------------------------------
@@ -305,7 +337,11 @@ class Cluster:
 
     def log(self, event: str) -> list[dict[str, Any]]:
         """The coordinator's lines of one kind, of all its processes."""
-        lines = [line for path in sorted(self.path.glob("*-coordinator.err")) for line in read_lines(path)]
+        lines = [
+            line
+            for path in sorted(self.path.glob("*-coordinator.err"))
+            for line in read_lines(path)
+        ]
         return [line for line in lines if line["event"] == event]
 
     def pids(self, node: int) -> set[int]:
@@ -314,7 +350,11 @@ class Cluster:
 
     def steps(self, node: int) -> list[int]:
         """Steps that a node's first worker has finished, in their order."""
-        return [row["step"] for row in self.trace() if row["node"] == node and row["local_rank"] == 0]
+        return [
+            row["step"]
+            for row in self.trace()
+            if row["node"] == node and row["local_rank"] == 0
+        ]
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
         return until(condition, what, self.describe)
@@ -325,7 +365,11 @@ class Cluster:
         def find() -> int:
             rows = [row for row in self.trace() if row["size"] == size]
             newest = rows[-1]["generation"] if rows else 0
-            return newest if len({row["step"] for row in rows if row["generation"] == newest}) >= steps else 0
+            return (
+                newest
+                if len({row["step"] for row in rows if row["generation"] == newest}) >= steps
+                else 0
+            )
 
         return int(self.until(find, f"{steps} steps of a group of {size}"))
 
@@ -342,7 +386,9 @@ class Cluster:
         """Wait until these nodes (default: all) have ended, by ``code``."""
         for index in self.nodes if nodes is None else nodes:
             found = self.nodes[index].wait()
-            assert found == code, f"node {index} ended with {found} instead of {code}\n{self.describe()}"
+            assert found == code, (
+                f"node {index} ended with {found} instead of {code}\n{self.describe()}"
+            )
 
     def describe(self) -> str:
         """What all processes said."""
@@ -354,11 +400,15 @@ class Cluster:
             [row[key] for key in ("generation", "size", "step", "node", "rank", "pid")]
             for row in self.trace()[-8:]
         ]
-        return "\n".join([*parts, f"last steps (generation, size, step, node, rank, pid): {rows}"])
+        return "\n".join(
+            [*parts, f"last steps (generation, size, step, node, rank, pid): {rows}"]
+        )
 
     # ---- invariants ----------------------------------------------------------------------------------------
 
-    def check(self, reference: Path, *, is_exact: bool = True, is_state_lost: bool = False) -> None:
+    def check(
+        self, reference: Path, *, is_exact: bool = True, is_state_lost: bool = False
+    ) -> None:
         """The invariants of a complete run.
 
         ``is_state_lost``: no replica lived at some moment, so that steps may be repeated.
@@ -367,9 +417,9 @@ class Cluster:
             check_generations(self.trace())
             if not is_state_lost:
                 check_nothing_repeated(self.trace())
-            assert not [line for line in self.log("gone") if line["why"] == "not ready in time"], (
-                "a node did not answer a plan"
-            )
+            assert not [
+                line for line in self.log("gone") if line["why"] == "not ready in time"
+            ], "a node did not answer a plan"
             generations = [row["generation"] for row in metric_rows(self.directory)]
             assert generations == sorted(generations), "metrics: generations go back"
             run_helpers.assert_same_curve(self.directory, reference, exact=is_exact)
@@ -383,9 +433,20 @@ class Cluster:
 
 def train_undisturbed(experiment: Experiment, *arguments: str) -> None:
     """Train ``tiny.yaml`` in one process, into ``undisturbed``."""
-    command = ["run", "tiny.yaml", "--run-directory", str(experiment.at("undisturbed")), *arguments]
+    command = [
+        "run",
+        "tiny.yaml",
+        "--run-directory",
+        str(experiment.at("undisturbed")),
+        *arguments,
+    ]
     output = experiment.path / "undisturbed"
-    task = {"kind": "command", "output": str(output), "cwd": str(experiment.path), "arguments": command}
+    task = {
+        "kind": "command",
+        "output": str(output),
+        "cwd": str(experiment.path),
+        "arguments": command,
+    }
     process = Process(warm_process().ask(spawn=task), output)
     assert process.wait() == DONE, process.said()
 
@@ -406,7 +467,12 @@ class Functions:
             "params": params,
         }
         self.started.append(
-            Process(warm_process().ask(spawn={**task, "cwd": str(self.path), "output": str(output)}), output)
+            Process(
+                warm_process().ask(
+                    spawn={**task, "cwd": str(self.path), "output": str(output)}
+                ),
+                output,
+            )
         )
         return self.started[-1]
 
@@ -420,7 +486,9 @@ class Functions:
             process.kill()
 
 
-def until(condition: Callable[[], Any], what: str, describe: Callable[[], str] = lambda: "") -> Any:
+def until(
+    condition: Callable[[], Any], what: str, describe: Callable[[], str] = lambda: ""
+) -> Any:
     """The first true value of ``condition``."""
     deadline = time.monotonic() + SECONDS
     while not (value := condition()):
@@ -439,11 +507,15 @@ def check_generations(trace: Sequence[Mapping[str, Any]]) -> None:
         assert places.setdefault((row["generation"], row["rank"]), place) == place, (
             f"two worlds in one generation: {row}"
         )
-        assert row["generation"] >= newest, f"a step of generation {row['generation']} after one of {newest}"
+        assert row["generation"] >= newest, (
+            f"a step of generation {row['generation']} after one of {newest}"
+        )
         newest = row["generation"]
     for generation in {row["generation"] for row in trace}:
         members = [(size, pid) for (one, _), (size, pid) in places.items() if one == generation]
-        assert len({size for size, _ in members}) == 1, f"generation {generation} has several sizes"
+        assert len({size for size, _ in members}) == 1, (
+            f"generation {generation} has several sizes"
+        )
         assert len({pid for _, pid in members}) == len(members), (
             f"generation {generation}: a process at two ranks"
         )

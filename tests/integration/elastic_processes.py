@@ -117,7 +117,9 @@ def _poll(pid: int, alive: set[int]) -> int | None:
 def _become(task: dict[str, Any]) -> None:
     """A forked child: a coordinator, a node or a command, its output in files."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    for number, path in enumerate((os.devnull, f"{task['output']}.out", f"{task['output']}.err")):
+    for number, path in enumerate(
+        (os.devnull, f"{task['output']}.out", f"{task['output']}.err")
+    ):
         os.dup2(os.open(path, os.O_RDONLY if number == 0 else flags, 0o600), number)
     status = 1
     try:
@@ -192,7 +194,14 @@ def _be_node(task: dict[str, Any]) -> int:
         return int(ExitCode.DONE)
     machine, num_workers = machine_and_workers(args.workers, loaded.run)
     plan = plan_session(
-        PlanRequest(loaded, directory, standing, machine, num_workers, stop_after_steps=args.stop_after_steps)
+        PlanRequest(
+            loaded,
+            directory,
+            standing,
+            machine,
+            num_workers,
+            stop_after_steps=args.stop_after_steps,
+        )
     )
     settings = NodeSettings(
         run=plan.run.metadata.name,
@@ -269,7 +278,9 @@ def _plan(fault: dict[str, Any], scratch: Path) -> None:
 
     def happen(*args: Any) -> None:
         nonlocal calls
-        if any(fault[key] is not None and fault[key] != getattr(_here, key) for key in _SELECTS):
+        if any(
+            fault[key] is not None and fault[key] != getattr(_here, key) for key in _SELECTS
+        ):
             return
         calls += 1
         if calls >= fault["call"] and _may_happen(fault, scratch):

@@ -68,7 +68,12 @@ class Cluster:
             "--host",
             "127.0.0.1",
         ]
-        command += ["--port", str(self._ports["port"]), "--status-port", str(self._ports["statusPort"])]
+        command += [
+            "--port",
+            str(self._ports["port"]),
+            "--status-port",
+            str(self._ports["statusPort"]),
+        ]
         command += [
             "--address-file",
             str(address),
@@ -78,8 +83,13 @@ class Cluster:
             "600",
         ]
         command += ["--token-file", str(self.directory / "token")]
-        self._coordinator = self._start([*command, *self._coordinator_arguments, *more], "coordinator")
-        self.until(lambda: address.exists() or self._coordinator_has_ended(), "the coordinator's address")
+        self._coordinator = self._start(
+            [*command, *self._coordinator_arguments, *more], "coordinator"
+        )
+        self.until(
+            lambda: address.exists() or self._coordinator_has_ended(),
+            "the coordinator's address",
+        )
         self._ports = json.loads(address.read_text())
 
     def kill_coordinator(self) -> None:
@@ -129,7 +139,11 @@ class Cluster:
             "--nproc-per-node=1",
             "--rdzv-backend=evergrad",
         ]
-        command += [f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={RUN}", "--max-restarts=1000000"]
+        command += [
+            f"--rdzv-endpoint={self.endpoint}",
+            f"--rdzv-id={RUN}",
+            "--max-restarts=1000000",
+        ]
         command += [*options, *(script or [str(WORKER)])]
         environment = {
             name: value
@@ -202,7 +216,9 @@ class Cluster:
             for step in self.steps():
                 if step.world_size == world_size and step.generation > above:
                     ranks.setdefault(step.generation, set()).add(step.rank)
-            return max((one for one, seen in ranks.items() if len(seen) == world_size), default=0)
+            return max(
+                (one for one, seen in ranks.items() if len(seen) == world_size), default=0
+            )
 
         self.until(lambda: find() > 0, f"a world of {world_size} above generation {above}")
         return find()
@@ -222,16 +238,22 @@ class Cluster:
         newest = late = 0
         for step in steps:
             assert step.total == step.world_size, step
-            assert places.setdefault((step.generation, step.rank), (step.node, step.world_size)) == (
+            assert places.setdefault(
+                (step.generation, step.rank), (step.node, step.world_size)
+            ) == (
                 step.node,
                 step.world_size,
             )
             late += step.generation < newest
             newest = max(newest, step.generation)
-        assert late <= is_thaw, f"{late} steps of an older generation after the first of a newer one"
+        assert late <= is_thaw, (
+            f"{late} steps of an older generation after the first of a newer one"
+        )
         for generation in {step.generation for step in steps}:
             nodes = [node for (one, _), (node, _) in places.items() if one == generation]
-            assert len(nodes) == len(set(nodes)), f"generation {generation} has a node at two ranks: {nodes}"
+            assert len(nodes) == len(set(nodes)), (
+                f"generation {generation} has a node at two ranks: {nodes}"
+            )
 
     def describe(self) -> str:
         parts = [

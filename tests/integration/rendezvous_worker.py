@@ -32,7 +32,9 @@ def work() -> None:
                 "generation": generation(),
                 "rank": rank,
             }
-            log.write(json.dumps({**step, "world_size": world_size, "total": values[0].item()}) + "\n")
+            log.write(
+                json.dumps({**step, "world_size": world_size, "total": values[0].item()}) + "\n"
+            )
             if (directory / "boundary").exists():
                 report(1, checkpoint_step=1)
             if values[1] > 0:

@@ -67,7 +67,13 @@ WORDS = [
 
 
 def fault(
-    at: str, *, call: int, action: str, rank: int | None = 0, to: str = "self", seconds: float = 0.05
+    at: str,
+    *,
+    call: int,
+    action: str,
+    rank: int | None = 0,
+    to: str = "self",
+    seconds: float = 0.05,
 ) -> Fault:
     """At the ``call``-th call (from 1) of ``at`` in ``rank`` (None: any): send a signal (``SIGTERM`` …),
     ``sleep``, or ``hold``: stand still until the file ``go-on`` is in the experiment's folder.
@@ -199,8 +205,15 @@ def start_command(
     """Start ``evergrad <arguments>`` in ``cwd``."""
     scratch = cwd / ".commands" / str(time.monotonic_ns())
     scratch.mkdir(parents=True)
-    task = {"arguments": list(arguments), "cwd": str(cwd), "scratch": str(scratch), "faults": list(faults)}
-    return Started(warm_process().ask(spawn={**task, "environment": dict(environment or {})}), scratch)
+    task = {
+        "arguments": list(arguments),
+        "cwd": str(cwd),
+        "scratch": str(scratch),
+        "faults": list(faults),
+    }
+    return Started(
+        warm_process().ask(spawn={**task, "environment": dict(environment or {})}), scratch
+    )
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +233,10 @@ def recipe(**changes: Any) -> dict[str, Any]:
     """``spec.training`` of a tiny run: 8 steps of 4 slots, one sample each, saved every 3 steps."""
     base = {
         "model": {"config": MODEL},
-        "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": 16},
+        "data": {
+            "sources": [{"name": "docs", "path": "documents.jsonl"}],
+            "sequenceLength": 16,
+        },
         "batching": {"globalBatchSize": 4, "microBatchSize": 1},
         "optimizer": {"learningRate": 3e-3},
         "horizon": {"steps": 8},
@@ -245,7 +261,9 @@ class Experiment:
     path: Path
     started: list[Started] = field(default_factory=list)
 
-    def write(self, training: Mapping[str, Any] | None = None, *, name: str = "tiny", **spec: Any) -> Path:
+    def write(
+        self, training: Mapping[str, Any] | None = None, *, name: str = "tiny", **spec: Any
+    ) -> Path:
         """Write ``<name>.yaml`` (JSON is YAML too)."""
         manifest = {
             "apiVersion": "evergrad.dev/v1alpha1",
@@ -263,7 +281,9 @@ class Experiment:
         """Start ``evergrad run`` of ``<name>.yaml`` in ``runs/<directory or name>``."""
         where = str(self.path / "runs" / (directory or name))
         command = start_command(
-            ["run", f"{name}.yaml", "--run-directory", where, *arguments], cwd=self.path, **options
+            ["run", f"{name}.yaml", "--run-directory", where, *arguments],
+            cwd=self.path,
+            **options,
         )
         self.started.append(command)
         return command
@@ -294,7 +314,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; of a file that is being written, its finished lines."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [
+        json.loads(line)
+        for line in path.read_bytes().splitlines(keepends=True)
+        if line.endswith(b"\n")
+    ]
 
 
 def metric_rows(directory: Path) -> list[dict[str, Any]]:
@@ -320,14 +344,17 @@ def events(directory: Path, type_: str) -> list[dict[str, Any]]:
 def checkpoints(directory: Path) -> list[int]:
     """Steps of the published checkpoints, ascending."""
     return sorted(
-        int(path.name.split("-")[1].split(".")[0]) for path in (directory / "checkpoints").glob("step-*")
+        int(path.name.split("-")[1].split(".")[0])
+        for path in (directory / "checkpoints").glob("step-*")
     )
 
 
 EXACT = ("sample_hash", "loss", "grad_norm", "learning_rate", "tokens", "valid_tokens")
 
 
-def assert_same_curve(one: Path, other: Path, *, exact: bool = True, tolerance: float = 1e-5) -> None:
+def assert_same_curve(
+    one: Path, other: Path, *, exact: bool = True, tolerance: float = 1e-5
+) -> None:
     """Both runs trained the same steps on the same samples, with equal losses: bit by bit, or within
     ``tolerance`` relative."""
     a, b = curve(one), curve(other)
@@ -335,7 +362,9 @@ def assert_same_curve(one: Path, other: Path, *, exact: bool = True, tolerance: 
     for step in sorted(a):
         assert a[step]["sample_hash"] == b[step]["sample_hash"], f"step {step}: other samples"
         if exact:
-            assert [a[step][key] for key in EXACT] == [b[step][key] for key in EXACT], f"step {step}"
+            assert [a[step][key] for key in EXACT] == [b[step][key] for key in EXACT], (
+                f"step {step}"
+            )
         else:
             assert abs(a[step]["loss"] - b[step]["loss"]) <= tolerance * abs(a[step]["loss"]), (
                 f"step {step}: loss"
@@ -356,7 +385,9 @@ def assert_same_state(one: Path, other: Path, *, prefix: str = "") -> None:
     a, b = final_state(one, prefix=prefix), final_state(other, prefix=prefix)
     assert a.keys() == b.keys() and a
     for key, value in a.items():
-        assert torch.equal(value, b[key]), f"{key} differs by up to {(value - b[key]).abs().max()}"
+        assert torch.equal(value, b[key]), (
+            f"{key} differs by up to {(value - b[key]).abs().max()}"
+        )
 
 
 def wait_until(condition: Callable[[], Any], *, seconds: float = 200.0, what: str = "") -> Any:
@@ -419,7 +450,9 @@ def _reap(pid: int, seconds: float) -> int:
 def _run_command(task: dict[str, Any]) -> None:
     """A forked child: the command line, its output in files."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    for number, path in enumerate((os.devnull, f"{task['scratch']}/stdout", f"{task['scratch']}/stderr")):
+    for number, path in enumerate(
+        (os.devnull, f"{task['scratch']}/stdout", f"{task['scratch']}/stderr")
+    ):
         os.dup2(os.open(path, os.O_RDONLY if number == 0 else flags, 0o600), number)
     status = 1
     try:
@@ -472,7 +505,9 @@ class _Place:
 
     def has_noticed(self) -> bool:
         """Whether this process knows that it is to stop."""
-        return any(one.is_requested for one in _signals) or any(one.is_changing() for one in self.watchdogs)
+        return any(one.is_requested for one in _signals) or any(
+            one.is_changing() for one in self.watchdogs
+        )
 
 
 _place = _Place()
@@ -523,7 +558,9 @@ def _plan_fault(planned: Fault) -> None:
             else:
                 is_asked_by_node = bool(_place.watchdogs) and planned["action"] == "SIGTERM"
                 is_own = planned["to"] == "self" and not is_asked_by_node
-                os.kill(os.getpid() if is_own else _place.command, signal.Signals[planned["action"]])
+                os.kill(
+                    os.getpid() if is_own else _place.command, signal.Signals[planned["action"]]
+                )
                 wait_until(_place.has_noticed, what="the signal was never noticed")
         return original(*args, **kwargs)
 

@@ -72,7 +72,9 @@ def test_every_disturbance_is_recovered_from(disturbed: Disturbed) -> None:
     recovered = [line for line in lines if "the run goes on" in line]
     assert len(recovered) >= EVENTS
     assert not [line for line in lines if "no recovery" in line]
-    assert lines[-1].startswith(f"chaos: {EVENTS}") or lines[-1].startswith(f"chaos: {EVENTS + 1}"), lines[-1]
+    assert lines[-1].startswith(f"chaos: {EVENTS}") or lines[-1].startswith(
+        f"chaos: {EVENTS + 1}"
+    ), lines[-1]
 
 
 def test_the_steps_that_count_have_the_samples_and_the_losses_of_an_undisturbed_run(
@@ -87,22 +89,34 @@ def test_the_steps_that_count_have_the_samples_and_the_losses_of_an_undisturbed_
         for key in EXACT
         if step not in found or found[step][key] != wanted[step][key]
     ]
-    assert not different, f"{len(different)} values differ, the first: {different[0]}; {disturbed.describe()}"
+    assert not different, (
+        f"{len(different)} values differ, the first: {different[0]}; {disturbed.describe()}"
+    )
 
 
-def test_the_final_state_has_the_bits_of_an_undisturbed_run(disturbed: Disturbed, calm: Path) -> None:
-    assert checkpoints(disturbed.directory)[-1] == checkpoints(calm)[-1] == final_step(disturbed.directory)
+def test_the_final_state_has_the_bits_of_an_undisturbed_run(
+    disturbed: Disturbed, calm: Path
+) -> None:
+    assert (
+        checkpoints(disturbed.directory)[-1]
+        == checkpoints(calm)[-1]
+        == final_step(disturbed.directory)
+    )
     assert_same_state(disturbed.directory, calm)
 
 
 def test_no_finished_step_is_trained_again_while_anybody_holds_it(disturbed: Disturbed) -> None:
     """Only when all nodes are lost; or one step, when its row was written by the only one who had finished it
     and was lost."""
-    lost_all = sum("kills all nodes" in line or "kills the only node" in line for line in disturbed.lines())
+    lost_all = sum(
+        "kills all nodes" in line or "kills the only node" in line for line in disturbed.lines()
+    )
     repeats = find_repeats(disturbed.directory)
     assert sum(one.is_from_checkpoint for one in repeats) <= lost_all
     unexplained = [
-        one for one in repeats if not one.is_from_checkpoint and (one.num_steps > 1 or one.is_same_writer)
+        one
+        for one in repeats
+        if not one.is_from_checkpoint and (one.num_steps > 1 or one.is_same_writer)
     ]
     assert not unexplained, disturbed.describe()
 
@@ -124,10 +138,15 @@ def test_generations_only_grow(disturbed: Disturbed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "most", "leaked"), [("descriptors", 8, BURIED[0]), ("threads", 4, BURIED[1]), ("memory", 16, 0)]
+    ("what", "most", "leaked"),
+    [("descriptors", 8, BURIED[0]), ("threads", 4, BURIED[1]), ("memory", 16, 0)],
 )
-def test_what_processes_hold_does_not_grow(disturbed: Disturbed, what: str, most: float, leaked: int) -> None:
-    grown = {name: growth(samples, what) for name, samples in disturbed.watch.old_enough().items()}
+def test_what_processes_hold_does_not_grow(
+    disturbed: Disturbed, what: str, most: float, leaked: int
+) -> None:
+    grown = {
+        name: growth(samples, what) for name, samples in disturbed.watch.old_enough().items()
+    }
     assert any(name.startswith("launcher") for name in grown)
     assert any(name.startswith("worker") for name in grown) or KIND == "feeding", grown
     limits = {name: most + leaked * name.startswith("worker") for name in grown}
@@ -138,7 +157,9 @@ def test_the_accounts_add_up_to_the_time_that_passed(disturbed: Disturbed) -> No
     history = read_history(RunDirectory(disturbed.directory))
     accounts = account(history.steps, history.events, history.evaluations)
     first = next(event for event in history.events if event.type == "start")
-    passed = max(event.time for event in history.events) - float(first.fields["process_start_time"])
+    passed = max(event.time for event in history.events) - float(
+        first.fields["process_start_time"]
+    )
     assert accounts.elapsed_seconds == pytest.approx(passed, rel=0.01)
     assert accounts.notes == ()
 

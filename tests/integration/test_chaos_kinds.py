@@ -7,7 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos_helpers import VARIANTS, await_events, final_step, find_repeats, processes_in, start_disturbed
+from chaos_helpers import (
+    VARIANTS,
+    await_events,
+    final_step,
+    find_repeats,
+    processes_in,
+    start_disturbed,
+)
 from run_helpers import EXACT, STOPPED_SAVED, Experiment, assert_same_state, checkpoints, curve
 
 SECONDS = 240.0
@@ -33,7 +40,9 @@ def test_a_run_disturbed_in_this_way_ends_with_the_bits_of_an_undisturbed_one(
     calm.wait(seconds=SECONDS).expect(STOPPED_SAVED)
     check(run.directory, experiment.at("calm"), count, run.describe())
     repeats = [one for one in find_repeats(run.directory) if one.is_from_checkpoint]
-    num_lost = sum("kills all nodes" in line or "kills the only node" in line for line in run.lines())
+    num_lost = sum(
+        "kills all nodes" in line or "kills the only node" in line for line in run.lines()
+    )
     assert len(repeats) <= num_lost, run.describe()
     assert num_lost > 0 or kind != "feeding", "no source died while it fed a newcomer"
     assert processes_in(experiment.path) == []
@@ -43,7 +52,9 @@ def check(found: Path, wanted: Path, count: int, describe: str) -> None:
     """Samples, losses and the final state of both."""
     ours, theirs = curve(found), curve(wanted)
     assert sorted(theirs) == list(range(1, count + 1))
-    different = [(step, key) for step in theirs for key in EXACT if ours[step][key] != theirs[step][key]]
+    different = [
+        (step, key) for step in theirs for key in EXACT if ours[step][key] != theirs[step][key]
+    ]
     assert not different, f"{different[:3]}: {describe}"
     assert checkpoints(found)[-1] == checkpoints(wanted)[-1] == count
     assert_same_state(found, wanted)

@@ -34,7 +34,8 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     """Every value depends on the step, so that a mix of two steps cannot pass for either."""
     generator = torch.Generator().manual_seed(step)
     state: dict[str, torch.Tensor] = {
-        f"model.layer{index}.weight": torch.randn(317 + index, 5, generator=generator) for index in range(6)
+        f"model.layer{index}.weight": torch.randn(317 + index, 5, generator=generator)
+        for index in range(6)
     }
     return {
         **state,
@@ -69,7 +70,9 @@ def save_two_steps(world: World, directory: Path, point: str, victim: int) -> di
         settings=Checkpoint(keep=1),
         identity=IDENTITY,
         on_event=lambda type_, fields: events.append([type_, fields]),
-        store=filesystem_store(directory, medium=Medium(faults=hook, block_bytes=mmap.PAGESIZE)),
+        store=filesystem_store(
+            directory, medium=Medium(faults=hook, block_bytes=mmap.PAGESIZE)
+        ),
     )
     manager.save(100, state_of(100), extra={"step": 100}, wait=True)
     hook.is_armed = True
@@ -105,7 +108,9 @@ def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads_bit_for_bit
     tmp_path: Path, point: str, victim: int
 ) -> None:
     directory = tmp_path / "checkpoints"
-    ended = processes.run_world(save_two_steps, size=2, directory=directory, point=point, victim=victim)
+    ended = processes.run_world(
+        save_two_steps, size=2, directory=directory, point=point, victim=victim
+    )
     assert ended[victim].status == -signal.SIGKILL, ended[victim].errors
 
     results = processes.values(processes.run_world(restart, size=2, directory=directory))
@@ -119,7 +124,9 @@ def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads_bit_for_bit
         assert result["extra"] == {"step": result["step"]}
         assert result["exact"]
         assert [event[0] for event in result["events"]] == ["restored", "save"]
-    assert sorted(path.name for path in directory.iterdir() if path.name.startswith("step-")) == ["step-300"]
+    assert sorted(
+        path.name for path in directory.iterdir() if path.name.startswith("step-")
+    ) == ["step-300"]
     assert list((directory / ".tmp").iterdir()) == []
     assert list((directory / ".trash").iterdir()) == []
 
@@ -140,7 +147,9 @@ def test_the_survivor_of_a_peer_killed_while_writing_reports_a_failed_save_and_r
     assert ended[0].value["attempts"] == []
 
 
-@pytest.mark.parametrize("point", [faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME])
+@pytest.mark.parametrize(
+    "point", [faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME]
+)
 def test_a_checkpoint_published_although_a_peer_died_meanwhile_is_reported_as_saved(
     tmp_path: Path, point: str
 ) -> None:

@@ -47,7 +47,9 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
     volume = tmp_path / "volume"
     volume.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(volume)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(volume)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode != 0:
         pytest.skip("mounting needs root")
@@ -58,7 +60,9 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
 
 
 def alone(directory: Path) -> World:
-    return World(generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu"))
+    return World(
+        generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu")
+    )
 
 
 def test_a_full_volume_fails_the_save_and_frees_what_it_took(small_volume: Path) -> None:
@@ -80,7 +84,9 @@ def test_a_full_volume_fails_the_save_and_frees_what_it_took(small_volume: Path)
 
 def save_on(world: World, directory: Path) -> Events:
     manager, events = make_manager(world, directory)
-    manager.save(20, {f"model.{key}": torch.ones(100_000) for key in "abcd"}, extra={}, wait=True)
+    manager.save(
+        20, {f"model.{key}": torch.ones(100_000) for key in "abcd"}, extra={}, wait=True
+    )
     return events
 
 
@@ -88,13 +94,17 @@ def test_a_full_volume_under_two_processes_fails_the_save_on_both(small_volume: 
     scratch = (
         small_volume.parent / "world"
     )  # not on the volume: what a rank says may not fit while the other still saves
-    pids = processes.start_world(save_on, size=2, directory=small_volume / "checkpoints", scratch=scratch)
+    pids = processes.start_world(
+        save_on, size=2, directory=small_volume / "checkpoints", scratch=scratch
+    )
     for events in processes.values(processes.end_world(pids, scratch)):
         assert [type_ for type_, _ in events] == ["save_failed"]
         assert "No space left on device" in events[0][1]["reason"]
 
 
-def test_a_volume_that_turns_read_only_fails_saves_and_can_still_be_restored_from(small_volume: Path) -> None:
+def test_a_volume_that_turns_read_only_fails_saves_and_can_still_be_restored_from(
+    small_volume: Path,
+) -> None:
     directory = small_volume / "checkpoints"
     world = alone(directory)
     manager, events = make_manager(world, directory)
@@ -106,14 +116,18 @@ def test_a_volume_that_turns_read_only_fails_saves_and_can_still_be_restored_fro
     state = {"model.a": torch.zeros(100)}
     restored = make_manager(world, directory)[0].restore(state)
     assert restored is not None and restored.step == 10
-    with pytest.raises(VolumeError, match=r"this start cannot be recorded; .*Read-only file system"):
+    with pytest.raises(
+        VolumeError, match=r"this start cannot be recorded; .*Read-only file system"
+    ):
         claim_generation(directory)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_permission_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o500)
-    with pytest.raises(RunDirectoryError, match=r"this start cannot be recorded; .*Permission denied"):
+    with pytest.raises(
+        RunDirectoryError, match=r"this start cannot be recorded; .*Permission denied"
+    ):
         claim_generation(tmp_path / "run" / "checkpoints")
 
 
@@ -125,7 +139,9 @@ def save_fifty_times(world: World, directory: Path) -> list[int]:
     for step in range(1, 61):
         manager.save(step, state, extra={"step": step})
         manager.wait()
-        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        sizes.append(
+            int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        )
     assert [type_ for type_, _ in events] == ["save"] * 60
     return sizes
 

@@ -70,7 +70,9 @@ def whole_state(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def sharded(state: dict[str, torch.Tensor], world: World, *, dim: int = 0) -> dict[str, torch.Tensor]:
+def sharded(
+    state: dict[str, torch.Tensor], world: World, *, dim: int = 0
+) -> dict[str, torch.Tensor]:
     """Everything with a dimension as a DTensor split along ``dim``; counters stay plain, as under FSDP2."""
     mesh = init_device_mesh("cpu", (world.size,))
     return {
@@ -82,7 +84,10 @@ def sharded(state: dict[str, torch.Tensor], world: World, *, dim: int = 0) -> di
 
 
 def as_whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+    return {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in state.items()
+    }
 
 
 def is_exact(state: dict[str, torch.Tensor], step: int) -> bool:
@@ -100,9 +105,13 @@ def build(kind: str, step: int, world: World) -> dict[str, torch.Tensor]:
     if kind == "columns":
         return sharded(whole, world, dim=1)
     if kind == "hybrid":
-        mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            "cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard")
+        )
         return {
-            key: distribute_tensor(value, mesh, [Replicate(), Shard(0)]) if value.dim() else value
+            key: distribute_tensor(value, mesh, [Replicate(), Shard(0)])
+            if value.dim()
+            else value
             for key, value in whole.items()
         }
     return sharded(whole, world)
@@ -138,7 +147,9 @@ def test_a_state_saved_by_four_processes_loads_in_three_and_then_in_one(tmp_path
     directory = tmp_path / "checkpoints"
     for size, step in ((4, 0), (3, 10), (1, 20)):
         assert all(
-            processes.values(processes.run_world(load_then_save, size=size, directory=directory, step=step))
+            processes.values(
+                processes.run_world(load_then_save, size=size, directory=directory, step=step)
+            )
         )
     assert all(
         torch.equal(value, whole_state(30)[key])
@@ -148,8 +159,12 @@ def test_a_state_saved_by_four_processes_loads_in_three_and_then_in_one(tmp_path
 
 def test_replicated_tensors_are_written_once_and_spread_over_the_ranks(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    processes.values(processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10))
-    sizes = [(directory / "step-10" / f"rank-0000{rank}.bin").stat().st_size for rank in range(2)]
+    processes.values(
+        processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10)
+    )
+    sizes = [
+        (directory / "step-10" / f"rank-0000{rank}.bin").stat().st_size for rank in range(2)
+    ]
     total = sum(value.nbytes for value in whole_state(0).values())
     assert total <= sum(sizes) < total + 64 * len(whole_state(0))
     assert max(sizes) < 0.7 * sum(sizes)
@@ -171,8 +186,12 @@ def test_a_state_loads_under_another_parallelism_and_world_size(
     tmp_path: Path, saved_by: int, saved_as: str, loaded_by: int, loaded_as: str
 ) -> None:
     directory = tmp_path / "checkpoints"
-    processes.values(processes.run_world(save_as, size=saved_by, directory=directory, kind=saved_as, step=10))
-    loaded = processes.run_world(load_as, size=loaded_by, directory=directory, kind=loaded_as, step=10)
+    processes.values(
+        processes.run_world(save_as, size=saved_by, directory=directory, kind=saved_as, step=10)
+    )
+    loaded = processes.run_world(
+        load_as, size=loaded_by, directory=directory, kind=loaded_as, step=10
+    )
     assert all(processes.values(loaded))
 
 
@@ -216,19 +235,30 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _training_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {
         f"model.{name}": parameter for name, parameter in model.named_parameters()
     }
     for name, parameter in model.named_parameters():
-        state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+        state |= {
+            f"optimizer.{name}.{key}": value
+            for key, value in optimizer.state[parameter].items()
+        }
     return state
 
 
-def test_a_run_under_fsdp2_goes_on_in_one_plain_process_with_the_same_numbers(tmp_path: Path) -> None:
+def test_a_run_under_fsdp2_goes_on_in_one_plain_process_with_the_same_numbers(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "checkpoints"
-    sharded_sums = processes.values(processes.run_world(train_sharded, size=2, directory=directory))
-    (plain_sums,) = processes.values(processes.run_world(resume_plain, size=1, directory=directory))
+    sharded_sums = processes.values(
+        processes.run_world(train_sharded, size=2, directory=directory)
+    )
+    (plain_sums,) = processes.values(
+        processes.run_world(resume_plain, size=1, directory=directory)
+    )
     assert sharded_sums[0] == pytest.approx(plain_sums, rel=1e-5)
 
 
@@ -255,14 +285,17 @@ def fail_then_recover(world: World, directory: Path, point: str, rank: int) -> E
 
 
 @pytest.mark.parametrize(
-    ("point", "rank"), [(faults.MID_SHARD, 1), (faults.BEFORE_FSYNC, 1), (faults.BEFORE_RENAME, 0)]
+    ("point", "rank"),
+    [(faults.MID_SHARD, 1), (faults.BEFORE_FSYNC, 1), (faults.BEFORE_RENAME, 0)],
 )
 def test_one_rank_without_space_fails_the_save_on_every_rank_and_training_goes_on(
     tmp_path: Path, point: str, rank: int
 ) -> None:
     directory = tmp_path / "checkpoints"
     for events in processes.values(
-        processes.run_world(fail_then_recover, size=2, directory=directory, point=point, rank=rank)
+        processes.run_world(
+            fail_then_recover, size=2, directory=directory, point=point, rank=rank
+        )
     ):
         assert [type_ for type_, _ in events] == ["save_failed", "save"]
         assert f"rank {rank}: [Errno 28] No space left on device" in events[0][1]["reason"]
@@ -270,7 +303,9 @@ def test_one_rank_without_space_fails_the_save_on_every_rank_and_training_goes_o
 
 
 def fail_until_error(world: World, directory: Path) -> str:
-    manager, events = make_manager(world, directory, hook=FailAt(faults.MID_SHARD, rank=1), maxFailures=3)
+    manager, events = make_manager(
+        world, directory, hook=FailAt(faults.MID_SHARD, rank=1), maxFailures=3
+    )
     for step in (1, 2, 3):
         try:
             manager.save(step, whole_state(step), extra={})
@@ -283,7 +318,9 @@ def fail_until_error(world: World, directory: Path) -> str:
     return "no error"
 
 
-def test_poll_raises_on_every_rank_after_as_many_failures_in_a_row_as_are_allowed(tmp_path: Path) -> None:
+def test_poll_raises_on_every_rank_after_as_many_failures_in_a_row_as_are_allowed(
+    tmp_path: Path,
+) -> None:
     for message in processes.values(
         processes.run_world(fail_until_error, size=2, directory=tmp_path / "checkpoints")
     ):
@@ -314,14 +351,18 @@ def load_with_one_rank_refused(world: World, directory: Path, kind: str, refused
 
 
 @pytest.mark.parametrize(
-    ("kind", "refused"), [("plain", 0), ("sharded", 1)], ids=["the one that reads", "one of many"]
+    ("kind", "refused"),
+    [("plain", 0), ("sharded", 1)],
+    ids=["the one that reads", "one of many"],
 )
 def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(
     tmp_path: Path, kind: str, refused: int
 ) -> None:
     directory = tmp_path / "checkpoints"
     for step in (10, 20):
-        processes.values(processes.run_world(save_as, size=2, directory=directory, kind="plain", step=step))
+        processes.values(
+            processes.run_world(save_as, size=2, directory=directory, kind="plain", step=step)
+        )
     for result in processes.values(
         processes.run_world(
             load_with_one_rank_refused, size=2, directory=directory, kind=kind, refused=refused
@@ -331,7 +372,10 @@ def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(
         assert result["exact"]
         (fallback, fields), (restored, _) = result["events"]
         assert (fallback, restored) == ("fallback", "restored")
-        assert fields["reason"].startswith(f"rank {refused}: ") and "Input/output error" in fields["reason"]
+        assert (
+            fields["reason"].startswith(f"rank {refused}: ")
+            and "Input/output error" in fields["reason"]
+        )
         assert fields["quarantined_as"] is None
     assert (directory / "step-20").is_dir()  # readable for others: not set aside
 
@@ -365,8 +409,12 @@ def load_without_a_volume(world: World, directory: Path) -> Any:
 
 def test_one_rank_reads_a_checkpoint_and_the_others_need_no_volume(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    processes.values(processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10))
-    results = processes.values(processes.run_world(load_without_a_volume, size=3, directory=directory))
+    processes.values(
+        processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10)
+    )
+    results = processes.values(
+        processes.run_world(load_without_a_volume, size=3, directory=directory)
+    )
     assert all(result["exact"] and result["extra"] == {"step": 10} for result in results)
     # Others wait for a beat, not for the whole validation.
     assert results[0]["beats"][:3] == [None, None, None]
@@ -387,7 +435,9 @@ def stall(world: World, directory: Path) -> str:
 
 def test_a_volume_that_gives_nothing_more_ends_the_restore_on_all_ranks(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    processes.values(processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10))
+    processes.values(
+        processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10)
+    )
     messages = processes.values(processes.run_world(stall, size=2, directory=directory))
     assert messages[0] == messages[1] and "nothing could be read" in messages[0]
 
@@ -403,9 +453,13 @@ def restore_message(world: World, directory: Path) -> str:
 
 def test_when_none_validates_every_rank_stops_with_the_same_error(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    processes.values(processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10))
+    processes.values(
+        processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10)
+    )
     (directory / "step-10" / "rank-00001.bin").unlink()
-    messages = processes.values(processes.run_world(restore_message, size=2, directory=directory))
+    messages = processes.values(
+        processes.run_world(restore_message, size=2, directory=directory)
+    )
     assert messages[0] == messages[1]
     assert "step-10: cannot be loaded; file rank-00001.bin: is missing" in messages[0]
 
@@ -426,9 +480,13 @@ def save_while_fenced(world: World, directory: Path) -> str:
     return ""
 
 
-def test_every_rank_of_the_older_of_two_runs_stops_and_publishes_nothing_more(tmp_path: Path) -> None:
+def test_every_rank_of_the_older_of_two_runs_stops_and_publishes_nothing_more(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "checkpoints"
-    for message in processes.values(processes.run_world(save_while_fenced, size=2, directory=directory)):
+    for message in processes.values(
+        processes.run_world(save_while_fenced, size=2, directory=directory)
+    ):
         assert "generation 2 has claimed this run directory" in message
     assert [path.name for path in directory.glob("step-*")] == ["step-10"]
     assert list((directory / ".tmp").iterdir()) == []
@@ -443,7 +501,9 @@ def save_differing_states(world: World, directory: Path) -> Events:
     return events
 
 
-def test_ranks_that_hold_different_tensors_do_not_publish_a_checkpoint_with_holes(tmp_path: Path) -> None:
+def test_ranks_that_hold_different_tensors_do_not_publish_a_checkpoint_with_holes(
+    tmp_path: Path,
+) -> None:
     for events in processes.values(
         processes.run_world(save_differing_states, size=2, directory=tmp_path / "checkpoints")
     ):
@@ -452,9 +512,13 @@ def test_ranks_that_hold_different_tensors_do_not_publish_a_checkpoint_with_hole
 
 
 def take_weights(world: World, directory: Path, source: str) -> bool:
-    state = {key: value for key, value in build("rows", 0, world).items() if key.startswith("model.")}
+    state = {
+        key: value for key, value in build("rows", 0, world).items() if key.startswith("model.")
+    }
     load_weights(Path(source), state, world=world)
-    return all(torch.equal(value, whole_state(10)[key]) for key, value in as_whole(state).items())
+    return all(
+        torch.equal(value, whole_state(10)[key]) for key, value in as_whole(state).items()
+    )
 
 
 def test_weights_of_another_run_load_into_shards(tmp_path: Path) -> None:
@@ -464,7 +528,9 @@ def test_weights_of_another_run_load_into_shards(tmp_path: Path) -> None:
         )
     )
     directory = tmp_path / "new" / "checkpoints"
-    taken = processes.run_world(take_weights, size=2, directory=directory, source=str(tmp_path / "old"))
+    taken = processes.run_world(
+        take_weights, size=2, directory=directory, source=str(tmp_path / "old")
+    )
     assert all(processes.values(taken))
 
 
@@ -486,7 +552,9 @@ def leave_a_frozen_peer(world: World, directory: Path) -> float:
     begun = time.monotonic()
     manager.abandon(patience_seconds=0.1)
     assert events == []
-    assert any(thread.name == "checkpoint-10" and thread.is_alive() for thread in threading.enumerate())
+    assert any(
+        thread.name == "checkpoint-10" and thread.is_alive() for thread in threading.enumerate()
+    )
     return time.monotonic() - begun
 
 

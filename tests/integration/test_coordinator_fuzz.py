@@ -23,7 +23,15 @@ if "coordinator_processes" not in sys.modules:
     sys.modules["coordinator_processes"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["coordinator_processes"])
 
-from coordinator_processes import Coordinator, Node, Start, end_nodes, hello_line, poll, run_coordinators
+from coordinator_processes import (
+    Coordinator,
+    Node,
+    Start,
+    end_nodes,
+    hello_line,
+    poll,
+    run_coordinators,
+)
 
 from evergrad_coordinator.protocol import FROM_COORDINATOR, FROM_NODES, Go, Plan
 from evergrad_coordinator.wire import LongText, to_camel
@@ -79,7 +87,9 @@ def build_hostile(rng: random.Random) -> bytes:
         return rng.choice(GARBAGE) + b"\n"
     kind = rng.choice([*FROM_NODES, *FROM_COORDINATOR])
     found = {
-        to_camel(field.name): rng.choice(WEIRD) for field in dataclasses.fields(kind) if rng.random() < 0.9
+        to_camel(field.name): rng.choice(WEIRD)
+        for field in dataclasses.fields(kind)
+        if rng.random() < 0.9
     }
     line = bytearray(json.dumps({"type": kind.TYPE, **found}).encode() + b"\n")
     for _ in range(rng.choice([0, 0, 1, 3])):
@@ -121,7 +131,10 @@ async def attack(coordinator: Coordinator, rng: random.Random, *, share: float) 
     rng.shuffle(jobs)
     for begin in range(0, len(jobs), 20):
         await asyncio.gather(
-            *(send(coordinator.port, data, pieces=pieces) for data, pieces in jobs[begin : begin + 20])
+            *(
+                send(coordinator.port, data, pieces=pieces)
+                for data, pieces in jobs[begin : begin + 20]
+            )
         )
     return num_lines
 
@@ -145,9 +158,9 @@ async def run_beside_a_group(coordinator: Coordinator) -> None:
     assert coordinator.metric("evergrad_coordinator_messages_total") > 50_000, (
         "most of it must have reached the rules"
     )
-    assert coordinator.metric("evergrad_coordinator_internal_errors_total") == 0, coordinator.log_text()[
-        -3000:
-    ]
+    assert coordinator.metric("evergrad_coordinator_internal_errors_total") == 0, (
+        coordinator.log_text()[-3000:]
+    )
     assert after - before < 6
     assert coordinator.process.poll() is None
     assert [(node.count(Plan), node.count(Go), node.client.is_connected) for node in nodes] == [

@@ -73,10 +73,20 @@ def coordinator(start: Start) -> Coordinator:
 def node(coordinator: Coordinator, tmp_path: Path) -> Iterator[int]:
     """The process of a node that is connected and beats."""
     process = subprocess.Popen(
-        [sys.executable, "-c", NODE, str(coordinator.port), str(tmp_path / "token"), str(tmp_path)]
+        [
+            sys.executable,
+            "-c",
+            NODE,
+            str(coordinator.port),
+            str(tmp_path / "token"),
+            str(tmp_path),
+        ]
     )
     wait_for(
-        lambda: is_connected(coordinator) and coordinator.metric("evergrad_coordinator_messages_total") > 3,
+        lambda: (
+            is_connected(coordinator)
+            and coordinator.metric("evergrad_coordinator_messages_total") > 3
+        ),
         "the node",
     )
     wait_for(lambda: children_of(process.pid), "its heartbeat")
@@ -158,9 +168,13 @@ def test_the_token_is_in_no_argument_and_no_variable_of_a_heartbeat(
         (encode(Beat("r", "0", "i0", token=TOKEN)) + encode(Capacity(1)), "malformed"),
     ],
 )
-def test_a_connection_that_beats_can_do_nothing_else(start: Start, lines: bytes, reason: str) -> None:
+def test_a_connection_that_beats_can_do_nothing_else(
+    start: Start, lines: bytes, reason: str
+) -> None:
     coordinator = start().wait_until_listening()
     with coordinator.connect() as peer:
         peer.sendall(lines)
         read_until_closed(peer)
-    assert [line["reason"] for line in coordinator.log() if line["event"] == "rejected"] == [reason]
+    assert [line["reason"] for line in coordinator.log() if line["event"] == "rejected"] == [
+        reason
+    ]

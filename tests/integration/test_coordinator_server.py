@@ -39,7 +39,17 @@ from coordinator_processes import (
     wait_for,
 )
 
-from evergrad_coordinator.protocol import End, Go, Leave, Plan, Ready, Refused, Result, Up, Welcome
+from evergrad_coordinator.protocol import (
+    End,
+    Go,
+    Leave,
+    Plan,
+    Ready,
+    Refused,
+    Result,
+    Up,
+    Welcome,
+)
 from evergrad_coordinator.wire import MAX_LINE_BYTES, encode
 
 
@@ -101,7 +111,9 @@ async def test_a_join_is_planned_softly(start: Start) -> None:
     coordinator = start("--expect", "2")
     nodes = await form_group(coordinator, 2)
     nodes.append(Node(coordinator.port, "2"))
-    await poll(lambda: all(node.had and node.had.world_size == 3 for node in nodes), "the larger group")
+    await poll(
+        lambda: all(node.had and node.had.world_size == 3 for node in nodes), "the larger group"
+    )
     assert [one.hard for one in nodes[0].received if isinstance(one, Plan)] == [False, False]
     await end_nodes(*nodes)
 
@@ -175,11 +187,16 @@ async def test_after_a_restart_with_a_loss_the_next_number_is_higher(start: Star
     await end_nodes(nodes[0])
     again = start("--state", state, "--port", port, "--lease", "4")
     await asyncio.to_thread(again.wait_until_listening)
-    await poll(lambda: all(node.had and node.had.generation == 2 for node in nodes[1:]), "the smaller group")
+    await poll(
+        lambda: all(node.had and node.had.generation == 2 for node in nodes[1:]),
+        "the smaller group",
+    )
     await end_nodes(*nodes[1:])
 
 
-def test_two_coordinators_on_one_state_file_cannot_both_rule(start: Start, tmp_path: Path) -> None:
+def test_two_coordinators_on_one_state_file_cannot_both_rule(
+    start: Start, tmp_path: Path
+) -> None:
     state = str(tmp_path / "state")
     first = start("--state", state).wait_until_listening()
     second = start("--state", state)
@@ -190,7 +207,9 @@ def test_two_coordinators_on_one_state_file_cannot_both_rule(start: Start, tmp_p
 
 
 @in_loop
-async def test_losing_the_compare_and_set_ends_the_coordinator_before_it_announces(start: Start) -> None:
+async def test_losing_the_compare_and_set_ends_the_coordinator_before_it_announces(
+    start: Start,
+) -> None:
     state = start.folder / "state"
     coordinator = start("--state", str(state), "--expect", "2")
     nodes = await form_group(coordinator, 2)
@@ -203,7 +222,9 @@ async def test_losing_the_compare_and_set_ends_the_coordinator_before_it_announc
 
 
 @in_loop
-async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(start: Start) -> None:
+async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(
+    start: Start,
+) -> None:
     folder = start.folder / "journal"
     folder.mkdir()
     coordinator = start("--state", str(folder / "state"), "--expect", "2")
@@ -213,7 +234,9 @@ async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(st
     await poll(lambda: coordinator.get("/readyz")[0] == 503, "readiness to end")
     assert nodes[0].client.is_connected and nodes[0].had
     (folder / "state.tmp").rmdir()
-    await poll(lambda: all(node.had and node.had.generation == 2 for node in nodes), "the larger group")
+    await poll(
+        lambda: all(node.had and node.had.generation == 2 for node in nodes), "the larger group"
+    )
     assert coordinator.get("/readyz")[0] == 200
     await end_nodes(*nodes)
 
@@ -308,7 +331,10 @@ def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
         while coordinator.metric("evergrad_coordinator_rejected_total") == 0:
             assert time.monotonic() < until
             try:
-                peer.send(b'{"type": "commit", "request": 1, "generation": 1}\n' * 20, socket.MSG_DONTWAIT)
+                peer.send(
+                    b'{"type": "commit", "request": 1, "generation": 1}\n' * 20,
+                    socket.MSG_DONTWAIT,
+                )
             except (BlockingIOError, ConnectionError):
                 time.sleep(0.01)
     assert coordinator.resident_megabytes() < 60
@@ -336,14 +362,20 @@ def test_the_status_server_answers_what_it_knows_and_refuses_the_rest(start: Sta
     assert coordinator.get("/healthz") == (200, "ok\n")
     assert coordinator.get("/nothing")[0] == 404
     assert coordinator.status()["reason"] == "WaitingForNodes"
-    answers = {b"POST /status HTTP/1.1": b"405", b"nonsense": b"400", b"HEAD /status HTTP/1.1": b"200"}
+    answers = {
+        b"POST /status HTTP/1.1": b"405",
+        b"nonsense": b"400",
+        b"HEAD /status HTTP/1.1": b"200",
+    }
     for request, answer in answers.items():
         with socket.create_connection(
             ("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE
         ) as peer:
             peer.sendall(request + b"\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n")
             assert read_until_closed(peer).startswith(b"HTTP/1.1 " + answer)
-    with socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE) as peer:
+    with socket.create_connection(
+        ("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE
+    ) as peer:
         with contextlib.suppress(ConnectionError):
             peer.sendall(b"GET /" + b"x" * 100_000)
         assert read_until_closed(peer) == b""
@@ -359,15 +391,22 @@ async def test_a_stranger_gets_nothing_from_any_port(start: Start) -> None:
     for token in (None, "", "no", TOKEN[:-1]):
         for path in ("/status", "/readyz", "/bounds", "/nothing"):
             code, said = await asyncio.to_thread(coordinator.get, path, token=token)
-            assert (code, said) == (401, "the run's token is needed: Authorization: Bearer TOKEN\n")
-        code, _ = await asyncio.to_thread(coordinator.post, "/bounds", b'{"min": 1, "max": 1}', token=token)
+            assert (code, said) == (
+                401,
+                "the run's token is needed: Authorization: Bearer TOKEN\n",
+            )
+        code, _ = await asyncio.to_thread(
+            coordinator.post, "/bounds", b'{"min": 1, "max": 1}', token=token
+        )
         assert code == 401
     for path in ("/healthz", "/metrics"):
         assert (await asyncio.to_thread(coordinator.get, path, token=None))[0] == 200
 
     # As node 0 started anew: it would take its place, name the store of the next group, and end the run as
     # complete.
-    evil = Node(coordinator.port, "0", incarnation="evil", token="", fingerprint={"torch": "2.13"})
+    evil = Node(
+        coordinator.port, "0", incarnation="evil", token="", fingerprint={"torch": "2.13"}
+    )
     await asyncio.wait_for(evil.task, PATIENCE)
     assert [type(one) for one in evil.received] == [Refused]
     with coordinator.connect() as peer:
@@ -402,7 +441,10 @@ async def test_the_bounds_of_a_run_can_be_changed_while_it_trains(start: Start) 
     nodes = await form_group(coordinator)
     await poll(lambda: coordinator.status()["phase"] == "Running", "the run")
     assert coordinator.status()["maxFailures"] == 3
-    assert coordinator.post("/bounds", b'{"min": 1, "max": 3, "maxFailures": 7}') == (200, "ok\n")
+    assert coordinator.post("/bounds", b'{"min": 1, "max": 3, "maxFailures": 7}') == (
+        200,
+        "ok\n",
+    )
     assert coordinator.status()["maxFailures"] == 7
     assert coordinator.post("/bounds", b'{"min": 1, "max": 2}') == (200, "ok\n")
     await poll(lambda: coordinator.status()["worldSize"] == 2, "the smaller group")
@@ -421,8 +463,14 @@ def test_bounds_that_make_no_sense_are_refused_with_the_reason(start: Start) -> 
         (b'{"min": 1}', "not a JSON object"),
         (b"[1, 2]", "not a JSON object"),
         (b'{"min": 2, "max": 2, "maxFailures": -1}', "maxFailures -1 is not within 0 and"),
-        (b'{"min": 2, "max": 2, "maxFailures": 99999999999}', "maxFailures 99999999999 is not within"),
-        (b'{"min": 2, "max": 2, "maxFailures": "3"}', "maxFailures is a whole number, at least 0"),
+        (
+            b'{"min": 2, "max": 2, "maxFailures": 99999999999}',
+            "maxFailures 99999999999 is not within",
+        ),
+        (
+            b'{"min": 2, "max": 2, "maxFailures": "3"}',
+            "maxFailures is a whole number, at least 0",
+        ),
         (b'{"min": 2, "max": 2, "maxFailures": true}', "maxFailures is a whole number"),
         (b'{"min": 2, "max": 2, "maxFailures": null}', "maxFailures is a whole number"),
         (b"[" * 4000, "not a JSON object"),
@@ -442,7 +490,9 @@ def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(start: 
     try:
         for number in range(200):
             crowd.append(
-                socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE)
+                socket.create_connection(
+                    ("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE
+                )
             )
             if number % 2:
                 crowd[-1].sendall(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
@@ -463,17 +513,28 @@ def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(start: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--min", "4"], "--max: 3 is below --min 4. Raise --max to at least 4, or lower --min."),
+        (
+            ["--min", "4"],
+            "--max: 3 is below --min 4. Raise --max to at least 4, or lower --min.",
+        ),
         (["--expect", "9"], "--expect: 9 is not within"),
         (["--lease", "-1"], "--lease: -1.0 is not above 0"),
         (["--lease", "nan"], "--lease: nan"),
         (["--hold-joins"], "--hold-joins: only fresh workers"),
-        (["--token-file", "/nonexistent/token"], "--token-file: /nonexistent/token cannot be read or made"),
-        (["--token-file", "/dev/null"], "--token-file: /dev/null cannot be read or made; it is empty."),
+        (
+            ["--token-file", "/nonexistent/token"],
+            "--token-file: /nonexistent/token cannot be read or made",
+        ),
+        (
+            ["--token-file", "/dev/null"],
+            "--token-file: /dev/null cannot be read or made; it is empty.",
+        ),
         (["--host", "no.such.host.invalid"], "cannot listen"),
     ],
 )
-def test_wrong_arguments_exit_64_and_say_what_to_do(start: Start, arguments: list[str], words: str) -> None:
+def test_wrong_arguments_exit_64_and_say_what_to_do(
+    start: Start, arguments: list[str], words: str
+) -> None:
     coordinator = start(*arguments)
     assert coordinator.process.wait(PATIENCE) == 64
     assert words in coordinator.log()[-1]["message"]

@@ -25,7 +25,9 @@ def test_a_node_killed_while_the_next_group_forms_is_left_out_of_the_one_after(
     assert cluster.has_happened("kill")
     cluster.check(undisturbed.at("undisturbed"))
     assert len(cluster.pids(0)) == 1
-    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [3] * 3 + [1] * (STEPS - 3)
+    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [3] * 3 + [1] * (
+        STEPS - 3
+    )
 
 
 @pytest.mark.parametrize(("place", "node"), [("send", 0), ("receive", 3)])
@@ -45,10 +47,14 @@ def test_a_death_while_a_newcomer_is_fed_leaves_the_others_with_their_state(
     assert all(len(cluster.pids(one)) == 1 for one in (1, 2))
 
 
-def test_survivors_one_step_apart_feed_each_other(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_survivors_one_step_apart_feed_each_other(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """Node 1 gives the group up although its sums were whole, so that the others have finished a step that it
     has not."""
-    cluster = make_elastic().start(faults=[fault("lose", "update", node=1, step=4, name="lose")])
+    cluster = make_elastic().start(
+        faults=[fault("lose", "update", node=1, step=4, name="lose")]
+    )
     cluster.finish()
     assert cluster.has_happened("lose")
     cluster.check(undisturbed.at("undisturbed"))
@@ -56,10 +62,14 @@ def test_survivors_one_step_apart_feed_each_other(make_elastic: MakeCluster, und
     assert all(len(cluster.pids(node)) == 1 for node in range(3))
 
 
-def test_a_save_that_a_death_interrupts_is_made_again(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_save_that_a_death_interrupts_is_made_again(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """Rank 1 dies while its part of step 5 is being written beside training; every checkpoint on disk stays
     valid."""
-    cluster = make_elastic().start(faults=[fault("SIGKILL", "shard", node=1, to="node", name="kill")])
+    cluster = make_elastic().start(
+        faults=[fault("SIGKILL", "shard", node=1, to="node", name="kill")]
+    )
     cluster.finish(nodes=[0, 2])
     assert cluster.has_happened("kill")
     cluster.check(undisturbed.at("undisturbed"))
@@ -73,7 +83,9 @@ def test_a_save_that_a_death_interrupts_is_made_again(make_elastic: MakeCluster,
 def test_rank_0_killed_between_publication_and_its_report_counts_as_saved(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    cluster = make_elastic().start(faults=[fault("SIGKILL", "published", node=0, to="node", name="kill")])
+    cluster = make_elastic().start(
+        faults=[fault("SIGKILL", "published", node=0, to="node", name="kill")]
+    )
     cluster.finish(nodes=[1, 2])
     assert cluster.has_happened("kill")
     cluster.check(undisturbed.at("undisturbed"))
@@ -87,7 +99,9 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]
     write_documents(one.path / "documents.jsonl")
     sources = [{"name": "other", "path": "documents.jsonl"}]
     evaluation = {"every": {"steps": 4}, "sources": sources, "samples": 12}
-    one.write(elastic_recipe(evaluation=evaluation, checkpoint={"best": {"metric": "other/loss"}}))
+    one.write(
+        elastic_recipe(evaluation=evaluation, checkpoint={"best": {"metric": "other/loss"}})
+    )
     train_undisturbed(one)
     yield one
     one.close()
@@ -100,7 +114,9 @@ def test_an_evaluation_that_a_death_interrupts_is_made_again(
     """Node 1 dies on its way into the first or second evaluation; rank 0's rows are those of a
     run in peace."""
     cluster = make_elastic(evaluating)
-    cluster.start(faults=[fault("SIGKILL", "evaluation", node=1, call=call, to="node", name="kill")])
+    cluster.start(
+        faults=[fault("SIGKILL", "evaluation", node=1, call=call, to="node", name="kill")]
+    )
     cluster.finish(nodes=[0, 2])
     assert cluster.has_happened("kill")
     cluster.check(evaluating.at("undisturbed"))
@@ -118,7 +134,9 @@ def test_a_join_waits_for_a_save_under_way_and_training_goes_on_meanwhile(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (6, 9)]
-    cluster = make_elastic(expect=2).start(faults=[fault("hold", "shard", node=1, name="saving"), *holds])
+    cluster = make_elastic(expect=2).start(
+        faults=[fault("hold", "shard", node=1, name="saving"), *holds]
+    )
     cluster.until_held("saving")
     cluster.until_held("held-6")
     cluster.start_node(2)

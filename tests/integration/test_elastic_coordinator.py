@@ -100,7 +100,8 @@ def test_a_group_that_broke_while_the_coordinator_was_away_is_not_adopted(
     kill_coordinator(cluster)
     cluster.release("held")
     cluster.until(
-        lambda: cluster.is_paused(seconds=0.5) and cluster.has_happened("lose"), "the end of the group"
+        lambda: cluster.is_paused(seconds=0.5) and cluster.has_happened("lose"),
+        "the end of the group",
     )
     cluster.start_coordinator()
     cluster.finish()

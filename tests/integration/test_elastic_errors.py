@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 from elastic_helpers import STEPS, Cluster, elastic_recipe, fault
-from run_helpers import DONE, INTERNAL, STOPPED_UNSAVED, Experiment, checkpoints, steps_of, write_documents
+from run_helpers import (
+    DONE,
+    INTERNAL,
+    STOPPED_UNSAVED,
+    Experiment,
+    checkpoints,
+    steps_of,
+    write_documents,
+)
 
 MakeCluster = Callable[..., Cluster]
 
@@ -46,7 +54,9 @@ def test_a_worker_that_leaves_with_exit_code_0_is_replaced(
     cluster.check(undisturbed.at("undisturbed"))
     assert len(cluster.pids(0)) == 1
     assert [
-        (line["cause"], line["exitCode"]) for line in cluster.log("broken") if line["cause"] != "peer_lost"
+        (line["cause"], line["exitCode"])
+        for line in cluster.log("broken")
+        if line["cause"] != "peer_lost"
     ] == [("worker_crash", 0)]
 
 
@@ -64,7 +74,9 @@ def test_a_slot_that_kills_whoever_computes_it_ends_the_run_with_its_samples(
     assert all("step 4, slot 3" in node.last_words for node in cluster.nodes.values())
 
 
-def test_an_error_of_rank_1_alone_is_told_as_the_cause(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_an_error_of_rank_1_alone_is_told_as_the_cause(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """The others only see a connection that was closed, which is a consequence."""
     cluster = make_elastic(options=("--max-failures", "1"))
     cluster.start(faults=[fault("raise", "forward", step=4, rank=1, is_repeated=True)])
@@ -87,27 +99,38 @@ def test_an_error_of_one_rank_once_costs_a_worker_and_no_step(
     cluster.check(undisturbed.at("undisturbed"))
     # Whether the failed worker's successor still finds steps to train depends on how quick the other is.
     assert len(cluster.pids(1)) == 1
-    assert [event["rank"] for event in cluster.log("broken") if event["cause"] == "user_error"] == [0]
+    assert [
+        event["rank"] for event in cluster.log("broken") if event["cause"] == "user_error"
+    ] == [0]
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
-def test_saves_that_fail_for_lack_of_space_end_no_run(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_saves_that_fail_for_lack_of_space_end_no_run(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """Whoever makes room must find a run that goes on, from its newest checkpoint."""
     cluster = make_elastic(expect=2)
     cluster.start(
-        faults=[fault("full", "shard", rank=1, call=2)], sets=["spec.training.checkpoint.maxFailures=1"]
+        faults=[fault("full", "shard", rank=1, call=2)],
+        sets=["spec.training.checkpoint.maxFailures=1"],
     )
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
     causes = {line["cause"] for line in cluster.log("broken")}
-    assert "environment" in causes and causes <= {"environment", "peer_lost"}, "it is nobody's mistake"
+    assert "environment" in causes and causes <= {"environment", "peer_lost"}, (
+        "it is nobody's mistake"
+    )
     assert any("No space left on device" in node.said() for node in cluster.nodes.values())
 
 
 def test_workers_of_one_group_tell_trouble_of_their_host_too(make_elastic: MakeCluster) -> None:
     """Level 2. Not a single failure of the run is allowed here, and this is none."""
     cluster = make_elastic(expect=2, options=("--max-failures", "0", "--recovery", "fresh"))
-    sets = ["checkpoint.maxFailures=1", "runtime.parallelism=fsdp2", "reproducibility.elastic=fast"]
+    sets = [
+        "checkpoint.maxFailures=1",
+        "runtime.parallelism=fsdp2",
+        "reproducibility.elastic=fast",
+    ]
     cluster.start(
         faults=[fault("full", "shard", rank=1, call=2)],
         sets=[f"spec.training.{one}" for one in sets],
@@ -115,7 +138,9 @@ def test_workers_of_one_group_tell_trouble_of_their_host_too(make_elastic: MakeC
     )
     cluster.finish()
     causes = {line["cause"] for line in cluster.log("broken")}
-    assert "environment" in causes and causes <= {"environment", "peer_lost"}, "it is nobody's mistake"
+    assert "environment" in causes and causes <= {"environment", "peer_lost"}, (
+        "it is nobody's mistake"
+    )
     assert checkpoints(cluster.directory)[-1] == STEPS
 
 
@@ -125,7 +150,9 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
     volume = tmp_path / "volume"
     volume.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(volume)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(volume)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode != 0:
         pytest.skip("mounting needs root")

@@ -58,7 +58,9 @@ def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(
     assert {row["step"] for row in cluster.trace() if row["size"] == 2} >= {5, 6, 7}
 
 
-def test_a_frozen_worker_is_replaced_by_its_supervisor(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_frozen_worker_is_replaced_by_its_supervisor(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     cluster = make_elastic(expect=2).start(
         faults=[fault("SIGSTOP", "reducing", node=1, step=4)],
         constants={"evergrad_trainer.node.patience.FROZEN_SECONDS": 5.0},
@@ -66,7 +68,9 @@ def test_a_frozen_worker_is_replaced_by_its_supervisor(make_elastic: MakeCluster
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
     assert len(cluster.pids(0)) == 1
-    assert [line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"] == ["stuck"]
+    assert [
+        line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"
+    ] == ["stuck"]
 
 
 def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(

@@ -73,11 +73,19 @@ def meet(
 
 
 def start_group(
-    functions: Functions, function: Callable[..., Any], *, size: int, generations: int, **params: Any
+    functions: Functions,
+    function: Callable[..., Any],
+    *,
+    size: int,
+    generations: int,
+    **params: Any,
 ) -> list[Process]:
     ports = [str(functions.path / f"port-{number}") for number in range(generations)]
     functions.start(host, ports=ports)
-    return [functions.start(function, ports=ports, rank=rank, size=size, **params) for rank in range(size)]
+    return [
+        functions.start(function, ports=ports, rank=rank, size=size, **params)
+        for rank in range(size)
+    ]
 
 
 def total_of(world: World, *, value: float, numel: int = 1 << 20) -> float:
@@ -123,14 +131,20 @@ def lose_a_frozen_peer(ports: list[str], rank: int, size: int, hears: bool) -> d
 
 
 @pytest.mark.parametrize("hears", [True, False], ids=["cut", "leaked without a cut"])
-def test_a_frozen_peer_holds_nobody_and_the_rest_meet_again(functions: Functions, hears: bool) -> None:
-    *survivors, frozen = start_group(functions, lose_a_frozen_peer, size=3, generations=2, hears=hears)
+def test_a_frozen_peer_holds_nobody_and_the_rest_meet_again(
+    functions: Functions, hears: bool
+) -> None:
+    *survivors, frozen = start_group(
+        functions, lose_a_frozen_peer, size=3, generations=2, hears=hears
+    )
     results = [functions.result(process) for process in survivors]
     assert [result["total"] for result in results] == [4.0, 4.0]
     assert all(result["seconds"] < SOON < TIMEOUT for result in results), results
     assert is_alive(frozen.pid)
     if not hears:
-        assert all(result["was_leaked"] for result in results), "without a cut the sums cannot have ended"
+        assert all(result["was_leaked"] for result in results), (
+            "without a cut the sums cannot have ended"
+        )
 
 
 def feed_a_frozen_peer(ports: list[str], rank: int, size: int) -> float:
@@ -172,7 +186,9 @@ def test_after_a_failed_set_up_a_process_still_meets_fresh_ones(functions: Funct
     processes = start_group(functions, fail_once_then_meet, size=2, generations=2)
     (counted, total), (_, other_total) = (functions.result(process) for process in processes)
     assert total == other_total == 2
-    assert counted == 1, "this torch resets the counter by itself: reset_group_counter is not needed any more"
+    assert counted == 1, (
+        "this torch resets the counter by itself: reset_group_counter is not needed any more"
+    )
 
 
 def change_a_hundred_times(ports: list[str], rank: int, size: int) -> list[list[int]]:
@@ -180,7 +196,9 @@ def change_a_hundred_times(ports: list[str], rank: int, size: int) -> list[list[
     and then."""
     counts = []
     for generation in range(len(ports)):
-        world = meet(ports, generation, rank=(rank + generation) % size, size=size, interrupt=Interrupt())
+        world = meet(
+            ports, generation, rank=(rank + generation) % size, size=size, interrupt=Interrupt()
+        )
         assert total_of(world, value=1.0, numel=1000) == size
         world.barrier()
         abandon_world(world, GlooTransport())

@@ -20,7 +20,9 @@ def test_a_node_killed_anywhere_within_a_step_costs_no_finished_step(
 ) -> None:
     """``finished``: what the last step of three may be; with the sum under way it may still reach
     the others."""
-    cluster = make_elastic().start(faults=[fault("SIGKILL", place, node=1, step=4, to="node", name="kill")])
+    cluster = make_elastic().start(
+        faults=[fault("SIGKILL", place, node=1, step=4, to="node", name="kill")]
+    )
     cluster.finish(nodes=[0, 2])
     assert cluster.has_happened("kill") and cluster.nodes[1].wait() == -9
     cluster.check(undisturbed.at("undisturbed"))
@@ -30,7 +32,9 @@ def test_a_node_killed_anywhere_within_a_step_costs_no_finished_step(
     assert world["world_size"] == 2
 
 
-def test_rank_0_killed_hands_its_office_to_the_next(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_rank_0_killed_hands_its_office_to_the_next(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     cluster = make_elastic().start(faults=[fault("SIGKILL", "slot", node=0, step=7, to="node")])
     cluster.finish(nodes=[1, 2])
     cluster.check(undisturbed.at("undisturbed"))
@@ -46,9 +50,19 @@ def test_a_killed_worker_leaves_its_sibling_and_comes_back(
     )
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
-    before = {(row["node"], row["local_rank"]): row["pid"] for row in cluster.trace() if row["step"] == 1}
-    after = {(row["node"], row["local_rank"]): row["pid"] for row in cluster.trace() if row["step"] == STEPS}
-    assert {place for place in before if after.get(place, before[place]) != before[place]} <= {(1, 1)}
-    assert [line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"] == [
-        "worker_crash"
-    ]
+    before = {
+        (row["node"], row["local_rank"]): row["pid"]
+        for row in cluster.trace()
+        if row["step"] == 1
+    }
+    after = {
+        (row["node"], row["local_rank"]): row["pid"]
+        for row in cluster.trace()
+        if row["step"] == STEPS
+    }
+    assert {place for place in before if after.get(place, before[place]) != before[place]} <= {
+        (1, 1)
+    }
+    assert [
+        line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"
+    ] == ["worker_crash"]

@@ -18,7 +18,9 @@ def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed:
     cluster.until_held()
     cluster.start_node(2)
     cluster.start_node(3)
-    cluster.until(lambda: {line["node"] for line in cluster.log("hello")} == set("0123"), "both newcomers")
+    cluster.until(
+        lambda: {line["node"] for line in cluster.log("hello")} == set("0123"), "both newcomers"
+    )
     cluster.until(lambda: cluster.log("plan")[-1]["members"] == 4, "a plan of four")
     cluster.release("held")
     cluster.finish()
@@ -29,8 +31,12 @@ def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed:
     assert all(not line["hard"] for line in cluster.log("plan"))
 
 
-def test_a_world_of_one_grows_and_shrinks_back(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    cluster = make_elastic(expect=1).start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+def test_a_world_of_one_grows_and_shrinks_back(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
+    cluster = make_elastic(expect=1).start(
+        faults=[fault("hold", "slot", node=0, step=4, name="held")]
+    )
     cluster.until_held()
     cluster.start_node(1, faults=[fault("SIGKILL", "tally", node=1, call=3, to="node")])
     cluster.until_planned("node 1 joined")
@@ -38,9 +44,9 @@ def test_a_world_of_one_grows_and_shrinks_back(make_elastic: MakeCluster, undist
     cluster.finish(nodes=[0])
     cluster.check(undisturbed.at("undisturbed"))
     alone = cluster.steps(1)[0] - 1
-    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [1] * alone + [2] * 2 + [1] * (
-        STEPS - alone - 2
-    )
+    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [1] * alone + [
+        2
+    ] * 2 + [1] * (STEPS - alone - 2)
     assert len(cluster.pids(0)) == 1
 
 
@@ -56,8 +62,12 @@ def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(
     cluster.finish(nodes=[1, 2])
     cluster.check(undisturbed.at("undisturbed"))
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), "no step is trained twice"
-    assert 3 <= cluster.steps(0)[-1] < cluster.steps(1)[-1], "it has left before the others ended"
-    assert checkpoints(cluster.directory) == [5, 10, STEPS], "nobody saves for a node that leaves"
+    assert 3 <= cluster.steps(0)[-1] < cluster.steps(1)[-1], (
+        "it has left before the others ended"
+    )
+    assert checkpoints(cluster.directory) == [5, 10, STEPS], (
+        "nobody saves for a node that leaves"
+    )
 
 
 def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_goes_on_later(
@@ -76,7 +86,9 @@ def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_
     last = steps_of(cluster.directory)[-1]
     assert last < STEPS and checkpoints(cluster.directory)[-1] == last
     saves = [
-        event for event in events(cluster.directory, "save") if event["checkpoint"].startswith(f"step-{last}")
+        event
+        for event in events(cluster.directory, "save")
+        if event["checkpoint"].startswith(f"step-{last}")
     ]
     assert len(saves) == 1, "the state is saved once"
     [folder] = (cluster.directory / "checkpoints").glob(f"step-{last}*")

@@ -20,7 +20,10 @@ def test_a_newcomer_whose_only_source_dies_while_it_is_fed_begins_with_the_initi
     hold = fault("hold", "slot", node=0, step=4, name="held")
     death = fault("SIGKILL", "send", node=0, call=6, to="node", name="kill")
     # Saved at its end alone, however late the source hears of the newcomer.
-    options: Any = {"constants": SMALL_CHUNKS, "sets": ["spec.training.checkpoint.every.steps=100"]}
+    options: Any = {
+        "constants": SMALL_CHUNKS,
+        "sets": ["spec.training.checkpoint.every.steps=100"],
+    }
     cluster = make_elastic(expect=1).start(faults=[hold, death], **options)
     cluster.until_held()
     cluster.start_node(1, **options)
@@ -29,12 +32,15 @@ def test_a_newcomer_whose_only_source_dies_while_it_is_fed_begins_with_the_initi
     cluster.finish(nodes=[1])
     assert cluster.has_happened("kill")
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
-    assert cluster.steps(1) == list(range(1, STEPS + 1)), "the newcomer is the process that was fed in part"
+    assert cluster.steps(1) == list(range(1, STEPS + 1)), (
+        "the newcomer is the process that was fed in part"
+    )
     assert len(cluster.pids(1)) == 1
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "named"), [(2, "one of ranks 0 and 1 is wrong"), (3, "that of rank 1 is wrong")]
+    ("num_nodes", "named"),
+    [(2, "one of ranks 0 and 1 is wrong"), (3, "that of rank 1 is wrong")],
 )
 def test_a_flipped_bit_is_found_before_the_next_save_and_an_exact_run_goes_back_to_where_all_were_equal(
     make_elastic: MakeCluster, undisturbed: Any, num_nodes: int, named: str
@@ -46,9 +52,16 @@ def test_a_flipped_bit_is_found_before_the_next_save_and_an_exact_run_goes_back_
     # Ranks of the second world are not those of the first, but all steps are those of an undisturbed run.
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
     (warning,) = events(cluster.directory, "warning")
-    assert "the state after step 10 differs" in warning["message"] and named in warning["message"]
-    assert [row["step"] for row in metric_rows(cluster.directory)] == [*range(1, 11), *range(6, STEPS + 1)]
-    assert all(len(cluster.pids(node)) == 1 for node in range(num_nodes)), "nobody's process ends"
+    assert (
+        "the state after step 10 differs" in warning["message"] and named in warning["message"]
+    )
+    assert [row["step"] for row in metric_rows(cluster.directory)] == [
+        *range(1, 11),
+        *range(6, STEPS + 1),
+    ]
+    assert all(len(cluster.pids(node)) == 1 for node in range(num_nodes)), (
+        "nobody's process ends"
+    )
 
 
 def test_two_hosts_that_differ_again_after_they_went_back_follow_rank_0_instead_of_going_back_for_ever(
@@ -57,11 +70,18 @@ def test_two_hosts_that_differ_again_after_they_went_back_follow_rank_0_instead_
     flips = [fault("flip", "step", node=1, step=step, is_repeated=True) for step in (6, 11)]
     sets = ["spec.training.reproducibility.elastic=fast"]
     # Two: whether step 10 was told before it was found to differ, and is no progress the second time, depends on the moment.
-    cluster = make_elastic(expect=2, options=("--max-failures", "2")).start(faults=flips, sets=sets)
+    cluster = make_elastic(expect=2, options=("--max-failures", "2")).start(
+        faults=flips, sets=sets
+    )
     cluster.finish()
     messages = [event["message"] for event in events(cluster.directory, "warning")]
-    assert len(messages) == 3 and all("two cannot tell which" in message for message in messages)
-    assert [row["step"] for row in metric_rows(cluster.directory)] == [*range(1, 11), *range(6, STEPS + 1)]
+    assert len(messages) == 3 and all(
+        "two cannot tell which" in message for message in messages
+    )
+    assert [row["step"] for row in metric_rows(cluster.directory)] == [
+        *range(1, 11),
+        *range(6, STEPS + 1),
+    ]
     assert all(len(cluster.pids(node)) == 1 for node in range(2)), "nobody's process ends"
 
 
@@ -69,7 +89,9 @@ def test_in_fast_mode_the_replica_that_differs_is_fed_by_the_majority_and_no_ste
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     flip = fault("flip", "step", rank=1, step=6, name="flip")
-    cluster = make_elastic().start(faults=[flip], sets=["spec.training.reproducibility.elastic=fast"])
+    cluster = make_elastic().start(
+        faults=[flip], sets=["spec.training.reproducibility.elastic=fast"]
+    )
     cluster.finish()
     assert cluster.has_happened("flip")
     (warning,) = events(cluster.directory, "warning")

@@ -18,7 +18,9 @@ SECONDS = 400
 
 def commands_of(readme: Path) -> str:
     """All shell blocks of a README, as one script that stops at the first failure."""
-    return "set -e\n" + "\n".join(re.findall(r"```sh\n(.*?)```", readme.read_text("utf-8"), re.DOTALL))
+    return "set -e\n" + "\n".join(
+        re.findall(r"```sh\n(.*?)```", readme.read_text("utf-8"), re.DOTALL)
+    )
 
 
 @pytest.mark.slow
@@ -28,7 +30,8 @@ def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Pat
     manifest = tmp_path / "examples/elastic/trainingrun.yaml"
     # Fewer steps than a reader would want to watch.
     manifest.write_text(
-        manifest.read_text("utf-8").replace("horizon: {steps: 120}", "horizon: {steps: 80}"), "utf-8"
+        manifest.read_text("utf-8").replace("horizon: {steps: 120}", "horizon: {steps: 80}"),
+        "utf-8",
     )
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = commands_of(ROOT / "examples/elastic/README.md")
@@ -51,13 +54,17 @@ def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Pat
     assert process.returncode == 0, output[-8000:]
     assert "losses equal bit by bit" in output
     events = [
-        json.loads(line) for line in (tmp_path / "runs/elastic/events.jsonl").read_text("utf-8").splitlines()
+        json.loads(line)
+        for line in (tmp_path / "runs/elastic/events.jsonl").read_text("utf-8").splitlines()
     ]
     worlds = [event["world_size"] for event in events if event["type"] == "world"]
     assert len(worlds) >= 4, events
     assert min(worlds) <= 2
     rows = [
-        json.loads(line) for line in (tmp_path / "runs/elastic/metrics.jsonl").read_text("utf-8").splitlines()
+        json.loads(line)
+        for line in (tmp_path / "runs/elastic/metrics.jsonl").read_text("utf-8").splitlines()
     ]
-    assert [row["step"] for row in rows] == list(range(1, 81)), "no finished step is trained again"
+    assert [row["step"] for row in rows] == list(range(1, 81)), (
+        "no finished step is trained again"
+    )
     assert (tmp_path / "runs/chaos/complete.json").is_file()

@@ -14,7 +14,13 @@ pytestmark = pytest.mark.timeout(600)
 
 def gpu_check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--results", str(folder), *arguments],
+        [
+            sys.executable,
+            str(BENCHMARKS / "gpu_check.py"),
+            "--results",
+            str(folder),
+            *arguments,
+        ],
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -22,15 +28,21 @@ def gpu_check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_a_machine_without_an_accelerator_is_told_apart_from_one_that_fails(tmp_path: Path) -> None:
+def test_a_machine_without_an_accelerator_is_told_apart_from_one_that_fails(
+    tmp_path: Path,
+) -> None:
     ended = gpu_check(tmp_path / "results")
     assert ended.returncode == 69
     assert "no cuda device is visible on this machine: nothing was checked" in ended.stderr
     assert not (tmp_path / "results").exists()
 
 
-def test_parts_run_in_processes_of_their_own_and_one_that_fails_is_named(tmp_path: Path) -> None:
-    passed = gpu_check(tmp_path, "--device", "cpu", "--tiny", "fsdp2", "world", "abort", "staging")
+def test_parts_run_in_processes_of_their_own_and_one_that_fails_is_named(
+    tmp_path: Path,
+) -> None:
+    passed = gpu_check(
+        tmp_path, "--device", "cpu", "--tiny", "fsdp2", "world", "abort", "staging"
+    )
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert passed.returncode == 0, passed.stdout
     assert {name: part["passed"] for name, part in found.items()} == dict.fromkeys(found, True)

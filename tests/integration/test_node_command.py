@@ -84,7 +84,15 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
             str(tmp_path / "token"),
         )
         nodes = [
-            node(*join, "--node", str(index), "--base-directory", str(tmp_path / "run"), "--workers", "1")
+            node(
+                *join,
+                "--node",
+                str(index),
+                "--base-directory",
+                str(tmp_path / "run"),
+                "--workers",
+                "1",
+            )
             for index in (0, 1)
         ]
         for one in nodes:
@@ -93,7 +101,9 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
             assert "] generation 1: ranks " in out, "what its supervisor says"
     finally:
         coordinator.end()
-    assert {(tmp_path / f"run/wrote-{rank}").read_text() for rank in (0, 1)} == {f"{tmp_path / 'run'} 59"}
+    assert {(tmp_path / f"run/wrote-{rank}").read_text() for rank in (0, 1)} == {
+        f"{tmp_path / 'run'} 59"
+    }
     assert json.loads((tmp_path / "run/run.json").read_text())["baseDirectory"] == "."
     assert json.loads((tmp_path / "run/complete.json").read_text())["run"] == "r"
     # Nobody answers at this address, and nobody need be asked.

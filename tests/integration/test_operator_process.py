@@ -31,7 +31,9 @@ def has_status(api: ServerThread, name: str) -> bool:
     return api.status(name).get("phase") == "Starting"
 
 
-def test_a_run_that_is_applied_gets_its_children_and_a_status(api: ServerThread, tmp_path: Path) -> None:
+def test_a_run_that_is_applied_gets_its_children_and_a_status(
+    api: ServerThread, tmp_path: Path
+) -> None:
     operator = OperatorProcess(tmp_path, api.server.url)
     with running(operator):
         operator.wait_ready()
@@ -41,11 +43,18 @@ def test_a_run_that_is_applied_gets_its_children_and_a_status(api: ServerThread,
         status, text = operator.get("/metrics")
         assert status == 200
         assert 'evergrad_operator_runs{phase="Starting"} 1.0' in text
-        assert 'evergrad_operator_run_phase{phase="Starting",run="r",run_namespace="ns"} 1.0' in text
+        assert (
+            'evergrad_operator_run_phase{phase="Starting",run="r",run_namespace="ns"} 1.0'
+            in text
+        )
         assert operator.get("/healthz") == (200, "ok\n")
     asked = {path for _, path in api.server.requests}
     # Trap 4: a namespaced operator asks for nothing of the whole cluster but what there is.
-    assert not [path for path in asked if path.endswith(("/customresourcedefinitions", "/api/v1/namespaces"))]
+    assert not [
+        path
+        for path in asked
+        if path.endswith(("/customresourcedefinitions", "/api/v1/namespaces"))
+    ]
 
 
 def test_runs_that_are_gone_leave_no_series_behind(api: ServerThread, tmp_path: Path) -> None:
@@ -53,7 +62,10 @@ def test_runs_that_are_gone_leave_no_series_behind(api: ServerThread, tmp_path: 
     with running(operator):
         operator.wait_ready()
         wait_for(
-            lambda: 'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1], "metrics"
+            lambda: (
+                'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1]
+            ),
+            "metrics",
         )
         api.create_run("first")
         wait_for(lambda: has_status(api, "first"), "a status")
@@ -62,12 +74,19 @@ def test_runs_that_are_gone_leave_no_series_behind(api: ServerThread, tmp_path: 
         before = len(operator.get("/metrics")[1].splitlines())
         for number in range(20):
             api.create_run(f"r{number}")
-        wait_for(lambda: all(has_status(api, f"r{number}") for number in range(20)), "all statuses")
+        wait_for(
+            lambda: all(has_status(api, f"r{number}") for number in range(20)), "all statuses"
+        )
         assert len(operator.get("/metrics")[1].splitlines()) > before + 20
         for number in range(20):
-            api.do(lambda store, number=number: store.remove("trainingruns", "ns", f"r{number}"))
+            api.do(
+                lambda store, number=number: store.remove("trainingruns", "ns", f"r{number}")
+            )
         wait_for(
-            lambda: 'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1], "all gone"
+            lambda: (
+                'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1]
+            ),
+            "all gone",
         )
         assert len(operator.get("/metrics")[1].splitlines()) <= before + 5
 
@@ -80,7 +99,9 @@ def test_an_operator_that_starts_again_over_unchanged_runs_writes_nothing_and_en
         operator.wait_ready()
         for number in range(30):
             api.create_run(f"r{number}")
-        wait_for(lambda: all(has_status(api, f"r{number}") for number in range(30)), "all statuses")
+        wait_for(
+            lambda: all(has_status(api, f"r{number}") for number in range(30)), "all statuses"
+        )
         operator.signal(signal.SIGTERM)
         assert operator.wait() == 0, operator.text()
     before = len(api.server.writers)
@@ -88,7 +109,10 @@ def test_an_operator_that_starts_again_over_unchanged_runs_writes_nothing_and_en
     with running(again):
         again.wait_ready()
         wait_for(
-            lambda: 'reconcile_total{result="success"} 3' in again.get("/metrics")[1].replace("3.0", "3"),
+            lambda: (
+                'reconcile_total{result="success"} 3'
+                in again.get("/metrics")[1].replace("3.0", "3")
+            ),
             "reconciles",
         )
         time.sleep(1.0)
@@ -139,12 +163,17 @@ def test_of_two_operators_one_writes_and_a_leader_that_was_stopped_never_writes_
             taken = len(api.server.writers)
             first.signal(signal.SIGCONT)
             assert first.wait() == 1, first.text()
-            wait_for(lambda: all(has_status(api, f"more{number}") for number in range(5)), "all statuses")
+            wait_for(
+                lambda: all(has_status(api, f"more{number}") for number in range(5)),
+                "all statuses",
+            )
             assert {token for token, _ in api.server.writers[taken:]} == {"second"}
             assert second.get("/healthz")[0] == 200
 
 
-def test_a_leader_that_ends_in_order_is_followed_at_once(api: ServerThread, tmp_path: Path) -> None:
+def test_a_leader_that_ends_in_order_is_followed_at_once(
+    api: ServerThread, tmp_path: Path
+) -> None:
     options = ("--lease", "--lease-namespace", "ns", "--lease-seconds", "60")
     first = OperatorProcess(tmp_path, api.server.url, *options)
     with running(first):
@@ -165,7 +194,9 @@ def test_a_leader_that_ends_in_order_is_followed_at_once(api: ServerThread, tmp_
         ("trainingruns", "trainingruns/status"),
     ],
 )
-def test_missing_rights_are_said_at_once(refused: str, text: str, api: ServerThread, tmp_path: Path) -> None:
+def test_missing_rights_are_said_at_once(
+    refused: str, text: str, api: ServerThread, tmp_path: Path
+) -> None:
     api.server.refused = {refused}
     operator = OperatorProcess(tmp_path, api.server.url)
     with running(operator):
@@ -190,7 +221,11 @@ def settings(**more: str) -> Settings:
     return parse_settings(
         [
             *options,
-            *(word for name, value in more.items() for word in (f"--{name.replace('_', '-')}", value)),
+            *(
+                word
+                for name, value in more.items()
+                for word in (f"--{name.replace('_', '-')}", value)
+            ),
         ],
         {},
     )
@@ -250,7 +285,9 @@ def test_watches_and_writes_go_on_after_the_token_was_rotated(tmp_path: Path) ->
     in_one_process(tmp_path, story)
 
 
-def test_what_vanished_while_the_watch_was_away_is_found_by_the_next_list(tmp_path: Path) -> None:
+def test_what_vanished_while_the_watch_was_away_is_found_by_the_next_list(
+    tmp_path: Path,
+) -> None:
     async def story(server: FakeServer, service: Service) -> None:
         create(server.store, "a")
         await until(lambda: len(pods_of(server.store)) == 3)
@@ -278,7 +315,9 @@ def test_a_worker_that_stands_still_shows_in_the_health(
     in_one_process(tmp_path, story)
 
 
-def test_a_watch_that_is_behind_shows_in_the_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_that_is_behind_shows_in_the_health(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story(server: FakeServer, service: Service) -> None:
         monkeypatch.setattr("evergrad_operator.service.STALLED_SECONDS", 0.3)
         server.store.on_change = lambda *_: None
@@ -290,7 +329,9 @@ def test_a_watch_that_is_behind_shows_in_the_health(tmp_path: Path, monkeypatch:
     in_one_process(tmp_path, story)
 
 
-def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(tmp_path: Path) -> None:
+def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(
+    tmp_path: Path,
+) -> None:
     def run_pods(store: Store) -> None:
         for raw in store.list("pods"):
             if raw["status"]["phase"] == "Pending":
@@ -299,7 +340,11 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(tmp
                     "state": {"running": {}},
                     "ready": True,
                 }
-                status = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": [state]}
+                status = {
+                    "phase": "Running",
+                    "podIP": "127.0.0.1",
+                    "containerStatuses": [state],
+                }
                 store.change("pods", "ns", raw["metadata"]["name"], {"status": status})
 
     async def story(server: FakeServer, service: Service) -> None:
@@ -328,7 +373,9 @@ def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_ans
     def fail(write: Write) -> None:
         if write.plural == "pods":
             raise RefusedError(
-                500, "InternalError", 'failed calling webhook "w.example.org": connection refused'
+                500,
+                "InternalError",
+                'failed calling webhook "w.example.org": connection refused',
             )
 
     def answer(store: Store, before: Any) -> None:
@@ -339,12 +386,16 @@ def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_ans
     with running(operator):
         operator.wait_ready()
         api.create_run("r")
-        wait_for(lambda: api.status("r").get("reason") == "WebhookFailed", "a status that says why")
+        wait_for(
+            lambda: api.status("r").get("reason") == "WebhookFailed", "a status that says why"
+        )
         assert "an admission webhook does not answer" in api.status("r")["message"]
         assert api.pods() == []
         api.do(lambda store: answer(store, lambda write: None))
         wait_for(lambda: api.pods() == CHILDREN, "pods")
-        wait_for(lambda: api.status("r").get("reason") == "Starting", "a status without the obstacle")
+        wait_for(
+            lambda: api.status("r").get("reason") == "Starting", "a status without the obstacle"
+        )
         assert operator.get("/healthz") == (200, "ok\n")
 
 

@@ -105,22 +105,35 @@ def test_two_versions_of_the_tasks_file_never_train_together(
     assert {row["size"] for row in cluster.trace()} == {1}
 
 
-def test_wrong_options_and_a_missing_file_are_refused_as_any_field(experiment: Experiment) -> None:
+def test_wrong_options_and_a_missing_file_are_refused_as_any_field(
+    experiment: Experiment,
+) -> None:
     write_own(experiment)
     experiment.write(elastic_recipe(**{**OWN, "options": {"dekay": 2, "decay": 2}}))
     said = experiment.run(expect=USER_ERROR).err
     assert "spec.training.options.decay: 2 is too large; it must be below 1. Lower it." in said
     assert "spec.training.options.dekay: unknown key; did you mean `decay`?" in said
     (experiment.path / "averaged.py").unlink()
-    for ended in (experiment.run(expect=USER_ERROR), experiment.command("validate", "tiny.yaml")):
+    for ended in (
+        experiment.run(expect=USER_ERROR),
+        experiment.command("validate", "tiny.yaml"),
+    ):
         assert ended.code == USER_ERROR and "the module averaged was not found" in ended.err
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("import torch\n", "import torch\nnone_such\n", "NameError: name 'none_such' is not defined"),
-        ("sums(modules.trained", "sumz(modules.trained", "NameError: name 'sumz' is not defined"),
+        (
+            "import torch\n",
+            "import torch\nnone_such\n",
+            "NameError: name 'none_such' is not defined",
+        ),
+        (
+            "sums(modules.trained",
+            "sumz(modules.trained",
+            "NameError: name 'sumz' is not defined",
+        ),
         (
             '"accuracy": (',
             '"precision": (',
@@ -176,7 +189,9 @@ class Observed(Averaged):
     def observers(self):
         return [Counting()]
 '''
-).replace("from evergrad_trainer.task import ", "from evergrad_trainer.task import BaseObserver, ")
+).replace(
+    "from evergrad_trainer.task import ", "from evergrad_trainer.task import BaseObserver, "
+)
 
 
 def test_an_observer_of_the_task_outlives_rank_0_and_stops_the_run_for_all(
@@ -196,8 +211,12 @@ def test_an_observer_of_the_task_outlives_rank_0_and_stops_the_run_for_all(
         write_own(own)
     rows = curve(cluster.directory)
     assert max(rows) == 10
-    stops = [row for row in read_lines(cluster.directory / "events.jsonl") if row["type"] == "stop"]
-    assert [(row["reason"], row["step"], row["saved"]) for row in stops] == [("observer", 10, True)]
+    stops = [
+        row for row in read_lines(cluster.directory / "events.jsonl") if row["type"] == "stop"
+    ]
+    assert [(row["reason"], row["step"], row["saved"]) for row in stops] == [
+        ("observer", 10, True)
+    ]
     (newest,) = cluster.directory.glob("checkpoints/step-*10*")
     extra = json.loads((newest / "manifest.json").read_text("utf-8"))["extra"]
     assert extra["state"]["observers"]["Counting"]["seen"] == [

@@ -37,7 +37,9 @@ spec:
 @pytest.fixture
 def manifest(tmp_path: Path) -> Path:
     lines = [json.dumps({"text": f"document {number}"}) for number in range(40)]
-    (tmp_path / "docs.jsonl").write_text("\n".join([*lines, "", "bad", "[]", '{"text": "\\ud800"}']) + "\n")
+    (tmp_path / "docs.jsonl").write_text(
+        "\n".join([*lines, "", "bad", "[]", '{"text": "\\ud800"}']) + "\n"
+    )
     (tmp_path / "other.jsonl").write_text('{"text": "something else"}\n')
     (tmp_path / "run.yaml").write_text(MANIFEST)
     return tmp_path / "run.yaml"
@@ -71,11 +73,17 @@ def test_the_summary_names_every_source_and_what_was_passed_over(
     assert printed.err == warning
     assert run(manifest, "--prepared-directory", directory) == 0
     printed = capsys.readouterr()
-    assert [line.endswith(" (prepared before)") for line in printed.out.splitlines()] == [True, True, False]
+    assert [line.endswith(" (prepared before)") for line in printed.out.splitlines()] == [
+        True,
+        True,
+        False,
+    ]
     assert printed.err == warning
 
 
-def test_json_is_one_document_for_scripts(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_document_for_scripts(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = manifest.parent / "prepared"
     assert run(manifest, "--prepared-directory", directory, "--json", "--workers", "1") == 0
     summary = json.loads(capsys.readouterr().out)
@@ -85,7 +93,12 @@ def test_json_is_one_document_for_scripts(manifest: Path, capsys: pytest.Capture
         "byte-1",
         257,
     )
-    assert (docs["name"], docs["documents"], docs["heldOutDocuments"], docs["repaired"]) == ("docs", 41, 4, 1)
+    assert (docs["name"], docs["documents"], docs["heldOutDocuments"], docs["repaired"]) == (
+        "docs",
+        41,
+        4,
+        1,
+    )
     assert docs["skipped"] == {"blankLine": 1, "notAnObject": 1, "notJson": 1}
     assert (other["tokens"], other["heldOutTokens"], other["reused"]) == (15, 0, False)
     assert (directory / docs["fingerprint"] / "index.json").is_file()
@@ -107,14 +120,21 @@ def test_a_number_of_workers_that_cannot_work_is_refused(
     assert f"{workers} is not a positive number" in capsys.readouterr().err
 
 
-def test_without_a_terminal_there_is_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_there_is_a_line_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stream, now = io.StringIO(), [0.0]
     lines = command._Lines(stream, clock=lambda: now[0])
     for second in range(13):
         now[0] = float(second)
         lines.show(
             PrepareProgress(
-                "tokenize", "docs", second * 2**20, 16 * 2**20, documents=second, tokens=second * 10**6
+                "tokenize",
+                "docs",
+                second * 2**20,
+                16 * 2**20,
+                documents=second,
+                tokens=second * 10**6,
             )
         )
     lines.show(PrepareProgress("wait", "docs", 0, 0))
@@ -154,7 +174,9 @@ def test_on_a_terminal_a_bar_shows_bytes_and_is_gone_at_the_end(manifest: Path) 
         str(manifest.parent / "prepared"),
     ]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        arguments, stderr=terminal, stdout=subprocess.PIPE, text=True, env=environment
+    )
     os.close(terminal)
     shown = b""
     while select.select([main], [], [], 200)[0]:
@@ -168,7 +190,10 @@ def test_on_a_terminal_a_bar_shows_bytes_and_is_gone_at_the_end(manifest: Path) 
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert "tokenising docs" in text
     assert re.search(r"/\d+\.\d KiB", text)
-    assert shown.decode().endswith(("\x1b[2K", "\x1b[?25h", "\r")) or "\x1b[2K" in shown.decode()[-40:]
+    assert (
+        shown.decode().endswith(("\x1b[2K", "\x1b[?25h", "\r"))
+        or "\x1b[2K" in shown.decode()[-40:]
+    )
     assert output.startswith("docs   20,001 documents")
 
 
@@ -190,7 +215,9 @@ pool.ProcessPool.run = run
 
 
 def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> None:
-    (manifest.parent / "docs.jsonl").write_text(json.dumps({"text": "words and more " * 50}) + "\n")
+    (manifest.parent / "docs.jsonl").write_text(
+        json.dumps({"text": "words and more " * 50}) + "\n"
+    )
     with (manifest.parent / "docs.jsonl").open("a") as file:
         file.write((json.dumps({"text": "words and more " * 50}) + "\n") * 3_000)
     arguments = [
@@ -204,7 +231,11 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> 
         "2",
     ]
     process = subprocess.Popen(
-        arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        arguments,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     deadline = time.monotonic() + 200
     while not list((manifest.parent / "prepared").glob(".tmp-*/chunks/*.json")):

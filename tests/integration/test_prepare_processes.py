@@ -112,7 +112,9 @@ class Preparers:
         }
         options = {**defaults, "folder": str(self.folder), "training": training, **options}
         command = [*prefix, sys.executable, "-c", PREPARE, json.dumps(options)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         self.running.append(process)
         return process
 
@@ -190,16 +192,25 @@ def test_a_killed_preparation_goes_on_with_its_finished_chunks_and_publishes_the
     (attempt,) = (folder / "prepared").glob(".tmp-*")
     done = {record.name: record.stat().st_ino for record in (attempt / "chunks").glob("*.json")}
     assert done
-    assert not list((folder / "prepared").glob("[0-9a-f]*")), "killed too late: it was published already"
+    assert not list((folder / "prepared").glob("[0-9a-f]*")), (
+        "killed too late: it was published already"
+    )
     stopped = preparers.start(hold=["split", 1])
-    wait_for(lambda: len(records(folder, "split")) >= (1 if kind == "tokenize" else 4), what="further record")
+    wait_for(
+        lambda: len(records(folder, "split")) >= (1 if kind == "tokenize" else 4),
+        what="further record",
+    )
     stopped.kill()
     stopped.communicate()
-    still = {record.name: record.stat().st_ino for record in (attempt / "chunks").glob("*.json")}
+    still = {
+        record.name: record.stat().st_ino for record in (attempt / "chunks").glob("*.json")
+    }
     assert {name: still[name] for name in done} == done, "a finished chunk was made again"
     preparers.finish(preparers.start())
     assert preparers.published() == expected
-    assert not list((folder / "prepared").glob(".tmp-*")) + list((folder / "prepared").glob(".lock-*"))
+    assert not list((folder / "prepared").glob(".tmp-*")) + list(
+        (folder / "prepared").glob(".lock-*")
+    )
 
 
 def test_of_two_preparers_one_works_and_the_other_takes_what_it_published(
@@ -230,7 +241,9 @@ def test_without_locks_two_preparers_at_once_still_publish_the_same(
     assert {name: published[name] for name in expected} == expected
 
 
-def test_a_helper_that_is_killed_ends_the_preparation_with_a_reason(preparers: Preparers) -> None:
+def test_a_helper_that_is_killed_ends_the_preparation_with_a_reason(
+    preparers: Preparers,
+) -> None:
     process = preparers.start(workers=1, hold=["tokenize", 1])
     wait_for(lambda: records(preparers.folder, "tokenize"), what="finished chunk")
     (helper,) = children_of(process.pid)
@@ -259,7 +272,9 @@ def test_errors_of_helpers_are_the_users_errors(preparers: Preparers) -> None:
 def test_malformed_lines_of_every_chunk_are_counted_by_helpers(preparers: Preparers) -> None:
     path = preparers.folder / "docs.jsonl"
     lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join(line if number % 50 else b"bad" for number, line in enumerate(lines)))
+    path.write_bytes(
+        b"\n".join(line if number % 50 else b"bad" for number, line in enumerate(lines))
+    )
     process = preparers.start()
     output, _ = process.communicate(timeout=200)
     problems = json.loads(output.splitlines()[-1])["error"].splitlines()
@@ -272,7 +287,17 @@ def test_malformed_lines_of_every_chunk_are_counted_by_helpers(preparers: Prepar
 def small_file_system(folder: Path, size: str) -> tuple[str, ...]:
     """A command prefix that runs what follows with a file system of ``size`` at ``folder``."""
     script = 'mount -t tmpfs -o size=$0 tmpfs "$1" && shift && exec "$@"'
-    prefix = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, size, str(folder))
+    prefix = (
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        script,
+        size,
+        str(folder),
+    )
     if (
         shutil.which("unshare") is None
         or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode
@@ -282,11 +307,15 @@ def small_file_system(folder: Path, size: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("inline_below", [0, 2**40])
-def test_a_full_disk_is_an_error_that_says_what_to_free(preparers: Preparers, inline_below: int) -> None:
+def test_a_full_disk_is_an_error_that_says_what_to_free(
+    preparers: Preparers, inline_below: int
+) -> None:
     small = preparers.folder / "small"
     small.mkdir()
     process = preparers.start(
-        prefix=small_file_system(small, "600k"), prepared=str(small / "prepared"), inline_below=inline_below
+        prefix=small_file_system(small, "600k"),
+        prepared=str(small / "prepared"),
+        inline_below=inline_below,
     )
     output, _ = process.communicate(timeout=200)
     error = json.loads(output.splitlines()[-1])
@@ -304,7 +333,12 @@ def peak_megabytes(pid: int) -> float:
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
     return max(
-        (int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")), default=0.0
+        (
+            int(line.split()[1]) / 1024
+            for line in status.splitlines()
+            if line.startswith("VmHWM")
+        ),
+        default=0.0,
     )
 
 
@@ -313,7 +347,9 @@ def test_memory_does_not_grow_with_the_file(preparers: Preparers) -> None:
     for repeat in (1, 12):
         text = json.dumps({"text": "some words of a document " * 40}) + "\n"
         (preparers.folder / "docs.jsonl").write_text(text * (4000 * repeat))
-        process = preparers.start(workers=1, chunk=2**40, prepared=str(preparers.folder / f"p{repeat}"))
+        process = preparers.start(
+            workers=1, chunk=2**40, prepared=str(preparers.folder / f"p{repeat}")
+        )
         own = helper = 0.0
         while process.poll() is None:
             own = max(own, peak_megabytes(process.pid))
@@ -353,7 +389,11 @@ def test_reading_prepared_data_keeps_memory_flat(tmp_path: Path) -> None:
         with open(names[-1], "wb") as file:
             np.full(16 * 2**20, number, dtype="<u2").tofile(file)
     grown = subprocess.run(
-        [sys.executable, "-c", READ, *names], capture_output=True, text=True, check=True, timeout=90
+        [sys.executable, "-c", READ, *names],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=90,
     )
     assert float(grown.stdout) < 16
 

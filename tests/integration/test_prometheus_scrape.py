@@ -79,10 +79,16 @@ class Prometheus:
                 seen = self.query(expression)
             except OSError as error:
                 seen = error
-            if isinstance(seen, list) and len(seen) == 1 and float(seen[0]["value"][1]) == value:
+            if (
+                isinstance(seen, list)
+                and len(seen) == 1
+                and float(seen[0]["value"][1]) == value
+            ):
                 return
             time.sleep(0.1)
-        pytest.fail(f"{expression} did not become {value} within {DEADLINE_SECONDS} s, but is {seen}")
+        pytest.fail(
+            f"{expression} did not become {value} within {DEADLINE_SECONDS} s, but is {seen}"
+        )
 
 
 def _free_port() -> int:
@@ -96,7 +102,10 @@ def prometheus(tmp_path: Path, exporter: PrometheusExporter) -> Iterator[Prometh
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
         "scrape_configs": [
-            {"job_name": "trainer", "static_configs": [{"targets": [f"127.0.0.1:{exporter.port}"]}]}
+            {
+                "job_name": "trainer",
+                "static_configs": [{"targets": [f"127.0.0.1:{exporter.port}"]}],
+            }
         ],
     }
     (tmp_path / "prometheus.yml").write_text(json.dumps(config))
@@ -108,7 +117,10 @@ def prometheus(tmp_path: Path, exporter: PrometheusExporter) -> Iterator[Prometh
         f"--web.listen-address=127.0.0.1:{port}",
         "--log.level=warn",
     ]
-    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+    ):
         try:
             yield Prometheus(port)
         finally:
@@ -119,16 +131,39 @@ def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
     now = time.time()
     exporter.run_start(
         RunInfo(
-            "docs-lm", 1, 2, 100, 0, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm"
+            "docs-lm",
+            1,
+            2,
+            100,
+            0,
+            8192,
+            32,
+            10_000_000,
+            "bf16",
+            "dataParallel",
+            "llama",
+            "/runs/docs-lm",
         )
     )
     exporter.event(
-        Event(EventType.START, now - 40, 0, 1, {"process_start_time": now - 42, "resumed_from": None})
+        Event(
+            EventType.START,
+            now - 40,
+            0,
+            1,
+            {"process_start_time": now - 42, "resumed_from": None},
+        )
     )
     for step in range(1, 61):
         exporter.step_end(synthetic.step_record(step, time=now - 30 + step / 2))
     exporter.evaluation_end(EvaluationRecord(60, 1, "heldOut", 2.5, 12.2, 4096, 0.5, now))
-    saved = {"checkpoint": "step-60", "seconds": 1.0, "blocking_seconds": 0.1, "bytes": 10**8, "kept": 1}
+    saved = {
+        "checkpoint": "step-60",
+        "seconds": 1.0,
+        "blocking_seconds": 0.1,
+        "bytes": 10**8,
+        "kept": 1,
+    }
     exporter.event(Event(EventType.SAVE, now, 60, 1, saved))
 
 
@@ -167,9 +202,13 @@ def test_promtool_finds_nothing_to_complain_about(
 ) -> None:
     promtool = _require("promtool")
     _train(exporter, synthetic)
-    exporter.event(Event(EventType.RESTORED, time.time(), 0, 1, {"checkpoint": "step-1", "seconds": 1.0}))
+    exporter.event(
+        Event(EventType.RESTORED, time.time(), 0, 1, {"checkpoint": "step-1", "seconds": 1.0})
+    )
     exporter.event(Event(EventType.END, time.time(), 60, 1, {"exit_code": 0}))
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{exporter.port}/metrics", timeout=60
+    ) as answer:
         text = answer.read()
     done = subprocess.run(
         [promtool, "check", "metrics"], input=text, capture_output=True, timeout=60, check=False

@@ -33,7 +33,9 @@ def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_commen
     commands = read_tour()
     assert commands[0] == ("source .venv/bin/activate", 0)
     shutil.copytree(
-        ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("documents.jsonl")
+        ROOT / "examples",
+        tmp_path / "examples",
+        ignore=shutil.ignore_patterns("documents.jsonl"),
     )
     # What `activate` does, for the environment the tests run in.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -49,7 +51,9 @@ def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_commen
             timeout=_PATIENCE_SECONDS,
             check=False,
         )
-        assert done.returncode == code, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert done.returncode == code, (
+            f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        )
         output[command] = done.stdout
     assert "Nothing to do" not in "".join(output.values())
     check_what_the_tour_left(tmp_path / "runs")
@@ -57,8 +61,12 @@ def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_commen
 
 def check_what_the_tour_left(runs: Path) -> None:
     """The stopped run went on at its next step and is complete; exported weights and reports are there."""
-    rows = [line for line in (runs / "tour/metrics.jsonl").read_text("utf-8").splitlines() if line]
-    assert [re.search(r'"step": ?(\d+)', row)[1] for row in rows] == [str(step) for step in range(1, 41)]  # type: ignore[index]
+    rows = [
+        line for line in (runs / "tour/metrics.jsonl").read_text("utf-8").splitlines() if line
+    ]
+    assert [re.search(r'"step": ?(\d+)', row)[1] for row in rows] == [
+        str(step) for step in range(1, 41)
+    ]  # type: ignore[index]
     for name in ("tour", "slower", "elastic-lm"):
         assert (runs / name / "complete.json").is_file(), name
     assert (runs / "tour/report.html").stat().st_size > 10_000

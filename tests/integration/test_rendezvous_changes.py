@@ -23,7 +23,10 @@ def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(make_cluster: MakeC
     assert cluster.status()["restarts"].get("worker_crash") == 1
     failure = cluster.status()["lastFailure"]
     assert failure["rank"] == 1
-    assert failure["exitCode"] in (-signal.SIGKILL, None)  # None: the agent was quicker to collect it
+    assert failure["exitCode"] in (
+        -signal.SIGKILL,
+        None,
+    )  # None: the agent was quicker to collect it
 
     # Rank 0's pod is killed: the others go on.
     cluster.kill_pod("0")
@@ -38,7 +41,11 @@ def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(make_cluster: MakeC
     cluster.kill_pod("1")
     fifth = cluster.until_world(3, above=fourth)
     assert fifth == fourth + 1
-    assert {step.node for step in cluster.steps() if step.generation == fifth} == {"0", "2", "10"}
+    assert {step.node for step in cluster.steps() if step.generation == fifth} == {
+        "0",
+        "2",
+        "10",
+    }
 
     # A pod is asked to go.
     cluster.agent("2").terminate()
@@ -57,7 +64,9 @@ def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(make_cluster: MakeC
     # One finishes early, the other later; both end well, and so does who comes when all is over.
     (cluster.directory / "linger-10").touch()
     cluster.finish_training()
-    cluster.until(lambda: "node 0 has finished training" in cluster.log("agent-0"), "the end of node 0")
+    cluster.until(
+        lambda: "node 0 has finished training" in cluster.log("agent-0"), "the end of node 0"
+    )
     assert cluster.is_running("0")
     (cluster.directory / "linger-10").unlink()
     assert cluster.wait_exit("0") == 0

@@ -12,7 +12,9 @@ MakeCluster = Callable[..., Cluster]
 
 
 @pytest.mark.timeout(600)
-def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(make_cluster: MakeCluster) -> None:
+def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(
+    make_cluster: MakeCluster,
+) -> None:
     cluster = make_cluster("--min", "1", "--max", "2", "--lease", "6", "--silence", "2")
     for node in ("0", "1"):
         cluster.start_agent(node)
@@ -75,7 +77,9 @@ def test_the_coordinator_may_be_lost_together_with_a_node_or_for_longer_than_the
     cluster.check()
 
 
-def test_a_coordinator_whose_pod_is_lost_costs_fresh_workers_no_step(make_cluster: MakeCluster) -> None:
+def test_a_coordinator_whose_pod_is_lost_costs_fresh_workers_no_step(
+    make_cluster: MakeCluster,
+) -> None:
     cluster = make_cluster("--min", "1", "--max", "2", "--lease", "60")
     for node in ("0", "1"):
         cluster.start_agent(node)
@@ -101,7 +105,9 @@ def test_a_coordinator_whose_pod_is_lost_costs_fresh_workers_no_step(make_cluste
 
 
 @pytest.mark.timeout(600)
-def test_below_min_the_others_wait_and_a_node_has_one_process(make_cluster: MakeCluster) -> None:
+def test_below_min_the_others_wait_and_a_node_has_one_process(
+    make_cluster: MakeCluster,
+) -> None:
     cluster = make_cluster("--min", "2", "--max", "2")
     for node in ("0", "1"):
         cluster.start_agent(node)
@@ -110,7 +116,9 @@ def test_below_min_the_others_wait_and_a_node_has_one_process(make_cluster: Make
     # Below min: the other one's worker is stopped, its agent waits until there are enough again.
     worker = cluster.worker("1")
     cluster.kill_pod("0")
-    cluster.until(lambda: cluster.status()["phase"] == "Waiting", "the word that nodes are missing")
+    cluster.until(
+        lambda: cluster.status()["phase"] == "Waiting", "the word that nodes are missing"
+    )
     cluster.until(lambda: not is_alive(worker), "the end of the worker")
     assert cluster.is_running("1")
     cluster.start_agent("0")
@@ -127,7 +135,8 @@ def test_below_min_the_others_wait_and_a_node_has_one_process(make_cluster: Make
     (cluster.directory / "linger-1").touch()
     cluster.finish_training()
     cluster.until(
-        lambda: "node 0 has finished training" in cluster.log("agent-0"), "the end of node 0's worker"
+        lambda: "node 0 has finished training" in cluster.log("agent-0"),
+        "the end of node 0's worker",
     )
     cluster.until(lambda: cluster.count("done") == 1, "the exit barrier")
     cluster.agent("0").send_signal(signal.SIGKILL)
@@ -171,7 +180,9 @@ def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
 
 
 @pytest.mark.timeout(600)
-def test_a_refused_agent_ends_with_70_and_wrong_arguments_with_64(make_cluster: MakeCluster) -> None:
+def test_a_refused_agent_ends_with_70_and_wrong_arguments_with_64(
+    make_cluster: MakeCluster,
+) -> None:
     cluster = make_cluster("--min", "1", "--max", "1")
     cluster.start_agent("0", options=["--rdzv-id=another"])
     assert cluster.wait_exit("0") == 70, "it concerns that node, never the run"

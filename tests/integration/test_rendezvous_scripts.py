@@ -54,7 +54,9 @@ def train_through_a_kill(cluster: Cluster, name: str) -> list[Row]:
         "--step-seconds=0.1",
     ]
     for node in ("0", "1"):
-        cluster.start_agent(node, script=script, max_nodes=2, TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="1")
+        cluster.start_agent(
+            node, script=script, max_nodes=2, TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="1"
+        )
     cluster.until(
         lambda: any(row.step >= EVERY + 2 for row in read_rows(cluster, "0")),
         "a step after the first checkpoint",
@@ -73,7 +75,9 @@ def train_through_a_kill(cluster: Cluster, name: str) -> list[Row]:
 
 
 @pytest.mark.timeout(600)
-def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(make_cluster: MakeCluster) -> None:
+def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(
+    make_cluster: MakeCluster,
+) -> None:
     rows = train_through_a_kill(make_cluster("--min", "1", "--max", "2"), "ddp.py")
     assert all(row.first_sample == (row.step - 1) * 32 for row in rows)
     first: dict[int, float] = {}
@@ -96,14 +100,20 @@ def test_accelerate_goes_on_from_its_newest_state(make_cluster: MakeCluster) -> 
 
 
 @pytest.mark.timeout(600)
-def test_transformers_trainer_goes_on_from_its_last_checkpoint(make_cluster: MakeCluster) -> None:
+def test_transformers_trainer_goes_on_from_its_last_checkpoint(
+    make_cluster: MakeCluster,
+) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")
     train_through_a_kill(cluster, "hf_trainer.py")
-    assert (cluster.directory / "output" / f"checkpoint-{STEPS}" / "model.safetensors").is_file()
+    assert (
+        cluster.directory / "output" / f"checkpoint-{STEPS}" / "model.safetensors"
+    ).is_file()
 
 
 @pytest.mark.timeout(600)
-def test_the_documented_script_loses_no_step_when_a_node_is_asked_to_go(make_cluster: MakeCluster) -> None:
+def test_the_documented_script_loses_no_step_when_a_node_is_asked_to_go(
+    make_cluster: MakeCluster,
+) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")
     page = (SCRIPTS.parents[1] / "docs" / "elastic-scripts.md").read_text()
     script, checkpoint = cluster.directory / "train.py", cluster.directory / "checkpoint.pt"
@@ -114,7 +124,8 @@ def test_the_documented_script_loses_no_step_when_a_node_is_asked_to_go(make_clu
     )
     script.write_text(
         code.replace(
-            "first + 1, STEPS + 1):\n", "first + 1, STEPS + 1):\n    print('step', step, flush=True)\n"
+            "first + 1, STEPS + 1):\n",
+            "first + 1, STEPS + 1):\n    print('step', step, flush=True)\n",
         )
     )
     for node in ("0", "1"):

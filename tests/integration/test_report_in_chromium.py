@@ -65,7 +65,10 @@ class Browser:
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self._base + path, data=data, method=method, headers={"Content-Type": "application/json"}
+            self._base + path,
+            data=data,
+            method=method,
+            headers={"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
@@ -87,7 +90,9 @@ class Browser:
 
     def requested(self) -> list[str]:
         """URLs asked for since the last call."""
-        messages = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
+        messages = [
+            json.loads(entry["message"])["message"] for entry in self.log("performance")
+        ]
         return [
             message["params"]["request"]["url"]
             for message in messages
@@ -97,9 +102,16 @@ class Browser:
     def view(self, *, width: int, scheme: str) -> Image.Image:
         """A picture of the whole page at a width, in the light or dark scheme."""
         self.tell(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
         )
-        self.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.tell(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
         shot = self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
 
@@ -154,7 +166,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[s
         def log_message(self, format: str, *args: object) -> None:
             asked.append(self.path)
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=directory)) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Handler, directory=directory)
+    ) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/report.html", asked
@@ -168,11 +182,15 @@ def _write_run(directory: Path) -> None:
     synthetic = importlib.util.module_from_spec(spec)
     sys.modules["synthetic_run"] = synthetic
     spec.loader.exec_module(synthetic)
-    run = synthetic.RunWriter(directory, total_steps=400, name="a-run-with-a-rather-long-name-" + "x" * 30)
+    run = synthetic.RunWriter(
+        directory, total_steps=400, name="a-run-with-a-rather-long-name-" + "x" * 30
+    )
     run.set_name = "<img src=//127.0.0.1:9/x onerror=alert(1)>"
     run.write(synthetic.Process(last=157, ended="killed"))
     run.write(synthetic.Process(last=400, resumed_from=150, downtime_seconds=30.0))
-    run.directory.write_resolved({"manifest": {"metadata": {"name": "x"}, "long": "word " * 60}})
+    run.directory.write_resolved(
+        {"manifest": {"metadata": {"name": "x"}, "long": "word " * 60}}
+    )
 
 
 def test_the_page_loads_nothing_but_itself_and_says_nothing_on_the_console(
@@ -191,15 +209,26 @@ def test_the_page_loads_nothing_but_itself_and_says_nothing_on_the_console(
 
 
 @pytest.mark.parametrize("width", [360, 720, 1180, 1920])
-def test_nothing_sticks_out_at_any_width(browser: Browser, site: tuple[str, list[str]], width: int) -> None:
+def test_nothing_sticks_out_at_any_width(
+    browser: Browser, site: tuple[str, list[str]], width: int
+) -> None:
     browser.open(site[0])
     browser.view(width=width, scheme="light")
-    assert browser.run("return [document.documentElement.scrollWidth, window.innerWidth]") == [width, width]
-    boxes = "[...document.querySelectorAll('svg.plot')].map(plot => plot.getBoundingClientRect())"
-    plots = browser.run(f"return {boxes}.filter(box => box.width).map(box => [box.width, box.height])")
+    assert browser.run("return [document.documentElement.scrollWidth, window.innerWidth]") == [
+        width,
+        width,
+    ]
+    boxes = (
+        "[...document.querySelectorAll('svg.plot')].map(plot => plot.getBoundingClientRect())"
+    )
+    plots = browser.run(
+        f"return {boxes}.filter(box => box.width).map(box => [box.width, box.height])"
+    )
     # The loss and the split have two forms each, of which one is shown.
     assert len(plots) == 6
-    assert all(200 < plot_width <= width and plot_height > 100 for plot_width, plot_height in plots)
+    assert all(
+        200 < plot_width <= width and plot_height > 100 for plot_width, plot_height in plots
+    )
 
 
 def test_light_and_dark_are_both_drawn(browser: Browser, site: tuple[str, list[str]]) -> None:

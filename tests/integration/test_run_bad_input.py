@@ -34,7 +34,9 @@ from run_helpers import (
 SLOW = fault("step", call=0, action="sleep", rank=None, seconds=0.05)
 
 
-def refused(experiment: Experiment, *texts: str, arguments: tuple[str, ...] = (), **options: Any) -> Ended:
+def refused(
+    experiment: Experiment, *texts: str, arguments: tuple[str, ...] = (), **options: Any
+) -> Ended:
     """``evergrad run`` ends with 64, and says each of ``texts`` on stderr."""
     ended = experiment.run(*arguments, expect=USER_ERROR, **options)
     assert all(
@@ -48,7 +50,9 @@ def refused(experiment: Experiment, *texts: str, arguments: tuple[str, ...] = ()
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {
-        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
     }
 
 
@@ -59,22 +63,36 @@ def test_a_key_given_twice_is_refused_with_both_lines(experiment: Experiment) ->
     manifest = experiment.write()
     text = manifest.read_text().replace('"horizon": {', '"batching": {},\n      "horizon": {')
     manifest.write_text(text)
-    lines = [number for number, line in enumerate(text.splitlines(), start=1) if '"batching"' in line]
-    refused(experiment, f"spec.training.batching: the key is given twice, in lines {lines[0]} and {lines[1]}")
+    lines = [
+        number for number, line in enumerate(text.splitlines(), start=1) if '"batching"' in line
+    ]
+    refused(
+        experiment,
+        f"spec.training.batching: the key is given twice, in lines {lines[0]} and {lines[1]}",
+    )
     assert not (experiment.path / "runs").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "texts"),
     [
-        ({"batching": {"globalBatchsize": 8}}, ["spec.training.batching.globalBatchsize", "globalBatchSize"]),
+        (
+            {"batching": {"globalBatchsize": 8}},
+            ["spec.training.batching.globalBatchsize", "globalBatchSize"],
+        ),
         ({"optimizer": {"learningRate": -1}}, ["spec.training.optimizer.learningRate"]),
-        ({"optimizer": {"learningRate": "fast"}}, ["spec.training.optimizer.learningRate", "fast"]),
+        (
+            {"optimizer": {"learningRate": "fast"}},
+            ["spec.training.optimizer.learningRate", "fast"],
+        ),
         (
             {"horizon": {"tokens": "1M"}},
             ["spec.training.horizon: steps and tokens are both set", "exactly one"],
         ),
-        ({"batching": {"globalBatchSize": 4, "microBatchSize": 3}}, ["spec.training.batching", "3", "4"]),
+        (
+            {"batching": {"globalBatchSize": 4, "microBatchSize": 3}},
+            ["spec.training.batching", "3", "4"],
+        ),
         (
             {"reproducibility": {"elastic": "exact"}, "runtime": {"parallelism": "fsdp2"}},
             ["exact cannot be combined"],
@@ -83,7 +101,10 @@ def test_a_key_given_twice_is_refused_with_both_lines(experiment: Experiment) ->
             {"schedule": {"warmup": 20}},
             ["spec.training.schedule.warmup", "longer than the horizon of 8 steps"],
         ),
-        ({"stop": {"afterStep": 9}}, ["spec.training.stop.afterStep", "beyond the horizon of 8 steps"]),
+        (
+            {"stop": {"afterStep": 9}},
+            ["spec.training.stop.afterStep", "beyond the horizon of 8 steps"],
+        ),
         (
             {"checkpoint": {"best": {"metric": "nothing/loss"}}},
             ["spec.training.checkpoint.best.metric", "nothing/loss"],
@@ -101,18 +122,24 @@ def test_a_value_that_cannot_be_is_refused_with_its_path(
 
 def test_every_problem_of_a_manifest_is_reported_at_once(experiment: Experiment) -> None:
     experiment.write(
-        recipe(optimizer={"learningRate": -1}, data={"sequenceLength": 1}, checkpoint={"keep": 0})
+        recipe(
+            optimizer={"learningRate": -1}, data={"sequenceLength": 1}, checkpoint={"keep": 0}
+        )
     )
     refused(experiment, "optimizer.learningRate", "data.sequenceLength", "checkpoint.keep")
 
 
 def test_more_workers_than_slots_are_refused(experiment: Experiment) -> None:
     refused(
-        experiment, "spec.workersPerNode: 5 workers cannot share 4 slots a step", arguments=("--workers", "5")
+        experiment,
+        "spec.workersPerNode: 5 workers cannot share 4 slots a step",
+        arguments=("--workers", "5"),
     )
     experiment.write(recipe(), workersPerNode=5)
     refused(
-        experiment, "make W = 5 processes, more than the M = 4 slots of a step", "lower workersPerNode to 4"
+        experiment,
+        "make W = 5 processes, more than the M = 4 slots of a step",
+        "lower workersPerNode to 4",
     )
     assert not steps_of(experiment.at())
 
@@ -127,14 +154,23 @@ def test_a_missing_manifest_is_named(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("config", "texts"),
     [
-        ({"model_type": "lama"}, ["config.model_type: unknown name 'lama'", "Did you mean 'llama'?"]),
+        (
+            {"model_type": "lama"},
+            ["config.model_type: unknown name 'lama'", "Did you mean 'llama'?"],
+        ),
         (
             {"hiden_size": 32},
-            ["spec.training.model.config.hiden_size: unknown name", "Did you mean 'hidden_size'?"],
+            [
+                "spec.training.model.config.hiden_size: unknown name",
+                "Did you mean 'hidden_size'?",
+            ],
         ),
         (
             {"vocab_size": 100},
-            ["spec.training.model.config.vocab_size: 100 is too small", "Raise it to at least 257"],
+            [
+                "spec.training.model.config.vocab_size: 100 is too small",
+                "Raise it to at least 257",
+            ],
         ),
         ({"num_attention_heads": 3}, ["spec.training.model.config", "32", "3"]),
         (
@@ -159,8 +195,13 @@ def test_weights_in_a_pickle_are_refused_and_never_opened(experiment: Experiment
         json.dumps({**MODEL, "vocab_size": 257, "architectures": ["LlamaForCausalLM"]})
     )
     trap = experiment.path / "opened"
-    (directory / "pytorch_model.bin").write_bytes(f"cposix\nsystem\n(S'touch {trap}'\ntR.".encode())
-    for training in ({**recipe(), "model": {"path": "pickled"}}, recipe(initFrom={"path": "pickled"})):
+    (directory / "pytorch_model.bin").write_bytes(
+        f"cposix\nsystem\n(S'touch {trap}'\ntR.".encode()
+    )
+    for training in (
+        {**recipe(), "model": {"path": "pickled"}},
+        recipe(initFrom={"path": "pickled"}),
+    ):
         experiment.write(training)
         refused(
             experiment,
@@ -175,7 +216,9 @@ def test_remote_code_is_never_run(experiment: Experiment) -> None:
     directory = experiment.path / "remote"
     directory.mkdir()
     auto = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    (directory / "config.json").write_text(json.dumps({"model_type": "my_model", "auto_map": auto}))
+    (directory / "config.json").write_text(
+        json.dumps({"model_type": "my_model", "auto_map": auto})
+    )
     (directory / "code.py").write_text(f"open({str(experiment.path / 'ran')!r}, 'w')\n")
     experiment.write({**recipe(), "model": {"path": "remote"}})
     refused(
@@ -193,9 +236,19 @@ def test_remote_code_is_never_run(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("content", "texts"),
     [
-        (None, ["documents.jsonl", "does not exist", "spec.training.data.sources[0].path names it"]),
+        (
+            None,
+            [
+                "documents.jsonl",
+                "does not exist",
+                "spec.training.data.sources[0].path names it",
+            ],
+        ),
         (b"", ["documents.jsonl", "is empty"]),
-        (b'{"text": "fine"}\n{"text": "br\xff\xfeken"}\n', ["documents.jsonl:2: the line is not UTF-8"]),
+        (
+            b'{"text": "fine"}\n{"text": "br\xff\xfeken"}\n',
+            ["documents.jsonl:2: the line is not UTF-8"],
+        ),
         (
             b'{"text": "fine"}\n{"text": "cut of',
             ["documents.jsonl:2: the line is not JSON", "so it may be truncated"],
@@ -204,7 +257,10 @@ def test_remote_code_is_never_run(experiment: Experiment) -> None:
             b'{"text": "fine"}\n["no", "object"]\n',
             ["documents.jsonl:2: the line holds a list; each line is one JSON object"],
         ),
-        (b'{"body": "other field"}\n', ["documents.jsonl:1: the object has no field 'text'; it has 'body'"]),
+        (
+            b'{"body": "other field"}\n',
+            ["documents.jsonl:1: the object has no field 'text'; it has 'body'"],
+        ),
         (b'{"text": ""}\n\n', ["documents.jsonl"]),
     ],
     ids=["missing", "empty", "not UTF-8", "truncated", "no object", "no text", "blank"],
@@ -282,13 +338,17 @@ def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) ->
         "spec.training.schedule.type": ("'cosine'", "'wsd'"),
     }
     arguments = [
-        part for path, (new, _) in changes.items() for part in ("--set", f"{path}=" + new.strip("'"))
+        part
+        for path, (new, _) in changes.items()
+        for part in ("--set", f"{path}=" + new.strip("'"))
     ]
     texts = [
         f"{path}: {new} here, but the run in {experiment.at()} began with {old}"
         for path, (new, old) in changes.items()
     ]
-    ended = refused(experiment, *texts, "the recipe of a run does not change", arguments=tuple(arguments))
+    ended = refused(
+        experiment, *texts, "the recipe of a run does not change", arguments=tuple(arguments)
+    )
     assert len(ended.err.splitlines()) == len(changes) + ("decay" in ended.err)
     assert contents(experiment.at()) == before
     experiment.run()
@@ -315,7 +375,9 @@ def volume(experiment: Experiment) -> Iterator[Callable[[str], Path]]:
     def mount(options: str) -> Path:
         where.mkdir()
         made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(where)], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(where)],
+            capture_output=True,
+            check=False,
         )
         if made.returncode != 0:
             pytest.skip("mounting a small volume is not permitted here")
@@ -349,11 +411,19 @@ def test_a_volume_too_small_for_two_checkpoints_is_refused(
     experiment: Experiment, volume: Callable[[str], Path]
 ) -> None:
     volume("size=512k")
-    refused(experiment, str(experiment.at()), "one checkpoint takes", "two must fit", "Free some space")
+    refused(
+        experiment,
+        str(experiment.at()),
+        "one checkpoint takes",
+        "two must fit",
+        "Free some space",
+    )
     assert not steps_of(experiment.at())
 
 
-def start_and_fill(experiment: Experiment, volume: Path, *, leave: int, steps: int = 3) -> tuple[Any, Path]:
+def start_and_fill(
+    experiment: Experiment, volume: Path, *, leave: int, steps: int = 3
+) -> tuple[Any, Path]:
     """A slow run whose volume becomes full after its first checkpoint, while it stands still."""
     run = experiment.start(faults=[SLOW, fault("step", call=steps + 1, action="hold")])
     wait_until(lambda: checkpoints(experiment.at()) and len(steps_of(experiment.at())) >= steps)
@@ -410,7 +480,9 @@ def test_a_run_goes_on_while_nothing_can_be_written_and_writes_its_steps_down_la
     experiment.write(recipe(horizon={"steps": 10**6}, checkpoint={"maxFailures": 10**6}))
     run, ballast = start_and_fill(experiment, volume("size=8m"), leave=0)
     stdout = run.scratch / "stdout"
-    wait_until(lambda: stdout.read_text().count("save_failed") >= 4, what="a save on the full volume")
+    wait_until(
+        lambda: stdout.read_text().count("save_failed") >= 4, what="a save on the full volume"
+    )
     before = steps_of(experiment.at())[-1]
     ballast.unlink()
     run.send(signal.SIGTERM)
@@ -421,7 +493,9 @@ def test_a_run_goes_on_while_nothing_can_be_written_and_writes_its_steps_down_la
     assert len(events(experiment.at(), "save_failed")) >= 4
 
 
-def test_a_read_only_directory_is_refused(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+def test_a_read_only_directory_is_refused(
+    experiment: Experiment, volume: Callable[[str], Path]
+) -> None:
     where = volume("size=8m")
     experiment.run("--stop-after-steps", "3", expect=STOPPED_SAVED)
     before = contents(experiment.at())
@@ -500,7 +574,9 @@ def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more
     ended = older.wait().expect(USER_ERROR)
     assert "a newer process" in ended.err
     generations = {
-        json.loads(path.read_text())["generation"]: int(path.parent.name.split("-")[1].split(".")[0])
+        json.loads(path.read_text())["generation"]: int(
+            path.parent.name.split("-")[1].split(".")[0]
+        )
         for path in sorted((experiment.at() / "checkpoints").glob("step-*/manifest.json"))
     }
     assert set(generations) == {1, 2}

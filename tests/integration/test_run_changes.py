@@ -19,11 +19,19 @@ from run_helpers import (
 HALF, WHOLE = 4, 8
 
 
-def changed(half: bool, *, path: str = "documents.jsonl", **further: object) -> dict[str, object]:
+def changed(
+    half: bool, *, path: str = "documents.jsonl", **further: object
+) -> dict[str, object]:
     """The recipe over ``WHOLE`` steps at a constant rate; ``half``: it stops on the way."""
     sources = {"sources": [{"name": "docs", "path": path}]}
     stop = {"afterStep": HALF} if half else {}
-    return recipe(horizon={"steps": WHOLE}, schedule={"type": "constant"}, data=sources, stop=stop, **further)
+    return recipe(
+        horizon={"steps": WHOLE},
+        schedule={"type": "constant"},
+        data=sources,
+        stop=stop,
+        **further,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +54,9 @@ def test_a_rate_replaced_in_a_living_run_trains_as_one_that_was_in_the_file_from
     assert steps_of(path) == list(range(1, WHOLE + 1))
     assert_same_curve(foreseen, path)
     rates = {row["learning_rate"] for step, row in curve(path).items() if step >= HALF + 2}
-    assert rates == {1e-4} and 1e-4 not in {curve(path)[step]["learning_rate"] for step in range(1, HALF + 2)}
+    assert rates == {1e-4} and 1e-4 not in {
+        curve(path)[step]["learning_rate"] for step in range(1, HALF + 2)
+    }
     (event,) = events(path, "changed")
     assert event["step"] == HALF
     assert [one["path"] for one in event["changes"]] == [
@@ -54,10 +64,15 @@ def test_a_rate_replaced_in_a_living_run_trains_as_one_that_was_in_the_file_from
         "spec.training.overrides",
     ]
     compared = experiment.command("compare-runs", str(foreseen), str(path), "--exact").expect(0)
-    assert f"B went on after step {HALF} with another file: spec.training.stop.afterStep" in compared.out
+    assert (
+        f"B went on after step {HALF} with another file: spec.training.stop.afterStep"
+        in compared.out
+    )
 
 
-def test_a_run_goes_on_with_its_data_in_another_place_and_not_with_other_data(experiment: Experiment) -> None:
+def test_a_run_goes_on_with_its_data_in_another_place_and_not_with_other_data(
+    experiment: Experiment,
+) -> None:
     experiment.write(changed(True))
     experiment.run(directory="moved", expect=STOPPED_SAVED)
     folder = experiment.path / "elsewhere"

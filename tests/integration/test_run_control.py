@@ -70,7 +70,9 @@ def snapshot(directory: Path) -> dict[str, tuple[int, str]]:
     }
 
 
-def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(experiment: Experiment) -> None:
+def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
+    experiment: Experiment,
+) -> None:
     out, err = evergrad(experiment, "run", "tiny.yaml").communicate(timeout=100)
     directory = experiment.at()
     assert "Traceback" not in err
@@ -108,7 +110,9 @@ def test_the_command_stops_on_sigterm_with_its_state_saved(experiment: Experimen
     assert [event["exit_code"] for event in events(experiment.at(), "end")] == [STOPPED_SAVED]
 
 
-def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(experiment: Experiment) -> None:
+def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
+    experiment: Experiment,
+) -> None:
     manifest = experiment.write()
     manifest.write_text(manifest.read_text().replace('"sequenceLength"', '"sequenceLenght"'))
     process = evergrad(experiment, "run", "tiny.yaml")
@@ -119,7 +123,9 @@ def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(experim
     assert not (experiment.path / "runs").exists()
 
 
-def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(experiment: Experiment) -> None:
+def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
+    experiment: Experiment,
+) -> None:
     experiment.run(directory="undisturbed")
     experiment.at().mkdir(parents=True)
     (experiment.at() / "stop").touch()
@@ -144,7 +150,9 @@ def test_a_stop_file_made_while_two_processes_train_stops_both(experiment: Exper
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_stop_after_steps_counts_the_steps_of_one_process(experiment: Experiment, workers: str) -> None:
+def test_stop_after_steps_counts_the_steps_of_one_process(
+    experiment: Experiment, workers: str
+) -> None:
     for expected in ([1, 2, 3], [1, 2, 3, 4, 5, 6]):
         experiment.run("--stop-after-steps", "3", "--workers", workers, expect=STOPPED_SAVED)
         assert steps_of(experiment.at()) == expected
@@ -152,7 +160,9 @@ def test_stop_after_steps_counts_the_steps_of_one_process(experiment: Experiment
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 
-def test_stop_after_step_stops_the_run_there_however_often_it_is_started(experiment: Experiment) -> None:
+def test_stop_after_step_stops_the_run_there_however_often_it_is_started(
+    experiment: Experiment,
+) -> None:
     stop = ("--set", "spec.training.stop.afterStep=5")
     experiment.run(*stop, expect=STOPPED_SAVED)
     experiment.run(*stop, expect=STOPPED_SAVED)
@@ -164,7 +174,10 @@ def test_stop_after_step_stops_the_run_there_however_often_it_is_started(experim
 
 def test_stop_after_steps_below_one_is_refused(experiment: Experiment) -> None:
     ended = experiment.run("--stop-after-steps", "0", "--workers", "0", expect=USER_ERROR)
-    assert "--workers: 0 is below 1" in ended.err and "--stop-after-steps: 0 is below 1" in ended.err
+    assert (
+        "--workers: 0 is below 1" in ended.err
+        and "--stop-after-steps: 0 is below 1" in ended.err
+    )
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -201,7 +214,9 @@ def test_sigterm_to_the_launcher_stops_both_workers_at_one_step(experiment: Expe
     run.wait().expect(STOPPED_SAVED)
     last = steps_of(experiment.at())[-1]
     assert last < 2000
-    newest = json.loads((experiment.at() / "checkpoints" / f"step-{last}" / "manifest.json").read_text())
+    newest = json.loads(
+        (experiment.at() / "checkpoints" / f"step-{last}" / "manifest.json").read_text()
+    )
     assert newest["world_size"] == 2
     assert not any(map(is_alive, workers))
 
@@ -213,7 +228,10 @@ def test_a_stop_during_an_evaluation_repeats_it_after_the_resume(
     experiment.write(recipe(**EVALUATED))
     experiment.run("--workers", workers, directory="undisturbed")
     experiment.run(
-        "--workers", workers, expect=STOPPED_SAVED, faults=[fault("evaluation", call=2, action="SIGTERM")]
+        "--workers",
+        workers,
+        expect=STOPPED_SAVED,
+        faults=[fault("evaluation", call=2, action="SIGTERM")],
     )
     assert steps_of(experiment.at()) == [1, 2, 3, 4]
     assert [row["step"] for row in read_lines(experiment.at() / "evaluation.jsonl")] == [2]
@@ -228,14 +246,18 @@ def test_a_stop_during_an_evaluation_repeats_it_after_the_resume(
     assert [step for step, _, _ in evaluated("tiny")] == [2, 4, 6, 8]
 
 
-def test_a_stop_during_the_first_step_leaves_after_the_step_that_follows(experiment: Experiment) -> None:
+def test_a_stop_during_the_first_step_leaves_after_the_step_that_follows(
+    experiment: Experiment,
+) -> None:
     experiment.run(expect=STOPPED_SAVED, faults=[fault("step", call=1, action="SIGTERM")])
     assert steps_of(experiment.at()) == [1, 2]
     experiment.run()
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 
-def test_a_stop_during_the_last_step_still_ends_the_run_complete(experiment: Experiment) -> None:
+def test_a_stop_during_the_last_step_still_ends_the_run_complete(
+    experiment: Experiment,
+) -> None:
     experiment.run(expect=DONE, faults=[fault("step", call=8, action="SIGTERM")])
     assert (experiment.at() / "complete.json").exists()
 
@@ -251,7 +273,9 @@ def test_a_killed_worker_is_replaced_and_the_run_loses_no_step(experiment: Exper
 
         def has_both_again(directory: Path = directory) -> bool:
             rows = metric_rows(directory)
-            return rows[-1]["generation"] > rows[0]["generation"] and rows[-1]["world_size"] == 2
+            return (
+                rows[-1]["generation"] > rows[0]["generation"] and rows[-1]["world_size"] == 2
+            )
 
         wait_until(has_both_again)
         run.send(signal.SIGTERM)
@@ -287,11 +311,15 @@ def test_a_finished_run_is_extended_and_only_with_the_option(experiment: Experim
     experiment.run(*longer, "--extend")
     assert steps_of(experiment.at()) == list(range(1, 12))
     assert json.loads((experiment.at() / "complete.json").read_text())["step"] == 11
-    assert [(event["from_steps"], event["to_steps"]) for event in events(experiment.at(), "extended")] == [
-        (8, 11)
-    ]
+    assert [
+        (event["from_steps"], event["to_steps"])
+        for event in events(experiment.at(), "extended")
+    ] == [(8, 11)]
     (warning,) = events(experiment.at(), "warning")
-    assert "the learning rate rises from" in warning["message"] and "initFrom" in warning["message"]
+    assert (
+        "the learning rate rises from" in warning["message"]
+        and "initFrom" in warning["message"]
+    )
     experiment.write(recipe(horizon={"steps": 11}))
     assert "complete: 11 steps" in experiment.run().out
 
@@ -308,7 +336,9 @@ def test_a_begun_run_is_not_lengthened_without_the_option_and_goes_on_unchanged(
 
 
 @pytest.mark.parametrize(
-    ("horizon", "steps"), [({"tokens": 600}, 10), ({"tokens": 640}, 10), ({"epochs": 1.5}, None)], ids=str
+    ("horizon", "steps"),
+    [({"tokens": 600}, 10), ({"tokens": 640}, 10), ({"epochs": 1.5}, None)],
+    ids=str,
 )
 def test_a_horizon_in_tokens_or_epochs_is_rounded_up_to_steps(
     experiment: Experiment, horizon: dict[str, Any], steps: int | None
@@ -317,7 +347,10 @@ def test_a_horizon_in_tokens_or_epochs_is_rounded_up_to_steps(
 
     write_documents(experiment.path / "documents.jsonl", count=4)
     experiment.write(
-        recipe(horizon={"steps": None, **horizon}, batching={"globalBatchSize": 8, "microBatchSize": 2})
+        recipe(
+            horizon={"steps": None, **horizon},
+            batching={"globalBatchSize": 8, "microBatchSize": 2},
+        )
     )
     if steps is not None:
         steps = steps // 2
@@ -334,10 +367,14 @@ def test_a_horizon_in_tokens_or_epochs_is_rounded_up_to_steps(
 
 def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment) -> None:
     best = {"metric": "heldOut/loss", "mode": "max"}
-    experiment.write(recipe(**EVALUATED, checkpoint={"every": {"steps": 2}, "keep": 1, "best": best}))
+    experiment.write(
+        recipe(**EVALUATED, checkpoint={"every": {"steps": 2}, "keep": 1, "best": best})
+    )
     experiment.run("--stop-after-steps", "5", expect=STOPPED_SAVED)
     experiment.run()
-    losses = {row["step"]: row["loss"] for row in read_lines(experiment.at() / "evaluation.jsonl")}
+    losses = {
+        row["step"]: row["loss"] for row in read_lines(experiment.at() / "evaluation.jsonl")
+    }
     highest = max(losses, key=lambda step: losses[step])
     assert highest != 8
     assert checkpoints(experiment.at()) == [highest, 8]
@@ -351,13 +388,20 @@ def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(
     """The stop saves the step before its evaluation has ended; the evaluation is done again after
     the resume."""
     best = {"metric": "heldOut/loss", "mode": "min"}
-    experiment.write(recipe(**EVALUATED, checkpoint={"every": {"steps": 2}, "keep": 1, "best": best}))
+    experiment.write(
+        recipe(**EVALUATED, checkpoint={"every": {"steps": 2}, "keep": 1, "best": best})
+    )
     experiment.run(faults=[fault("evaluation", call=3, action="SIGTERM")], expect=STOPPED_SAVED)
     rows = read_lines(experiment.at() / "evaluation.jsonl")
     stopped = steps_of(experiment.at())[-1]
-    assert stopped not in {row["step"] for row in rows} and checkpoints(experiment.at())[-1] == stopped
+    assert (
+        stopped not in {row["step"] for row in rows}
+        and checkpoints(experiment.at())[-1] == stopped
+    )
     experiment.run("--stop-after-steps", "1", expect=STOPPED_SAVED)
-    losses = {row["step"]: row["loss"] for row in read_lines(experiment.at() / "evaluation.jsonl")}
+    losses = {
+        row["step"]: row["loss"] for row in read_lines(experiment.at() / "evaluation.jsonl")
+    }
     assert min(losses, key=lambda step: losses[step]) == stopped, "the loss of this run falls"
     pointer = json.loads((experiment.at() / "checkpoints" / "best.json").read_text())
     assert pointer["step"] == stopped
@@ -368,7 +412,8 @@ def test_a_model_directory_that_was_edited_is_another_model(experiment: Experime
     experiment.run()
     experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
     experiment.write(
-        {**recipe(), "model": {"path": "exported"}, "tokenizer": {"type": "byte"}}, name="second"
+        {**recipe(), "model": {"path": "exported"}, "tokenizer": {"type": "byte"}},
+        name="second",
     )
     experiment.run("--stop-after-steps", "3", name="second", expect=STOPPED_SAVED)
     path = experiment.path / "exported" / "config.json"
@@ -399,15 +444,21 @@ def test_a_pretrained_model_is_not_trained_on_bytes_by_default(experiment: Exper
 
 def still(**changes: Any) -> dict[str, Any]:
     """One step that changes nothing visible, so that the first checkpoint holds what was begun with."""
-    return recipe(horizon={"steps": 1}, optimizer={"learningRate": 1e-12, "weightDecay": 0}, **changes)
+    return recipe(
+        horizon={"steps": 1}, optimizer={"learningRate": 1e-12, "weightDecay": 0}, **changes
+    )
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_weights_come_from_another_run_and_nothing_else_does(experiment: Experiment, workers: str) -> None:
+def test_weights_come_from_another_run_and_nothing_else_does(
+    experiment: Experiment, workers: str
+) -> None:
     import torch
 
     experiment.run()
-    experiment.write(still(initFrom={"path": "runs/tiny"}, runtime={"parallelism": "fsdp2"}), name="second")
+    experiment.write(
+        still(initFrom={"path": "runs/tiny"}, runtime={"parallelism": "fsdp2"}), name="second"
+    )
     before = snapshot(experiment.at())
     experiment.run("--workers", workers, name="second")
     first, second = (
@@ -415,7 +466,9 @@ def test_weights_come_from_another_run_and_nothing_else_does(experiment: Experim
         final_state(experiment.at("second"), prefix="model."),
     )
     assert first.keys() == second.keys()
-    assert all(torch.allclose(value, second[key], rtol=0, atol=1e-9) for key, value in first.items())
+    assert all(
+        torch.allclose(value, second[key], rtol=0, atol=1e-9) for key, value in first.items()
+    )
     assert steps_of(experiment.at("second")) == [1]
     assert snapshot(experiment.at()) == before
 
@@ -426,13 +479,18 @@ def test_weights_come_from_a_transformers_directory(experiment: Experiment, fiel
 
     experiment.run()
     experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
-    experiment.write({**still(), field: {"path": "exported"}, "tokenizer": {"type": "byte"}}, name="second")
+    experiment.write(
+        {**still(), field: {"path": "exported"}, "tokenizer": {"type": "byte"}}, name="second"
+    )
     for workers in ("1", "2"):
         experiment.run("--workers", workers, name="second", directory=f"second-{workers}")
         first = final_state(experiment.at(), prefix="model.")
         second = final_state(experiment.at(f"second-{workers}"), prefix="model.")
         assert first.keys() == second.keys()
-        assert all(torch.allclose(value, second[key], rtol=0, atol=1e-9) for key, value in first.items())
+        assert all(
+            torch.allclose(value, second[key], rtol=0, atol=1e-9)
+            for key, value in first.items()
+        )
 
 
 def test_init_from_counts_for_a_fresh_run_only(experiment: Experiment) -> None:
@@ -454,25 +512,40 @@ def plain(make_experiment: Callable[[], Experiment]) -> Experiment:
 
 
 @pytest.mark.parametrize(
-    "options", [("--workers", "1"), ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")]
+    "options",
+    [
+        ("--workers", "1"),
+        ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2"),
+    ],
 )
 def test_activation_checkpointing_changes_memory_and_not_the_losses(
     plain: Experiment, options: tuple[str, ...]
 ) -> None:
     directory = f"recomputed-{options[1]}"
-    plain.run(*options, "--set", "spec.training.runtime.activationCheckpointing=true", directory=directory)
+    plain.run(
+        *options,
+        "--set",
+        "spec.training.runtime.activationCheckpointing=true",
+        directory=directory,
+    )
     assert_same_curve(plain.at("plain"), plain.at(directory), exact=False, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-autocast", 0.01), ("bf16", 0.03)])
 @pytest.mark.parametrize(
-    "options", [("--workers", "1"), ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")]
+    "options",
+    [
+        ("--workers", "1"),
+        ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2"),
+    ],
 )
 def test_lower_precisions_stay_near_the_full_one(
     plain: Experiment, precision: str, tolerance: float, options: tuple[str, ...]
 ) -> None:
     directory = f"{precision}-{options[1]}"
-    plain.run(*options, "--set", f"spec.training.runtime.precision={precision}", directory=directory)
+    plain.run(
+        *options, "--set", f"spec.training.runtime.precision={precision}", directory=directory
+    )
     assert_same_curve(plain.at("plain"), plain.at(directory), exact=False, tolerance=tolerance)
 
 
@@ -481,16 +554,22 @@ def test_lower_precisions_stay_near_the_full_one(
 def test_a_compiled_model_has_the_same_curve(plain: Experiment) -> None:
     # A process of its own: the compiler's helpers do not belong into a forked one.
     options = ("--set", "spec.training.horizon.steps=3", "--run-directory", "runs/compiled")
-    process = evergrad(plain, "run", "tiny.yaml", "--set", "spec.training.runtime.compile=on", *options)
+    process = evergrad(
+        plain, "run", "tiny.yaml", "--set", "spec.training.runtime.compile=on", *options
+    )
     _, err = process.communicate(timeout=280)
     assert process.returncode == DONE, err
     plain.run("--set", "spec.training.horizon.steps=3", directory="not-compiled")
-    assert_same_curve(plain.at("not-compiled"), plain.at("compiled"), exact=False, tolerance=1e-4)
+    assert_same_curve(
+        plain.at("not-compiled"), plain.at("compiled"), exact=False, tolerance=1e-4
+    )
 
 
 def test_rows_hold_what_the_documentation_promises(plain: Experiment) -> None:
     rows = metric_rows(plain.at("plain"))
-    assert all(len(row["sample_hash"]) == 16 and int(row["sample_hash"], 16) >= 0 for row in rows)
+    assert all(
+        len(row["sample_hash"]) == 16 and int(row["sample_hash"], 16) >= 0 for row in rows
+    )
     assert {row["tokens"] for row in rows} == {64}
     assert all(0 < row["valid_tokens"] <= 64 for row in rows)
     phases = (
@@ -500,5 +579,7 @@ def test_rows_hold_what_the_documentation_promises(plain: Experiment) -> None:
         "optimizer_seconds",
         "other_seconds",
     )
-    assert all(abs(sum(row[phase] for phase in phases) - row["step_seconds"]) < 1e-6 for row in rows)
+    assert all(
+        abs(sum(row[phase] for phase in phases) - row["step_seconds"]) < 1e-6 for row in rows
+    )
     assert len({row["sample_hash"] for row in rows}) == len(rows)

@@ -62,16 +62,26 @@ def spoil(experiment: Experiment, places: list[tuple[int, int]]) -> None:
 
     loaded = load_manifest(experiment.path / "tiny.yaml")
     training, base = loaded.run.training, experiment.path
-    prepared = prepare(training, base_directory=base, prepared_directory=experiment.at().parent / ".prepared")
+    prepared = prepare(
+        training, base_directory=base, prepared_directory=experiment.at().parent / ".prepared"
+    )
     stream = open_recipe(training, prepared, base).data.train
-    texts = [json.loads(line)["text"] for line in (base / "documents.jsonl").read_text().splitlines()]
-    owners = [(number, place) for number, text in enumerate(texts) for place in range(len(text) + 1)]
+    texts = [
+        json.loads(line)["text"] for line in (base / "documents.jsonl").read_text().splitlines()
+    ]
+    owners = [
+        (number, place) for number, text in enumerate(texts) for place in range(len(text) + 1)
+    ]
     for step, slot in places:
         (sample,) = stream.slot(step, slot).samples
         begin = sample.window * training.data.sequence_length
-        number, place = next((n, p) for n, p in owners[begin + 3 : begin + 12] if p < len(texts[n]))
+        number, place = next(
+            (n, p) for n, p in owners[begin + 3 : begin + 12] if p < len(texts[n])
+        )
         texts[number] = texts[number][:place] + "Z" + texts[number][place + 1 :]
-    (base / "spoilt.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (base / "spoilt.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -82,9 +92,15 @@ def test_a_bad_step_ends_the_run_saved_and_a_run_is_taken_past_it_by_skip_steps(
     write(bad)
     for attempt in (1, 2):
         ended = bad.run(*arguments, name="bad", directory=directory, expect=STOPPED_SAVED)
-        assert ended.err.count("error: step 4, slot 1: the loss is nan") == 1, "said by one rank, once"
+        assert ended.err.count("error: step 4, slot 1: the loss is nan") == 1, (
+            "said by one rank, once"
+        )
         assert "docs/epoch 0/window " in ended.err and "spoilt.jsonl, line" in ended.err
-        assert checkpoints(bad.at(directory)) == [3] and steps_of(bad.at(directory)) == [1, 2, 3]
+        assert checkpoints(bad.at(directory)) == [3] and steps_of(bad.at(directory)) == [
+            1,
+            2,
+            3,
+        ]
         assert [(one["reason"], one["saved"]) for one in events(bad.at(directory), "stop")] == [
             ("non_finite", True)
         ] * attempt
@@ -100,9 +116,13 @@ def test_a_bad_step_ends_the_run_saved_and_a_run_is_taken_past_it_by_skip_steps(
     assert steps_of(bad.at(directory)) == list(range(1, 9))
     assert [step for step, row in rows.items() if row["skipped"]] == [4, 5]
     assert all(row["skipped"] in (None, "requested") for row in rows.values())
-    assert [rows[step]["learning_rate"] for step in rows] == [plain[step]["learning_rate"] for step in plain]
+    assert [rows[step]["learning_rate"] for step in rows] == [
+        plain[step]["learning_rate"] for step in plain
+    ]
     kept = [step for step in rows if step not in (4, 5)]
-    assert [rows[step]["sample_hash"] for step in kept] == [plain[step]["sample_hash"] for step in kept]
+    assert [rows[step]["sample_hash"] for step in kept] == [
+        plain[step]["sample_hash"] for step in kept
+    ]
     assert rows[4]["loss"] is None and rows[4]["tokens"] == 0
 
 
@@ -111,21 +131,27 @@ def test_bad_steps_in_a_row_are_skipped_as_often_as_asked_for(bad: Experiment) -
     ended = bad.run("--workers", "2", name="bad", directory="one", expect=STOPPED_SAVED)
     assert "skipped step=4" in ended.out and "error: step 5, slot 2" in ended.err
     assert checkpoints(bad.at("one")) == [3, 4]
-    assert [(one["step"], one["why"], one["in_a_row"]) for one in events(bad.at("one"), "skipped")] == [
-        (4, "loss", 1)
-    ]
+    assert [
+        (one["step"], one["why"], one["in_a_row"]) for one in events(bad.at("one"), "skipped")
+    ] == [(4, "loss", 1)]
     bad.run("--workers", "2", name="bad", directory="one", expect=STOPPED_SAVED)
-    assert steps_of(bad.at("one")) == [1, 2, 3, 4], "how many were bad in a row is forgotten by a resume"
+    assert steps_of(bad.at("one")) == [1, 2, 3, 4], (
+        "how many were bad in a row is forgotten by a resume"
+    )
 
     write(bad, onNonFinite={"skip": 2})
     bad.run("--workers", "2", name="bad", directory="one")
-    assert [row["skipped"] for row in metric_rows(bad.at("one"))] == [None] * 3 + ["loss"] * 2 + [None] * 3
+    assert [row["skipped"] for row in metric_rows(bad.at("one"))] == [None] * 3 + [
+        "loss"
+    ] * 2 + [None] * 3
     write(bad, skipSteps=[5, 4, 5])
     bad.run("--workers", "2", name="bad", directory="named")
     assert_same_state(bad.at("one"), bad.at("named"))
 
 
-def test_a_skipped_step_is_no_update_of_the_optimizer_in_a_resumed_run_either(experiment: Experiment) -> None:
+def test_a_skipped_step_is_no_update_of_the_optimizer_in_a_resumed_run_either(
+    experiment: Experiment,
+) -> None:
     """Adam's own count follows its updates, not the steps: with another one the next updates would have other
     sizes."""
     experiment.write(recipe(skipSteps=[2, 3]))
@@ -161,9 +187,13 @@ def test_a_process_that_is_fed_learns_how_many_updates_there_were(
     assert_same_state(cluster.directory, undisturbed.at("skipping"))
 
 
-def test_a_bad_step_ends_the_run_of_nodes_saved(make_elastic: MakeCluster, bad: Experiment) -> None:
+def test_a_bad_step_ends_the_run_of_nodes_saved(
+    make_elastic: MakeCluster, bad: Experiment
+) -> None:
     sources = "spec.training.data.sources=[{name: docs, path: spoilt.jsonl}]"
-    cluster = make_elastic(bad, expect=2).start(sets=[sources, "spec.training.initFrom={path: exported}"])
+    cluster = make_elastic(bad, expect=2).start(
+        sets=[sources, "spec.training.initFrom={path: exported}"]
+    )
     cluster.finish(STOPPED_SAVED)
     assert cluster.coordinator is not None and cluster.coordinator.wait() == STOPPED_SAVED
     (end,) = cluster.log("finished")

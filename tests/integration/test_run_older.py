@@ -30,17 +30,23 @@ def test_a_run_of_05accba_goes_on_bit_for_bit(experiment: Experiment) -> None:
     experiment.run(name="before", directory="anew")
 
     continued = json.loads((OLDER / "continued.json").read_text())
-    expected = rows_of(OLDER) | {row["step"]: [row[key] for key in EXACT] for row in continued["rows"]}
+    expected = rows_of(OLDER) | {
+        row["step"]: [row[key] for key in EXACT] for row in continued["rows"]
+    }
     resumed, anew = rows_of(experiment.at("before")), rows_of(experiment.at("anew"))
     assert sorted(resumed) == sorted(expected) == list(range(1, 9))
     if anew == expected:
         # This processor rounds as the one that trained the older run.
         assert resumed == expected
-        assert hash_state(final_state(experiment.at("before"))) == continued["state_after_step_8"]
+        assert (
+            hash_state(final_state(experiment.at("before"))) == continued["state_after_step_8"]
+        )
         return
     for step, row in expected.items():
         for name, value, mine in zip(EXACT, row, resumed[step], strict=True):
             is_close = (
-                mine == value if isinstance(value, str) else abs(mine - value) <= TOLERANCE * abs(value)
+                mine == value
+                if isinstance(value, str)
+                else abs(mine - value) <= TOLERANCE * abs(value)
             )
             assert is_close, f"step {step}, {name}: {mine} instead of {value}"

@@ -70,7 +70,9 @@ class Undisturbed:
     setting: Setting
 
     def run(self, directory: str, **options: Any) -> Any:
-        return self.experiment.run("--workers", str(self.setting.workers), directory=directory, **options)
+        return self.experiment.run(
+            "--workers", str(self.setting.workers), directory=directory, **options
+        )
 
     @property
     def path(self) -> Path:
@@ -86,7 +88,9 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=str)
-def undisturbed(request: pytest.FixtureRequest, make_experiment: Callable[[], Experiment]) -> Undisturbed:
+def undisturbed(
+    request: pytest.FixtureRequest, make_experiment: Callable[[], Experiment]
+) -> Undisturbed:
     experiment = make_experiment()
     experiment.write(request.param.training)
     one = Undisturbed(experiment, request.param)
@@ -107,7 +111,9 @@ def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
     path = undisturbed.experiment.at(directory)
     assert steps_of(path) == list(range(1, last + 1))
     assert checkpoints(path)[-1] == last
-    assert [(event["reason"], event["saved"]) for event in events(path, "stop")] == [("signal", True)]
+    assert [(event["reason"], event["saved"]) for event in events(path, "stop")] == [
+        ("signal", True)
+    ]
 
     undisturbed.run(directory)
     assert steps_of(path) == list(range(1, STEPS + 1)), "a step was trained twice, or left out"
@@ -122,7 +128,11 @@ def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after
     directory = f"killed-after-{last}"
     # All of it: a single worker that is lost is replaced, and the others go on.
     killed = fault(
-        "step", call=last + 1, action="SIGKILL", rank=undisturbed.setting.workers - 1, to="command"
+        "step",
+        call=last + 1,
+        action="SIGKILL",
+        rank=undisturbed.setting.workers - 1,
+        to="command",
     )
     undisturbed.run(directory, expect=-9, faults=[killed])
     path = undisturbed.experiment.at(directory)
@@ -138,13 +148,16 @@ def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after
     ]
     first_time = {row["step"]: row["sample_hash"] for row in rows if row["generation"] == 1}
     assert all(
-        first_time.get(step, row["sample_hash"]) == row["sample_hash"] for step, row in curve(path).items()
+        first_time.get(step, row["sample_hash"]) == row["sample_hash"]
+        for step, row in curve(path).items()
     )
     assert events(path, "restored")[-1]["checkpoint"].startswith(f"step-{newest}")
     undisturbed.assert_equal(directory)
 
 
-def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(experiment: Experiment) -> None:
+def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(
+    experiment: Experiment,
+) -> None:
     experiment.write(recipe(horizon={"steps": 20}, checkpoint={"every": {"steps": 4}}))
     experiment.run(directory="undisturbed")
     for call, action in (
@@ -155,21 +168,39 @@ def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(experiment:
         (1, "SIGTERM"),
         (4, "SIGKILL"),
     ):
-        code = experiment.run(expect=None, faults=[fault("step", call=call, action=action)]).code
+        code = experiment.run(
+            expect=None, faults=[fault("step", call=call, action=action)]
+        ).code
         assert code == (-9 if action == "SIGKILL" else STOPPED_SAVED)
     experiment.run()
     assert_same_curve(experiment.at("undisturbed"), experiment.at())
     assert_same_state(experiment.at("undisturbed"), experiment.at())
-    assert [row["step"] for row in metric_rows(experiment.at()) if row["generation"] == 7][-1] == 20
+    assert [row["step"] for row in metric_rows(experiment.at()) if row["generation"] == 7][
+        -1
+    ] == 20
 
 
-def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(experiment: Experiment) -> None:
+def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(
+    experiment: Experiment,
+) -> None:
     experiment.write(recipe(checkpoint={"asynchronous": False}))
     experiment.run(directory="undisturbed")
     experiment.run(expect=-9, faults=[fault("shard", call=2, action="SIGKILL")])
     assert checkpoints(experiment.at()) == [3]
     experiment.run()
-    assert [row["step"] for row in metric_rows(experiment.at())] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8]
+    assert [row["step"] for row in metric_rows(experiment.at())] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
     assert_same_curve(experiment.at("undisturbed"), experiment.at())
     assert not list((experiment.at() / "checkpoints" / ".tmp").glob("*")), (
         "what the killed process wrote was left behind"

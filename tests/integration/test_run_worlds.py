@@ -56,28 +56,52 @@ def exact(make_experiment: Callable[[], Experiment]) -> Experiment:
 
 
 @pytest.mark.parametrize("workers", ["2", "3"])
-def test_a_larger_world_trains_the_same_samples_with_the_same_losses(fast: Experiment, workers: str) -> None:
+def test_a_larger_world_trains_the_same_samples_with_the_same_losses(
+    fast: Experiment, workers: str
+) -> None:
     assert_same_curve(fast.at("1"), fast.at(workers), exact=False, tolerance=1e-5)
     fast.command("compare-runs", str(fast.at("1")), str(fast.at(workers))).expect(0)
     assert {row["world_size"] for row in curve(fast.at(workers)).values()} == {int(workers)}
-    assert [row[0::3] for row in evaluations(fast, "1")] == [row[0::3] for row in evaluations(fast, workers)]
+    assert [row[0::3] for row in evaluations(fast, "1")] == [
+        row[0::3] for row in evaluations(fast, workers)
+    ]
 
 
 @pytest.mark.parametrize("workers", ["2", "3"])
-def test_in_exact_mode_a_larger_world_has_the_same_bits(exact: Experiment, workers: str) -> None:
+def test_in_exact_mode_a_larger_world_has_the_same_bits(
+    exact: Experiment, workers: str
+) -> None:
     assert_same_curve(exact.at("1"), exact.at(workers))
     assert_same_state(exact.at("1"), exact.at(workers))
     assert evaluations(exact, "1") == evaluations(exact, workers)
-    exact.command("compare-runs", str(exact.at("1")), str(exact.at(workers)), "--exact").expect(0)
+    exact.command("compare-runs", str(exact.at("1")), str(exact.at(workers)), "--exact").expect(
+        0
+    )
 
 
-def test_in_exact_mode_a_run_whose_world_changes_at_each_restart_has_the_same_bits(exact: Experiment) -> None:
+def test_in_exact_mode_a_run_whose_world_changes_at_each_restart_has_the_same_bits(
+    exact: Experiment,
+) -> None:
     for workers, steps in (("1", "2"), ("3", "3")):
         exact.run(
-            "--workers", workers, "--stop-after-steps", steps, directory="changing", expect=STOPPED_SAVED
+            "--workers",
+            workers,
+            "--stop-after-steps",
+            steps,
+            directory="changing",
+            expect=STOPPED_SAVED,
         )
     exact.run("--workers", "2", directory="changing")
-    assert [row["world_size"] for row in curve(exact.at("changing")).values()] == [1, 1, 3, 3, 3, 2, 2, 2]
+    assert [row["world_size"] for row in curve(exact.at("changing")).values()] == [
+        1,
+        1,
+        3,
+        3,
+        3,
+        2,
+        2,
+        2,
+    ]
     assert_same_curve(exact.at("1"), exact.at("changing"))
     assert_same_state(exact.at("1"), exact.at("changing"))
     assert evaluations(exact, "1") == evaluations(exact, "changing")
@@ -89,10 +113,17 @@ def test_the_exact_mode_differs_from_the_fast_one_by_rounding_only(
     assert_same_curve(fast.at("1"), exact.at("1"), exact=False, tolerance=1e-5)
 
 
-def test_a_run_whose_world_changes_at_each_restart_trains_the_same_samples(fast: Experiment) -> None:
+def test_a_run_whose_world_changes_at_each_restart_trains_the_same_samples(
+    fast: Experiment,
+) -> None:
     for workers, steps in (("1", "2"), ("3", "3")):
         fast.run(
-            "--workers", workers, "--stop-after-steps", steps, directory="changing", expect=STOPPED_SAVED
+            "--workers",
+            workers,
+            "--stop-after-steps",
+            steps,
+            directory="changing",
+            expect=STOPPED_SAVED,
         )
     fast.run("--workers", "2", directory="changing")
     assert steps_of(fast.at("changing")) == list(range(1, 9))
@@ -100,13 +131,18 @@ def test_a_run_whose_world_changes_at_each_restart_trains_the_same_samples(fast:
 
 
 @pytest.mark.parametrize("workers", ["1", "2", "3"])
-def test_sharding_trains_the_same_samples_with_the_same_losses(fast: Experiment, workers: str) -> None:
+def test_sharding_trains_the_same_samples_with_the_same_losses(
+    fast: Experiment, workers: str
+) -> None:
     fast.run("--workers", workers, "--set", SHARDED, directory=f"sharded-{workers}")
     assert_same_curve(fast.at("1"), fast.at(f"sharded-{workers}"), exact=False)
     # Saved right after an evaluation, which gathers the shards.
     whole, sharded = final_state(fast.at("1")), final_state(fast.at(f"sharded-{workers}"))
     assert whole.keys() == sharded.keys()
-    assert all(torch.allclose(value, sharded[key], rtol=1e-3, atol=1e-5) for key, value in whole.items())
+    assert all(
+        torch.allclose(value, sharded[key], rtol=1e-3, atol=1e-5)
+        for key, value in whole.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,14 +176,18 @@ def test_a_checkpoint_of_one_parallelism_is_loaded_under_another(
 
 def test_dropout_does_not_depend_on_the_world(experiment: Experiment) -> None:
     model = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    experiment.write({**recipe(reproducibility={"elastic": "exact"}), "model": {"config": model}})
+    experiment.write(
+        {**recipe(reproducibility={"elastic": "exact"}), "model": {"config": model}}
+    )
     for workers in ("1", "3"):
         experiment.run("--workers", workers, directory=workers)
     assert_same_curve(experiment.at("1"), experiment.at("3"))
     assert_same_state(experiment.at("1"), experiment.at("3"))
 
 
-def test_a_part_of_a_sample_that_is_padded_counts_no_token_in_any_world(experiment: Experiment) -> None:
+def test_a_part_of_a_sample_that_is_padded_counts_no_token_in_any_world(
+    experiment: Experiment,
+) -> None:
     """The loss is divided by the step's valid tokens, not by a rank's: padding that falls on one rank must
     not shift it."""
     import json

@@ -49,7 +49,15 @@ class ScriptRun:
         }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "evergrad_cli", "run", "script.yaml", "--nodes", str(self.nodes)],
+                [
+                    sys.executable,
+                    "-m",
+                    "evergrad_cli",
+                    "run",
+                    "script.yaml",
+                    "--nodes",
+                    str(self.nodes),
+                ],
                 cwd=self.path,
                 env=environment,
                 stdout=log,
@@ -150,10 +158,16 @@ def test_an_unmodified_script_survives_a_nodes_kill(make: Make, name: str) -> No
 def test_a_script_that_listens_loses_no_step_when_a_node_or_the_run_is_asked_to_go(
     make: Make, tmp_path: Path
 ) -> None:
-    code = (ROOT / "docs/elastic-scripts.md").read_text("utf-8").split("```python\n")[1].split("```")[0]
+    code = (
+        (ROOT / "docs/elastic-scripts.md")
+        .read_text("utf-8")
+        .split("```python\n")[1]
+        .split("```")[0]
+    )
     code = code.replace("STEPS, checkpoint = 300", "STEPS, checkpoint = 10_000_000")
     code = code.replace(
-        "first + 1, STEPS + 1):\n", "first + 1, STEPS + 1):\n    print('step', step, flush=True)\n"
+        "first + 1, STEPS + 1):\n",
+        "first + 1, STEPS + 1):\n    print('step', step, flush=True)\n",
     )
     (tmp_path / "train.py").write_text(code, "utf-8")
     with socket.socket() as probe:
@@ -162,7 +176,9 @@ def test_a_script_that_listens_loses_no_step_when_a_node_or_the_run_is_asked_to_
     run = make(["train.py", str(tmp_path / "state.pt")], metrics={"port": port}).start()
     run.until(lambda: max(run.steps(), default=0) >= 5, "steps")
     os.kill(run.node(1), signal.SIGTERM)
-    run.until(lambda: sum(event["event"] == "go" for event in run.events()) == 2, "a second group")
+    run.until(
+        lambda: sum(event["event"] == "go" for event in run.events()) == 2, "a second group"
+    )
     last = max(run.steps())
     run.until(lambda: max(run.steps()) > last + 3, "steps of the second group")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
@@ -203,13 +219,17 @@ def series(port: int, name: str) -> float | None:
         contextlib.suppress(OSError),
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer,
     ):
-        found = re.search(rf'^{name}{{node="0",run="script"}} (\S+)$', answer.read().decode(), re.MULTILINE)
+        found = re.search(
+            rf'^{name}{{node="0",run="script"}} (\S+)$', answer.read().decode(), re.MULTILINE
+        )
         return float(found[1]) if found else None
     return None
 
 
 @pytest.mark.timeout(600)
-def test_a_script_may_report_anything_and_only_that_value_is_lost(make: Make, tmp_path: Path) -> None:
+def test_a_script_may_report_anything_and_only_that_value_is_lost(
+    make: Make, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(REPORTS_ANYTHING, "utf-8")
     port = free_port()
     run = make(["train.py"], metrics={"port": port}).start()
@@ -218,8 +238,12 @@ def test_a_script_may_report_anything_and_only_that_value_is_lost(make: Make, tm
     (tmp_path / "go-on").touch()
     assert run.wait() == 0, run.output[-4000:]
     assert sum(event["event"] == "go" for event in run.events()) == 1, "no node was lost"
-    assert len([event for event in run.events() if event["event"] == "hello"]) == 2, "and none came again"
-    assert run.output.count("report(): loss: nan is no finite number") == 2, "one warning a worker"
+    assert len([event for event in run.events() if event["event"] == "hello"]) == 2, (
+        "and none came again"
+    )
+    assert run.output.count("report(): loss: nan is no finite number") == 2, (
+        "one warning a worker"
+    )
     assert "Traceback" not in run.output
 
 
@@ -237,7 +261,9 @@ while not pathlib.Path("go-on").exists():
 def test_a_lost_lease_is_no_request_to_stop(make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS_UNDER_GUARD, "utf-8")
     run = make(["train.py"]).start()
-    run.until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)), "two workers")
+    run.until(
+        lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)), "two workers"
+    )
     workers = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
     coordinator = next(
         child
@@ -249,7 +275,9 @@ def test_a_lost_lease_is_no_request_to_stop(make: Make, tmp_path: Path) -> None:
         run.until(lambda: not any(map(is_alive, workers)), "end of workers without a lease")
     finally:
         os.kill(coordinator, signal.SIGCONT)
-    run.until(lambda: sum(event["event"] == "go" for event in run.events()) == 2, "a second group")
+    run.until(
+        lambda: sum(event["event"] == "go" for event in run.events()) == 2, "a second group"
+    )
     (tmp_path / "go-on").touch()
     assert run.wait() == 0, run.output[-4000:]
 
@@ -263,7 +291,9 @@ while True:
 """
 
 
-def test_sigterm_ends_a_run_whose_script_and_whose_node_do_not_listen(make: Make, tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_whose_script_and_whose_node_do_not_listen(
+    make: Make, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(STAYS, "utf-8")
     run = make(["train.py"], gracePeriodSeconds=1).start()
     run.until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "two workers")
@@ -294,7 +324,9 @@ def test_a_second_signal_ends_a_run_at_once(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_script_that_fails_ends_the_run_with_its_root_cause(make: Make, tmp_path: Path) -> None:
+def test_a_script_that_fails_ends_the_run_with_its_root_cause(
+    make: Make, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(
         "import os, time, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -317,7 +349,10 @@ def test_three_nodes_whose_workers_fail_again_and_again_use_up_the_failures_also
 ) -> None:
     # All cores are taken, so that the nodes are slow to import, fork and answer; the failures count all the
     # same.
-    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    hogs = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
     try:
         run = make(["/bin/sh", "-c", "sleep 4; exit 1"], nodes=3).start()
         assert run.launcher.wait(4 * SECONDS) == 70, run.output[-4000:]
@@ -347,8 +382,13 @@ def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_p
         "ConnectionResetError"
         in next(event for event in run.events() if event["event"] == "finished")["message"]
     )
-    assert {event["cause"] for event in run.events() if event["event"] == "broken"} == {"user_error"}
-    assert "[node 0] rank 0 ConnectionResetError: [Errno 104] Connection reset by peer" in run.output
+    assert {event["cause"] for event in run.events() if event["event"] == "broken"} == {
+        "user_error"
+    }
+    assert (
+        "[node 0] rank 0 ConnectionResetError: [Errno 104] Connection reset by peer"
+        in run.output
+    )
 
 
 @pytest.mark.timeout(600)

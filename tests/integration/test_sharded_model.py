@@ -45,7 +45,10 @@ def make_training(precision: str, **config: Any) -> Training:
     return Training.model_validate(
         {
             "model": {"config": {**CONFIG, **config}},
-            "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": 12},
+            "data": {
+                "sources": [{"name": "docs", "path": "documents.jsonl"}],
+                "sequenceLength": 12,
+            },
             "batching": {"globalBatchSize": 2 * SLOTS, "microBatchSize": 2},
             "optimizer": {"learningRate": 1e-3},
             "horizon": {"steps": 2},
@@ -71,12 +74,16 @@ def _examine(world: World, directory: Path, precision: str, is_tied: bool) -> di
     stage = Stage({})
     # No data: what is built does not depend on it.
     data: Any = SimpleNamespace(train=SimpleNamespace(stages=(stage,)))
-    machinery = build_machinery(training, Opened(task, code, data, {}), plan, world, with_weights=True)
+    machinery = build_machinery(
+        training, Opened(task, code, data, {}), plan, world, with_weights=True
+    )
     parameters: dict[str, Any] = dict(machinery.model.named_parameters())
     whole = dict(build_model(plan, seed=0, precision="fp32").named_parameters())
     initial = {name: value.full_tensor().detach() for name, value in parameters.items()}
 
-    gradients = build_gradient_sum(machinery.model, training, slots_per_step=SLOTS, is_sharded=True)
+    gradients = build_gradient_sum(
+        machinery.model, training, slots_per_step=SLOTS, is_sharded=True
+    )
     gradients.begin(world)
     held = []
     for slot in range(SLOTS):
@@ -89,11 +96,16 @@ def _examine(world: World, directory: Path, precision: str, is_tied: bool) -> di
 
     expected = whole_gradients(plan)
     sums = {name: value.grad.full_tensor() / (2 * SLOTS) for name, value in parameters.items()}
-    errors = {name: (sums[name] - value).norm() / value.norm() for name, value in expected.items()}
+    errors = {
+        name: (sums[name] - value).norm() / value.norm() for name, value in expected.items()
+    }
     return {
         "is_sharded": all(isinstance(value, DTensor) for value in parameters.values()),
-        "names": [name for name in initial if name not in whole] + [n for n in whole if n not in initial],
-        "changed": [name for name, value in initial.items() if not torch.equal(value, whole[name])],
+        "names": [name for name in initial if name not in whole]
+        + [n for n in whole if n not in initial],
+        "changed": [
+            name for name, value in initial.items() if not torch.equal(value, whole[name])
+        ],
         "types": sorted({str(value.grad.dtype) for value in parameters.values()}),
         "held": held,
         "size": sum(value.numel() for value in whole.values()),
@@ -104,11 +116,17 @@ def _examine(world: World, directory: Path, precision: str, is_tied: bool) -> di
 def whole_gradients(plan: ModelPlan) -> dict[str, torch.Tensor]:
     model = build_model(plan, seed=0, precision="fp32")
     causal_lm_loss(model)(IDS, IDS).backward()
-    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return {
+        name: value.grad for name, value in model.named_parameters() if value.grad is not None
+    }
 
 
-def test_a_sharded_model_begins_as_a_whole_one_and_sums_every_slot_in_fp32(tmp_path: Path) -> None:
-    ranks = processes.values(processes.run_world(train_sharded, size=2, directory=tmp_path / "run"))
+def test_a_sharded_model_begins_as_a_whole_one_and_sums_every_slot_in_fp32(
+    tmp_path: Path,
+) -> None:
+    ranks = processes.values(
+        processes.run_world(train_sharded, size=2, directory=tmp_path / "run")
+    )
     for name in CASES:
         found = [rank[name] for rank in ranks]
         for one in found:

@@ -86,7 +86,9 @@ def test_a_run_counts_from_its_fourth_pod_and_replacements_and_coordinators_are_
     assert (seen.extra, seen.others, seen.deleted) == (1, 1, 1)
 
 
-def test_an_operator_is_steady_after_the_last_second_in_which_it_worked(bench: SimpleNamespace) -> None:
+def test_an_operator_is_steady_after_the_last_second_in_which_it_worked(
+    bench: SimpleNamespace,
+) -> None:
     times = [1.5, 2.5, 3.5, 4.5, 5.5, 6.5]
     assert bench.scale.find_steady(times, [1.0, 1.9, 2.0, 2.5, 2.55, 2.6]) == 4.5
     assert bench.scale.find_steady(times, [1.0] * 6) == 1.5
@@ -95,7 +97,12 @@ def test_an_operator_is_steady_after_the_last_second_in_which_it_worked(bench: S
 
 def test_quantiles_are_values_that_were_measured(bench: SimpleNamespace) -> None:
     values = [float(number) for number in range(1, 101)]
-    assert [bench.load.quantile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
+    assert [bench.load.quantile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [
+        50,
+        95,
+        99,
+        100,
+    ]
     assert bench.load.quantile([3.0, 1.0, 2.0], 0.99) == 3.0
 
 
@@ -111,7 +118,9 @@ def test_rows_compare_the_sides_that_are_there(bench: SimpleNamespace) -> None:
             "writers": {"operator": writes},
         }
 
-    both = bench.scale.make_rows({"latency": {"evergrad": sample(0.2, 30), "kubeflow": sample(0.3, 50)}})
+    both = bench.scale.make_rows(
+        {"latency": {"evergrad": sample(0.2, 30), "kubeflow": sample(0.3, 50)}}
+    )
     found = {(row.what.partition(": ")[2], row.name): row for row in both}
     assert found["apply → all 4 pods created, evergrad", "p99"].is_reached
     assert found["API writes a run", "ours / theirs"].value == pytest.approx(0.6)
@@ -143,8 +152,14 @@ def test_a_kill_is_measured_to_the_next_step_of_others_and_to_the_replacements(
 def test_rows_of_pods_set_ours_beside_stock_torchrun(bench: SimpleNamespace) -> None:
     ours = {"rest": 1.0, "replacement": 8.0, "lost_steps": 0.0, "step": 0.5}
     theirs = {"rest": 20.0, "replacement": 24.0, "lost_steps": 3.0, "step": 0.5}
-    samples = {"quickstart": [{"first_step": 31.0}], "recipe": [ours] * 3, "stock_default": [theirs]}
-    found = {(row.what.split(" → ")[-1], row.name): row for row in bench.pods.make_rows(samples)}
+    samples = {
+        "quickstart": [{"first_step": 31.0}],
+        "recipe": [ours] * 3,
+        "stock_default": [theirs],
+    }
+    found = {
+        (row.what.split(" → ")[-1], row.name): row for row in bench.pods.make_rows(samples)
+    }
     assert found["first step", "median"].is_reached is False
     assert found["next step of the rest", "TrainingRun, recipe"].is_reached
     assert found["… next step of the rest", "stock default / recipe"].value == 20

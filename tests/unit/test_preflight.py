@@ -28,9 +28,15 @@ from evergrad_trainer.preflight import (
 )
 
 MACHINE = Machine(
-    cores=2, memory_bytes=2**30, num_accelerators=0, accelerator_memory_bytes=None, has_cpp_compiler=True
+    cores=2,
+    memory_bytes=2**30,
+    num_accelerators=0,
+    accelerator_memory_bytes=None,
+    has_cpp_compiler=True,
 )
-FACTS = ModelFacts(parameters=10**6, hidden_size=64, num_layers=2, vocab_size=257, max_positions=128)
+FACTS = ModelFacts(
+    parameters=10**6, hidden_size=64, num_layers=2, vocab_size=257, max_positions=128
+)
 
 
 def training(**changes: Any) -> Training:
@@ -55,13 +61,19 @@ def test_a_missing_an_empty_and_a_good_file_are_told_apart(tmp_path: Path) -> No
     (tmp_path / "good.jsonl").write_text('{"text": "x"}\n')
     names = ["missing", "empty", "good"]
     sources = [{"name": name, "path": f"{name}.jsonl"} for name in names]
-    found = list(check_files(training(data={"sources": sources, "sequenceLength": 64}), tmp_path))
+    found = list(
+        check_files(training(data={"sources": sources, "sequenceLength": 64}), tmp_path)
+    )
     assert [finding.level for finding in found] == ["error", "error", "ok"]
-    assert [finding.problem.path for finding in found] == [str(tmp_path / f"{name}.jsonl") for name in names]
+    assert [finding.problem.path for finding in found] == [
+        str(tmp_path / f"{name}.jsonl") for name in names
+    ]
     assert "missing.jsonl: does not exist; spec.training.data.sources[0].path names it" in str(
         found[0].problem
     )
-    assert "empty.jsonl: is empty; spec.training.data.sources[1].path names it" in str(found[1].problem)
+    assert "empty.jsonl: is empty; spec.training.data.sources[1].path names it" in str(
+        found[1].problem
+    )
 
 
 def test_evaluation_files_are_checked_too_and_a_folder_is_no_file(tmp_path: Path) -> None:
@@ -78,7 +90,9 @@ def test_evaluation_files_are_checked_too_and_a_folder_is_no_file(tmp_path: Path
 @pytest.mark.parametrize(
     ("workers", "level"), [(1, "ok"), (2, "ok"), (3, "warning"), (4, "ok"), (5, "error")]
 )
-def test_workers_must_each_have_a_slot_and_should_have_equal_shares(workers: int, level: str) -> None:
+def test_workers_must_each_have_a_slot_and_should_have_equal_shares(
+    workers: int, level: str
+) -> None:
     finding = only(check_workers(training(), num_workers=workers))
     assert finding.level == level
     assert finding.problem.path == "spec.workersPerNode"
@@ -91,16 +105,25 @@ def test_idle_time_is_told_as_a_share() -> None:
 
 
 def test_memory_is_enough_too_little_or_unknown() -> None:
-    assert only(check_memory(training(), FACTS, MACHINE, num_workers=1, world_size=1)).level == "ok"
+    assert (
+        only(check_memory(training(), FACTS, MACHINE, num_workers=1, world_size=1)).level
+        == "ok"
+    )
     small = replace(MACHINE, memory_bytes=10 * 2**20)
     finding = only(check_memory(training(), FACTS, small, num_workers=1, world_size=1))
     assert finding.level == "error"
-    assert "1,000,000 parameters need about" in str(finding.problem) and "0.01 GiB are there" in str(
+    assert "1,000,000 parameters need about" in str(
         finding.problem
-    )
+    ) and "0.01 GiB are there" in str(finding.problem)
     assert (
         only(
-            check_memory(training(), FACTS, replace(MACHINE, memory_bytes=None), num_workers=1, world_size=1)
+            check_memory(
+                training(),
+                FACTS,
+                replace(MACHINE, memory_bytes=None),
+                num_workers=1,
+                world_size=1,
+            )
         ).level
         == "warning"
     )
@@ -109,9 +132,17 @@ def test_memory_is_enough_too_little_or_unknown() -> None:
 def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
     machine = replace(MACHINE, memory_bytes=40 * 2**20)
     sharded, facts = training(runtime={"parallelism": "fsdp2"}), replace(FACTS, num_layers=8)
-    assert only(check_memory(training(), facts, machine, num_workers=1, world_size=1)).level == "ok"
-    assert only(check_memory(training(), facts, machine, num_workers=4, world_size=4)).level == "error"
-    assert only(check_memory(sharded, facts, machine, num_workers=4, world_size=4)).level == "ok"
+    assert (
+        only(check_memory(training(), facts, machine, num_workers=1, world_size=1)).level
+        == "ok"
+    )
+    assert (
+        only(check_memory(training(), facts, machine, num_workers=4, world_size=4)).level
+        == "error"
+    )
+    assert (
+        only(check_memory(sharded, facts, machine, num_workers=4, world_size=4)).level == "ok"
+    )
 
 
 def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
@@ -124,10 +155,14 @@ def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
     assert list(check_device(compiled, MACHINE)) == []
     device = replace(without, num_accelerators=1)
     automatic = only(check_device(training(), device))
-    assert automatic.level == "warning" and "trains without compilation" in str(automatic.problem)
+    assert automatic.level == "warning" and "trains without compilation" in str(
+        automatic.problem
+    )
     assert only(check_device(compiled, device)).level == "error"
     assert list(check_device(training(runtime={"compile": "off"}), device)) == []
-    assert "Install g++, or use compile: off" in str(only(check_device(compiled, without)).problem)
+    assert "Install g++, or use compile: off" in str(
+        only(check_device(compiled, without)).problem
+    )
     assert list(check_device(training(), without)) == []
 
 
@@ -135,14 +170,18 @@ def test_samples_must_fit_the_models_positions() -> None:
     assert list(check_model(training(), FACTS)) == []
     assert list(check_model(training(), replace(FACTS, max_positions=None))) == []
     finding = only(check_model(training(), replace(FACTS, max_positions=63)))
-    assert finding.level == "error" and "64 is above the model's max_position_embeddings 63" in str(
-        finding.problem
+    assert (
+        finding.level == "error"
+        and "64 is above the model's max_position_embeddings 63" in str(finding.problem)
     )
 
 
 def test_things_that_never_happen_are_warned_of() -> None:
     late = training(checkpoint={"every": {"steps": 101}}, evaluation={"every": {"steps": 500}})
-    levels = {f.problem.path: f.level for f in check_schedule(late, derive_steps(late, num_samples=50))}
+    levels = {
+        f.problem.path: f.level
+        for f in check_schedule(late, derive_steps(late, num_samples=50))
+    }
     assert levels == {
         "spec.training.checkpoint.every.steps": "warning",
         "spec.training.evaluation.every.steps": "warning",
@@ -154,7 +193,11 @@ def test_things_that_never_happen_are_warned_of() -> None:
 
 
 def test_a_run_directory_is_probed_and_left_as_it_was(tmp_path: Path) -> None:
-    finding = only(check_run_directory(tmp_path / "runs" / "a", checkpoint_bytes(FACTS, training()), keep=3))
+    finding = only(
+        check_run_directory(
+            tmp_path / "runs" / "a", checkpoint_bytes(FACTS, training()), keep=3
+        )
+    )
     assert finding.level == "ok"
     assert list((tmp_path / "runs" / "a").iterdir()) == []
 
@@ -188,7 +231,11 @@ def findings_of_script(
         }
     )
     examination = examine(
-        run, base_directory=folder, run_directory=folder / "run", machine=machine, num_workers=num_workers
+        run,
+        base_directory=folder,
+        run_directory=folder / "run",
+        machine=machine,
+        num_workers=num_workers,
     )
     assert examination.plan is None
     return [(finding.level, str(finding.problem)) for finding in examination.findings]
@@ -204,10 +251,16 @@ def test_of_a_script_its_program_and_its_workers_are_checked(tmp_path: Path) -> 
     assert error[0] == "error" and "missing.py: does not exist" in error[1]
     (tmp_path / "run").rmdir()
     (tmp_path / "run").touch()
-    assert [level for level, _ in findings_of_script(tmp_path, "train.py")] == ["ok", "ok", "error"]
+    assert [level for level, _ in findings_of_script(tmp_path, "train.py")] == [
+        "ok",
+        "ok",
+        "error",
+    ]
 
 
-def test_a_module_that_is_not_found_is_a_warning_since_import_hooks_may_know_it(tmp_path: Path) -> None:
+def test_a_module_that_is_not_found_is_a_warning_since_import_hooks_may_know_it(
+    tmp_path: Path,
+) -> None:
     assert findings_of_script(tmp_path, "-m", "nothing.here")[0] == (
         "warning",
         (
@@ -230,14 +283,20 @@ def test_a_shard_is_of_the_whole_world_and_no_process_holds_the_whole_model() ->
     facts = replace(FACTS, parameters=10**9, hidden_size=1024, num_layers=32)
     sharded = training(runtime={"parallelism": "fsdp2", "precision": "fp32"})
     device = replace(MACHINE, num_accelerators=8, accelerator_memory_bytes=3 * 10**9)
-    assert only(check_memory(sharded, facts, device, num_workers=8, world_size=64)).level == "ok"
-    assert only(check_memory(sharded, facts, device, num_workers=2, world_size=2)).level == "error"
+    assert (
+        only(check_memory(sharded, facts, device, num_workers=8, world_size=64)).level == "ok"
+    )
+    assert (
+        only(check_memory(sharded, facts, device, num_workers=2, world_size=2)).level == "error"
+    )
 
 
 def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would() -> None:
     facts = replace(FACTS, parameters=10**9, hidden_size=2048, num_layers=16)
     device = replace(MACHINE, num_accelerators=1, accelerator_memory_bytes=10**10)
-    text = str(only(check_memory(training(), facts, device, num_workers=1, world_size=1)).problem)
+    text = str(
+        only(check_memory(training(), facts, device, num_workers=1, world_size=1)).problem
+    )
     named = int(
         re.search(
             r"in this plan about ([\d,]+)M "
@@ -256,7 +315,9 @@ def traps(machine: Machine = MACHINE, **changes: Any) -> list[str]:
     return [problem.path for problem in find_traps(training(**changes), None, machine=machine)]
 
 
-def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_linear_layer() -> None:
+def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_linear_layer() -> (
+    None
+):
     chunked = training(runtime={"lossChunk": 512})
     for name, paths in {"gemma2": ["spec.training.runtime.lossChunk"], "llama": []}.items():
         plan: Any = SimpleNamespace(name=name, config=SimpleNamespace(get_text_config=object))
@@ -266,7 +327,13 @@ def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_li
 def test_a_pretrained_model_is_not_trained_on_bytes_by_default() -> None:
     assert traps(model={"path": "pretrained"}) == ["spec.training.tokenizer"]
     assert traps(model={"path": "pretrained"}, tokenizer={"type": "byte"}) == []
-    assert traps(model={"path": "pretrained"}, tokenizer={"type": "transformers", "path": "pretrained"}) == []
+    assert (
+        traps(
+            model={"path": "pretrained"},
+            tokenizer={"type": "transformers", "path": "pretrained"},
+        )
+        == []
+    )
 
 
 def test_moments_in_bf16_that_would_never_fall_are_refused() -> None:
@@ -274,7 +341,8 @@ def test_moments_in_bf16_that_would_never_fall_are_refused() -> None:
     for decay in (0.9, 0.95, 0.99, 0.995, 0.997, 0.999, 0.9999):
         moment = torch.ones((), dtype=torch.bfloat16)
         is_frozen = any(
-            bool(value * decay == value) for value in (moment * (1 + step / 128) for step in range(128))
+            bool(value * decay == value)
+            for value in (moment * (1 + step / 128) for step in range(128))
         )
         optimizer = {"learningRate": 1e-3, "betas": [0.9, decay]}
         found = traps(runtime={"precision": "bf16"}, optimizer=optimizer)
@@ -296,14 +364,21 @@ def test_exact_sums_are_promised_on_an_accelerator_only_with_determinism_switche
 
 def test_a_run_that_has_begun_with_a_trap_is_warned_and_goes_on(tmp_path: Path) -> None:
     """Its recipe cannot be changed any more."""
-    raw = {"optimizer": {"learningRate": 1e-3, "betas": [0.9, 0.999]}, "runtime": {"precision": "bf16"}}
+    raw = {
+        "optimizer": {"learningRate": 1e-3, "betas": [0.9, 0.999]},
+        "runtime": {"precision": "bf16"},
+    }
     (tmp_path / "docs.jsonl").write_text('{"text": "x"}\n')
     run = parse_run(
         {
             "apiVersion": "evergrad.dev/v1alpha1",
             "kind": "TrainingRun",
             "metadata": {"name": "tiny"},
-            "spec": {"training": training(**raw).model_dump(by_alias=True, exclude_unset=True, mode="json")},
+            "spec": {
+                "training": training(**raw).model_dump(
+                    by_alias=True, exclude_unset=True, mode="json"
+                )
+            },
         }
     )
 
@@ -313,16 +388,24 @@ def test_a_run_that_has_begun_with_a_trap_is_warned_and_goes_on(tmp_path: Path) 
         if begun:
             (directory / "run.json").touch()
         found = examine(
-            run, base_directory=tmp_path, run_directory=directory, machine=MACHINE, num_workers=1
+            run,
+            base_directory=tmp_path,
+            run_directory=directory,
+            machine=MACHINE,
+            num_workers=1,
         ).findings
         return only(
-            finding for finding in found if finding.problem.path == "spec.training.optimizer.betas"
+            finding
+            for finding in found
+            if finding.problem.path == "spec.training.optimizer.betas"
         ).level
 
     assert [level(begun=False), level(begun=True)] == ["error", "warning"]
 
 
-def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own(tmp_path: Path) -> None:
+def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "docs.jsonl").write_text('{"text": "x"}\n')
     spec = {"training": training().model_dump(by_alias=True, exclude_unset=True, mode="json")}
     run = parse_run(
@@ -336,8 +419,12 @@ def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own
 
     def told(most: int) -> Finding:
         places = {"base_directory": tmp_path, "run_directory": tmp_path / "run"}
-        found = examine(run, **places, machine=MACHINE, num_workers=2, num_nodes=(1, most)).findings
-        return only(finding for finding in found if finding.problem.path == "spec.workersPerNode")
+        found = examine(
+            run, **places, machine=MACHINE, num_workers=2, num_nodes=(1, most)
+        ).findings
+        return only(
+            finding for finding in found if finding.problem.path == "spec.workersPerNode"
+        )
 
     assert told(2).level == "ok" and told(3).level == "error"
     assert "6 workers cannot share 4 slots a step" in str(told(3).problem)

@@ -23,7 +23,9 @@ from evergrad_trainer.resume import (
 )
 from evergrad_trainer.run_directory import RunDirectory
 
-PREPARED = Prepared(sources=(), evaluation=(), tokenizer_identity="byte", vocab_size=257, end_of_document=256)
+PREPARED = Prepared(
+    sources=(), evaluation=(), tokenizer_identity="byte", vocab_size=257, end_of_document=256
+)
 
 
 MODEL = {"transformers": "5.0.0", "config": {"hidden_size": 4, "rope": {"theta": 10000.0}}}
@@ -84,13 +86,17 @@ def refusal(directory: RunDirectory, run: TrainingRun, *, extend: bool = False) 
 
 
 def test_an_empty_or_missing_directory_is_a_fresh_start(tmp_path: Path) -> None:
-    assert inspect_directory(RunDirectory(tmp_path / "none"), make_run(), extend=False) == Standing("fresh")
+    assert inspect_directory(
+        RunDirectory(tmp_path / "none"), make_run(), extend=False
+    ) == Standing("fresh")
     made = RunDirectory(tmp_path / "made")
     made.create()
     assert inspect_directory(made, make_run(), extend=False) == Standing("fresh")
 
 
-def test_a_run_that_has_begun_goes_on_with_the_data_it_recorded(directory: RunDirectory) -> None:
+def test_a_run_that_has_begun_goes_on_with_the_data_it_recorded(
+    directory: RunDirectory,
+) -> None:
     standing = inspect_directory(directory, make_run(), extend=False)
     assert (standing.state, standing.total_steps, standing.recorded) == ("begun", 100, PREPARED)
 
@@ -102,10 +108,16 @@ def test_a_finished_run_is_complete_until_its_horizon_grows(directory: RunDirect
     assert inspect_directory(directory, make_run(), extend=True).state == "complete"
     assert inspect_directory(directory, longer, extend=True).state == "begun"
     text = refusal(directory, longer)
-    assert "spec.training.horizon.steps: 200 here" in text and "began with 100" in text and "--extend" in text
+    assert (
+        "spec.training.horizon.steps: 200 here" in text
+        and "began with 100" in text
+        and "--extend" in text
+    )
 
 
-def test_another_unit_of_the_horizon_is_a_change_of_both_fields(directory: RunDirectory) -> None:
+def test_another_unit_of_the_horizon_is_a_change_of_both_fields(
+    directory: RunDirectory,
+) -> None:
     text = refusal(directory, make_run(horizon={"tokens": 10**6}))
     assert "spec.training.horizon.steps: nothing here" in text.replace("(absent)", "nothing")
     assert (
@@ -119,8 +131,14 @@ def test_another_unit_of_the_horizon_is_a_change_of_both_fields(directory: RunDi
     [
         ({"optimizer": {"learningRate": 2e-3}}, "spec.training.optimizer.learningRate"),
         ({"reproducibility": {"seed": 1}}, "spec.training.reproducibility.seed"),
-        ({"batching": {"globalBatchSize": 8, "microBatchSize": 4}}, "spec.training.batching.microBatchSize"),
-        ({"tokenizer": {"type": "transformers", "path": "tok"}}, "spec.training.tokenizer.type"),
+        (
+            {"batching": {"globalBatchSize": 8, "microBatchSize": 4}},
+            "spec.training.batching.microBatchSize",
+        ),
+        (
+            {"tokenizer": {"type": "transformers", "path": "tok"}},
+            "spec.training.tokenizer.type",
+        ),
         ({"runtime": {"precision": "bf16"}}, "spec.training.runtime.precision"),
         (
             {"model": {"config": {"model_type": "llama", "hidden_size": 8}}},
@@ -137,18 +155,28 @@ def test_a_changed_field_of_the_recipe_is_named(
     assert f"{path}: " in text and "the recipe of a run does not change" in text
 
 
-def test_data_and_a_model_may_lie_elsewhere_and_the_run_keeps_its_identity(directory: RunDirectory) -> None:
-    moved = {"sources": [{"name": "docs", "path": "/elsewhere/docs.jsonl"}], "sequenceLength": 64}
+def test_data_and_a_model_may_lie_elsewhere_and_the_run_keeps_its_identity(
+    directory: RunDirectory,
+) -> None:
+    moved = {
+        "sources": [{"name": "docs", "path": "/elsewhere/docs.jsonl"}],
+        "sequenceLength": 64,
+    }
     standing = inspect_directory(directory, make_run(data=moved), extend=False)
     assert standing.state == "begun" and standing.config_hash == "recorded"
     assert config_hash(make_run(data=moved)) != config_hash(make_run())
-    other = {"sources": [{"name": "other", "path": "/elsewhere/docs.jsonl"}], "sequenceLength": 64}
+    other = {
+        "sources": [{"name": "other", "path": "/elsewhere/docs.jsonl"}],
+        "sequenceLength": 64,
+    }
     text = refusal(directory, make_run(data=other))
     assert "spec.training.data.sources[0].name: 'other' here" in text and "path" not in text
 
 
 def test_a_model_that_becomes_a_directory_is_another_model(directory: RunDirectory) -> None:
-    assert "spec.training.model.path: 'm' here" in refusal(directory, make_run(model={"path": "m"}))
+    assert "spec.training.model.path: 'm' here" in refusal(
+        directory, make_run(model={"path": "m"})
+    )
 
 
 def test_a_tokenizer_of_another_content_is_refused_wherever_it_lies() -> None:
@@ -156,7 +184,9 @@ def test_a_tokenizer_of_another_content_is_refused_wherever_it_lies() -> None:
     check_tokenizer_unchanged(standing, PREPARED)
     check_tokenizer_unchanged(Standing("fresh"), PREPARED)
     other = dataclasses.replace(PREPARED, tokenizer_identity="another")
-    with pytest.raises(RunDirectoryError, match="its content is another, but the run began with byte"):
+    with pytest.raises(
+        RunDirectoryError, match="its content is another, but the run began with byte"
+    ):
         check_tokenizer_unchanged(standing, other)
 
 
@@ -218,7 +248,9 @@ def of_script(tmp_path: Path) -> RunDirectory:
     """Of a script that has begun."""
     one = RunDirectory(tmp_path / "script")
     one.create()
-    one.write_resolved(resolved_script_record(make_script("train.py", "--epochs", "3"), base_directory=".."))
+    one.write_resolved(
+        resolved_script_record(make_script("train.py", "--epochs", "3"), base_directory="..")
+    )
     return one
 
 
@@ -230,7 +262,9 @@ def test_a_script_goes_on_until_it_is_complete(of_script: RunDirectory) -> None:
 
 
 def test_a_changed_script_is_refused_with_the_field(of_script: RunDirectory) -> None:
-    text = refusal(of_script, make_script("train.py", "--epochs", "4", env={"A": "1"}), extend=True)
+    text = refusal(
+        of_script, make_script("train.py", "--epochs", "4", env={"A": "1"}), extend=True
+    )
     assert (
         f"spec.script.command[2]: '4' here, but the run in {of_script.path} began with '3'; the "
         "recipe of a run" in text
@@ -257,14 +291,23 @@ def test_neither_kind_goes_on_with_the_others_directory(
 def test_what_is_recorded_of_a_script_loads_to_the_same_run(of_script: RunDirectory) -> None:
     record = json.loads(of_script.resolved.read_text())
     assert from_wire(record["manifest"]) == make_script("train.py", "--epochs", "3")
-    assert (record["format"], record["baseDirectory"], len(record["configHash"])) == (1, "..", 64)
+    assert (record["format"], record["baseDirectory"], len(record["configHash"])) == (
+        1,
+        "..",
+        64,
+    )
 
 
 def models(**changes: Any) -> dict[str, Any]:
-    return {"transformers": changes.pop("transformers", "5.0.0"), "config": {**MODEL["config"], **changes}}  # type: ignore[dict-item]
+    return {
+        "transformers": changes.pop("transformers", "5.0.0"),
+        "config": {**MODEL["config"], **changes},
+    }  # type: ignore[dict-item]
 
 
-def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(directory: RunDirectory) -> None:
+def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(
+    directory: RunDirectory,
+) -> None:
     standing = inspect_directory(directory, make_run(), extend=False)
     assert standing.model == MODEL
     check_model_unchanged(directory, standing, models())
@@ -274,14 +317,18 @@ def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(director
         )
     (problem,) = raised.value.problems
     assert problem.path == "the resolved model's configuration.rope.theta"
-    assert "is 500000.0 here, but the run in" in str(problem) and "began with 10000.0" in str(problem)
+    assert "is 500000.0 here, but the run in" in str(problem) and "began with 10000.0" in str(
+        problem
+    )
     assert "transformers was 5.0.0 then and is 5.1.0 now" in str(problem)
     # The same version knows the same keys: one that is there only now was added by hand.
     with pytest.raises(RunDirectoryError, match="new_key"):
         check_model_unchanged(directory, standing, models(new_key=1))
 
 
-def test_a_run_that_an_older_version_began_says_nothing_of_its_model(directory: RunDirectory) -> None:
+def test_a_run_that_an_older_version_began_says_nothing_of_its_model(
+    directory: RunDirectory,
+) -> None:
     record = directory.read_resolved() or {}
     directory.write_resolved({key: value for key, value in record.items() if key != "model"})
     standing = inspect_directory(directory, make_run(), extend=False)

@@ -70,7 +70,9 @@ def test_a_place_of_the_wrong_kind_is_named(folder: Path) -> None:
 def test_a_file_that_may_not_be_executed_is_named(folder: Path) -> None:
     (folder / "start").chmod(0o644)
     (said,) = problems(folder, a_script("./start"))
-    assert "start: cannot be executed; permission is denied (spec.script.command names it)" in said
+    assert (
+        "start: cannot be executed; permission is denied (spec.script.command names it)" in said
+    )
 
 
 def test_a_name_without_a_slash_is_looked_up_in_the_path_of_the_workers(folder: Path) -> None:
@@ -83,12 +85,15 @@ def test_a_name_without_a_slash_is_looked_up_in_the_path_of_the_workers(folder: 
     ]
     assert problems(folder, a_script("start", env={"PATH": str(folder)})) == []
     assert (
-        "looked up in spec.script.env.PATH" in problems(folder, a_script("sh", env={"PATH": str(folder)}))[0]
+        "looked up in spec.script.env.PATH"
+        in problems(folder, a_script("sh", env={"PATH": str(folder)}))[0]
     )
 
 
 @pytest.mark.parametrize(
-    "name", ["x" * 5000 + ".py", "a\u2028b.py", "\udcff.py"], ids=["long", "unprintable", "undecodable"]
+    "name",
+    ["x" * 5000 + ".py", "a\u2028b.py", "\udcff.py"],
+    ids=["long", "unprintable", "undecodable"],
 )
 def test_an_odd_name_is_a_problem_that_can_be_printed(name: str, folder: Path) -> None:
     (said,) = problems(folder, a_script(name))
@@ -101,7 +106,8 @@ def test_a_module_is_found_without_importing_it(folder: Path) -> None:
     assert is_module_found(inside, base_directory=folder)
     assert not is_module_found(a_script("-m", "package.main"), base_directory=folder)
     assert is_module_found(
-        a_script("-m", "package.main", env={"PYTHONPATH": f"none{os.pathsep}code"}), base_directory=folder
+        a_script("-m", "package.main", env={"PYTHONPATH": f"none{os.pathsep}code"}),
+        base_directory=folder,
     )
     assert not is_module_found(
         a_script("-m", "package.other", workingDirectory="code"), base_directory=folder

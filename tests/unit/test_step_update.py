@@ -32,7 +32,10 @@ QUIET = (False,) * NUM_FLAGS
 
 
 def make_batch(
-    ids: torch.Tensor, labels: torch.Tensor, samples: tuple[SampleId, ...] = (), sample_hash: int = 0
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+    samples: tuple[SampleId, ...] = (),
+    sample_hash: int = 0,
 ) -> Batch:
     tensors = {"input_ids": ids, "labels": labels}
     return Batch(tensors, weight=int((labels >= 0).sum()), samples=samples, hash=sample_hash)
@@ -83,7 +86,12 @@ class Model(nn.Module):
 
 
 def make_stepper(
-    model: Model, *, slots: int = 4, clip: float = 0.0, exact: bool = False, sharded: bool = False
+    model: Model,
+    *,
+    slots: int = 4,
+    clip: float = 0.0,
+    exact: bool = False,
+    sharded: bool = False,
 ) -> Stepper:
     parameters = list(model.parameters())
     gradients: Any = BucketedSum(parameters, bucket_bytes=1024)
@@ -93,15 +101,23 @@ def make_stepper(
     parts = StepParts(
         model=model,
         loss_of=model.loss_of,
-        optimizer=build_adamw(model, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0})),
+        optimizer=build_adamw(
+            model, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0})
+        ),
         gradients=gradients,
         stream=stream,
         prefetcher=Prefetcher(stream),
-        schedule=build_schedule(Schedule.model_validate({"type": "linear"}), peak=0.1, total_steps=10),
+        schedule=build_schedule(
+            Schedule.model_validate({"type": "linear"}), peak=0.1, total_steps=10
+        ),
         autocast=nullcontext,
     )
     settings = StepSettings(
-        seed=0, slots_per_step=slots, nominal_weight=slots * LENGTH, clip_norm=clip, is_sharded=sharded
+        seed=0,
+        slots_per_step=slots,
+        nominal_weight=slots * LENGTH,
+        clip_norm=clip,
+        is_sharded=sharded,
     )
     return Stepper(parts, settings)
 
@@ -112,7 +128,10 @@ def world(rank: int = 0, size: int = 1) -> World:
 
 def big_batch(slots: int = 4, step: int = 1) -> Batch:
     batches = [Stream(slots).slot(step, slot) for slot in range(slots)]
-    ids, labels = (torch.cat([batch.tensors[name] for batch in batches]) for name in ("input_ids", "labels"))
+    ids, labels = (
+        torch.cat([batch.tensors[name] for batch in batches])
+        for name in ("input_ids", "labels")
+    )
     return make_batch(ids, labels)
 
 
@@ -124,13 +143,16 @@ def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) 
     loss = plain.loss_sum(batch.tensors["input_ids"], batch.tensors["labels"]) / batch.weight
     loss.backward()
     norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
-    optimizer = build_adamw(plain, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0}))
+    optimizer = build_adamw(
+        plain, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0})
+    )
     optimizer.step()
     assert outcome.weight == batch.weight == 4 * LENGTH - 1
     assert outcome.loss == pytest.approx(float(loss.detach()), rel=1e-6)
     assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-5)
     assert all(
-        torch.allclose(a, b, atol=1e-4) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+        torch.allclose(a, b, atol=1e-4)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
     )
     gradients = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-7) for a, b in gradients)  # type: ignore[arg-type]
@@ -140,7 +162,9 @@ def test_gradients_above_the_limit_are_clipped_to_it_and_the_norm_is_told_unclip
     model, free = Model(), Model()
     told = make_stepper(free).run(1, world(), QUIET).grad_norm
     outcome = make_stepper(model, clip=told / 4).run(1, world(), QUIET)
-    clipped = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    clipped = nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None]
+    )
     assert outcome.grad_norm == told
     assert float(clipped) == pytest.approx(told / 4, rel=1e-4)
     below = Model()
@@ -155,7 +179,8 @@ def test_the_slots_of_a_step_are_shared_without_rest_by_every_world(size: int) -
     assert sorted(slot for share in shares for slot, _, _ in share) == [0, 1, 2, 3]
     assert all(is_real for share in shares for _, is_real, _ in share)
     assert all(
-        [is_last for _, _, is_last in share] == [False] * (len(share) - 1) + [True] for share in shares
+        [is_last for _, _, is_last in share] == [False] * (len(share) - 1) + [True]
+        for share in shares
     )
 
 
@@ -164,7 +189,12 @@ def test_sharded_ranks_all_run_as_often_and_each_slot_counts_once(size: int) -> 
     stepper = make_stepper(Model(), sharded=True)
     shares = [list(stepper._slots_of(world(rank, size))) for rank in range(size)]
     assert len({len(share) for share in shares}) == 1
-    assert sorted(slot for share in shares for slot, is_real, _ in share if is_real) == [0, 1, 2, 3]
+    assert sorted(slot for share in shares for slot, is_real, _ in share if is_real) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert all(share[-1][2] for share in shares)
 
 
@@ -177,7 +207,9 @@ def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(
     whole = make_stepper(Model()).run(1, world(), QUIET)
     parts = [make_stepper(Model()).run(1, world(rank, size), QUIET) for rank in range(size)]
     assert sum(part.weight for part in parts) == whole.weight
-    assert sum(int(part.sample_hash, 16) for part in parts) % 2**64 == int(whole.sample_hash, 16)
+    assert sum(int(part.sample_hash, 16) for part in parts) % 2**64 == int(
+        whole.sample_hash, 16
+    )
     assert int(whole.sample_hash, 16) == (4 * 2**63 + 6) % 2**64
 
 
@@ -227,15 +259,20 @@ def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothin
     with torch.no_grad():
         model.embedding.weight[token] = value
     batches = [Stream(4).slot(3, slot) for slot in range(4)]
-    affected = [slot for slot, batch in enumerate(batches) if is_learned_from(token, batch.tensors)]
+    affected = [
+        slot for slot, batch in enumerate(batches) if is_learned_from(token, batch.tensors)
+    ]
     before = [parameter.clone() for parameter in model.parameters()]
     outcome = make_stepper(model, exact=exact).run(3, world(), QUIET)
     assert outcome.skipped == "loss" and outcome.is_non_finite and math.isnan(outcome.loss)
-    assert [problem.path for problem in outcome.problems] == [f"step 3, slot {slot}" for slot in affected]
+    assert [problem.path for problem in outcome.problems] == [
+        f"step 3, slot {slot}" for slot in affected
+    ]
     assert "docs/epoch 0/window 30" in str(outcome.problems[0]), "it does not name the samples"
     assert "Nothing was updated" in str(outcome.problems[0])
     assert all(
-        torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, model.parameters(), strict=True)
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+        for a, b in zip(before, model.parameters(), strict=True)
     )
 
 
@@ -275,7 +312,9 @@ def test_a_skipped_step_reads_nothing_computes_nothing_and_tells_its_flags() -> 
     stepper = make_stepper(model)
     flags = (True, *QUIET[1:])
     outcome = stepper.run(2, world(), flags, is_skipped=True)
-    assert outcome.skipped == "requested" and not outcome.is_non_finite and outcome.problems == ()
+    assert (
+        outcome.skipped == "requested" and not outcome.is_non_finite and outcome.problems == ()
+    )
     assert outcome.flags == flags and outcome.weight == 0 and outcome.sample_hash == "0" * 16
     assert outcome.learning_rate == make_stepper(Model()).run(2, world(), QUIET).learning_rate
     assert all(map(torch.equal, before, model.parameters()))
@@ -295,11 +334,15 @@ def test_the_step_after_a_refused_one_is_the_step_it_would_have_been() -> None:
 
 def test_the_learning_rate_told_is_the_schedules() -> None:
     stepper = make_stepper(Model())
-    assert [stepper.run(step, world(), QUIET).learning_rate for step in (1, 6)] == [0.1, pytest.approx(0.05)]
+    assert [stepper.run(step, world(), QUIET).learning_rate for step in (1, 6)] == [
+        0.1,
+        pytest.approx(0.05),
+    ]
 
 
 @pytest.mark.parametrize(
-    "flags", [tuple(place == raised for place in range(NUM_FLAGS)) for raised in range(NUM_FLAGS)]
+    "flags",
+    [tuple(place == raised for place in range(NUM_FLAGS)) for raised in range(NUM_FLAGS)],
 )
 def test_flags_arrive_as_they_were_raised(flags: tuple[bool, ...]) -> None:
     assert make_stepper(Model()).run(1, world(), flags).flags == flags

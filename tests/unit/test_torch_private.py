@@ -16,7 +16,9 @@ from evergrad_trainer import torch_private
 
 @pytest.fixture
 def group(tmp_path: Path) -> "dist.ProcessGroup":
-    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield dist.group.WORLD
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -31,12 +33,18 @@ def test_the_group_counter_counts_and_is_part_of_the_names(group: dist.ProcessGr
     assert torch_private.group_state() == (0, None)
 
 
-def test_a_failed_set_up_leaves_the_counter_raised_and_nothing_to_destroy(tmp_path: Path) -> None:
+def test_a_failed_set_up_leaves_the_counter_raised_and_nothing_to_destroy(
+    tmp_path: Path,
+) -> None:
     store = FileStore(str(tmp_path / "store"), 2)
     with pytest.raises(RuntimeError):
-        dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.2))
+        dist.init_process_group(
+            "gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.2)
+        )
     assert not dist.is_initialized()
-    assert torch_private.group_state()[0] == 1, "reset_group_counter is not needed with this torch"
+    assert torch_private.group_state()[0] == 1, (
+        "reset_group_counter is not needed with this torch"
+    )
     torch_private.reset_group_counter()
     assert torch_private.group_state()[0] == 0
 
@@ -52,7 +60,9 @@ def test_groups_can_be_aborted_by_a_call_without_arguments() -> None:
     assert all(parameter.default is not inspect.Parameter.empty for parameter in parameters)
 
 
-def test_tensors_of_different_shapes_are_scaled_in_place_with_the_same_bits_as_one_by_one() -> None:
+def test_tensors_of_different_shapes_are_scaled_in_place_with_the_same_bits_as_one_by_one() -> (
+    None
+):
     tensors = [torch.randn(3, 5), torch.randn(7), torch.randn(())]
     expected = [tensor * 0.3 for tensor in tensors]
     addresses = [tensor.data_ptr() for tensor in tensors]

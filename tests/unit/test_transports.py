@@ -34,7 +34,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     """A default group of this process alone."""
-    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     if dist.is_initialized():
@@ -60,7 +62,9 @@ ABORTING = pytest.mark.parametrize(
 )
 
 
-def test_the_device_decides_and_a_variable_chooses_the_one_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_decides_and_a_variable_chooses_the_one_for_tests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
     assert isinstance(choose_transport(CPU), GlooTransport)
     assert isinstance(choose_transport(CUDA), NcclTransport)
@@ -89,7 +93,9 @@ def test_a_group_that_was_given_up_is_aborted_once_and_the_survivor_lives(
     transport = make()
     transport.opened()
     interrupt = Interrupt(transport.give_up)
-    world = World(1, rank=0, size=2, device=CPU, group=group, interrupt=interrupt, transport=transport)
+    world = World(
+        1, rank=0, size=2, device=CPU, group=group, interrupt=interrupt, transport=transport
+    )
     interrupt.set()
     transport.give_up()
     assert not abandon_world(world, transport)
@@ -102,7 +108,9 @@ def test_a_group_that_nobody_gave_up_is_taken_down_without_waiting_for_peers(
 ) -> None:
     transport = make()
     transport.opened()
-    world = World(1, rank=0, size=2, device=CPU, group=group, interrupt=Interrupt(), transport=transport)
+    world = World(
+        1, rank=0, size=2, device=CPU, group=group, interrupt=Interrupt(), transport=transport
+    )
     assert not abandon_world(world, transport)
     assert len(aborts) == 1 and not dist.is_initialized()
 
@@ -154,12 +162,16 @@ def test_the_watchdog_hears_on_after_a_hard_change_that_comes_during_set_up(
     end.close()
 
 
-def test_what_has_arrived_after_the_group_was_given_up_is_not_believed(group: dist.ProcessGroup) -> None:
+def test_what_has_arrived_after_the_group_was_given_up_is_not_believed(
+    group: dist.ProcessGroup,
+) -> None:
     """An aborted operation ends without its data and without an error."""
     transport = AsynchronousTransport()
     transport.opened()
     interrupt = Interrupt(transport.give_up)
-    world = World(1, rank=0, size=2, device=CPU, group=group, interrupt=interrupt, transport=transport)
+    world = World(
+        1, rank=0, size=2, device=CPU, group=group, interrupt=interrupt, transport=transport
+    )
     values = torch.ones(4)
     # Nobody ever sends: the kernel spins until it is aborted.
     work = transport.start_receive(values, group, source=0)
@@ -169,14 +181,23 @@ def test_what_has_arrived_after_the_group_was_given_up_is_not_believed(group: di
     with pytest.raises(PeerLostError):
         world.wait(work)
     assert work.is_completed() and values.tolist() == [1.0] * 4
-    assert not abandon_world(world, transport), "nothing is written any more, so nothing need be kept"
+    assert not abandon_world(world, transport), (
+        "nothing is written any more, so nothing need be kept"
+    )
 
 
-def test_a_sum_arrives_after_its_wait_and_a_world_waits_for_it(group: dist.ProcessGroup) -> None:
+def test_a_sum_arrives_after_its_wait_and_a_world_waits_for_it(
+    group: dist.ProcessGroup,
+) -> None:
     transport = AsynchronousTransport()
     transport.opened()
-    world = World(1, rank=0, size=2, device=CPU, group=group, interrupt=Interrupt(), transport=transport)
-    works = [(world.start_sum(values), values) for values in (torch.full((3,), 2.0), torch.full((5,), 3.0))]
+    world = World(
+        1, rank=0, size=2, device=CPU, group=group, interrupt=Interrupt(), transport=transport
+    )
+    works = [
+        (world.start_sum(values), values)
+        for values in (torch.full((3,), 2.0), torch.full((5,), 3.0))
+    ]
     for work, _ in works:
         world.wait(work)
         assert work.is_completed()
@@ -185,7 +206,9 @@ def test_a_sum_arrives_after_its_wait_and_a_world_waits_for_it(group: dist.Proce
     abandon_world(world, transport)
 
 
-def test_a_transport_without_a_timeout_of_its_own_is_not_waited_for_longer_than_the_world_s() -> None:
+def test_a_transport_without_a_timeout_of_its_own_is_not_waited_for_longer_than_the_world_s() -> (
+    None
+):
     class Never:
         def is_completed(self) -> bool:
             return False

@@ -55,7 +55,9 @@ def test_a_collective_that_fails_is_a_lost_peer() -> None:
         make_world().wait(Work(error="Connection closed by peer"))
 
 
-def test_a_collective_that_never_ends_is_waited_for_until_shortly_after_the_group_is_given_up() -> None:
+def test_a_collective_that_never_ends_is_waited_for_until_shortly_after_the_group_is_given_up() -> (
+    None
+):
     interrupt, work = Interrupt(), Work(is_done=False)
     timer = threading.Timer(0.05, interrupt.set)
     timer.start()
@@ -143,7 +145,9 @@ def test_an_exchange_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("is_done", [True, False])
-def test_what_never_ends_is_buried_with_its_tensors(monkeypatch: pytest.MonkeyPatch, is_done: bool) -> None:
+def test_what_never_ends_is_buried_with_its_tensors(
+    monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
     leaked: list[object] = []
     monkeypatch.setattr(distributed, "_leaked", leaked)
     world, values = make_world(Interrupt()), torch.zeros(3)
@@ -155,14 +159,18 @@ def test_what_never_ends_is_buried_with_its_tensors(monkeypatch: pytest.MonkeyPa
         assert entries[0][1][0] is values  # type: ignore[has-type]
 
 
-def test_burying_grants_its_patience_once_for_all_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_burying_grants_its_patience_once_for_all_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(distributed, "_leaked", [])
     world, now = make_world(Interrupt()), [0.0]
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(distributed, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(
+        distributed, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    )
     world.unfinished.extend((Work(is_done=False), ()) for _ in range(100))
     assert abandon_world(world, GlooTransport(), patience_seconds=0.1)
     assert 0.1 <= now[0] < 0.2, "100 patiences would be 10 s"

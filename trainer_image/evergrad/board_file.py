@@ -62,7 +62,12 @@ def encode_notice(notice: Notice) -> bytes:
     """The record of ``RECORD_BYTES`` bytes."""
     flags = _IS_DRAINING if notice.is_draining else 0
     body = _BODY.pack(
-        notice.newest_generation, notice.own_generation, notice.contact, notice.lease_seconds, flags, 0
+        notice.newest_generation,
+        notice.own_generation,
+        notice.contact,
+        notice.lease_seconds,
+        flags,
+        0,
     )
     return _HEAD.pack(_MAGIC, zlib.crc32(body)) + body
 

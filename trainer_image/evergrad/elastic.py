@@ -239,7 +239,9 @@ class _Guard:
             return
         previous = signal.signal(signal.SIGTERM, self._handle)
         self._previous = previous if callable(previous) else None
-        self._previous_descriptor = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._previous_descriptor = signal.set_wakeup_fd(
+            self._write_end, warn_on_full_buffer=False
+        )
         os.register_at_fork(after_in_child=self._leave_child)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -263,7 +265,9 @@ class _Guard:
     def _tell(self, kind: str) -> None:
         if self._connection is not None:
             with contextlib.suppress(OSError):
-                self._connection.sendall(_line({"type": kind, "generation": self._worker.generation}))
+                self._connection.sendall(
+                    _line({"type": kind, "generation": self._worker.generation})
+                )
 
     def _drain_pipe(self) -> None:
         try:
@@ -285,7 +289,8 @@ class _Guard:
             notice = self._worker.read()
             if notice is not None and now - notice.contact > notice.lease_seconds:
                 _leave(
-                    LEASE_LOST, "the node has had no contact with the coordinator for longer than its lease"
+                    LEASE_LOST,
+                    "the node has had no contact with the coordinator for longer than its lease",
                 )
             if self._asked_at is None:
                 continue

@@ -26,7 +26,9 @@ def read_values(values: Mapping[str, object]) -> tuple[dict[str, int | float], d
         value = values.get(name)
         if value is None:
             continue
-        number = _read_whole(value, least=_LEAST[name]) if name in _LEAST else _read_number(value)
+        number = (
+            _read_whole(value, least=_LEAST[name]) if name in _LEAST else _read_number(value)
+        )
         if number is None:
             left_out[name] = (
                 f"{name}: {_describe(value)} is no {'whole' if name in _LEAST else 'finite'} "

@@ -138,13 +138,20 @@ def form_world(
     """
     if place.size == 1:
         return World(
-            place.generation, rank=0, size=1, device=device, interrupt=interrupt, transport=transport
+            place.generation,
+            rank=0,
+            size=1,
+            device=device,
+            interrupt=interrupt,
+            transport=transport,
         )
     # A set-up that failed leaves the counter raised; it is part of the keys under which members meet.
     torch_private.reset_group_counter()
     patience = timedelta(seconds=setup_seconds)
     try:
-        store = TCPStore(place.address, place.port, is_master=False, timeout=patience, wait_for_workers=False)
+        store = TCPStore(
+            place.address, place.port, is_master=False, timeout=patience, wait_for_workers=False
+        )
         dist.init_process_group(
             backend=transport.backend,
             store=PrefixStore(str(place.generation), store),
@@ -153,12 +160,18 @@ def form_world(
             timeout=patience,
             device_id=device if device.type == "cuda" else None,
         )
-        control, checkpoint = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+        control, checkpoint = (
+            dist.new_group(backend="gloo", timeout=patience) for _ in range(2)
+        )
     except RuntimeError as error:
-        raise PeerLostError(f"the group of generation {place.generation} did not form: {error}") from error
+        raise PeerLostError(
+            f"the group of generation {place.generation} did not form: {error}"
+        ) from error
     transport.opened()
     if interrupt.is_set:
-        raise PeerLostError(f"the group of generation {place.generation} was given up while it formed")
+        raise PeerLostError(
+            f"the group of generation {place.generation} was given up while it formed"
+        )
     group = dist.group.WORLD
     assert group is not None  # noqa: S101 - init_process_group has just set it
     for one in (group, control, checkpoint):
@@ -182,7 +195,9 @@ _leaked: list[tuple[World, list[tuple[Pending, tuple[torch.Tensor, ...]]]]] = []
 is freed."""
 
 
-def abandon_world(world: World | None, transport: Transport, *, patience_seconds: float = 0.05) -> bool:
+def abandon_world(
+    world: World | None, transport: Transport, *, patience_seconds: float = 0.05
+) -> bool:
     """Take down the groups of this process, whatever has become of them; whether buffers of collectives must
     not be used again.
 
@@ -193,10 +208,14 @@ def abandon_world(world: World | None, transport: Transport, *, patience_seconds
         # Before looking at what is unfinished: where this aborts, it ends by that.
         transport.give_up()
     # Those that have ended since, at the latest by the groups' timeout, let go of their threads and sockets.
-    _leaked[:] = [leak for leak in _leaked if not all(work.is_completed() for work, _ in leak[1])]
+    _leaked[:] = [
+        leak for leak in _leaked if not all(work.is_completed() for work, _ in leak[1])
+    ]
     deadline = time.monotonic() + patience_seconds
     stuck = (
-        [] if world is None else [entry for entry in world.unfinished if not _ends_until(entry[0], deadline)]
+        []
+        if world is None
+        else [entry for entry in world.unfinished if not _ends_until(entry[0], deadline)]
     )
     if stuck and world is not None:
         _leaked.append((world, stuck))
@@ -220,4 +239,6 @@ def count_accelerators() -> int:
 
 def accelerator_memory_bytes() -> int | None:
     """Memory of the first accelerator; None without one. Initialises it."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    return (
+        torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    )

@@ -6,7 +6,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,16 +24,22 @@ class Machine:
     has_cpp_compiler: bool
 
 
-def observe_machine(*, num_accelerators: int = 0, accelerator_memory_bytes: int | None = None) -> Machine:
+def observe_machine(
+    *, num_accelerators: int = 0, accelerator_memory_bytes: int | None = None
+) -> Machine:
     """Look at this machine.
 
     The accelerator's facts come from the caller: only ``distributed.py`` may touch a device.
     """
     limits = [
-        value for value in (_available_memory(), *map(_read_limit, _CGROUP_LIMITS)) if value is not None
+        value
+        for value in (_available_memory(), *map(_read_limit, _CGROUP_LIMITS))
+        if value is not None
     ]
     return Machine(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         memory_bytes=min(limits) if limits else None,
         num_accelerators=num_accelerators,
         accelerator_memory_bytes=accelerator_memory_bytes,

@@ -18,11 +18,19 @@ from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
 from evergrad_manifest.script_files import is_module_found, script_problems
 from evergrad_manifest.training import Training
-from evergrad_trainer.data.preparation.sources import evaluation_files, source_problems, training_files
+from evergrad_trainer.data.preparation.sources import (
+    evaluation_files,
+    source_problems,
+    training_files,
+)
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.machine import Machine, free_bytes
 from evergrad_trainer.models.build import ModelPlan, count_parameters, plan_model
-from evergrad_trainer.models.determinism import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE, is_cublas_deterministic
+from evergrad_trainer.models.determinism import (
+    CUBLAS_DETERMINISTIC,
+    CUBLAS_VARIABLE,
+    is_cublas_deterministic,
+)
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, largest_fit, memory_of
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
@@ -80,14 +88,18 @@ def examine(
     facts: ModelFacts | None = None
     try:
         tokenizer = load_tokenizer(training.tokenizer, base_directory)
-        plan = plan_model(training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size)
+        plan = plan_model(
+            training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
+        )
         facts = model_facts(plan)
     except InputError as error:
         findings += [Finding("error", problem) for problem in error.problems]
     if facts is not None:
         fewest = num_workers * num_nodes[0]
         findings += check_model(training, facts)
-        findings += check_memory(training, facts, machine, num_workers=num_workers, world_size=fewest)
+        findings += check_memory(
+            training, facts, machine, num_workers=num_workers, world_size=fewest
+        )
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     has_begun = (run_directory / RunFile.RESOLVED).exists()
     findings += [
@@ -112,13 +124,22 @@ def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
         remedy = "Check its name and workingDirectory, or install it"
         yield Finding(
             "warning",
-            Problem("spec.script.command[1]", f"the module {program.name!r} was not found", why, remedy),
+            Problem(
+                "spec.script.command[1]",
+                f"the module {program.name!r} was not found",
+                why,
+                remedy,
+            ),
         )
     elif not problems:
-        yield Finding("ok", Problem("spec.script.command", f"the {program.kind} {program.name} is there"))
+        yield Finding(
+            "ok", Problem("spec.script.command", f"the {program.kind} {program.name} is there")
+        )
 
 
-def check_script_workers(run: TrainingRun, machine: Machine, *, num_workers: int) -> Iterator[Finding]:
+def check_script_workers(
+    run: TrainingRun, machine: Machine, *, num_workers: int
+) -> Iterator[Finding]:
     """How many processes the script will see, and whether this machine has an accelerator for
     each of them."""
     least, most = run.spec.nodes.min, run.spec.nodes.max or run.spec.nodes.min
@@ -127,10 +148,19 @@ def check_script_workers(run: TrainingRun, machine: Machine, *, num_workers: int
         remedy = f"Use at most {machine.num_accelerators} workers a node, or leave workersPerNode out"
         yield Finding(
             "warning",
-            Problem("spec.workersPerNode", what, "the script chooses the device by LOCAL_RANK", remedy),
+            Problem(
+                "spec.workersPerNode",
+                what,
+                "the script chooses the device by LOCAL_RANK",
+                remedy,
+            ),
         )
         return
-    worlds = f"{least * num_workers}" if least == most else f"{least * num_workers} to {most * num_workers}"
+    worlds = (
+        f"{least * num_workers}"
+        if least == most
+        else f"{least * num_workers} to {most * num_workers}"
+    )
     noun = "worker" if worlds == "1" else "workers"
     yield Finding("ok", Problem("spec.nodes", f"{worlds} {noun} in all, {num_workers} a node"))
 
@@ -153,7 +183,9 @@ def describe_size(training: Training, base_directory: Path) -> str:
     Raises InputError where the tokenizer or the model cannot be read.
     """
     tokenizer = load_tokenizer(training.tokenizer, base_directory)
-    plan = plan_model(training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size)
+    plan = plan_model(
+        training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
+    )
     facts = model_facts(plan)
     need = memory_of(facts, training, world_size=1, on_accelerator=False, compiles=False)
     gib = need.total / 2**30
@@ -162,14 +194,21 @@ def describe_size(training: Training, base_directory: Path) -> str:
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
     """Every source can be opened and holds something. (What is inside is read by ``prepare``.)"""
-    for source in (*training_files(training, base_directory), *evaluation_files(training, base_directory)):
+    for source in (
+        *training_files(training, base_directory),
+        *evaluation_files(training, base_directory),
+    ):
         problems = source_problems(source)
         yield from (Finding("error", problem) for problem in problems)
         if not problems:
-            yield Finding("ok", Problem(str(source.path), f"{source.path.stat().st_size:,} bytes"))
+            yield Finding(
+                "ok", Problem(str(source.path), f"{source.path.stat().st_size:,} bytes")
+            )
 
 
-def check_run_directory(run_directory: Path, checkpoint_size: int | None, *, keep: int) -> Iterator[Finding]:
+def check_run_directory(
+    run_directory: Path, checkpoint_size: int | None, *, keep: int
+) -> Iterator[Finding]:
     """The run directory can be written, and holds the checkpoints this run keeps."""
     try:
         run_directory.mkdir(parents=True, exist_ok=True)
@@ -219,12 +258,20 @@ def check_run_directory(run_directory: Path, checkpoint_size: int | None, *, kee
     else:
         yield Finding(
             "ok",
-            Problem(str(run_directory), f"{_gib(free)} free, {keep + 1} checkpoints take {_gib(needed)}"),
+            Problem(
+                str(run_directory),
+                f"{_gib(free)} free, {keep + 1} checkpoints take {_gib(needed)}",
+            ),
         )
 
 
 def check_memory(
-    training: Training, facts: ModelFacts, machine: Machine, *, num_workers: int, world_size: int
+    training: Training,
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    num_workers: int,
+    world_size: int,
 ) -> Iterator[Finding]:
     """The model fits; this is an estimate. What does not fit comes with the largest model that would.
 
@@ -233,12 +280,18 @@ def check_memory(
     """
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     available = machine.accelerator_memory_bytes if on_accelerator else machine.memory_bytes
-    compiles = training.runtime.compile == "on" or (training.runtime.compile == "auto" and on_accelerator)
+    compiles = training.runtime.compile == "on" or (
+        training.runtime.compile == "auto" and on_accelerator
+    )
     sharers = 1 if on_accelerator else num_workers
-    need = memory_of(facts, training, world_size=world_size, on_accelerator=on_accelerator, compiles=compiles)
+    need = memory_of(
+        facts, training, world_size=world_size, on_accelerator=on_accelerator, compiles=compiles
+    )
     text = f"{facts.parameters:,} parameters need about {_gib(need.total * sharers)}"
     if available is None:
-        yield Finding("warning", Problem("memory", text, "how much this machine has could not be read"))
+        yield Finding(
+            "warning", Problem("memory", text, "how much this machine has could not be read")
+        )
     elif need.total * sharers <= available:
         yield Finding("ok", Problem("memory", f"{text} of {_gib(available)}"))
     else:
@@ -251,7 +304,9 @@ def check_memory(
             compiles=compiles,
         )
         largest = (
-            "no model fits" if fit is None else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
+            "no model fits"
+            if fit is None
+            else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
         )
         parts = ", ".join(
             f"{name} {_gib(size * sharers)}"
@@ -297,7 +352,8 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
     else:
         why = "compile: auto trains without compilation where none is, and more slowly"
         yield Finding(
-            "warning", Problem(where, what, why, "Build the image with a compiler (docs/installing.md)")
+            "warning",
+            Problem(where, what, why, "Build the image with a compiler (docs/installing.md)"),
         )
 
 
@@ -348,7 +404,9 @@ def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
         )
 
 
-def find_traps(training: Training, plan: ModelPlan | None, *, machine: Machine) -> Iterator[Problem]:
+def find_traps(
+    training: Training, plan: ModelPlan | None, *, machine: Machine
+) -> Iterator[Problem]:
     """What trains without an error and without being what was meant."""
     where = "spec.training"
     path = training.model.path
@@ -363,8 +421,14 @@ def find_traps(training: Training, plan: ModelPlan | None, *, machine: Machine) 
             ),
         )
     if plan is not None:
-        yield from check_experts(plan.config, where=f"{where}.model.{'config' if path is None else 'path'}")
-    if plan is not None and training.runtime.loss_chunk is not None and plan.name not in PLAIN_HEADS:
+        yield from check_experts(
+            plan.config, where=f"{where}.model.{'config' if path is None else 'path'}"
+        )
+    if (
+        plan is not None
+        and training.runtime.loss_chunk is not None
+        and plan.name not in PLAIN_HEADS
+    ):
         yield Problem(
             f"{where}.runtime.lossChunk",
             f"the logits of {plan.name} cannot be made in chunks",
@@ -383,7 +447,11 @@ def find_traps(training: Training, plan: ModelPlan | None, *, machine: Machine) 
             f"Use at most {_SLOWEST_BF16_DECAY:.3f}, or precision: bf16-autocast, whose moments are fp32",
         )
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
-    if training.reproducibility.elastic == "exact" and on_accelerator and not is_cublas_deterministic():
+    if (
+        training.reproducibility.elastic == "exact"
+        and on_accelerator
+        and not is_cublas_deterministic()
+    ):
         yield Problem(
             f"{where}.reproducibility.elastic",
             "exact cannot be promised on an accelerator as it is",
@@ -398,9 +466,17 @@ def find_traps(training: Training, plan: ModelPlan | None, *, machine: Machine) 
 def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Finding]:
     """Things happen at least once. (That warm-up and decay fit is checked where the horizon is derived.)"""
     total = numbers.total_steps
-    rhythms = [("checkpoint", training.checkpoint.every.steps, "State is saved at the end only")]
+    rhythms = [
+        ("checkpoint", training.checkpoint.every.steps, "State is saved at the end only")
+    ]
     if training.evaluation.every is not None:
-        rhythms.append(("evaluation", training.evaluation.every.steps, "Evaluation happens at the end only"))
+        rhythms.append(
+            (
+                "evaluation",
+                training.evaluation.every.steps,
+                "Evaluation happens at the end only",
+            )
+        )
     for section, every, consequence in rhythms:
         if every > total:
             yield Finding(

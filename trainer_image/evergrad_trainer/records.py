@@ -134,7 +134,14 @@ class EventType:
 
 
 StopReason = Literal[
-    "complete", "signal", "stop_file", "stop_after_steps", "after_step", "observer", "non_finite", "change"
+    "complete",
+    "signal",
+    "stop_file",
+    "stop_after_steps",
+    "after_step",
+    "observer",
+    "non_finite",
+    "change",
 ]
 """Why the loop ended; ``observer``: one asked for it.
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from evergrad_trainer.checkpoint.manifest import Identity
 
 _HORIZON = "spec.training.horizon"
-_DECIDED_BY_CONTENT = re.compile(r"spec\.training\.(data\.sources\[\d+\]|tokenizer|model)\.path")
+_DECIDED_BY_CONTENT = re.compile(
+    r"spec\.training\.(data\.sources\[\d+\]|tokenizer|model)\.path"
+)
 """Fields that may differ in a run that has begun: what lies there is compared, as soon as it is read."""
 
 
@@ -76,7 +78,9 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
         if not (_DECIDED_BY_CONTENT.fullmatch(path) and ABSENT not in (old, new))
     ]
     horizon = [change for change in changes if change[0].startswith(_HORIZON)]
-    problems = problems_of_changes([change for change in changes if change not in horizon], directory=where)
+    problems = problems_of_changes(
+        [change for change in changes if change not in horizon], directory=where
+    )
     if horizon and not extend:
         problems += [
             Problem(
@@ -88,7 +92,9 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
             for path, old, new in horizon
         ]
     raise_if(problems, RunDirectoryError)
-    state: Literal["begun", "complete"] = "complete" if directory.is_complete() and not horizon else "begun"
+    state: Literal["begun", "complete"] = (
+        "complete" if directory.is_complete() and not horizon else "begun"
+    )
     return Standing(
         state,
         total_steps=int(resolved["derived"]["totalSteps"]),
@@ -172,13 +178,19 @@ def check_tokenizer_unchanged(standing: Standing, prepared: Prepared) -> None:
         )
 
 
-def check_model_unchanged(directory: RunDirectory, standing: Standing, model: dict[str, Any]) -> None:
+def check_model_unchanged(
+    directory: RunDirectory, standing: Standing, model: dict[str, Any]
+) -> None:
     """The model is what the run began with. Raises RunDirectoryError naming every field that differs."""
     if standing.model is not None:
-        raise_if(compare_models(standing.model, model, where=str(directory.path)), RunDirectoryError)
+        raise_if(
+            compare_models(standing.model, model, where=str(directory.path)), RunDirectoryError
+        )
 
 
-def compare_models(before: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> list[Problem]:
+def compare_models(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, where: str
+) -> list[Problem]:
     """What differs between two descriptions of a model: the saved weights would be those of another function.
 
     A key that only one version of transformers knows is no difference.
@@ -186,10 +198,15 @@ def compare_models(before: Mapping[str, Any], now: Mapping[str, Any], *, where: 
     old, new = before["config"], now["config"]
     if before["transformers"] != now["transformers"]:
         shared = old.keys() & new.keys()
-        old, new = ({key: value for key, value in config.items() if key in shared} for config in (old, new))
+        old, new = (
+            {key: value for key, value in config.items() if key in shared}
+            for config in (old, new)
+        )
     why = "the weights would be those of another function"
     if before["transformers"] != now["transformers"]:
-        why += f"; transformers was {before['transformers']} then and is {now['transformers']} now"
+        why += (
+            f"; transformers was {before['transformers']} then and is {now['transformers']} now"
+        )
     return [
         Problem(
             path,
@@ -197,7 +214,9 @@ def compare_models(before: Mapping[str, Any], now: Mapping[str, Any], *, where: 
             why,
             "Set it in the model's configuration to what it was, or give the changed run a name of its own",
         )
-        for path, was, value in changed_fields(old, new, where="the resolved model's configuration")
+        for path, was, value in changed_fields(
+            old, new, where="the resolved model's configuration"
+        )
     ]
 
 
@@ -238,7 +257,9 @@ def resolved_script_record(run: TrainingRun, *, base_directory: str) -> dict[str
 
 def _inspect_unknown(directory: RunDirectory) -> Standing:
     """Without ``run.json``: an empty place is a fresh start, checkpoints of nobody are not."""
-    leftovers = [path for path in (directory.metrics, directory.checkpoints / "latest") if path.exists()]
+    leftovers = [
+        path for path in (directory.metrics, directory.checkpoints / "latest") if path.exists()
+    ]
     if leftovers:
         raise RunDirectoryError(
             Problem(

@@ -28,13 +28,21 @@ _REASONS = {
         "Choose another path, or move that file away",
     ),
     errno.EISDIR: ("it is a directory, not a file", "Move that directory away"),
-    errno.EEXIST: ("a file of that name is in the way", "Choose another path, or move that file away"),
+    errno.EEXIST: (
+        "a file of that name is in the way",
+        "Choose another path, or move that file away",
+    ),
     errno.ENOENT: ("it does not exist", "Check the path"),
-    errno.EFBIG: ("the file would be larger than this process may write", "Raise the file size limit"),
+    errno.EFBIG: (
+        "the file would be larger than this process may write",
+        "Raise the file size limit",
+    ),
 }
 
 
-def run_directory_error(error: OSError, path: Path | str, *, what: str) -> RunDirectoryError | VolumeError:
+def run_directory_error(
+    error: OSError, path: Path | str, *, what: str
+) -> RunDirectoryError | VolumeError:
     """The user's view of an OSError: which path, ``what`` could not be done, why, and what helps.
 
     A VolumeError where the path may be fine at another moment or on another host.
@@ -42,7 +50,8 @@ def run_directory_error(error: OSError, path: Path | str, *, what: str) -> RunDi
     if error.errno in PASSING:
         return volume_error(error, path, what)
     reason, remedy = _REASONS.get(
-        error.errno or 0, (error.strerror or type(error).__name__, "Check the path and the volume")
+        error.errno or 0,
+        (error.strerror or type(error).__name__, "Check the path and the volume"),
     )
     return RunDirectoryError(Problem(str(path), what, reason, remedy))
 
@@ -61,10 +70,16 @@ def dumps_strict(value: Any, *, indent: int | None = None) -> str:
     by bit."""
     separators = (",", ":") if indent is None else (",", ": ")
     try:
-        return json.dumps(value, allow_nan=False, indent=indent, separators=separators, ensure_ascii=False)
+        return json.dumps(
+            value, allow_nan=False, indent=indent, separators=separators, ensure_ascii=False
+        )
     except ValueError:
         return json.dumps(
-            _finite(value), allow_nan=False, indent=indent, separators=separators, ensure_ascii=False
+            _finite(value),
+            allow_nan=False,
+            indent=indent,
+            separators=separators,
+            ensure_ascii=False,
         )
 
 
@@ -137,7 +152,12 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
         ) from error
     if not isinstance(value, dict):
         raise RunDirectoryError(
-            Problem(str(path), f"holds a {type(value).__name__}, not a JSON object", "", "Restore it")
+            Problem(
+                str(path),
+                f"holds a {type(value).__name__}, not a JSON object",
+                "",
+                "Restore it",
+            )
         )
     return value
 
@@ -176,7 +196,9 @@ class JsonLines:
                 yield from self._one_by_one(lines, first)
             first += len(lines)
 
-    def _one_by_one(self, lines: list[bytes], first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _one_by_one(
+        self, lines: list[bytes], first: int
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in enumerate(lines, start=first):
             value = parse_object(line)
             if value is not None:
@@ -301,10 +323,15 @@ class RunDirectory:
     def require_run(self) -> None:
         """Raise RunDirectoryError unless this is the directory of a run that has begun."""
         problem = Problem(
-            str(self.path), "is not a run directory", "", "Name the directory that 'evergrad run' wrote"
+            str(self.path),
+            "is not a run directory",
+            "",
+            "Name the directory that 'evergrad run' wrote",
         )
         if not self.path.exists():
-            raise RunDirectoryError(Problem(str(self.path), "does not exist", "", problem.remedy))
+            raise RunDirectoryError(
+                Problem(str(self.path), "does not exist", "", problem.remedy)
+            )
         if not self.path.is_dir():
             raise RunDirectoryError(
                 Problem(str(self.path), "is a file, not a run directory", "", problem.remedy)

@@ -63,10 +63,14 @@ class Transport(Protocol):
     def start_sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
         """Begin to sum ``values`` over all ranks, in place."""
 
-    def start_send(self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int) -> Pending:
+    def start_send(
+        self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int
+    ) -> Pending:
         """Begin to give ``values`` to one rank."""
 
-    def start_receive(self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int) -> Pending:
+    def start_receive(
+        self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int
+    ) -> Pending:
         """Begin to fill ``values`` with what ``source`` sends."""
 
     def drain(self) -> None:
@@ -127,11 +131,15 @@ class GlooTransport:
     def start_sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
         return _started(dist.all_reduce(values, group=group, async_op=True))
 
-    def start_send(self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int) -> Pending:
+    def start_send(
+        self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int
+    ) -> Pending:
         # gloo's own handles of sends cannot be asked whether they are done, so that a thread waits for them.
         return _ThreadWork(lambda: dist.send(values, group=group, group_dst=to))
 
-    def start_receive(self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int) -> Pending:
+    def start_receive(
+        self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int
+    ) -> Pending:
         return _ThreadWork(lambda: dist.recv(values, group=group, group_src=source))
 
     def drain(self) -> None:
@@ -209,10 +217,14 @@ class NcclTransport:
     def start_sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
         return _started(dist.all_reduce(values, group=group, async_op=True))
 
-    def start_send(self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int) -> Pending:
+    def start_send(
+        self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int
+    ) -> Pending:
         return _started(dist.isend(values, group=group, group_dst=to))
 
-    def start_receive(self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int) -> Pending:
+    def start_receive(
+        self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int
+    ) -> Pending:
         return _started(dist.irecv(values, group=group, group_src=source))
 
     def drain(self) -> None:
@@ -255,12 +267,20 @@ class AsynchronousTransport:
         self._abort.opened()
 
     def start_sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
-        return self._start(values, lambda copy: dist.all_reduce(copy, group=group), is_input=True)
+        return self._start(
+            values, lambda copy: dist.all_reduce(copy, group=group), is_input=True
+        )
 
-    def start_send(self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int) -> Pending:
-        return self._start(values, lambda copy: dist.send(copy, group=group, group_dst=to), is_input=True)
+    def start_send(
+        self, values: torch.Tensor, group: dist.ProcessGroup | None, *, to: int
+    ) -> Pending:
+        return self._start(
+            values, lambda copy: dist.send(copy, group=group, group_dst=to), is_input=True
+        )
 
-    def start_receive(self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int) -> Pending:
+    def start_receive(
+        self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int
+    ) -> Pending:
         return self._start(
             values, lambda copy: dist.recv(copy, group=group, group_src=source), is_input=False
         )
@@ -285,7 +305,9 @@ class AsynchronousTransport:
         self, values: torch.Tensor, call: Callable[[torch.Tensor], object], *, is_input: bool
     ) -> "_QueuedWork":
         if self._stream is None:
-            self._stream = threading.Thread(target=self._run, name="evergrad-stream", daemon=True)
+            self._stream = threading.Thread(
+                target=self._run, name="evergrad-stream", daemon=True
+            )
             self._stream.start()
         work = self._last = _QueuedWork(values, call, self._given_up, is_input=is_input)
         self._queue.put(work)

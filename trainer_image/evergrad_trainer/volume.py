@@ -19,7 +19,14 @@ _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 2.0
 _NOT_BY_WAITING: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _ONLY_FOR_A_MOMENT: Final = frozenset(
-    {errno.EAGAIN, errno.EINTR, errno.ENOLCK, errno.ENETDOWN, errno.ECONNRESET, errno.ECONNREFUSED}
+    {
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.ENOLCK,
+        errno.ENETDOWN,
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+    }
 )
 PASSING: Final = (HOST_ERRNOS - _NOT_BY_WAITING) | _ONLY_FOR_A_MOMENT
 """Errors that another try may not meet again: those of a host, but for a mount that is as it is."""

@@ -73,7 +73,9 @@ class World:
     interrupt: Interrupt | None = None
     transport: Transport = field(default_factory=GlooTransport, compare=False)
     timeout_seconds: float = math.inf
-    unfinished: list[tuple[Pending, tuple[torch.Tensor, ...]]] = field(default_factory=list, compare=False)
+    unfinished: list[tuple[Pending, tuple[torch.Tensor, ...]]] = field(
+        default_factory=list, compare=False
+    )
     """Collectives that were started and not waited for, with the tensors they may still write to."""
 
     @property
@@ -84,7 +86,11 @@ class World:
     def sum_integers(self, values: torch.Tensor) -> torch.Tensor:
         """Sum an int64 CPU tensor over all ranks, in place (wrapping modulo 2**64); returns it."""
         if self.control is not None:
-            self.wait(self._start(lambda: dist.all_reduce(values, group=self.control, async_op=True), values))
+            self.wait(
+                self._start(
+                    lambda: dist.all_reduce(values, group=self.control, async_op=True), values
+                )
+            )
         return values
 
     def start_sum(self, values: torch.Tensor) -> Pending:
@@ -112,7 +118,9 @@ class World:
             if interrupt.is_overdue:
                 raise PeerLostError("the group was given up during a collective")
             if time.monotonic() > latest:
-                raise PeerLostError(f"a collective did not end within {self.timeout_seconds:g} s")
+                raise PeerLostError(
+                    f"a collective did not end within {self.timeout_seconds:g} s"
+                )
             time.sleep(_POLL_SECONDS)
         if self.transport.is_silent and interrupt.is_set:
             # It may have ended because it was aborted: what it was to bring is not there, and it does not say
@@ -121,7 +129,9 @@ class World:
 
     def send(self, values: torch.Tensor, *, to: int) -> None:
         """Give ``values`` to one rank. Raises PeerLostError."""
-        self.wait(self._start(lambda: self.transport.start_send(values, self.group, to=to), values))
+        self.wait(
+            self._start(lambda: self.transport.start_send(values, self.group, to=to), values)
+        )
 
     def receive(self, values: torch.Tensor, *, source: int) -> None:
         """Fill ``values`` with what ``source`` sends; they are there when this returns.
@@ -129,7 +139,9 @@ class World:
         Raises PeerLostError.
         """
         self.wait(
-            self._start(lambda: self.transport.start_receive(values, self.group, source=source), values)
+            self._start(
+                lambda: self.transport.start_receive(values, self.group, source=source), values
+            )
         )
 
     def raise_if_given_up(self) -> None:
@@ -156,7 +168,9 @@ class World:
             self.transport.drain()
             is_whole = self.interrupt is None or not self.interrupt.is_set
         # One place is filled by rank 0 alone, so that the sum of the bits is its value.
-        bits = torch.tensor([norm if self.is_main else 0.0], dtype=torch.float64).view(torch.int64)
+        bits = torch.tensor([norm if self.is_main else 0.0], dtype=torch.float64).view(
+            torch.int64
+        )
         votes = torch.tensor([int(not is_whole), int(not math.isfinite(norm))])
         lost, spoiled, value = self.sum_integers(torch.cat([votes, bits]))
         if int(lost):
@@ -202,7 +216,10 @@ class World:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.wait(
             self._start(
-                lambda: dist.broadcast(buffer, group=self.control, group_src=source, async_op=True), buffer
+                lambda: dist.broadcast(
+                    buffer, group=self.control, group_src=source, async_op=True
+                ),
+                buffer,
             )
         )
         return json.loads(bytes(buffer.tolist()))
@@ -237,7 +254,9 @@ class World:
         rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         self.wait(
             self._start(
-                lambda: dist.all_gather(rows, padded, group=self.control, async_op=True), padded, *rows
+                lambda: dist.all_gather(rows, padded, group=self.control, async_op=True),
+                padded,
+                *rows,
             )
         )
         return [bytes(row[: int(size)].tolist()) for row, size in zip(rows, sizes, strict=True)]

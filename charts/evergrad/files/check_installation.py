@@ -43,7 +43,9 @@ def may(namespace, group, resource, verb):
         "verb": verb,
     }
     review = {**REVIEW, "spec": {"resourceAttributes": asked}}
-    return ask("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)["status"]["allowed"]
+    return ask("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)["status"][
+        "allowed"
+    ]
 
 
 def find_crd():
@@ -85,7 +87,9 @@ def find_health(address):
 def main(address, namespaces, rules):
     checks = {
         "the CRD is served": find_crd,
-        "the operator has its rights": lambda: find_rights(json.loads(namespaces), json.loads(rules)),
+        "the operator has its rights": lambda: find_rights(
+            json.loads(namespaces), json.loads(rules)
+        ),
         "the operator is well": lambda: find_health(address),
     }
     is_good = True
@@ -94,7 +98,9 @@ def main(address, namespaces, rules):
             problem = check()
         except (OSError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
-        print(f"ok      {text}" if problem is None else f"FAILED  {text}: {problem}", flush=True)
+        print(
+            f"ok      {text}" if problem is None else f"FAILED  {text}: {problem}", flush=True
+        )
         is_good = is_good and problem is None
     return 0 if is_good else 1
 

@@ -69,7 +69,10 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
                 )
             ]
         return [f"Follow it: evergrad logs {run.name} -f"]
-    return [f"It is on its way: evergrad wait {run.name} --for running", *_where_to_look(run, pods)]
+    return [
+        f"It is on its way: evergrad wait {run.name} --for running",
+        *_where_to_look(run, pods),
+    ]
 
 
 def _false(run: Run, kind: str) -> Condition | None:
@@ -108,5 +111,11 @@ def _failed(run: Run) -> list[str]:
 
 
 def _where_to_look(run: Run, pods: Sequence[Pod]) -> list[str]:
-    stuck = next((pod for pod in pods if pod.message and not pod.is_ready and not pod.is_over), None)
-    return [f"More about a pod that waits: kubectl describe pod {stuck.name}"] if stuck is not None else []
+    stuck = next(
+        (pod for pod in pods if pod.message and not pod.is_ready and not pod.is_over), None
+    )
+    return (
+        [f"More about a pod that waits: kubectl describe pod {stuck.name}"]
+        if stuck is not None
+        else []
+    )

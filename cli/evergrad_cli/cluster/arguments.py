@@ -16,7 +16,9 @@ _KINDS: Final = (
     "trainingrun.evergrad.dev",
 )
 _RUN_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,251}[a-z0-9])?")
-_DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+_DURATION: Final = re.compile(
+    r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?"
+)
 
 
 def add_cluster_arguments(
@@ -24,7 +26,10 @@ def add_cluster_arguments(
 ) -> None:
     """``--namespace``, ``--context``, ``--kubeconfig`` and ``--json``."""
     parser.add_argument(
-        "-n", "--namespace", metavar="NAMESPACE", help="namespace of the run (default: the context's)"
+        "-n",
+        "--namespace",
+        metavar="NAMESPACE",
+        help="namespace of the run (default: the context's)",
     )
     parser.add_argument(
         "--context", metavar="NAME", help="context of the kubeconfig (default: the current one)"
@@ -40,12 +45,16 @@ def add_cluster_arguments(
 
 def add_run_name(parser: argparse.ArgumentParser) -> None:
     """The one run a command is about."""
-    parser.add_argument("name", type=run_name, metavar="NAME", help="name of the run; trun/NAME is taken too")
+    parser.add_argument(
+        "name", type=run_name, metavar="NAME", help="name of the run; trun/NAME is taken too"
+    )
 
 
 def add_all_namespaces(parser: argparse.ArgumentParser) -> None:
     """``-A``."""
-    parser.add_argument("-A", "--all-namespaces", action="store_true", help="the runs of all namespaces")
+    parser.add_argument(
+        "-A", "--all-namespaces", action="store_true", help="the runs of all namespaces"
+    )
 
 
 def add_timeout(parser: argparse.ArgumentParser, *, default: str) -> None:
@@ -65,7 +74,9 @@ def run_name(text: str) -> str:
     """``docs-lm`` or ``trun/docs-lm`` → the run's name. Raises ArgumentTypeError."""
     kind, slash, name = text.rpartition("/")
     if slash and kind.lower() not in _KINDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a TrainingRun: write its name alone, or trun/NAME")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a TrainingRun: write its name alone, or trun/NAME"
+        )
     if _RUN_NAME.fullmatch(name) is None:
         raise argparse.ArgumentTypeError(
             f"{name!r} cannot be the name of a run: lower-case letters, digits and dashes"

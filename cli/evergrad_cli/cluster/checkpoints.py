@@ -66,13 +66,18 @@ def _read_volume(cluster: Cluster, run: Run) -> Volume | None:
 
 def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
     """A raw PersistentVolumeClaim → what concerns ``run``."""
-    status, annotations = raw.get("status") or {}, (raw.get("metadata") or {}).get("annotations") or {}
+    status, annotations = (
+        raw.get("status") or {},
+        (raw.get("metadata") or {}).get("annotations") or {},
+    )
     try:
         record = json.loads(annotations.get(f"run.{LABEL_PREFIX}{run}", "{}"))
     except ValueError:
         record = {}
     size = str((status.get("capacity") or {}).get("storage", ""))
-    return Volume(str(status.get("phase", "")), size, record if isinstance(record, Mapping) else {})
+    return Volume(
+        str(status.get("phase", "")), size, record if isinstance(record, Mapping) else {}
+    )
 
 
 def _running_pod(cluster: Cluster, run: Run) -> str | None:
@@ -103,7 +108,9 @@ def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]
         "savedAt": run.checkpoint_at,
         "step": run.step,
         "stepsSince": None if run.step is None or step is None else max(0, run.step - step),
-        "healthy": None if healthy is None or healthy.status == "Unknown" else healthy.status == "True",
+        "healthy": None
+        if healthy is None or healthy.status == "Unknown"
+        else healthy.status == "True",
         "message": (healthy.message or healthy.reason) if healthy is not None else None,
         "complete": bool(complete) or run.is_true("Complete"),
         "claim": run.claim,
@@ -132,7 +139,11 @@ def render(facts: Mapping[str, Any], *, now: float) -> list[str]:
         claim += " (this user may not read claims)"
     else:
         claim += f" ({', '.join(str(part) for part in (facts['claimPhase'], facts['claimSize']) if part)})"
-    lines = [f"Newest:     {newest}", f"Claim:      {claim}", f"Directory:  {facts['directory']} in each pod"]
+    lines = [
+        f"Newest:     {newest}",
+        f"Claim:      {claim}",
+        f"Directory:  {facts['directory']} in each pod",
+    ]
     if facts["message"]:
         lines.insert(1, f"Health:     {facts['message']}")
     if facts["complete"]:

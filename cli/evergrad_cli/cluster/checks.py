@@ -53,7 +53,9 @@ class Check:
 def check_version(raw: Mapping[str, Any], host: str) -> Check:
     """The API server's ``/version``."""
     text = str(raw.get("gitVersion", "unknown"))
-    numbers = ["".join(c for c in str(raw.get(key, "")) if c.isdigit()) for key in ("major", "minor")]
+    numbers = [
+        "".join(c for c in str(raw.get(key, "")) if c.isdigit()) for key in ("major", "minor")
+    ]
     if not all(numbers):
         return Check(
             "api server",
@@ -63,7 +65,10 @@ def check_version(raw: Mapping[str, Any], host: str) -> Check:
         )
     if tuple(int(number) for number in numbers) < OLDEST_KUBERNETES:
         return Check(
-            "api server", State.FAIL, f"Kubernetes {text} is too old", "Evergrad needs 1.30 or newer"
+            "api server",
+            State.FAIL,
+            f"Kubernetes {text} is too old",
+            "Evergrad needs 1.30 or newer",
         )
     return Check("api server", State.OK, f"Kubernetes {text} at {host}")
 
@@ -72,13 +77,19 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
     """The CustomResourceDefinition. ``is_served``: whether discovery knows TrainingRuns of our version."""
     install = "Install or upgrade the chart: helm upgrade --install evergrad charts/evergrad"
     if not is_served:
-        what = f"{CRD_NAME} is not installed" if raw is None else f"{CRD_NAME} does not serve {VERSION}"
+        what = (
+            f"{CRD_NAME} is not installed"
+            if raw is None
+            else f"{CRD_NAME} does not serve {VERSION}"
+        )
         return Check("crd", State.FAIL, what, install)
     if raw is None:
         why = "" if may_read else "; this user may not read its schema"
         return Check("crd", State.OK, f"{VERSION} is served{why}")
     versions = (raw.get("spec") or {}).get("versions") or ()
-    ours: Mapping[str, Any] = next((version for version in versions if version.get("name") == VERSION), {})
+    ours: Mapping[str, Any] = next(
+        (version for version in versions if version.get("name") == VERSION), {}
+    )
     schema = ((ours.get("schema") or {}).get("openAPIV3Schema") or {}).get("properties") or {}
     known = ((schema.get("spec") or {}).get("properties")) or {}
     # The models take longer to import than the other checks to make.
@@ -109,14 +120,22 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
     for raw in deployments:
         if ((raw.get("status") or {}).get("availableReplicas") or 0) < 1:
             remedy = f"kubectl -n {_namespace(raw)} describe deployment {_name(raw)}"
-            return Check("operator", State.FAIL, f"{_namespace(raw)}/{_name(raw)} is not available", remedy)
+            return Check(
+                "operator",
+                State.FAIL,
+                f"{_namespace(raw)}/{_name(raw)} is not available",
+                remedy,
+            )
     shown = ", ".join(f"{_namespace(raw)}/{_name(raw)}" for raw in deployments)
     labels = (deployments[0].get("metadata") or {}).get("labels") or {}
     other = labels.get("app.kubernetes.io/version")
     if other and other != version:
         remedy = "Upgrade the older of the two; running training is not restarted"
         return Check(
-            "operator", State.WARN, f"{shown} is of version {other}, this command of {version}", remedy
+            "operator",
+            State.WARN,
+            f"{shown} is of version {other}, this command of {version}",
+            remedy,
         )
     return Check("operator", State.OK, f"{shown} is available")
 
@@ -128,7 +147,9 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
     if not leases:
         remedy = "Is the operator just starting? If not, look at its log"
         return Check("operator lease", State.WARN, "no operator has taken its lease", remedy)
-    newest = max(leases, key=lambda raw: parse_time((raw.get("spec") or {}).get("renewTime")) or 0.0)
+    newest = max(
+        leases, key=lambda raw: parse_time((raw.get("spec") or {}).get("renewTime")) or 0.0
+    )
     spec = newest.get("spec") or {}
     renewed, seconds = parse_time(spec.get("renewTime")), spec.get("leaseDurationSeconds") or 15
     holder = spec.get("holderIdentity") or "nobody"
@@ -148,7 +169,9 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
             f"{holder} renewed it {age(now - renewed)} ago; nobody acts on runs",
             remedy,
         )
-    return Check("operator lease", State.OK, f"held by {holder}, renewed {age(now - renewed)} ago")
+    return Check(
+        "operator lease", State.OK, f"held by {holder}, renewed {age(now - renewed)} ago"
+    )
 
 
 @dataclass(frozen=True)
@@ -185,7 +208,9 @@ def check_rights(allowed: Mapping[Right, bool], namespace: str) -> Check:
     """What the API server said about each right."""
     lacking = [right for right, is_allowed in allowed.items() if not is_allowed]
     if not lacking:
-        return Check("your rights", State.OK, f"all commands are allowed in namespace {namespace}")
+        return Check(
+            "your rights", State.OK, f"all commands are allowed in namespace {namespace}"
+        )
     shown = ", ".join(f"{right} (for {right.purpose})" for right in lacking)
     remedy = "Ask for a RoleBinding to the ClusterRole edit in this namespace"
     state = State.FAIL if any(right.is_needed for right in lacking) else State.WARN
@@ -214,7 +239,10 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
         )
     if not defaults:
         return Check(
-            "storage", State.WARN, f"none of {', '.join(map(_name, classes))} is the default", shared
+            "storage",
+            State.WARN,
+            f"none of {', '.join(map(_name, classes))} is the default",
+            shared,
         )
     name, provisioner = _name(defaults[-1]), str(defaults[-1].get("provisioner", ""))
     if provisioner in _ONE_NODE_PROVISIONERS:
@@ -236,10 +264,15 @@ def check_namespace(raw: Mapping[str, Any] | None, namespace: str, *, may_read: 
         return Check("namespace", State.SKIP, f"this user may not read namespace {namespace}")
     if raw is None:
         return Check(
-            "namespace", State.FAIL, f"{namespace} does not exist", f"kubectl create namespace {namespace}"
+            "namespace",
+            State.FAIL,
+            f"{namespace} does not exist",
+            f"kubectl create namespace {namespace}",
         )
     if (raw.get("status") or {}).get("phase") == "Terminating":
-        return Check("namespace", State.FAIL, f"{namespace} is being deleted", "Name another with -n")
+        return Check(
+            "namespace", State.FAIL, f"{namespace} is being deleted", "Name another with -n"
+        )
     level = ((raw.get("metadata") or {}).get("labels") or {}).get(_ENFORCE)
     told = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
     return Check("namespace", State.OK, f"{namespace} {told}; a run's pods meet restricted")
@@ -255,7 +288,9 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
     for raw in quotas:
         status = raw.get("status") or {}
         used = status.get("used") or {}
-        for resource, hard in (status.get("hard") or (raw.get("spec") or {}).get("hard") or {}).items():
+        for resource, hard in (
+            status.get("hard") or (raw.get("spec") or {}).get("hard") or {}
+        ).items():
             wanted.add(resource)
             if quantity_of(used.get(resource, "0")) >= quantity_of(hard):
                 full.append(f"{resource} ({used.get(resource, 0)} of {hard} in {_name(raw)})")
@@ -267,7 +302,9 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
             "Runs wait until some is free; or have it raised",
         )
     computing = sorted(
-        name for name in wanted if name.startswith(("limits.", "requests.")) or name in ("cpu", "memory")
+        name
+        for name in wanted
+        if name.startswith(("limits.", "requests.")) or name in ("cpu", "memory")
     )
     if computing:
         what = f"there is room; each run must say what it asks for ({', '.join(computing)}) in spec.resources"
@@ -298,7 +335,8 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
     incoming = [_name(raw) for raw in others if _selects_all(raw) and "Ingress" in _types(raw)]
     if incoming:
         what = (
-            f"{', '.join(incoming)} limits what may reach pods; the policy of each run lets its own pods in"
+            f"{', '.join(incoming)} limits what may reach pods; the policy of each run lets "
+            "its own pods in"
         )
         return Check("network", State.OK, what)
     return Check("network", State.OK, "no NetworkPolicy is in the way")
@@ -322,7 +360,11 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
     """The cluster's machines: how many are ready, and with which accelerators."""
     if nodes is None:
         return Check("nodes", State.SKIP, "this user may not list nodes")
-    ready = [raw for raw in nodes if _is_ready(raw) and not (raw.get("spec") or {}).get("unschedulable")]
+    ready = [
+        raw
+        for raw in nodes
+        if _is_ready(raw) and not (raw.get("spec") or {}).get("unschedulable")
+    ]
     if not ready:
         return Check("nodes", State.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes")
     devices: dict[str, float] = {}
@@ -342,7 +384,8 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
 def _is_ready(raw: Mapping[str, Any]) -> bool:
     conditions = (raw.get("status") or {}).get("conditions") or ()
     return any(
-        condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions
+        condition.get("type") == "Ready" and condition.get("status") == "True"
+        for condition in conditions
     )
 
 

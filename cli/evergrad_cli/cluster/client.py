@@ -50,7 +50,9 @@ class Cluster(Protocol):
     def get(self, path: str, *, what: str, query: Query | None = None) -> dict[str, Any]:
         """The object at ``path``."""
 
-    def items(self, path: str, *, what: str, query: Query | None = None) -> Iterator[dict[str, Any]]:
+    def items(
+        self, path: str, *, what: str, query: Query | None = None
+    ) -> Iterator[dict[str, Any]]:
         """All objects of a list, page by page."""
 
     def send(
@@ -66,7 +68,12 @@ class Cluster(Protocol):
         """POST or PATCH ``body``; the HTTP status and the answer."""
 
     def lines(
-        self, path: str, *, what: str, query: Query | None = None, read_seconds: float | None = None
+        self,
+        path: str,
+        *,
+        what: str,
+        query: Query | None = None,
+        read_seconds: float | None = None,
     ) -> Iterator[bytes]:
         """The lines of a text as they come, without their ends; a silence of ``read_seconds`` ends them with
         an error."""
@@ -75,7 +82,9 @@ class Cluster(Protocol):
 def runs_path(namespace: str | None, name: str = "") -> str:
     """Where TrainingRuns live; of all namespaces for None."""
     within = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
-    return f"/apis/{API_GROUP}/{_VERSION}{within}/trainingruns" + (f"/{quote(name, safe='')}" if name else "")
+    return f"/apis/{API_GROUP}/{_VERSION}{within}/trainingruns" + (
+        f"/{quote(name, safe='')}" if name else ""
+    )
 
 
 def core_path(kind: str, namespace: str | None = None, name: str = "") -> str:
@@ -123,14 +132,19 @@ class KubernetesCluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._api.close()
 
     def get(self, path: str, *, what: str, query: Query | None = None) -> dict[str, Any]:
         return self._exchange(_Request("GET", path, what, query))[1]
 
-    def items(self, path: str, *, what: str, query: Query | None = None) -> Iterator[dict[str, Any]]:
+    def items(
+        self, path: str, *, what: str, query: Query | None = None
+    ) -> Iterator[dict[str, Any]]:
         pages = {"limit": str(_PAGE), **(query or {})}
         while True:
             answer = self.get(path, what=what, query=pages)
@@ -154,7 +168,12 @@ class KubernetesCluster:
         return self._exchange(_Request(method, path, what, query, text, content_type))
 
     def lines(
-        self, path: str, *, what: str, query: Query | None = None, read_seconds: float | None = None
+        self,
+        path: str,
+        *,
+        what: str,
+        query: Query | None = None,
+        read_seconds: float | None = None,
     ) -> Iterator[bytes]:
         response = self._open(_Request("GET", path, what, query), read_seconds=read_seconds)
         with contextlib.closing(response.response) as stream, self._translated(what):
@@ -184,10 +203,15 @@ class KubernetesCluster:
         return response.status, answer
 
     def _open(self, request: _Request, *, read_seconds: float | None) -> Any:
-        headers = {"Accept": "application/json, */*", "User-Agent": f"{FIELD_MANAGER}/{__version__}"}
+        headers = {
+            "Accept": "application/json, */*",
+            "User-Agent": f"{FIELD_MANAGER}/{__version__}",
+        }
         if request.content_type:
             headers["Content-Type"] = request.content_type
-        url = self.host + request.path + (f"?{urlencode(request.query)}" if request.query else "")
+        url = (
+            self.host + request.path + (f"?{urlencode(request.query)}" if request.query else "")
+        )
         with self._translated(request.what):
             self._api.update_params_for_auth(
                 headers, [], ["BearerToken"], request.path, request.method, request.body
@@ -239,11 +263,15 @@ def connect(args: argparse.Namespace) -> KubernetesCluster:
     # slower is the command's own business.
     settings.keep_alive = True
     urllib3 = importlib.import_module("urllib3")
-    settings.retries = urllib3.util.Retry(total=2, connect=2, read=0, redirect=0, backoff_factor=0.2)
+    settings.retries = urllib3.util.Retry(
+        total=2, connect=2, read=0, redirect=0, backoff_factor=0.2
+    )
     if not settings.verify_ssl:
         # The kubeconfig says so (insecure-skip-tls-verify); to be told at each request helps nobody.
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-    return KubernetesCluster(client.ApiClient(settings), namespace=args.namespace or namespace or "default")
+    return KubernetesCluster(
+        client.ApiClient(settings), namespace=args.namespace or namespace or "default"
+    )
 
 
 def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
@@ -255,7 +283,10 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
             return _IN_CLUSTER_NAMESPACE.read_text().strip()
         contexts, current = config.list_kube_config_contexts(config_file=file)
         config.load_kube_config(
-            config_file=file, context=args.context, client_configuration=settings, persist_config=False
+            config_file=file,
+            context=args.context,
+            client_configuration=settings,
+            persist_config=False,
         )
     except (config.ConfigException, OSError, ValueError, TypeError, KeyError) as error:
         raise _kubeconfig_error(args, error) from error
@@ -274,8 +305,14 @@ def _kubeconfig_error(args: argparse.Namespace, error: Exception) -> ClusterInpu
     where = f"kubeconfig {args.kubeconfig}" if args.kubeconfig is not None else "kubeconfig"
     where += f", context {args.context}" if args.context is not None else ""
     remedy = (
-        "Name a file with --kubeconfig or KUBECONFIG, and one of its contexts (kubectl config get-contexts)"
+        "Name a file with --kubeconfig or KUBECONFIG, and one of its contexts (kubectl "
+        "config get-contexts)"
     )
     return KubeconfigError(
-        Problem(where, "cannot be used", str(error).strip().splitlines()[0] if str(error) else "", remedy)
+        Problem(
+            where,
+            "cannot be used",
+            str(error).strip().splitlines()[0] if str(error) else "",
+            remedy,
+        )
     )

@@ -14,7 +14,12 @@ from evergrad_cli.cluster import checks
 from evergrad_cli.cluster.arguments import add_cluster_arguments, say, say_json
 from evergrad_cli.cluster.checks import Check, State
 from evergrad_cli.cluster.client import Cluster, connect, core_path
-from evergrad_cli.cluster.errors import CHECK_FAILED, NotFoundError, RefusedError, UnreachableError
+from evergrad_cli.cluster.errors import (
+    CHECK_FAILED,
+    NotFoundError,
+    RefusedError,
+    UnreachableError,
+)
 from evergrad_cli.cluster.text import printable
 from evergrad_coordinator.contract import API_GROUP, ExitCode
 
@@ -46,7 +51,11 @@ def execute(args: argparse.Namespace) -> int:
     """Returns 0, or 1 when a check fails."""
     with connect(args) as cluster:
         found = examine(cluster, operator_namespace=args.operator_namespace, now=time.time())
-    code = CHECK_FAILED if any(check.state is State.FAIL for check in found) else int(ExitCode.DONE)
+    code = (
+        CHECK_FAILED
+        if any(check.state is State.FAIL for check in found)
+        else int(ExitCode.DONE)
+    )
     if args.json:
         say_json({"healthy": code == 0, "checks": [asdict(check) for check in found]})
     else:
@@ -71,11 +80,16 @@ def render(found: Sequence[Check]) -> list[str]:
 def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> list[Check]:
     """All checks. Raises UnreachableError when not even the version can be read."""
     namespace = cluster.namespace
-    found = [checks.check_version(cluster.get("/version", what="version"), cluster.host), _check_crd(cluster)]
+    found = [
+        checks.check_version(cluster.get("/version", what="version"), cluster.host),
+        _check_crd(cluster),
+    ]
     found += _check_operator(cluster, operator_namespace, now)
     found.append(checks.check_rights(_review(cluster, namespace), namespace))
     raw, may_read = _read(
-        lambda: cluster.get(core_path("namespaces", None, namespace), what=f"namespace {namespace}")
+        lambda: cluster.get(
+            core_path("namespaces", None, namespace), what=f"namespace {namespace}"
+        )
     )
     found.append(checks.check_namespace(raw, namespace, may_read=may_read))
     found.append(checks.check_storage(_list(cluster, "/apis/storage.k8s.io/v1/storageclasses")))
@@ -115,7 +129,9 @@ def _list(cluster: Cluster, path: str, query: dict[str, str] | None = None) -> O
 def _check_crd(cluster: Cluster) -> Check:
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{checks.CRD_NAME}"
     raw, may_read = _read(lambda: cluster.get(path, what=f"crd {checks.CRD_NAME}"))
-    served, _ = _read(lambda: cluster.get(f"/apis/{API_GROUP}/{checks.VERSION}", what="API group"))
+    served, _ = _read(
+        lambda: cluster.get(f"/apis/{API_GROUP}/{checks.VERSION}", what="API group")
+    )
     kinds = [resource.get("name") for resource in (served or {}).get("resources") or ()]
     return checks.check_crd(raw, is_served="trainingruns" in kinds, may_read=may_read)
 
@@ -131,7 +147,11 @@ def _check_operator(cluster: Cluster, namespace: str | None, now: float) -> list
         )
         leases = _list(cluster, f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases")
         # The chart names the lease as the Deployment.
-        ours = None if leases is None else [raw for raw in leases if raw["metadata"]["name"] in names]
+        ours = (
+            None
+            if leases is None
+            else [raw for raw in leases if raw["metadata"]["name"] in names]
+        )
         found.append(checks.check_lease(ours, now=now))
     return found
 

@@ -64,7 +64,9 @@ class RefusedError(ClusterInputError):
     ``status`` is its HTTP status; ``managers`` are those who own fields in conflict.
     """
 
-    def __init__(self, *problems: Problem, status: int, managers: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, *problems: Problem, status: int, managers: frozenset[str] = frozenset()
+    ) -> None:
         self.status = status
         self.managers = managers
         super().__init__(*problems)

@@ -38,13 +38,17 @@ class Selection:
         return self.index is None or pod.index == self.index
 
 
-def choose(pods: Sequence[Pod], selection: Selection, *, is_previous: bool = False) -> list[Pod]:
+def choose(
+    pods: Sequence[Pod], selection: Selection, *, is_previous: bool = False
+) -> list[Pod]:
     """The pods whose output is shown once: of each node its newest attempt, or with ``is_previous`` the one
     before."""
     wanted = [pod for pod in pods if selection.is_wanted(pod)]
     if is_previous:
         newest = {pod.name for pod in newest_of_each(wanted)}
-        wanted = [pod for pod in wanted if pod.name not in newest or pod.is_over or pod.restarts]
+        wanted = [
+            pod for pod in wanted if pod.name not in newest or pod.is_over or pod.restarts
+        ]
         # A node whose newest pod has ended and is not replaced yet: that one is what failed.
         older = [pod for pod in wanted if pod.name not in newest]
         covered = {(pod.role, pod.index) for pod in older}
@@ -77,7 +81,11 @@ def split_line(pod: Pod, raw: bytes) -> Line:
     """A line with the time that the kubelet puts before it → its parts."""
     text = raw.decode("utf-8", "replace")
     head, space, rest = text.partition(" ")
-    return Line(pod, head, rest) if space and head[:1].isdigit() and "T" in head else Line(pod, "", text)
+    return (
+        Line(pod, head, rest)
+        if space and head[:1].isdigit() and "T" in head
+        else Line(pod, "", text)
+    )
 
 
 def order_of(stamp: str) -> str:
@@ -117,14 +125,21 @@ def _prefixed(pod: Pod, text: str) -> str:
 class Reader:
     """Reads pods' output; ``show`` gets whole lines, of one pod at a time."""
 
-    def __init__(self, cluster: Cluster, show: Callable[[Line], None], *, tail: int | None) -> None:
+    def __init__(
+        self, cluster: Cluster, show: Callable[[Line], None], *, tail: int | None
+    ) -> None:
         self._cluster = cluster
         self._show = show
         self._tail = tail
         self._lock = threading.Lock()
 
     def read(
-        self, pod: Pod, *, is_previous: bool = False, is_following: bool = False, since: str = ""
+        self,
+        pod: Pod,
+        *,
+        is_previous: bool = False,
+        is_following: bool = False,
+        since: str = "",
     ) -> str:
         """Show what there is, until the end of the stream; the time of the last line, ``since`` if there was
         none.
@@ -214,7 +229,9 @@ class Follower:
     def _select(self, pods: Sequence[Pod]) -> list[Pod]:
         wanted = [pod for pod in pods if self._selection.is_wanted(pod)]
         one = not (
-            self._selection.is_all or self._selection.is_coordinator or self._selection.index is not None
+            self._selection.is_all
+            or self._selection.is_coordinator
+            or self._selection.index is not None
         )
         return [pod for pod in (self._of_leader(wanted) if one else wanted) if pod.has_started]
 
@@ -225,7 +242,11 @@ class Follower:
         What was followed before goes on being shown: nobody knows which of the two speaks for the run.
         """
         alive = sorted(
-            {pod.index for pod in pods if pod.index is not None and pod.has_started and not pod.is_over}
+            {
+                pod.index
+                for pod in pods
+                if pod.index is not None and pod.has_started and not pod.is_over
+            }
         )
         if self._leader is not None and alive and alive[0] < self._leader:
             self._remark(f"Node {alive[0]} is there. Following it, too.")
@@ -277,7 +298,8 @@ class Follower:
             return self._is_over.is_set()
         with contextlib.suppress(UnreachableError, RefusedError):
             return all(
-                other.name != pod.name or other.is_over for other in list_pods(self._cluster, self._name)
+                other.name != pod.name or other.is_over
+                for other in list_pods(self._cluster, self._name)
             )
         return False
 

@@ -4,7 +4,13 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from evergrad_cli.cluster.arguments import add_all_namespaces, add_cluster_arguments, note, say, say_json
+from evergrad_cli.cluster.arguments import (
+    add_all_namespaces,
+    add_cluster_arguments,
+    note,
+    say,
+    say_json,
+)
 from evergrad_cli.cluster.client import connect, runs_path
 from evergrad_cli.cluster.runs import Run, parse_run, row_of
 from evergrad_cli.cluster.text import NOTHING, age, table
@@ -16,16 +22,32 @@ EXAMPLES = """\
   evergrad list -A --wide
   evergrad list -l team=docs --phase Running
   evergrad list --json | jq -r '.runs[] | select(.phase == "Failed") | .name'"""
-_HEADERS = ("NAME", "PHASE", "NODES", "STEP", "LOSS", "TOK/S", "ETA", "CHECKPOINT", "RESTARTS", "AGE")
+_HEADERS = (
+    "NAME",
+    "PHASE",
+    "NODES",
+    "STEP",
+    "LOSS",
+    "TOK/S",
+    "ETA",
+    "CHECKPOINT",
+    "RESTARTS",
+    "AGE",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     add_all_namespaces(parser)
     parser.add_argument(
-        "-l", "--selector", metavar="LABELS", help="only runs with these labels, e.g. team=docs,stage!=test"
+        "-l",
+        "--selector",
+        metavar="LABELS",
+        help="only runs with these labels, e.g. team=docs,stage!=test",
     )
-    parser.add_argument("--phase", metavar="PHASE", help="only runs in this phase, e.g. Running")
+    parser.add_argument(
+        "--phase", metavar="PHASE", help="only runs in this phase, e.g. Running"
+    )
     parser.add_argument("--wide", action="store_true", help="with reason and message")
     add_cluster_arguments(parser)
 
@@ -44,9 +66,15 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         say_json({"runs": [row_of(run, now=now) for run in runs]})
     elif not runs:
-        note("No runs found." if args.all_namespaces else f"No runs found in namespace {namespace}.")
+        note(
+            "No runs found."
+            if args.all_namespaces
+            else f"No runs found in namespace {namespace}."
+        )
     else:
-        for line in render(runs, now=now, with_namespace=args.all_namespaces, is_wide=args.wide):
+        for line in render(
+            runs, now=now, with_namespace=args.all_namespaces, is_wide=args.wide
+        ):
             say(line)
     return int(ExitCode.DONE)
 

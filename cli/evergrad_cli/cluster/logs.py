@@ -7,7 +7,15 @@ from functools import partial
 from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, note, say
 from evergrad_cli.cluster.client import KubernetesCluster, connect
 from evergrad_cli.cluster.errors import ClusterInputError, NotFoundError, RefusedError
-from evergrad_cli.cluster.following import Follower, Line, Reader, Selection, choose, list_pods, show_line
+from evergrad_cli.cluster.following import (
+    Follower,
+    Line,
+    Reader,
+    Selection,
+    choose,
+    list_pods,
+    show_line,
+)
 from evergrad_cli.cluster.waiting import Goal, judge, read_run
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import Problem
@@ -29,19 +37,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     add_run_name(parser)
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on until the run ends; replaced pods are followed"
+        "-f",
+        "--follow",
+        action="store_true",
+        help="go on until the run ends; replaced pods are followed",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--node", type=int, metavar="I", help="the node of this index (default: the first there is)"
+        "--node",
+        type=int,
+        metavar="I",
+        help="the node of this index (default: the first there is)",
     )
     which.add_argument("--all", action="store_true", help="all nodes")
     which.add_argument("--coordinator", action="store_true", help="the coordinator")
     parser.add_argument(
-        "--previous", action="store_true", help="the attempt before the present one, of each node"
+        "--previous",
+        action="store_true",
+        help="the attempt before the present one, of each node",
     )
     parser.add_argument(
-        "--tail", type=int, metavar="N", help="begin with the last N lines of each pod (default: all)"
+        "--tail",
+        type=int,
+        metavar="N",
+        help="begin with the last N lines of each pod (default: all)",
     )
     parser.add_argument("--timestamps", action="store_true", help="with the time of each line")
     add_cluster_arguments(
@@ -53,13 +72,19 @@ def execute(args: argparse.Namespace) -> int:
     """Returns 0, 64 or 70."""
     if args.follow and args.previous:
         raise ClusterInputError(
-            Problem("--previous", "cannot be followed", "it has ended", "Leave out -f or --previous")
+            Problem(
+                "--previous", "cannot be followed", "it has ended", "Leave out -f or --previous"
+            )
         )
     if args.tail is not None and args.tail < 0:
-        raise ClusterInputError(Problem("--tail", f"{args.tail} is negative", "", "Give the number of lines"))
+        raise ClusterInputError(
+            Problem("--tail", f"{args.tail} is negative", "", "Give the number of lines")
+        )
     selection = Selection(args.node, args.all, args.coordinator)
     with connect(args) as cluster:
-        show = partial(_show, prefix=args.all or args.follow, with_time=args.timestamps, as_json=args.json)
+        show = partial(
+            _show, prefix=args.all or args.follow, with_time=args.timestamps, as_json=args.json
+        )
         reader = Reader(cluster, show, tail=args.tail)
         if args.follow:
             return _follow(cluster, args.name, selection, reader)
@@ -94,12 +119,16 @@ def _show_once(
     for pod in chosen:
         if not pod.has_started:
             failures.append(
-                Problem(f"pod {pod.name}", "has no output yet", pod.message or f"it is {pod.phase}")
+                Problem(
+                    f"pod {pod.name}", "has no output yet", pod.message or f"it is {pod.phase}"
+                )
             )
             continue
         try:
             # A coordinator is started again inside its pod; nodes get new pods.
-            reader.read(pod, is_previous=args.previous and pod.name in newest and not pod.is_over)
+            reader.read(
+                pod, is_previous=args.previous and pod.name in newest and not pod.is_over
+            )
         except (NotFoundError, RefusedError) as error:
             failures += error.problems
     if failures and len(failures) == len(chosen):
@@ -126,7 +155,12 @@ def _no_pod(args: argparse.Namespace, phase: str, *, has_pods: bool) -> Problem:
             f"evergrad status {args.name} shows those there are",
         )
     if phase in ("Pending", "Starting", "Waiting"):
-        return Problem(where, "has no pods yet", f"it is {phase}", f"See why: evergrad status {args.name}")
+        return Problem(
+            where, "has no pods yet", f"it is {phase}", f"See why: evergrad status {args.name}"
+        )
     return Problem(
-        where, "has no pods", f"it is {phase}", "What it printed earlier is on its volume, in logs/"
+        where,
+        "has no pods",
+        f"it is {phase}",
+        "What it printed earlier is on its volume, in logs/",
     )

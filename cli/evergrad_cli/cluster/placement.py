@@ -21,7 +21,9 @@ _WHY: Final = "there is no folder of the file in a pod"
 def placement_problems(run: TrainingRun) -> list[Problem]:
     """Every path of ``run`` that cannot exist in a pod."""
     problems = [
-        _relative(path, value) for path, value in local_paths(run) if not PurePosixPath(value).is_absolute()
+        _relative(path, value)
+        for path, value in local_paths(run)
+        if not PurePosixPath(value).is_absolute()
     ]
     return [*problems, *_problems_of_script(run)]
 
@@ -30,7 +32,10 @@ def placement_warnings(run: TrainingRun) -> list[Problem]:
     """Paths at which nothing is mounted, where the image is the stock one, which holds no data."""
     if run.spec.image is not None:
         return []
-    mounts = [VOLUME_PATH, *(str(mount.get("mountPath", "")) for mount in run.spec.template.volume_mounts)]
+    mounts = [
+        VOLUME_PATH,
+        *(str(mount.get("mountPath", "")) for mount in run.spec.template.volume_mounts),
+    ]
     return [
         Problem(
             path,
@@ -42,7 +47,8 @@ def placement_warnings(run: TrainingRun) -> list[Problem]:
             ),
         )
         for path, value in local_paths(run)
-        if PurePosixPath(value).is_absolute() and not any(_is_below(value, mount) for mount in mounts)
+        if PurePosixPath(value).is_absolute()
+        and not any(_is_below(value, mount) for mount in mounts)
     ]
 
 
@@ -76,7 +82,10 @@ def _problems_of_script(run: TrainingRun) -> Iterator[Problem]:
     if script is None:
         return
     # A dot is what it is by itself: a module or an executable of the image can start anywhere.
-    if script.working_directory != "." and not PurePosixPath(script.working_directory).is_absolute():
+    if (
+        script.working_directory != "."
+        and not PurePosixPath(script.working_directory).is_absolute()
+    ):
         yield _relative("spec.script.workingDirectory", script.working_directory)
     program = script.program
     is_path = program.kind == "file" or (program.kind == "executable" and "/" in program.name)

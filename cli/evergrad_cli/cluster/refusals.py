@@ -28,9 +28,12 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
     if status == Status.NOT_FOUND:
         return _not_found(answer, message, what)
     if status == Status.UNAUTHORIZED:
-        remedy = "Log in again, or look at the user of the context: kubectl config view --minify"
+        remedy = (
+            "Log in again, or look at the user of the context: kubectl config view --minify"
+        )
         return RefusedError(
-            Problem(what, "the cluster does not accept these credentials", message, remedy), status=status
+            Problem(what, "the cluster does not accept these credentials", message, remedy),
+            status=status,
         )
     if status == Status.FORBIDDEN:
         return RefusedError(_forbidden(what, message), status=status)
@@ -69,29 +72,44 @@ def _not_found(answer: Mapping[str, Any], message: str, what: str) -> NotFoundEr
             is_kind_unknown=True,
         )
     if details.get("kind") == "namespaces":
-        remedy = f"Create it (kubectl create namespace {details['name']}), or name another with -n"
-        return NotFoundError(Problem(f"namespace {details['name']}", "does not exist", "", remedy))
+        remedy = (
+            f"Create it (kubectl create namespace {details['name']}), or name another with -n"
+        )
+        return NotFoundError(
+            Problem(f"namespace {details['name']}", "does not exist", "", remedy)
+        )
     return NotFoundError(Problem(what, "does not exist", "", "evergrad list -A shows all runs"))
 
 
 def _forbidden(what: str, message: str) -> Problem:
     if "exceeded quota" in message:
         return Problem(
-            what, "is beyond the namespace's quota", message, "Ask for less, or for a larger quota"
+            what,
+            "is beyond the namespace's quota",
+            message,
+            "Ask for less, or for a larger quota",
         )
     if "being terminated" in message:
         return Problem(
-            what, "cannot be created", message, "The namespace is being deleted: name another with -n"
+            what,
+            "cannot be created",
+            message,
+            "The namespace is being deleted: name another with -n",
         )
     return Problem(
-        what, "is not allowed", message, "Ask for the right, or see which you have: evergrad doctor"
+        what,
+        "is not allowed",
+        message,
+        "Ask for the right, or see which you have: evergrad doctor",
     )
 
 
 def _conflict(answer: Mapping[str, Any], message: str, what: str) -> RefusedError:
     causes = _causes(answer)
     managers = frozenset(
-        match[1] for cause in causes if (match := _MANAGER.search(str(cause.get("message", ""))))
+        match[1]
+        for cause in causes
+        if (match := _MANAGER.search(str(cause.get("message", ""))))
     )
     if not managers:
         return RefusedError(
@@ -113,11 +131,17 @@ def _conflict(answer: Mapping[str, Any], message: str, what: str) -> RefusedErro
 def _causes(answer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     details = answer.get("details")
     found = details.get("causes") if isinstance(details, Mapping) else None
-    return [cause for cause in found if isinstance(cause, Mapping)] if isinstance(found, list) else []
+    return (
+        [cause for cause in found if isinstance(cause, Mapping)]
+        if isinstance(found, list)
+        else []
+    )
 
 
 def _problem(cause: Mapping[str, Any], what: str) -> Problem:
-    return Problem(_field(cause, what), str(cause.get("message", "")) or "the cluster refuses this")
+    return Problem(
+        _field(cause, what), str(cause.get("message", "")) or "the cluster refuses this"
+    )
 
 
 def _field(cause: Mapping[str, Any], what: str) -> str:

@@ -38,6 +38,9 @@ def _check(run: Run) -> Problem | None:
         return Problem(where, "is complete; a complete run never trains again", "", remedy)
     if run.wants_suspension:
         return Problem(
-            where, "is suspended; it has no pods to restart", "", f"To go on: evergrad resume {run.name}"
+            where,
+            "is suspended; it has no pods to restart",
+            "",
+            f"To go on: evergrad resume {run.name}",
         )
     return None

@@ -4,7 +4,13 @@ import argparse
 from typing import Any
 
 from evergrad_cli.cluster.runs import NON_FINITE, Run
-from evergrad_cli.cluster.switching import Switch, add_switch_arguments, finished, flip, new_nonce
+from evergrad_cli.cluster.switching import (
+    Switch,
+    add_switch_arguments,
+    finished,
+    flip,
+    new_nonce,
+)
 from evergrad_cli.cluster.waiting import Goal
 from evergrad_manifest.errors import Problem
 
@@ -31,14 +37,18 @@ def _choose(run: Run) -> Switch:
     """What takes this run on: of a stop on request spec.suspend knows nothing, only a new restartNonce takes
     it back."""
     if not run.has_stopped_by_itself:
-        return Switch("resumed", {"suspend": False}, Goal.RUNNING, lambda run: not run.wants_suspension)
+        return Switch(
+            "resumed", {"suspend": False}, Goal.RUNNING, lambda run: not run.wants_suspension
+        )
     nonce = new_nonce()
     spec: dict[str, Any] = {"restartNonce": nonce}
     if run.wants_suspension:
         spec["suspend"] = False
     why = "before a step that is not finite" if run.reason == NON_FINITE else "on request"
     verb = f"resumed by a new spec.restartNonce: it had stopped {why}"
-    return Switch(verb, spec, Goal.RUNNING, lambda run: False, lambda run: run.restart_nonce == nonce)
+    return Switch(
+        verb, spec, Goal.RUNNING, lambda run: False, lambda run: run.restart_nonce == nonce
+    )
 
 
 def _check(run: Run) -> Problem | None:

@@ -106,7 +106,9 @@ class Run:
 
     def condition(self, kind: str) -> Condition | None:
         """The condition of this type."""
-        return next((condition for condition in self.conditions if condition.type == kind), None)
+        return next(
+            (condition for condition in self.conditions if condition.type == kind), None
+        )
 
     def is_true(self, kind: str) -> bool:
         """Whether the condition of this type holds."""
@@ -130,7 +132,10 @@ class Run:
     def is_beyond_its_stop(self) -> bool:
         """Whether the run is parked at the step where its recipe has it stop, now and each time
         it goes on."""
-        is_reached = self.stop_after_step is not None and (self.checkpoint_step or 0) >= self.stop_after_step
+        is_reached = (
+            self.stop_after_step is not None
+            and (self.checkpoint_step or 0) >= self.stop_after_step
+        )
         return is_reached and self.reason == STOPPED
 
 
@@ -146,7 +151,9 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     restarts = _mapping(status, "restarts")
     step, total = _integer(progress.get("step")), _integer(progress.get("totalSteps"))
     generation = _integer(metadata.get("generation")) or 0
-    stop_after = parse_short_count(_mapping(_mapping(spec, "training"), "stop").get("afterStep"))
+    stop_after = parse_short_count(
+        _mapping(_mapping(spec, "training"), "stop").get("afterStep")
+    )
     return Run(
         name=name,
         namespace=_text(metadata, "namespace"),
@@ -209,14 +216,21 @@ def _parse_failure(raw: Mapping[str, Any]) -> Failure | None:
 
 def _parse_ended(raw: Mapping[str, Any]) -> Ended:
     return Ended(
-        _text(raw, "pod"), _text(raw, "cause"), _integer(raw.get("exitCode")), parse_time(raw.get("at"))
+        _text(raw, "pod"),
+        _text(raw, "cause"),
+        _integer(raw.get("exitCode")),
+        parse_time(raw.get("at")),
     )
 
 
 def _parse_condition(raw: Mapping[str, Any]) -> Condition:
     since = parse_time(raw.get("lastTransitionTime"))
     return Condition(
-        _text(raw, "type"), _text(raw, "status"), _text(raw, "reason"), _text(raw, "message"), since
+        _text(raw, "type"),
+        _text(raw, "status"),
+        _text(raw, "reason"),
+        _text(raw, "message"),
+        since,
     )
 
 
@@ -271,7 +285,11 @@ def parse_pods(raw: Iterable[Mapping[str, Any]]) -> list[Pod]:
     pods = [_parse_pod(item) for item in raw]
     return sorted(
         pods,
-        key=lambda pod: (pod.role == COORDINATOR, pod.index if pod.index is not None else -1, -pod.attempt),
+        key=lambda pod: (
+            pod.role == COORDINATOR,
+            pod.index if pod.index is not None else -1,
+            -pod.attempt,
+        ),
     )
 
 
@@ -295,9 +313,16 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
     conditions = _mappings(status, "conditions")
     ready = next((item for item in conditions if item.get("type") == "Ready"), _NOTHING)
     unscheduled = next(
-        (c for c in conditions if c.get("type") == "PodScheduled" and c.get("status") == "False"), _NOTHING
+        (
+            c
+            for c in conditions
+            if c.get("type") == "PodScheduled" and c.get("status") == "False"
+        ),
+        _NOTHING,
     )
-    message = _text(waiting, "message") or _text(status, "message") or _text(unscheduled, "message")
+    message = (
+        _text(waiting, "message") or _text(status, "message") or _text(unscheduled, "message")
+    )
     names = [_text(item, "name") for item in _mappings(spec, "containers")]
     return Pod(
         name=_text(metadata, "name"),
@@ -307,7 +332,9 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
         phase=_pod_phase(metadata, status, terminated, waiting),
         is_ready=ready.get("status") == "True",
         is_over=_text(status, "phase") in ("Succeeded", "Failed"),
-        has_started=bool(terminated or _mapping(state, "running") or _mapping(own, "lastState")),
+        has_started=bool(
+            terminated or _mapping(state, "running") or _mapping(own, "lastState")
+        ),
         restarts=_integer(own.get("restartCount")) or 0,
         node=_text(spec, "nodeName"),
         container=next((name for name in names if name in _OWN_CONTAINERS), ""),
@@ -335,7 +362,12 @@ def pod_row(pod: Pod) -> dict[str, Any]:
     """One pod as ``--json`` documents show it."""
     keys = ("name", "role", "index", "attempt", "phase", "node", "restarts", "created")
     shown = {key: value for key, value in asdict(pod).items() if key in keys}
-    return {**shown, "ready": pod.is_ready, "message": pod.message or None, "node": pod.node or None}
+    return {
+        **shown,
+        "ready": pod.is_ready,
+        "message": pod.message or None,
+        "node": pod.node or None,
+    }
 
 
 @dataclass(frozen=True)
@@ -380,7 +412,9 @@ def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _mappings(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     value = raw.get(key)
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+    return (
+        [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+    )
 
 
 def _text(raw: Mapping[str, Any], key: str) -> str:

@@ -78,16 +78,27 @@ def gather(cluster: Cluster, name: str) -> Facts:
     """Read the run, its pods and their events. What may not be read is named, not an error."""
     run = read_run(cluster, name)
     unknown: list[str] = []
-    pods = parse_pods(_try_items(cluster, "pods", {"labelSelector": f"{LABEL_RUN}={name}"}, unknown))
+    pods = parse_pods(
+        _try_items(cluster, "pods", {"labelSelector": f"{LABEL_RUN}={name}"}, unknown)
+    )
     selector = {"fieldSelector": f"involvedObject.kind=TrainingRun,involvedObject.name={name}"}
     raw = _try_items(cluster, "events", selector, unknown)
-    raw = [item for item in raw if (item.get("involvedObject") or {}).get("uid") in (run.uid, None, "")]
+    raw = [
+        item
+        for item in raw
+        if (item.get("involvedObject") or {}).get("uid") in (run.uid, None, "")
+    ]
     if pods and "events" not in unknown:
         names = {pod.name for pod in pods}
         warnings = _try_items(
-            cluster, "events", {"fieldSelector": "involvedObject.kind=Pod,type=Warning"}, unknown
+            cluster,
+            "events",
+            {"fieldSelector": "involvedObject.kind=Pod,type=Warning"},
+            unknown,
         )
-        raw += [item for item in warnings if (item.get("involvedObject") or {}).get("name") in names]
+        raw += [
+            item for item in warnings if (item.get("involvedObject") or {}).get("name") in names
+        ]
     return Facts(run, tuple(pods), tuple(parse_events(raw)), tuple(unknown))
 
 
@@ -120,7 +131,9 @@ def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict
         "pods": [pod_row(pod) for pod in facts.pods],
         "lastFailure": None if run.last_failure is None else _camel(asdict(run.last_failure)),
         "attempts": [_camel(asdict(ended)) for ended in run.attempts],
-        "events": [asdict(event) for event in facts.events[-num_events:]] if num_events > 0 else [],
+        "events": [asdict(event) for event in facts.events[-num_events:]]
+        if num_events > 0
+        else [],
         "unknown": list(facts.unknown),
         "next": advise(run, facts.pods, now=now),
     }
@@ -130,7 +143,9 @@ def _camel(raw: dict[str, Any]) -> dict[str, Any]:
     return {"exitCode" if key == "exit_code" else key: value for key, value in raw.items()}
 
 
-def render(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS, is_unicode: bool = True) -> list[str]:
+def render(
+    facts: Facts, *, now: float, num_events: int = _NUM_EVENTS, is_unicode: bool = True
+) -> list[str]:
     """The run as people read it."""
     run = facts.run
     lines = _head(run, now, is_unicode=is_unicode)
@@ -140,7 +155,12 @@ def render(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS, is_unicod
         lines += _section("Last failure", _failure(run.last_failure, now))
     if num_events > 0:
         lines += _section("Events", _events(facts, num_events, now))
-    return [*lines, *_section("Next", [f"  {printable(line)}" for line in advise(run, facts.pods, now=now)])]
+    return [
+        *lines,
+        *_section(
+            "Next", [f"  {printable(line)}" for line in advise(run, facts.pods, now=now)]
+        ),
+    ]
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
@@ -151,7 +171,12 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     phase = "Deleting" if run.is_deleting else run.phase
     if run.reason and run.reason != phase:
         phase += f" ({run.reason})"
-    facts = [("Name", run.name), ("Namespace", run.namespace), ("Phase", phase), ("Message", run.message)]
+    facts = [
+        ("Name", run.name),
+        ("Namespace", run.namespace),
+        ("Phase", phase),
+        ("Message", run.message),
+    ]
     facts += [
         ("Progress", _progress(run, is_unicode=is_unicode)),
         ("", _speed(run, now)),
@@ -160,20 +185,26 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     if run.checkpoint_step is not None:
         ago = "" if run.checkpoint_at is None else f", {age(now - run.checkpoint_at)} ago"
         facts.append(("Checkpoint", f"step {run.checkpoint_step}{ago}"))
-    by_cause = ", ".join(f"{count} {cause}" for cause, count in sorted(run.restarts_by_cause.items()))
+    by_cause = ", ".join(
+        f"{count} {cause}" for cause, count in sorted(run.restarts_by_cause.items())
+    )
     facts.append(("Restarts", f"{run.restarts}{f' ({by_cause})' if by_cause else ''}"))
     facts += [
         ("Storage", f"claim {run.claim}, folder {run.folder}"),
         ("Image", run.image),
         ("Age", _ages(run, now)),
     ]
-    return [f"{f'{label}:' if label else '':<12}{printable(text)}" for label, text in facts if text]
+    return [
+        f"{f'{label}:' if label else '':<12}{printable(text)}" for label, text in facts if text
+    ]
 
 
 def _ages(run: Run, now: float) -> str:
     text = age(None if run.created is None else now - run.created)
     if run.started is not None and run.completed is not None:
-        text += f"; ended {age(now - run.completed)} ago, after {age(run.completed - run.started)}"
+        text += (
+            f"; ended {age(now - run.completed)} ago, after {age(run.completed - run.started)}"
+        )
     return text
 
 
@@ -202,7 +233,9 @@ def _conditions(run: Run, now: float) -> list[str]:
     rows = []
     for condition in run.conditions:
         since = age(None if condition.since is None else now - condition.since)
-        rows.append(("", condition.type, condition.status, since, condition.reason, condition.message))
+        rows.append(
+            ("", condition.type, condition.status, since, condition.reason, condition.message)
+        )
     return table(("", "TYPE", "STATUS", "SINCE", "REASON", "MESSAGE"), rows) if rows else []
 
 
@@ -216,9 +249,22 @@ def _pods(facts: Facts, now: float) -> list[str]:
         place = _COORDINATOR if pod.index is None else str(pod.index)
         seen = age(None if pod.created is None else now - pod.created)
         rows.append(
-            ("", place, pod.name, pod.phase, pod.node or NOTHING, str(pod.attempt), seen, pod.message)
+            (
+                "",
+                place,
+                pod.name,
+                pod.phase,
+                pod.node or NOTHING,
+                str(pod.attempt),
+                seen,
+                pod.message,
+            )
         )
-    lines = table(("", "INDEX", "POD", "STATUS", "NODE", "ATTEMPT", "AGE", "MESSAGE"), rows) if rows else []
+    lines = (
+        table(("", "INDEX", "POD", "STATUS", "NODE", "ATTEMPT", "AGE", "MESSAGE"), rows)
+        if rows
+        else []
+    )
     left_out = len(newest) - len(shown)
     return (
         [*lines, f"   and {left_out} more: kubectl get pods -l {LABEL_RUN}={facts.run.name}"]

@@ -7,7 +7,13 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from evergrad_cli.cluster.arguments import add_cluster_arguments, add_timeout, note, say, say_json
+from evergrad_cli.cluster.arguments import (
+    add_cluster_arguments,
+    add_timeout,
+    note,
+    say,
+    say_json,
+)
 from evergrad_cli.cluster.client import APPLY, FIELD_MANAGER, Cluster, connect, find, runs_path
 from evergrad_cli.cluster.errors import RefusedError
 from evergrad_cli.cluster.placement import placement_problems, placement_warnings
@@ -37,12 +43,18 @@ _WATCH_SECONDS: Final = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     add_manifest_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="let the cluster check it, and create nothing")
     parser.add_argument(
-        "--force-conflicts", action="store_true", help="take over fields that another writer has set"
+        "--dry-run", action="store_true", help="let the cluster check it, and create nothing"
+    )
+    parser.add_argument(
+        "--force-conflicts",
+        action="store_true",
+        help="take over fields that another writer has set",
     )
     waits = parser.add_mutually_exclusive_group()
-    waits.add_argument("--wait", action="store_true", help="wait until the run is complete or has failed")
+    waits.add_argument(
+        "--wait", action="store_true", help="wait until the run is complete or has failed"
+    )
     waits.add_argument("--watch", action="store_true", help="the same, and say every change")
     add_timeout(parser, default="0")
     add_cluster_arguments(parser)
@@ -58,8 +70,12 @@ def execute(args: argparse.Namespace) -> int:
     args.namespace = namespace
     name = loaded.run.metadata.name
     with connect(args) as cluster:
-        result, run = submit(cluster, loaded, is_dry=args.dry_run, is_forced=args.force_conflicts)
-        text = f"trainingrun/{name} {result}{' (dry run of the cluster)' if args.dry_run else ''}"
+        result, run = submit(
+            cluster, loaded, is_dry=args.dry_run, is_forced=args.force_conflicts
+        )
+        text = (
+            f"trainingrun/{name} {result}{' (dry run of the cluster)' if args.dry_run else ''}"
+        )
         if not args.json:
             say(text)
             _remark(run, result)
@@ -67,7 +83,12 @@ def execute(args: argparse.Namespace) -> int:
         if (args.wait or args.watch) and not args.dry_run:
             code, text = _await(cluster, args, name)
     if args.json:
-        facts = {"name": name, "namespace": run.namespace, "result": result, "dryRun": args.dry_run}
+        facts = {
+            "name": name,
+            "namespace": run.namespace,
+            "result": result,
+            "dryRun": args.dry_run,
+        }
         say_json({**facts, "generation": run.generation, "exitCode": code, "message": text})
     return code
 
@@ -79,7 +100,10 @@ def _with_task(loaded: LoadedManifest) -> LoadedManifest:
     files = collect_task(loaded.run.training, loaded.base_directory)
     if not files:
         return loaded
-    spec = {**loaded.raw["spec"], "training": {**loaded.raw["spec"]["training"], "files": files}}
+    spec = {
+        **loaded.raw["spec"],
+        "training": {**loaded.raw["spec"]["training"], "files": files},
+    }
     return dataclasses.replace(loaded, raw={**loaded.raw, "spec": spec})
 
 
@@ -89,7 +113,12 @@ def _namespace(args: argparse.Namespace, loaded: LoadedManifest) -> str | None:
     if said is not None and args.namespace not in (None, said):
         why = f"the file says {said}"
         raise ConfigurationError(
-            Problem("--namespace", f"{args.namespace} is not the namespace of the file", why, "Leave one out")
+            Problem(
+                "--namespace",
+                f"{args.namespace} is not the namespace of the file",
+                why,
+                "Leave one out",
+            )
         )
     return said or args.namespace
 
@@ -132,11 +161,21 @@ def with_whole_numbers(value: Any) -> Any:
         return {key: with_whole_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [with_whole_numbers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+    return (
+        int(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+        else value
+    )
 
 
 def _apply(
-    cluster: Cluster, path: str, body: dict[str, Any], what: str, query: dict[str, str], *, is_forced: bool
+    cluster: Cluster,
+    path: str,
+    body: dict[str, Any],
+    what: str,
+    query: dict[str, str],
+    *,
+    is_forced: bool,
 ) -> dict[str, Any]:
     query = {**query, "force": "true" if is_forced else "false"}
     return cluster.send("PATCH", path, body, what=what, content_type=APPLY, query=query)[1]
@@ -153,9 +192,13 @@ def _without_bookkeeping(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _remark(run: Run, result: str) -> None:
     if run.is_true("Complete"):
-        note(f"It is complete already and never trains again. See it: evergrad status {run.name}")
+        note(
+            f"It is complete already and never trains again. See it: evergrad status {run.name}"
+        )
     elif run.is_true("Failed"):
-        note(f"It has failed. See why: evergrad status {run.name}; try again: evergrad restart {run.name}")
+        note(
+            f"It has failed. See why: evergrad status {run.name}; try again: evergrad restart {run.name}"
+        )
     elif run.wants_suspension:
         note(f"It is suspended. To let it train: evergrad resume {run.name}")
     elif result == "created":

@@ -13,10 +13,14 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    add_switch_arguments(parser, wait_help="wait until the state is saved and the pods are gone")
+    add_switch_arguments(
+        parser, wait_help="wait until the state is saved and the pods are gone"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Sets spec.suspend. Returns 0, or of a wait 64, 70 or 124."""
-    switch = Switch("suspended", {"suspend": True}, Goal.SUSPENDED, lambda run: run.wants_suspension)
+    switch = Switch(
+        "suspended", {"suspend": True}, Goal.SUSPENDED, lambda run: run.wants_suspension
+    )
     return flip(args, lambda run: switch, check=lambda run: finished(run, "suspend"))

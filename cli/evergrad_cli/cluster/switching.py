@@ -45,7 +45,10 @@ def add_switch_arguments(parser: argparse.ArgumentParser, *, wait_help: str) -> 
 
 
 def flip(
-    args: argparse.Namespace, choose: Callable[[Run], Switch], *, check: Callable[[Run], Problem | None]
+    args: argparse.Namespace,
+    choose: Callable[[Run], Switch],
+    *,
+    check: Callable[[Run], Problem | None],
 ) -> int:
     """Make the change that ``choose`` names for the run as it is, unless it stands already; ``check`` says
     what forbids it.
@@ -65,12 +68,16 @@ def flip(
             say(text)
         code, message = int(ExitCode.DONE), text
         if args.wait:
-            verdict, _ = wait_for(cluster, args.name, switch.goal, timeout=args.timeout, is_due=switch.is_due)
+            verdict, _ = wait_for(
+                cluster, args.name, switch.goal, timeout=args.timeout, is_due=switch.is_due
+            )
             code, message = int(verdict.exit_code or 0), verdict.text
             if not args.json:
                 (say if code == 0 else note)(f"trainingrun/{args.name} {message}")
     if args.json:
-        say_json({"name": args.name, "changed": is_changed, "exitCode": code, "message": message})
+        say_json(
+            {"name": args.name, "changed": is_changed, "exitCode": code, "message": message}
+        )
     return code
 
 
@@ -84,7 +91,14 @@ def patch_spec(cluster: Cluster, name: str, spec: dict[str, Any]) -> None:
     """Merge ``spec`` into the run's."""
     path = runs_path(cluster.namespace, name)
     query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
-    cluster.send("PATCH", path, {"spec": spec}, what=f"trainingrun {name}", content_type=MERGE, query=query)
+    cluster.send(
+        "PATCH",
+        path,
+        {"spec": spec},
+        what=f"trainingrun {name}",
+        content_type=MERGE,
+        query=query,
+    )
 
 
 def finished(run: Run, verb: str) -> Problem | None:

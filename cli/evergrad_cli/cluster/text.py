@@ -22,7 +22,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _width(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+    return sum(
+        2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text
+    )
 
 
 def printable(text: str) -> str:

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from evergrad_cli.cluster.arguments import add_all_namespaces, add_cluster_arguments, note, say, say_json
+from evergrad_cli.cluster.arguments import (
+    add_all_namespaces,
+    add_cluster_arguments,
+    note,
+    say,
+    say_json,
+)
 from evergrad_cli.cluster.client import Cluster, connect, runs_path
 from evergrad_cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
 from evergrad_cli.cluster.runs import LABEL_RUN, Run, parse_run
@@ -34,9 +40,14 @@ class Usage:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     add_all_namespaces(parser)
-    parser.add_argument("--all", action="store_true", help="also runs that have ended or are suspended")
     parser.add_argument(
-        "--sort", choices=("tokens", "cpu", "memory", "name"), default="tokens", help="largest first (tokens)"
+        "--all", action="store_true", help="also runs that have ended or are suspended"
+    )
+    parser.add_argument(
+        "--sort",
+        choices=("tokens", "cpu", "memory", "name"),
+        default="tokens",
+        help="largest first (tokens)",
     )
     add_cluster_arguments(parser)
 
@@ -45,13 +56,17 @@ def execute(args: argparse.Namespace) -> int:
     """Returns 0; without the metrics API the columns of usage are empty, and a remark says so."""
     with connect(args) as cluster:
         namespace = None if args.all_namespaces else cluster.namespace
-        runs = [parse_run(raw) for raw in cluster.items(runs_path(namespace), what="trainingruns")]
+        runs = [
+            parse_run(raw) for raw in cluster.items(runs_path(namespace), what="trainingruns")
+        ]
         usage, reason = _read_usage(cluster, namespace)
     if not args.all:
         runs = [run for run in runs if not run.is_over and run.phase != "Suspended"]
     runs = order(runs, usage or {}, by=args.sort)
     if args.json:
-        say_json({"runs": [_row(run, usage) for run in runs], "metricsAvailable": usage is not None})
+        say_json(
+            {"runs": [_row(run, usage) for run in runs], "metricsAvailable": usage is not None}
+        )
         return int(ExitCode.DONE)
     if not runs:
         note("No runs train." if not args.all else "No runs found.")
@@ -63,10 +78,14 @@ def execute(args: argparse.Namespace) -> int:
     return int(ExitCode.DONE)
 
 
-def _read_usage(cluster: Cluster, namespace: str | None) -> tuple[dict[tuple[str, str], Usage] | None, str]:
+def _read_usage(
+    cluster: Cluster, namespace: str | None
+) -> tuple[dict[tuple[str, str], Usage] | None, str]:
     path = f"{_METRICS}{f'/namespaces/{namespace}' if namespace is not None else ''}/pods"
     try:
-        return parse_usage(cluster.items(path, what="pod metrics", query={"labelSelector": LABEL_RUN})), ""
+        return parse_usage(
+            cluster.items(path, what="pod metrics", query={"labelSelector": LABEL_RUN})
+        ), ""
     except NotFoundError:
         return None, "this cluster has no metrics API (metrics-server is not installed)"
     except RefusedError:
@@ -80,7 +99,10 @@ def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Usage
     found: dict[tuple[str, str], Usage] = {}
     for item in raw:
         metadata = item.get("metadata") or {}
-        key = (str(metadata.get("namespace", "")), str((metadata.get("labels") or {}).get(LABEL_RUN, "")))
+        key = (
+            str(metadata.get("namespace", "")),
+            str((metadata.get("labels") or {}).get(LABEL_RUN, "")),
+        )
         used = [container.get("usage") or {} for container in item.get("containers") or ()]
         old = found.get(key, Usage(0.0, 0.0, 0))
         found[key] = Usage(
@@ -131,7 +153,10 @@ def _row(run: Run, usage: Mapping[tuple[str, str], Usage] | None) -> dict[str, A
 
 
 def render(
-    runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage] | None, *, with_namespace: bool = False
+    runs: Sequence[Run],
+    usage: Mapping[tuple[str, str], Usage] | None,
+    *,
+    with_namespace: bool = False,
 ) -> list[str]:
     """The table, with a sum at the end when there are several runs."""
     headers = (

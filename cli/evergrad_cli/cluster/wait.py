@@ -46,7 +46,9 @@ def report(args: argparse.Namespace, verdict: Verdict) -> int:
     """Say how a wait for ``args.name`` ended; its exit code."""
     code = int(verdict.exit_code or 0)
     if args.json:
-        say_json({"name": args.name, "reached": code == 0, "exitCode": code, "message": verdict.text})
+        say_json(
+            {"name": args.name, "reached": code == 0, "exitCode": code, "message": verdict.text}
+        )
     else:
         (say if code == 0 else note)(f"trainingrun/{args.name} {verdict.text}")
     return code

@@ -50,8 +50,15 @@ def judge(run: Run, goal: Goal) -> Verdict:
         # A short run may end between two looks: it has been running.
         is_reached = goal is Goal.RUNNING
         return Verdict(ExitCode.DONE if is_reached else ExitCode.INTERNAL, "is complete")
-    if goal is Goal.RUNNING and run.is_current and run.phase == "Running" and not run.wants_suspension:
-        return Verdict(ExitCode.DONE, f"is running{f' on {run.nodes} nodes' if run.nodes else ''}")
+    if (
+        goal is Goal.RUNNING
+        and run.is_current
+        and run.phase == "Running"
+        and not run.wants_suspension
+    ):
+        return Verdict(
+            ExitCode.DONE, f"is running{f' on {run.nodes} nodes' if run.nodes else ''}"
+        )
     if goal is Goal.SUSPENDED and run.is_current and run.is_true("Suspended"):
         return Verdict(ExitCode.DONE, "is suspended")
     return Verdict(None, run.phase)
@@ -75,7 +82,9 @@ def _why(run: Run) -> str:
 
 def read_run(cluster: Cluster, name: str) -> Run:
     """The run of this name. Raises NotFoundError."""
-    return parse_run(cluster.get(runs_path(cluster.namespace, name), what=f"trainingrun {name}"))
+    return parse_run(
+        cluster.get(runs_path(cluster.namespace, name), what=f"trainingrun {name}")
+    )
 
 
 @dataclass
@@ -131,7 +140,9 @@ def wait_for(
         if run is not None:
             patience.is_well()
             if seen is not None and run.uid != seen.uid:
-                return Verdict(ExitCode.INTERNAL, "was deleted, and another run of its name created"), seen
+                return Verdict(
+                    ExitCode.INTERNAL, "was deleted, and another run of its name created"
+                ), seen
             seen = run
             on_change(run)
             verdict = judge(run, goal)
@@ -152,7 +163,9 @@ def describe_change(run: Run) -> str:
     if run.nodes:
         parts.append(f"nodes {run.nodes}")
     if run.step is not None:
-        parts.append(f"step {run.step}/{run.total_steps}" if run.total_steps else f"step {run.step}")
+        parts.append(
+            f"step {run.step}/{run.total_steps}" if run.total_steps else f"step {run.step}"
+        )
     values = (("loss", run.loss), ("tok/s", run.tokens_per_second), ("ETA", run.eta))
     parts += [f"{label} {value}" for label, value in values if value]
     if run.phase not in ("Running", "Complete") and run.message:

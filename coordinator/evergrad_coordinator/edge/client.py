@@ -91,7 +91,9 @@ class CoordinatorClient:
 
         A forked child closes it, or the end of its parent stays hidden.
         """
-        return -1 if self._writer is None else int(self._writer.get_extra_info("socket").fileno())
+        return (
+            -1 if self._writer is None else int(self._writer.get_extra_info("socket").fileno())
+        )
 
     async def run(self) -> None:
         """Until ``close``, or until ``refused`` or ``end`` was delivered.
@@ -101,7 +103,11 @@ class CoordinatorClient:
         try:
             while not self._is_over:
                 with contextlib.suppress(
-                    OSError, ProtocolError, ValueError, TimeoutError, asyncio.IncompleteReadError
+                    OSError,
+                    ProtocolError,
+                    ValueError,
+                    TimeoutError,
+                    asyncio.IncompleteReadError,
                 ):
                     await self._run_session()
                 if not self._is_over:
@@ -150,7 +156,9 @@ class CoordinatorClient:
         self._writer = writer
         pinger: asyncio.Task[None] | None = None
         try:
-            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            writer.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+            )
             self._session_heard_at = hello_at = time.monotonic()
             self._pings = deque([hello_at])  # the welcome answers the hello
             self._write(self._hello())
@@ -172,7 +180,9 @@ class CoordinatorClient:
             await asyncio.sleep(PING_SECONDS)
             if self._is_welcome and self._write(Ping()):
                 self._pings.append(time.monotonic())
-            misses = misses + 1 if time.monotonic() - self._session_heard_at > SILENCE_SECONDS else 0
+            misses = (
+                misses + 1 if time.monotonic() - self._session_heard_at > SILENCE_SECONDS else 0
+            )
             if misses > 1 and self._writer is not None:
                 self._writer.transport.abort()
 

@@ -38,7 +38,9 @@ class Heartbeat:
             stderr=subprocess.DEVNULL,
             cwd="/",  # it keeps no volume busy
         )
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: ``keep`` starts another
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # it has ended already: ``keep`` starts another
             assert self._process.stdin is not None  # noqa: S101 - a pipe was asked for
             self._process.stdin.write(json.dumps(self._order).encode("ascii") + b"\n")
             self._process.stdin.flush()

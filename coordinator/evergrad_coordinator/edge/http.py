@@ -69,7 +69,9 @@ class StatusServer:
 
     async def listen(self, host: str, port: int) -> int:
         """Begin to serve; the port. Raises OSError."""
-        self._listener = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
+        self._listener = await asyncio.start_server(
+            self._serve, host, port, limit=MAX_REQUEST_BYTES
+        )
         return int(self._listener.sockets[0].getsockname()[1])
 
     def close(self) -> None:
@@ -103,7 +105,11 @@ class StatusServer:
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             status, kind, body = 400, _TEXT, "not an HTTP/1.1 request\n"
         elif path not in _OPEN and not self._is_ours(head):
-            status, kind, body = 401, _TEXT, "the run's token is needed: Authorization: Bearer TOKEN\n"
+            status, kind, body = (
+                401,
+                _TEXT,
+                "the run's token is needed: Authorization: Bearer TOKEN\n",
+            )
         elif path == _BOUNDS and words[0] == "POST":
             status, kind, body = self._set_bounds(content)
         elif words[0] not in ("GET", "HEAD") or path == _BOUNDS:
@@ -111,7 +117,9 @@ class StatusServer:
         else:
             page = self._pages.get(path)
             status, kind, body = (
-                page() if page else (404, _TEXT, f"there are {', '.join((*self._pages, _BOUNDS))}\n")
+                page()
+                if page
+                else (404, _TEXT, f"there are {', '.join((*self._pages, _BOUNDS))}\n")
             )
         data = body.encode()
         lines = [
@@ -119,7 +127,11 @@ class StatusServer:
             f"Content-Type: {kind}",
             f"Content-Length: {len(data)}",
             *(["WWW-Authenticate: Bearer"] if status == 401 else []),
-            *(["Allow: POST" if path == _BOUNDS else "Allow: GET, HEAD"] if status == 405 else []),
+            *(
+                ["Allow: POST" if path == _BOUNDS else "Allow: GET, HEAD"]
+                if status == 405
+                else []
+            ),
             "Cache-Control: no-store",
             "Connection: close",
             "",
@@ -129,7 +141,9 @@ class StatusServer:
 
     def _is_ours(self, head: bytes) -> bool:
         scheme, _, token = _find_header(head, "authorization").partition(" ")
-        return scheme.lower() == "bearer" and is_token(token.strip(), self._server.group.settings.token)
+        return scheme.lower() == "bearer" and is_token(
+            token.strip(), self._server.group.settings.token
+        )
 
     def _set_bounds(self, content: bytes) -> Answer:
         """``{"min": 2, "max": 4}``: so many nodes train from now on.
@@ -145,7 +159,9 @@ class StatusServer:
             return 400, _TEXT, "bounds: min and max are whole numbers\n"
         if type(failures) is not int:
             return 400, _TEXT, "bounds: maxFailures is a whole number, at least 0\n"
-        fault = self._server.set_bounds(low, high, failures if "maxFailures" in bounds else None)
+        fault = self._server.set_bounds(
+            low, high, failures if "maxFailures" in bounds else None
+        )
         return (400, _TEXT, f"{fault}\n") if fault else (200, _TEXT, "ok\n")
 
     def _status(self) -> Answer:
@@ -167,4 +183,8 @@ class StatusServer:
             "journal_failures_total": counters.persist_failures,
             "journal_writable": int(server.is_writable),
         }
-        return 200, _METRICS, build_metrics(server.group, edge, counters.rejected, now=time.monotonic())
+        return (
+            200,
+            _METRICS,
+            build_metrics(server.group, edge, counters.rejected, now=time.monotonic()),
+        )

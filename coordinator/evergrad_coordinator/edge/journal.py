@@ -71,7 +71,10 @@ class FileStore:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "an unknown process"
+            holder = (
+                os.pread(self._lock, 200, 0).decode(errors="replace").strip()
+                or "an unknown process"
+            )
             os.close(self._lock)
             text = f"{path}: held by {holder}; one coordinator rules a run. Wait for it to end, or end it."
             raise JournalError(text) from error

@@ -79,7 +79,9 @@ class Peer(asyncio.Protocol):
         """Begin."""
         self._transport = typing.cast(asyncio.Transport, transport)
         with contextlib.suppress(OSError):
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            transport.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+            )
         self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -137,7 +139,12 @@ class Server:
     """Passes what arrives to the rules and carries out the effects they answer with, in order."""
 
     def __init__(
-        self, group: Group, store: GenerationStore, *, log: LogLine, limits: Limits | None = None
+        self,
+        group: Group,
+        store: GenerationStore,
+        *,
+        log: LogLine,
+        limits: Limits | None = None,
     ) -> None:
         self.group = group
         self.limits = limits or Limits()
@@ -183,7 +190,9 @@ class Server:
             peer.close(patience=1.0)
         await asyncio.sleep(0)
 
-    def set_bounds(self, min_nodes: int, max_nodes: int, max_failures: int | None = None) -> str:
+    def set_bounds(
+        self, min_nodes: int, max_nodes: int, max_failures: int | None = None
+    ) -> str:
         """Whoever owns the run has changed its bounds.
 
         What is wrong with them, in words; empty if nothing is.
@@ -198,7 +207,11 @@ class Server:
             return f"bounds: maxFailures {max_failures} is not within 0 and {MAX_FAILURES}. Correct it."
         now = time.monotonic()
         bounds = events.set_bounds(
-            self.group, min_nodes=min_nodes, max_nodes=max_nodes, max_failures=max_failures, now=now
+            self.group,
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            max_failures=max_failures,
+            now=now,
         )
         self._apply(bounds)
         return ""
@@ -237,7 +250,9 @@ class Server:
             self._take_beat(peer, message, now)
         elif isinstance(message, Hello) == peer.has_joined:
             self.reject(
-                peer, "malformed", f"{message.TYPE}: {'said twice' if peer.has_joined else 'before hello'}"
+                peer,
+                "malformed",
+                f"{message.TYPE}: {'said twice' if peer.has_joined else 'before hello'}",
             )
         elif isinstance(message, Hello):
             peer.has_joined = True
@@ -294,7 +309,9 @@ class Server:
                 case Close(number, why):
                     self._close(number, why)
                 case Log(event, fields):
-                    self._log(event, **fields) if event in _RARE else self._log_bounded(event, **fields)
+                    self._log(event, **fields) if event in _RARE else self._log_bounded(
+                        event, **fields
+                    )
                 case Finish(exit_code):
                     if not self.finished.done():
                         self.finished.set_result(exit_code)
@@ -318,7 +335,8 @@ class Server:
         self.is_writable = True
         if not is_ours:
             self._log(
-                "superseded", message="another coordinator has taken the next generation: this one ends"
+                "superseded",
+                message="another coordinator has taken the next generation: this one ends",
             )
             self._effects.clear()
             if not self.finished.done():
@@ -350,7 +368,9 @@ class Server:
         now = time.monotonic()
         self._timer = None
         late = [
-            peer for peer in self._unknown.values() if now - peer.connected_at > self.limits.hello_seconds
+            peer
+            for peer in self._unknown.values()
+            if now - peer.connected_at > self.limits.hello_seconds
         ]
         for peer in late:
             self.reject(peer, "no_hello")
@@ -370,17 +390,24 @@ class Server:
         """What a peer can cause at will must not fill a disk."""
         left, at = self._log_allowance
         now = time.monotonic()
-        left = min(4 * self.limits.log_lines_per_second, left + (now - at) * self.limits.log_lines_per_second)
+        left = min(
+            4 * self.limits.log_lines_per_second,
+            left + (now - at) * self.limits.log_lines_per_second,
+        )
         if left >= 1:
             self._log(event, **fields)
             left -= 1
         self._log_allowance = (left, now)
 
-    def _report_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    def _report_error(
+        self, loop: asyncio.AbstractEventLoop, context: dict[str, object]
+    ) -> None:
         del loop
         self.counters.internal_errors += 1
         error = context.get("exception")
-        self._log_bounded("internal_error", message=str(context.get("message")), error=repr(error))
+        self._log_bounded(
+            "internal_error", message=str(context.get("message")), error=repr(error)
+        )
 
 
 _RARE = frozenset({"plan", "go", "up", "adopted", "bounds", "finished", "waiting", "empty"})

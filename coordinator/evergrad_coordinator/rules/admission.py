@@ -1,7 +1,13 @@
 """Who may join: the checks of a hello. Pure."""
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.protocol import MAX_GENERATION, MAX_WORKERS, PROTOCOL_VERSION, Hello, Refused
+from evergrad_coordinator.protocol import (
+    MAX_GENERATION,
+    MAX_WORKERS,
+    PROTOCOL_VERSION,
+    Hello,
+    Refused,
+)
 from evergrad_coordinator.rules.state import Settings
 from evergrad_coordinator.secret import is_token
 
@@ -9,7 +15,9 @@ MAX_NAME = 63
 MAX_ADDRESS = 255
 
 
-def refuse(hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | None) -> Refused | None:
+def refuse(
+    hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | None
+) -> Refused | None:
     """Why this node cannot join, or None. ``fingerprint``: of the group's first member."""
     # A stranger is told nothing else: no name, no version, no value of the group.
     if not is_token(hello.token, settings.token):
@@ -28,7 +36,8 @@ def refuse(hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | No
 def refuse_crowd(settings: Settings) -> Refused:
     """No place for one more node."""
     return _build(
-        "TooManyMembers", f"hello: the group has {settings.max_members} nodes, spares included. Start fewer."
+        "TooManyMembers",
+        f"hello: the group has {settings.max_members} nodes, spares included. Start fewer.",
     )
 
 
@@ -63,10 +72,30 @@ def _find_wrong_values(hello: Hello, settings: Settings) -> tuple[str, str] | No
             0 < len(hello.node) <= MAX_NAME and hello.node.isprintable(),
             f"1 to {MAX_NAME} characters",
         ),
-        ("incarnation", "…", 0 < len(hello.incarnation) <= MAX_NAME, f"1 to {MAX_NAME} characters"),
-        ("address", "…", 0 < len(hello.address) <= MAX_ADDRESS, f"1 to {MAX_ADDRESS} characters"),
-        ("workers", str(hello.workers), 0 <= hello.workers <= MAX_WORKERS, f"0 to {MAX_WORKERS}"),
-        ("generation", "…", all(0 <= one < MAX_GENERATION for one in generations), f"0 to {MAX_GENERATION}"),
+        (
+            "incarnation",
+            "…",
+            0 < len(hello.incarnation) <= MAX_NAME,
+            f"1 to {MAX_NAME} characters",
+        ),
+        (
+            "address",
+            "…",
+            0 < len(hello.address) <= MAX_ADDRESS,
+            f"1 to {MAX_ADDRESS} characters",
+        ),
+        (
+            "workers",
+            str(hello.workers),
+            0 <= hello.workers <= MAX_WORKERS,
+            f"0 to {MAX_WORKERS}",
+        ),
+        (
+            "generation",
+            "…",
+            all(0 <= one < MAX_GENERATION for one in generations),
+            f"0 to {MAX_GENERATION}",
+        ),
     ]
     for name, shown, is_right, wanted in checks:
         if not is_right:

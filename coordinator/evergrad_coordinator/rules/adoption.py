@@ -62,7 +62,8 @@ def answer_commit(group: Group, node: Node, message: Commit) -> None:
         group.rendezvous.commits[node.peer] = message
         return
     group.send(
-        node.peer, Permit(request=message.request, granted=_may_commit(group, node, message.generation))
+        node.peer,
+        Permit(request=message.request, granted=_may_commit(group, node, message.generation)),
     )
 
 

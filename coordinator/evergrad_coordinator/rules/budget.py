@@ -106,7 +106,11 @@ class FailureBudget:
         if len(self._reports) < 64:
             self._reports.append(failure)
         self.last = find_root_cause(self._reports)
-        if not failure.is_consequence and not failure.is_of_host and self._counted != generation:
+        if (
+            not failure.is_consequence
+            and not failure.is_of_host
+            and self._counted != generation
+        ):
             self._count(failure, training)
 
     def conclude(self, ending: Break, training: Training) -> None:
@@ -116,15 +120,27 @@ class FailureBudget:
             self._unexplained = None
         if ending.has_left or self._counted == ending.generation:
             return
-        steps = [one.report.step for one in self._reports if one.report.generation == ending.generation]
-        reached = training.checkpoint_step if self.recovery == "fresh" else max(training.step, *steps, -1)
+        steps = [
+            one.report.step
+            for one in self._reports
+            if one.report.generation == ending.generation
+        ]
+        reached = (
+            training.checkpoint_step
+            if self.recovery == "fresh"
+            else max(training.step, *steps, -1)
+        )
         hosts = {
-            one.node for one in self._reports if one.report.generation == ending.generation and one.is_of_host
+            one.node
+            for one in self._reports
+            if one.report.generation == ending.generation and one.is_of_host
         }
         if ending.lost and not hosts:
             self._away = _Away(ending, reached, set(ending.lost), before)
         if ending.lost or hosts:
-            self._add_loss(ending, reached, training, names=hosts | {name for name, _ in ending.lost})
+            self._add_loss(
+                ending, reached, training, names=hosts | {name for name, _ in ending.lost}
+            )
         else:
             self._judge_unexplained(ending, reached, before, training)
 
@@ -140,9 +156,13 @@ class FailureBudget:
         if not away.keys:
             self._away = None
             self._losses = max(0, self._losses - 1)
-            self._judge_unexplained(away.ending, away.reached, away.before, training, silent=key[0])
+            self._judge_unexplained(
+                away.ending, away.reached, away.before, training, silent=key[0]
+            )
 
-    def _add_loss(self, ending: Break, reached: int, training: Training, *, names: set[str]) -> None:
+    def _add_loss(
+        self, ending: Break, reached: int, training: Training, *, names: set[str]
+    ) -> None:
         mark, last_at = self._loss_mark
         is_told = max(training.step, training.checkpoint_step) >= 0
         if reached > mark or (not is_told and ending.at - last_at >= UNDISTURBED_SECONDS):
@@ -171,7 +191,15 @@ class FailureBudget:
         self._unexplained = (reached, at)
         if before is None or reached > before[0]:
             return
-        is_told = max(training.step, training.checkpoint_step, *(one.report.step for one in reports), -1) >= 0
+        is_told = (
+            max(
+                training.step,
+                training.checkpoint_step,
+                *(one.report.step for one in reports),
+                -1,
+            )
+            >= 0
+        )
         if not is_told and at - before[1] >= UNDISTURBED_SECONDS:
             return
         if reports:

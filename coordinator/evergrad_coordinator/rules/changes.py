@@ -86,13 +86,21 @@ def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> 
     ]
     # One node saves where nobody else holds the state. Fresh workers have none in memory: their script has
     # saved.
-    if staying is not None and departures.saver is None and group.settings.recovery == "in-process":
-        saver = planning.choose_saver(leavers, staying=staying, saved_step=departures.saved_step)
+    if (
+        staying is not None
+        and departures.saver is None
+        and group.settings.recovery == "in-process"
+    ):
+        saver = planning.choose_saver(
+            leavers, staying=staying, saved_step=departures.saved_step
+        )
         if saver is not None:
             departures.saver, departures.saving_generation = saver.key, group.generation
     for node in leavers:
         node.released_at = now
-        is_saver = node.key == departures.saver  # also when it comes back after its connection was lost
+        is_saver = (
+            node.key == departures.saver
+        )  # also when it comes back after its connection was lost
         group.send(node.peer, Leave(group.generation, save=is_saver))
         group.log("leave", node=node.name, save=is_saver)
 
@@ -154,7 +162,12 @@ def has_boundary_ahead(group: Group, node: Node) -> bool:
     """Whether a node's workers are in the running group; any other group waits for members that are
     elsewhere."""
     world = group.world
-    return node.group > 0 and world is not None and not world.is_over and node.group == world.generation
+    return (
+        node.group > 0
+        and world is not None
+        and not world.is_over
+        and node.group == world.generation
+    )
 
 
 def settle(group: Group, now: float) -> None:
@@ -183,7 +196,9 @@ def settle(group: Group, now: float) -> None:
         return
 
     # Only now is known what became of the old group's members: each has answered, or was lost.
-    if group.world and (ending := planning.find_break(group.world, group.nodes.values(), now=now)):
+    if group.world and (
+        ending := planning.find_break(group.world, group.nodes.values(), now=now)
+    ):
         group.budget.conclude(ending, group.training)
     if not finish_if_exhausted(group):
         _begin(group, members, now)

@@ -167,7 +167,9 @@ def _join(group: Group, peer: int, hello: Hello, now: float) -> None:
     group.heard_generation = max(group.heard_generation, hello.known_generation, node.group)
     group.log("hello", node=node.name, workers=node.workers, had=node.group)
     settings = group.settings
-    group.send(peer, Welcome(group.generation, settings.lease_seconds, settings.silence_seconds))
+    group.send(
+        peer, Welcome(group.generation, settings.lease_seconds, settings.silence_seconds)
+    )
 
     # A node that is back may show that a break was silence and no loss, and learns of the plan it missed.
     group.budget.note_return(node.key, group.training)
@@ -181,7 +183,12 @@ def _catch_up(group: Group, node: Node, now: float) -> None:
     """Send a node that comes, or comes back, what it missed, and note what it lost meanwhile."""
     world, proposal = group.world, group.proposal
     is_member = world is not None and node.key in world.places and node.key not in world.out
-    if world and is_member and not group.rendezvous and not planning.holds_its_place(world, node):
+    if (
+        world
+        and is_member
+        and not group.rendezvous
+        and not planning.holds_its_place(world, node)
+    ):
         world.out.add(node.key)
         world.is_broken = True
         group.accounting.begin("node_lost", at=now)
@@ -190,5 +197,7 @@ def _catch_up(group: Group, node: Node, now: float) -> None:
             proposal.waits_for.add(node.key)
         announce(group, node, proposal)
     elif world and not world.is_over and 0 < node.group < world.generation:
-        replaced = Plan(world.generation, hard=True, is_member=False, reason="this group has been replaced")
+        replaced = Plan(
+            world.generation, hard=True, is_member=False, reason="this group has been replaced"
+        )
         group.send(node.peer, replaced)

@@ -20,7 +20,9 @@ def _check_nodes(group: Group, now: float) -> None:
     for node in list(group.nodes.values()):
         # One that beats is slow, not lost; but its workers stop by themselves when it has said nothing itself
         # for a lease.
-        if now - max(node.seen, node.beat_at) > silence or now - node.seen > max(group.lease_end, silence):
+        if now - max(node.seen, node.beat_at) > silence or now - node.seen > max(
+            group.lease_end, silence
+        ):
             drop_node(group, node, "silent", now)
         elif node.released_at is not None and now - node.released_at > leaving:
             drop_node(group, node, "told to leave and did not", now)
@@ -37,7 +39,9 @@ def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
         # A group that is to stop at a step boundary gets the time of a step; whoever is in none has nothing
         # to finish.
         is_patient = not proposal.hard and has_boundary_ahead(group, node)
-        if waited <= (settings.soft_limit_seconds if is_patient else settings.ready_limit_seconds):
+        if waited <= (
+            settings.soft_limit_seconds if is_patient else settings.ready_limit_seconds
+        ):
             continue
         if is_patient and group.world:
             group.world.is_broken = True
@@ -48,7 +52,13 @@ def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
 
 def _check_start(group: Group, now: float) -> None:
     world, limit = group.world, group.settings.up_limit_seconds
-    if world is None or world.is_up or world.is_over or world.is_broken or now - world.started_at <= limit:
+    if (
+        world is None
+        or world.is_up
+        or world.is_over
+        or world.is_broken
+        or now - world.started_at <= limit
+    ):
         return
     missing = min((name for name, _ in world.places.keys() - world.up), key=node_order)
     text = f"the group was not complete {limit:g} s after its start: node {missing} was not up"

@@ -5,7 +5,9 @@ from evergrad_coordinator.protocol import End, Hello, Refused
 from evergrad_coordinator.rules import admission
 from evergrad_coordinator.rules.state import Key, Node, Settings
 
-REPLACED = End(ExitCode.STOPPED_SAVED, "replaced", "a newer process of this node has taken its place")
+REPLACED = End(
+    ExitCode.STOPPED_SAVED, "replaced", "a newer process of this node has taken its place"
+)
 
 
 class Members:
@@ -22,14 +24,18 @@ class Members:
         self._incarnations: dict[str, str] = {}
         self._banned: dict[str, None] = {}
 
-    def refuse(self, hello: Hello, *, finished: End | None, is_adopting: bool) -> Refused | End | None:
+    def refuse(
+        self, hello: Hello, *, finished: End | None, is_adopting: bool
+    ) -> Refused | End | None:
         """Why this hello is not welcome.
 
         After the end only a stranger is refused: the run's own nodes learn how it ended.
         """
         # While a living group is looked for, its members say what is equal, not a newcomer that was quicker.
         is_first_member = (
-            is_adopting and hello.had is not None and not any(node.group for node in self.nodes.values())
+            is_adopting
+            and hello.had is not None
+            and not any(node.group for node in self.nodes.values())
         )
         fingerprint = None if finished or is_first_member else self._fingerprint
         if refused := admission.refuse(hello, self._settings, fingerprint=fingerprint):

@@ -5,7 +5,15 @@ from collections.abc import Collection, Iterable, Sequence
 from evergrad_coordinator.causes import ChangeCause
 from evergrad_coordinator.protocol import Go
 from evergrad_coordinator.rules.budget import Break
-from evergrad_coordinator.rules.state import Key, Node, Place, Proposal, Settings, World, node_order
+from evergrad_coordinator.rules.state import (
+    Key,
+    Node,
+    Place,
+    Proposal,
+    Settings,
+    World,
+    node_order,
+)
 
 
 def choose_members(
@@ -24,7 +32,9 @@ def choose_members(
         candidates = remaining or candidates[: 1 if _is_work_lost(world, candidates) else 0]
 
     def priority(node: Node) -> tuple[int, tuple[int, int, str]]:
-        return (0 if node.key in in_world else 1 if node.key in planned else 2), node_order(node.name)
+        return (0 if node.key in in_world else 1 if node.key in planned else 2), node_order(
+            node.name
+        )
 
     chosen = sorted(candidates, key=priority)[:max_nodes]
     return tuple(sorted(chosen, key=lambda node: node_order(node.name)))
@@ -36,7 +46,11 @@ def _is_work_lost(world: World, candidates: Sequence[Node]) -> bool:
 
 def takes_part(node: Node, proposal: Proposal) -> bool:
     """Whether a member can begin with the plan: its workers are ready for just this generation."""
-    return node.is_candidate and node.ready is not None and node.ready.generation == proposal.generation
+    return (
+        node.is_candidate
+        and node.ready is not None
+        and node.ready.generation == proposal.generation
+    )
 
 
 def find_lost(world: World, connected: Iterable[Node]) -> set[Key]:
@@ -58,7 +72,11 @@ def find_break(world: World, connected: Collection[Node], *, now: float) -> Brea
 
 def must_be_hard(world: World | None, connected: Collection[Node]) -> bool:
     """Whether the running group cannot reach a step boundary any more."""
-    if world is None or world.is_over or not any(node.group == world.generation for node in connected):
+    if (
+        world is None
+        or world.is_over
+        or not any(node.group == world.generation for node in connected)
+    ):
         return False
     return world.is_broken or not world.is_up or bool(find_lost(world, connected))
 
@@ -66,7 +84,9 @@ def must_be_hard(world: World | None, connected: Collection[Node]) -> bool:
 def is_intact(world: World, members: Sequence[Node]) -> bool:
     """Whether ``members`` are exactly those that run, with as many workers each."""
     wanted = {node.key: node.workers for node in members}
-    return wanted == {key: place.workers for key, place in world.places.items() if key not in world.done}
+    return wanted == {
+        key: place.workers for key, place in world.places.items() if key not in world.done
+    }
 
 
 def holds_its_place(world: World, node: Node) -> bool:
@@ -95,7 +115,9 @@ def assign_places(members: Sequence[Node]) -> dict[Key, Place]:
     return places
 
 
-def build_go(generation: int, members: Sequence[Node], places: dict[Key, Place]) -> list[tuple[Node, Go]]:
+def build_go(
+    generation: int, members: Sequence[Node], places: dict[Key, Place]
+) -> list[tuple[Node, Go]]:
     """The messages that start a group; the store is that of its first node."""
     first = members[0]
     if first.ready is None:
@@ -122,8 +144,12 @@ def build_go(generation: int, members: Sequence[Node], places: dict[Key, Place])
 def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] | None:
     """The places of ``generation`` as its nodes report them; None unless they cover every rank
     exactly once."""
-    members = [node for node in nodes if node.had is not None and node.had.generation == generation]
-    places = {node.key: Place(node.had.first_rank, node.had.workers) for node in members if node.had}
+    members = [
+        node for node in nodes if node.had is not None and node.had.generation == generation
+    ]
+    places = {
+        node.key: Place(node.had.first_rank, node.had.workers) for node in members if node.had
+    }
     sizes = {node.had.world_size for node in members if node.had}
     first = 0
     for place in sorted(places.values(), key=lambda one: one.first_rank):
@@ -135,7 +161,9 @@ def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] 
 
 def find_newest_running(nodes: Collection[Node]) -> tuple[int, dict[Key, Place]] | None:
     """The newest generation whose members are all here, and their places; None if there is none."""
-    for generation in sorted({node.had.generation for node in nodes if node.had is not None}, reverse=True):
+    for generation in sorted(
+        {node.had.generation for node in nodes if node.had is not None}, reverse=True
+    ):
         if places := find_running(nodes, generation=generation):
             return generation, places
     return None
@@ -151,7 +179,9 @@ def may_run_unseen(settings: Settings, generation: int) -> bool:
     return (generation > 0 or settings.epoch > 0) and (has_own or not settings.nothing_runs)
 
 
-def choose_saver(leavers: Sequence[Node], *, staying: Sequence[Node], saved_step: int) -> Node | None:
+def choose_saver(
+    leavers: Sequence[Node], *, staying: Sequence[Node], saved_step: int
+) -> Node | None:
     """The leaving node that saves: the newest state, lowest index among equals, if nobody in ``staying`` goes
     on with a state."""
     if any(node.step is not None and node.step >= 0 for node in staying):
@@ -159,7 +189,10 @@ def choose_saver(leavers: Sequence[Node], *, staying: Sequence[Node], saved_step
     newest = max((node.step for node in leavers if node.step is not None), default=-1)
     if newest < 0 or newest <= saved_step:
         return None
-    return min((node for node in leavers if node.step == newest), key=lambda node: node_order(node.name))
+    return min(
+        (node for node in leavers if node.step == newest),
+        key=lambda node: node_order(node.name),
+    )
 
 
 def choose_patience(proposal: Proposal, settings: Settings) -> float:

@@ -51,7 +51,9 @@ def _is_early(group: Group, node: Node, message: Message) -> bool:
 def _find_world(group: Group, node: Node, generation: int) -> World | None:
     """The newest group, if that is what the message names and the node is in it."""
     world = group.world
-    return world if world and world.generation == generation and node.key in world.places else None
+    return (
+        world if world and world.generation == generation and node.key in world.places else None
+    )
 
 
 def _on_capacity(group: Group, node: Node, message: Capacity, now: float) -> None:
@@ -181,7 +183,9 @@ def _on_result(group: Group, node: Node, message: Result, now: float) -> None:
     world = _find_world(group, node, message.generation)
     # Not what its node says that it has: fresh workers have ended with the run, while no coordinator was
     # there to hear of it.
-    is_adoptable = find_phase(group) is Phase.ADOPTING and message.generation == group.newest_known
+    is_adoptable = (
+        find_phase(group) is Phase.ADOPTING and message.generation == group.newest_known
+    )
     if world is None and not is_adoptable:
         return
     is_stop = message.exit_code in (ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)

@@ -6,7 +6,12 @@ members.
 """
 
 from evergrad_coordinator.rules import adoption, planning
-from evergrad_coordinator.rules.changes import announce, finish_if_exhausted, release_leavers, settle
+from evergrad_coordinator.rules.changes import (
+    announce,
+    finish_if_exhausted,
+    release_leavers,
+    settle,
+)
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.phase import Phase, find_phase
 from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous
@@ -39,7 +44,11 @@ def review(group: Group, now: float) -> None:
     # Too few, and nobody is in a group or holds a state that only a plan could ask for: there is nothing to
     # plan.
     is_enough = len(members) >= group.num_needed
-    if not group.proposal and not is_enough and not any(_must_be_asked(group, node) for node in nodes):
+    if (
+        not group.proposal
+        and not is_enough
+        and not any(_must_be_asked(group, node) for node in nodes)
+    ):
         if world and world.places.keys() <= world.out:
             world.is_over = True
         release_leavers(group, now, staying=[])
@@ -74,8 +83,15 @@ def _is_settled(group: Group, members: tuple[Node, ...], now: float) -> bool:
         return False
     if proposal:
         is_same = tuple(node.key for node in members) == proposal.members
-        return is_same and (proposal.hard or not planning.must_be_hard(world, group.nodes.values()))
-    if world is None or world.is_over or world.is_broken or world.generation != group.generation:
+        return is_same and (
+            proposal.hard or not planning.must_be_hard(world, group.nodes.values())
+        )
+    if (
+        world is None
+        or world.is_over
+        or world.is_broken
+        or world.generation != group.generation
+    ):
         return False
     if not planning.is_intact(world, members):
         return planning.is_growth(world, members) and _holds_growth(group, now)
@@ -89,7 +105,11 @@ def _holds_growth(group: Group, now: float) -> bool:
     world, settings = group.world, group.settings
     if world is None or not world.is_up:
         return True  # ``up`` asks for a review
-    if not settings.hold_joins or settings.recovery != "fresh" or len(world.places) < settings.expect:
+    if (
+        not settings.hold_joins
+        or settings.recovery != "fresh"
+        or len(world.places) < settings.expect
+    ):
         return False
     until = group.joins.ends_at(settings, now=now)
     if until > now:
@@ -153,7 +173,9 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     # grace period.
     is_short = len(members) < group.num_needed
     saves = not is_hard and is_short and any(node.is_leaving for node in nodes)
-    proposal = Proposal(group.generation, keys, is_hard, cause, reason, now, waits_for, saves=saves)
+    proposal = Proposal(
+        group.generation, keys, is_hard, cause, reason, now, waits_for, saves=saves
+    )
     group.proposal = proposal
     group.log("plan", hard=is_hard, members=len(keys), cause=cause, reason=reason, saves=saves)
 

@@ -38,7 +38,9 @@ def describe_condition(group: Group, *, now: float) -> Condition:
     """Phase (Waiting, Starting, Running, Draining, Complete, Stopped, Failed), reason and message."""
     if group.finished:
         end = group.finished
-        return Condition(_PHASES.get(end.exit_code, "Failed"), _camel_reason(end.reason), end.message)
+        return Condition(
+            _PHASES.get(end.exit_code, "Failed"), _camel_reason(end.reason), end.message
+        )
     if group.nodes and group.fence_until > now:
         text = "no node of the last group is left: its workers stop by themselves when their lease ends"
         return Condition("Waiting", "WaitingForLease", text)
@@ -50,14 +52,19 @@ def describe_condition(group: Group, *, now: float) -> Condition:
 
 
 def _camel_reason(reason: str) -> str:
-    return "".join(part[:1].upper() + part[1:] for part in reason.replace("-", " ").replace("_", " ").split())
+    return "".join(
+        part[:1].upper() + part[1:]
+        for part in reason.replace("-", " ").replace("_", " ").split()
+    )
 
 
 def _describe_world(group: Group) -> Condition:
     world = group.world
     if world is None:
         return Condition("Waiting", "WaitingForNodes", "")
-    is_short = sum(node.is_candidate for node in group.nodes.values()) < group.settings.min_nodes
+    is_short = (
+        sum(node.is_candidate for node in group.nodes.values()) < group.settings.min_nodes
+    )
     is_broken = world.is_broken or bool(find_lost(world, group.nodes.values()))
     if is_short and is_broken:
         return _describe_shortage(group)
@@ -69,9 +76,13 @@ def _describe_world(group: Group) -> Condition:
         )
     if not world.is_up:
         return Condition(
-            "Starting", "MembersStarting", f"{len(world.up)} of {len(world.places)} nodes are up"
+            "Starting",
+            "MembersStarting",
+            f"{len(world.up)} of {len(world.places)} nodes are up",
         )
-    return Condition("Running", "AllMembersUp", f"{len(world.places)} nodes, {world.size} workers")
+    return Condition(
+        "Running", "AllMembersUp", f"{len(world.places)} nodes, {world.size} workers"
+    )
 
 
 def _describe_proposal(group: Group) -> Condition:
@@ -81,7 +92,9 @@ def _describe_proposal(group: Group) -> Condition:
     waits = f"{proposal.reason}; waiting for {len(proposal.waits_for)} nodes to be ready"
     if not proposal.waits_for and group.departures.saver:
         return Condition(
-            "Draining", "WaitingForSave", f"node {group.departures.saver[0]} saves before it leaves"
+            "Draining",
+            "WaitingForSave",
+            f"node {group.departures.saver[0]} saves before it leaves",
         )
     is_draining = group.world is not None and not group.world.is_over and not proposal.hard
     return Condition("Draining" if is_draining else "Starting", "MembersGettingReady", waits)
@@ -90,11 +103,15 @@ def _describe_proposal(group: Group) -> Condition:
 def _describe_wait(group: Group, now: float) -> Condition:
     if not group.nodes and group.departures.was_left:
         return Condition(
-            "Stopped", "AllNodesLeft", "all nodes have left; the run goes on when enough are here again"
+            "Stopped",
+            "AllNodesLeft",
+            "all nodes have left; the run goes on when enough are here again",
         )
     if group.nodes and group.departures.saver:
         return Condition(
-            "Waiting", "WaitingForSave", f"node {group.departures.saver[0]} saves before it leaves"
+            "Waiting",
+            "WaitingForSave",
+            f"node {group.departures.saver[0]} saves before it leaves",
         )
     if (
         group.rendezvous
@@ -114,17 +131,23 @@ def _describe_shortage(group: Group) -> Condition:
     ready, settings = sum(node.is_candidate for node in group.nodes.values()), group.settings
     if group.rendezvous and settings.min_nodes <= ready < settings.expect:
         return Condition(
-            "Waiting", "WaitingForNodes", f"{ready} nodes of the {settings.expect} expected are here"
+            "Waiting",
+            "WaitingForNodes",
+            f"{ready} nodes of the {settings.expect} expected are here",
         )
     return Condition(
-        "Waiting", "WaitingForNodes", f"{ready} nodes are here; at least {settings.min_nodes} are needed"
+        "Waiting",
+        "WaitingForNodes",
+        f"{ready} nodes are here; at least {settings.min_nodes} are needed",
     )
 
 
 def build_status(group: Group, *, now: float) -> dict[str, Any]:
     """The object of ``GET /status``."""
     condition, training, world = describe_condition(group, now=now), group.training, group.world
-    is_current = world is not None and not world.is_over and not find_lost(world, group.nodes.values())
+    is_current = (
+        world is not None and not world.is_over and not find_lost(world, group.nodes.values())
+    )
     ready = sum(node.is_candidate for node in group.nodes.values())
     members = list(_list_members(group))
     return {
@@ -151,18 +174,23 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
         "checkpointStep": training.checkpoint_step if training.checkpoint_step >= 0 else None,
         "restarts": dict(group.accounting.restarts),
         "lostSeconds": {
-            cause: round(seconds, 3) for cause, seconds in group.accounting.observe_lost(now=now).items()
+            cause: round(seconds, 3)
+            for cause, seconds in group.accounting.observe_lost(now=now).items()
         },
         "maxFailures": group.budget.limit,
         "lastFailure": _build_failure(group, now),
-        "updatedSecondsAgo": None if training.updated_at is None else round(now - training.updated_at, 3),
+        "updatedSecondsAgo": None
+        if training.updated_at is None
+        else round(now - training.updated_at, 3),
     }
 
 
 def _list_members(group: Group) -> Iterable[dict[str, Any]]:
     """Nodes of the running or planned group, then the others that are connected."""
     places = group.world.places if group.world and not group.world.is_over else {}
-    nodes = sorted(group.nodes.values(), key=lambda node: (node.key not in places, node_order(node.name)))
+    nodes = sorted(
+        group.nodes.values(), key=lambda node: (node.key not in places, node_order(node.name))
+    )
     for node in nodes:
         place = places.get(node.key)
         yield {
@@ -182,7 +210,10 @@ def _describe_node(group: Group, node: Any) -> str:
         ("joining", node.workers == 0),
         ("preparing", group.proposal is not None and node.key in group.proposal.waits_for),
         ("ready", group.proposal is not None and node.key in group.proposal.members),
-        ("running", node.key in places and group.world is not None and node.key in group.world.up),
+        (
+            "running",
+            node.key in places and group.world is not None and node.key in group.world.up,
+        ),
         ("starting", node.key in places),
     ]
     return next((name for name, is_so in states if is_so), "spare")
@@ -209,7 +240,9 @@ def _build_failure(group: Group, now: float) -> dict[str, Any] | None:
 # ---- metrics -----------------------------------------------------------------------------------------------
 
 
-def build_metrics(group: Group, edge: Mapping[str, float], rejected: Mapping[str, int], *, now: float) -> str:
+def build_metrics(
+    group: Group, edge: Mapping[str, float], rejected: Mapping[str, int], *, now: float
+) -> str:
     """Prometheus text.
 
     ``edge``: gauges and counters of the server, by their names behind ``evergrad_coordinator_``.
@@ -218,11 +251,19 @@ def build_metrics(group: Group, edge: Mapping[str, float], rejected: Mapping[str
     phases = ("Waiting", "Starting", "Running", "Draining", "Complete", "Stopped", "Failed")
     families = [
         _Family(
-            "run_phase", _RUN_HELP["run_phase"], {one: int(one == status["phase"]) for one in phases}, "phase"
+            "run_phase",
+            _RUN_HELP["run_phase"],
+            {one: int(one == status["phase"]) for one in phases},
+            "phase",
         ),
-        _Family("run_restarts_total", _RUN_HELP["run_restarts_total"], status["restarts"], "cause"),
         _Family(
-            "run_lost_seconds_total", _RUN_HELP["run_lost_seconds_total"], status["lostSeconds"], "cause"
+            "run_restarts_total", _RUN_HELP["run_restarts_total"], status["restarts"], "cause"
+        ),
+        _Family(
+            "run_lost_seconds_total",
+            _RUN_HELP["run_lost_seconds_total"],
+            status["lostSeconds"],
+            "cause",
         ),
     ]
     numbers = {
@@ -239,10 +280,13 @@ def build_metrics(group: Group, edge: Mapping[str, float], rejected: Mapping[str
     }
     # A number that no node has reported yet is left out: 0 would be a value.
     families += [
-        _Family(name, _RUN_HELP[name], {"": value}) for name, value in numbers.items() if value is not None
+        _Family(name, _RUN_HELP[name], {"": value})
+        for name, value in numbers.items()
+        if value is not None
     ]
     families += [
-        _Family(f"coordinator_{name}", _EDGE_HELP[name], {"": value}) for name, value in edge.items()
+        _Family(f"coordinator_{name}", _EDGE_HELP[name], {"": value})
+        for name, value in edge.items()
     ]
     ended = "Connections that were ended for breaking a rule."
     families.append(_Family("coordinator_rejected_total", ended, rejected, "reason"))

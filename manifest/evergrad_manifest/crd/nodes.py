@@ -12,7 +12,11 @@ VALIDATIONS: Final = "x-kubernetes-validations"
 
 
 def text(
-    description: str, *, longest: int = LONGEST_KEY_NAME, shortest: int | None = None, **more: Any
+    description: str,
+    *,
+    longest: int = LONGEST_KEY_NAME,
+    shortest: int | None = None,
+    **more: Any,
 ) -> Schema:
     """A text of at most ``longest`` characters.
 
@@ -36,8 +40,17 @@ def integer(
     description: str, *, least: int | None = None, most: int | None = None, large: bool = False
 ) -> Schema:
     """A whole number. ``large``: of 64 bits."""
-    bounds = {key: bound for key, bound in (("minimum", least), ("maximum", most)) if bound is not None}
-    return {"type": "integer", "format": "int64" if large else "int32", "description": description, **bounds}
+    bounds = {
+        key: bound
+        for key, bound in (("minimum", least), ("maximum", most))
+        if bound is not None
+    }
+    return {
+        "type": "integer",
+        "format": "int64" if large else "int32",
+        "description": description,
+        **bounds,
+    }
 
 
 def switch(description: str) -> Schema:
@@ -52,11 +65,21 @@ def int_or_text(description: str, *, pattern: str, longest: int = 64) -> Schema:
 
 
 def mapping(
-    description: str, properties: Mapping[str, Schema], *, required: Sequence[str] = (), **more: Any
+    description: str,
+    properties: Mapping[str, Schema],
+    *,
+    required: Sequence[str] = (),
+    **more: Any,
 ) -> Schema:
     """An object of known fields."""
     needed = {"required": list(required)} if required else {}
-    return {"type": "object", "description": description, "properties": dict(properties), **needed, **more}
+    return {
+        "type": "object",
+        "description": description,
+        "properties": dict(properties),
+        **needed,
+        **more,
+    }
 
 
 def texts_by_name(description: str, *, most: int = 128, longest: int = LONGEST_TEXT) -> Schema:
@@ -65,16 +88,29 @@ def texts_by_name(description: str, *, most: int = 128, longest: int = LONGEST_T
         "type": "object",
         "description": description,
         "maxProperties": most,
-        "additionalProperties": {"type": "string", "description": "Its value.", "maxLength": longest},
+        "additionalProperties": {
+            "type": "string",
+            "description": "Its value.",
+            "maxLength": longest,
+        },
     }
 
 
-def items(description: str, item: Schema, *, most: int, keys: Sequence[str] = (), **more: Any) -> Schema:
+def items(
+    description: str, item: Schema, *, most: int, keys: Sequence[str] = (), **more: Any
+) -> Schema:
     """A list. With ``keys``, server-side apply merges it item by item; without, it is replaced as a whole."""
     kind: Schema = {"x-kubernetes-list-type": "atomic"}
     if keys:
         kind = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)}
-    return {"type": "array", "description": description, "maxItems": most, **kind, "items": item, **more}
+    return {
+        "type": "array",
+        "description": description,
+        "maxItems": most,
+        **kind,
+        "items": item,
+        **more,
+    }
 
 
 def rule(expression: str, message: str, *, at: str = "", reason: str = "") -> Schema:

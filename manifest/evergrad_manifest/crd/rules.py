@@ -92,7 +92,9 @@ def _exactly_one(keys: Iterable[str], message: str) -> Schema:
 
 RULES: Final[Mapping[str, tuple[Schema, ...]]] = {
     "": _object_rules(),
-    "spec": (_exactly_one(KINDS, "a run is exactly one of training and script. Set one of them."),),
+    "spec": (
+        _exactly_one(KINDS, "a run is exactly one of training and script. Set one of them."),
+    ),
     "spec.nodes": (
         rule(
             "!has(self.min) || !has(self.max) || self.min <= self.max",
@@ -110,7 +112,9 @@ RULES: Final[Mapping[str, tuple[Schema, ...]]] = {
         ),
     ),
     "spec.training.model": (
-        _exactly_one(("config", "path"), "a model is exactly one of config and path. Set one of them."),
+        _exactly_one(
+            ("config", "path"), "a model is exactly one of config and path. Set one of them."
+        ),
     ),
 }
 """Path of a node (``[]`` enters a list's items) → the rules that hold there."""

@@ -23,7 +23,11 @@ _BOUNDS: Final = {
     "le": ("maximum", False),
     "lt": ("maximum", True),
 }
-SHOWN_DEFAULTS: Final = ("spec.suspend", "spec.nodes.min", "spec.failurePolicy.maxFailuresWithoutProgress")
+SHOWN_DEFAULTS: Final = (
+    "spec.suspend",
+    "spec.nodes.min",
+    "spec.failurePolicy.maxFailuresWithoutProgress",
+)
 """Fields whose default the API server fills in. None of the recipe: it must read as it was written."""
 LEFT_OUT: Final = ("spec.training.evaluation.sources[].weight",)
 """Fields that the models have only to refuse them in better words."""
@@ -128,7 +132,9 @@ def _item_bounds(info: FieldInfo) -> Schema:
         if (most := getattr(item, "max_length", None)) is not None:
             found["maxItems"] = most
     if "maxItems" not in found:
-        raise ValueError("a list without a largest length would be refused by the API server's budget")
+        raise ValueError(
+            "a list without a largest length would be refused by the API server's budget"
+        )
     return found
 
 
@@ -141,7 +147,10 @@ def _dict_schema(field: Field, annotation: Any) -> Schema:
     if item.get("type") == "string":
         item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
     most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
-    most = next((found for one in field.info.metadata if (found := getattr(one, "max_length", None))), most)
+    most = next(
+        (found for one in field.info.metadata if (found := getattr(one, "max_length", None))),
+        most,
+    )
     return {"type": "object", "maxProperties": most, "additionalProperties": item}
 
 
@@ -177,8 +186,14 @@ def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
 
 def _text_schema(metadata: list[Any]) -> Schema:
     found: Schema = {"type": "string", "maxLength": LONGEST_TEXT}
-    for marker in [item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])]:
-        for name, word in (("min_length", "minLength"), ("max_length", "maxLength"), ("pattern", "pattern")):
+    for marker in [
+        item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])
+    ]:
+        for name, word in (
+            ("min_length", "minLength"),
+            ("max_length", "maxLength"),
+            ("pattern", "pattern"),
+        ):
             if (value := getattr(marker, name, None)) is not None:
                 found[word] = value
     return found
@@ -197,7 +212,9 @@ def _number_schema(human: Human, metadata: list[Any]) -> Schema:
 
 def _number_bounds(metadata: list[Any]) -> Schema:
     found: Schema = {}
-    for marker in [item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])]:
+    for marker in [
+        item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])
+    ]:
         for name, (word, is_exclusive) in _BOUNDS.items():
             bound = getattr(marker, name, None)
             if bound is None or abs(bound) > LARGEST_COUNT:

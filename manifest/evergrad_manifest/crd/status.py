@@ -5,7 +5,15 @@ The operator writes it as a whole; nobody else does.
 
 from typing import Final
 
-from evergrad_manifest.crd.nodes import Schema, integer, items, mapping, moment, text, texts_by_name
+from evergrad_manifest.crd.nodes import (
+    Schema,
+    integer,
+    items,
+    mapping,
+    moment,
+    text,
+    texts_by_name,
+)
 
 _LONGEST_MESSAGE: Final = 4096
 
@@ -33,8 +41,12 @@ def _condition() -> Schema:
                 "enum": ["True", "False", "Unknown"],
             },
             "reason": text("Why, in one CamelCase word for programs.", longest=128),
-            "message": text("Why, in words: what happened and what to do.", longest=_LONGEST_MESSAGE),
-            "observedGeneration": integer("Generation of the run that this is about.", least=0, large=True),
+            "message": text(
+                "Why, in words: what happened and what to do.", longest=_LONGEST_MESSAGE
+            ),
+            "observedGeneration": integer(
+                "Generation of the run that this is about.", least=0, large=True
+            ),
             "lastTransitionTime": moment("When status last changed."),
         },
         required=("type", "status", "reason", "lastTransitionTime"),
@@ -48,13 +60,19 @@ def _progress() -> Schema:
             "step": integer("Optimizer steps done.", least=0, large=True),
             "totalSteps": integer("Optimizer steps of the whole run.", least=0, large=True),
             "summary": text("Steps done, of all: 1200/20000.", longest=64),
-            "percent": integer("Share of the steps that is done, in percent.", least=0, most=100),
+            "percent": integer(
+                "Share of the steps that is done, in percent.", least=0, most=100
+            ),
             "loss": text("Training loss of the newest step, in nats a token.", longest=32),
-            "tokensPerSecond": text("Tokens a second of all nodes together, shortened (41.2k).", longest=32),
+            "tokensPerSecond": text(
+                "Tokens a second of all nodes together, shortened (41.2k).", longest=32
+            ),
             "eta": text("Time to the end at this speed, shortened (5h12m).", longest=32),
             "etaSeconds": integer("Seconds to the end at this speed.", least=0, large=True),
             "generation": integer(
-                "Serial of the group that trains; it grows as nodes come and go.", least=0, large=True
+                "Serial of the group that trains; it grows as nodes come and go.",
+                least=0,
+                large=True,
             ),
             "updatedAt": moment("When the nodes last reported progress."),
         },
@@ -78,7 +96,9 @@ def _failure() -> Schema:
     return mapping(
         "The newest failure with its root cause: the first rank that failed, not those it took along.",
         {
-            "cause": text("Why, in one CamelCase word: WorkerCrash, OutOfMemory, NodeLost, …", longest=64),
+            "cause": text(
+                "Why, in one CamelCase word: WorkerCrash, OutOfMemory, NodeLost, …", longest=64
+            ),
             "node": integer("Index of the node, from 0.", least=0),
             "rank": integer("Rank of the process that failed first.", least=0),
             "step": integer("Optimizer step it failed in.", least=0, large=True),
@@ -116,7 +136,9 @@ def _counters() -> dict[str, Schema]:
                 "withoutProgress": integer(
                     "Failures of pods in a row without progress between them.", least=0
                 ),
-                "checkpointStep": integer("Newest checkpoint when counting began.", least=0, large=True),
+                "checkpointStep": integer(
+                    "Newest checkpoint when counting began.", least=0, large=True
+                ),
             },
         ),
     }
@@ -133,23 +155,31 @@ def build_status() -> Schema:
             "observedGeneration": integer(
                 "Newest generation of the run that was acted upon.", least=0, large=True
             ),
-            "phase": text("The run in one word, for people; programs read conditions.", longest=32),
+            "phase": text(
+                "The run in one word, for people; programs read conditions.", longest=32
+            ),
             "reason": text("Why it is so, in one CamelCase word.", longest=128),
             "message": text(
-                "Why it is so, and what to do if something is to be done.", longest=_LONGEST_MESSAGE
+                "Why it is so, and what to do if something is to be done.",
+                longest=_LONGEST_MESSAGE,
             ),
-            "image": text("Image of the training pods, kept until restartNonce changes.", longest=1024),
+            "image": text(
+                "Image of the training pods, kept until restartNonce changes.", longest=1024
+            ),
             "recipeHash": text(
-                "SHA-256 of the recipe, in hex: two runs of the same hash train the same.", longest=64
+                "SHA-256 of the recipe, in hex: two runs of the same hash train the same.",
+                longest=64,
             ),
             "attempt": integer(
-                "How often the run was started: at first, by restartNonce, after a suspension.", least=0
+                "How often the run was started: at first, by restartNonce, after a suspension.",
+                least=0,
             ),
             "restartNonce": text("Value of spec.restartNonce that was acted upon.", longest=64),
             "startTime": moment("When the run began to start its pods."),
             "completionTime": moment("When the run became Complete or Failed."),
             "coordinator": mapping(
-                "The coordinator.", {"attempt": integer("Serial of its pod, which grows.", least=0)}
+                "The coordinator.",
+                {"attempt": integer("Serial of its pod, which grows.", least=0)},
             ),
             "nodes": _nodes(),
             "progress": _progress(),
@@ -165,10 +195,15 @@ def build_status() -> Schema:
             "attempts": items("The last pods that ended, oldest first.", _attempt(), most=10),
             "lostSeconds": _counts("Seconds without training, by what took them.", "Seconds."),
             "memory": texts_by_name(
-                "What the operator must not forget; no promise to anybody.", most=32, longest=8192
+                "What the operator must not forget; no promise to anybody.",
+                most=32,
+                longest=8192,
             ),
             "conditions": items(
-                "The run's state, one entry for each aspect.", _condition(), most=16, keys=("type",)
+                "The run's state, one entry for each aspect.",
+                _condition(),
+                most=16,
+                keys=("type",),
             ),
         },
     )

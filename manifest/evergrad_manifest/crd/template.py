@@ -17,7 +17,9 @@ from evergrad_manifest.crd.nodes import (
 )
 
 _MOST_ITEMS: Final = 32
-_QUANTITY: Final = r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
+_QUANTITY: Final = (
+    r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
+)
 
 
 def _requirements(description: str, operators: Sequence[str]) -> Schema:
@@ -27,13 +29,17 @@ def _requirements(description: str, operators: Sequence[str]) -> Schema:
         "values": items("What the label is compared with.", text("A value."), most=64),
     }
     return items(
-        description, mapping("One comparison.", properties, required=("key", "operator")), most=_MOST_ITEMS
+        description,
+        mapping("One comparison.", properties, required=("key", "operator")),
+        most=_MOST_ITEMS,
     )
 
 
 def _label_selector(description: str) -> Schema:
     properties = {
-        "matchLabels": texts_by_name("Labels that must have these values.", most=_MOST_ITEMS, longest=63),
+        "matchLabels": texts_by_name(
+            "Labels that must have these values.", most=_MOST_ITEMS, longest=63
+        ),
         "matchExpressions": _requirements(
             "Comparisons that must all hold.", ("In", "NotIn", "Exists", "DoesNotExist")
         ),
@@ -55,26 +61,40 @@ def _node_term(description: str) -> Schema:
 
 
 def _weighted(description: str, key: str, preference: Schema) -> Schema:
-    properties = {"weight": integer("How much it counts, 1 to 100.", least=1, most=100), key: preference}
+    properties = {
+        "weight": integer("How much it counts, 1 to 100.", least=1, most=100),
+        key: preference,
+    }
     return items(
-        description, mapping("One preference.", properties, required=("weight", key)), most=_MOST_ITEMS
+        description,
+        mapping("One preference.", properties, required=("weight", key)),
+        most=_MOST_ITEMS,
     )
 
 
 def _node_affinity() -> Schema:
     terms = items(
-        "Terms of which one must hold.", _node_term("Comparisons that must all hold."), most=_MOST_ITEMS
+        "Terms of which one must hold.",
+        _node_term("Comparisons that must all hold."),
+        most=_MOST_ITEMS,
     )
     required = mapping(
-        "Nodes that are possible at all.", {"nodeSelectorTerms": terms}, required=("nodeSelectorTerms",)
+        "Nodes that are possible at all.",
+        {"nodeSelectorTerms": terms},
+        required=("nodeSelectorTerms",),
     )
     preferred = _weighted(
-        "Nodes that are taken rather than others.", "preference", _node_term("Comparisons with the node.")
+        "Nodes that are taken rather than others.",
+        "preference",
+        _node_term("Comparisons with the node."),
     )
     return mapping(
         "Affinity to nodes.",
         {
-            "requiredDuringSchedulingIgnoredDuringExecution": {**required, "x-kubernetes-map-type": "atomic"},
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                **required,
+                "x-kubernetes-map-type": "atomic",
+            },
             "preferredDuringSchedulingIgnoredDuringExecution": preferred,
         },
     )
@@ -91,17 +111,23 @@ def _pod_term(description: str) -> Schema:
             most=_MOST_ITEMS,
         ),
         "matchLabelKeys": _label_keys("Labels in which the pods must equal the new one."),
-        "mismatchLabelKeys": _label_keys("Labels in which the pods must differ from the new one."),
+        "mismatchLabelKeys": _label_keys(
+            "Labels in which the pods must differ from the new one."
+        ),
     }
     return mapping(description, properties, required=("topologyKey",))
 
 
 def _pod_affinity(description: str) -> Schema:
     required = items(
-        "What must hold.", _pod_term("Pods near which, or away from which, it runs."), most=_MOST_ITEMS
+        "What must hold.",
+        _pod_term("Pods near which, or away from which, it runs."),
+        most=_MOST_ITEMS,
     )
     preferred = _weighted(
-        "What is preferred.", "podAffinityTerm", _pod_term("Pods near which, or away from which, it runs.")
+        "What is preferred.",
+        "podAffinityTerm",
+        _pod_term("Pods near which, or away from which, it runs."),
     )
     return mapping(
         description,
@@ -126,7 +152,8 @@ def _toleration() -> Schema:
         {
             "key": text("Key of the taint; every one if it is left out.", longest=317),
             "operator": choice(
-                "Exists, or Equal (the default), Lt, Gt with value.", ("Exists", "Equal", "Lt", "Gt")
+                "Exists, or Equal (the default), Lt, Gt with value.",
+                ("Exists", "Equal", "Lt", "Gt"),
             ),
             "value": text("Value of the taint."),
             "effect": choice(
@@ -145,18 +172,26 @@ def _spread() -> Schema:
     return mapping(
         "One rule of spreading.",
         {
-            "maxSkew": integer("Largest difference of the numbers of pods in two places.", least=1),
-            "topologyKey": text("Label of nodes whose value makes them one place.", longest=317),
+            "maxSkew": integer(
+                "Largest difference of the numbers of pods in two places.", least=1
+            ),
+            "topologyKey": text(
+                "Label of nodes whose value makes them one place.", longest=317
+            ),
             "whenUnsatisfiable": choice(
                 "What happens if it cannot be kept.", ("DoNotSchedule", "ScheduleAnyway")
             ),
             "labelSelector": _label_selector("Which pods are counted."),
-            "matchLabelKeys": _label_keys("Labels in which the pods counted equal the new one."),
+            "matchLabelKeys": _label_keys(
+                "Labels in which the pods counted equal the new one."
+            ),
             "minDomains": integer("Fewest places to spread over.", least=1),
             "nodeAffinityPolicy": choice(
                 "Whether nodes that affinity excludes are left out; default: Honor.", policy
             ),
-            "nodeTaintsPolicy": choice("Whether tainted nodes are left out; default: Ignore.", policy),
+            "nodeTaintsPolicy": choice(
+                "Whether tainted nodes are left out; default: Ignore.", policy
+            ),
         },
         required=("maxSkew", "topologyKey", "whenUnsatisfiable"),
     )
@@ -168,11 +203,14 @@ def _mount() -> Schema:
         {
             "name": text("Name of a volume under template.volumes.", longest=63),
             "mountPath": text("Absolute path in the container.", longest=1024, shortest=1),
-            "subPath": text("Path in the volume that is mounted; default: all of it.", longest=1024),
+            "subPath": text(
+                "Path in the volume that is mounted; default: all of it.", longest=1024
+            ),
             "subPathExpr": text("As subPath, with variables as $(NAME).", longest=1024),
             "readOnly": switch("Mount it read-only. Default: false."),
             "recursiveReadOnly": choice(
-                "Whether mounts inside are read-only too.", ("Disabled", "IfPossible", "Enabled")
+                "Whether mounts inside are read-only too.",
+                ("Disabled", "IfPossible", "Enabled"),
             ),
             "mountPropagation": choice(
                 "How later mounts are seen.", ("None", "HostToContainer", "Bidirectional")
@@ -200,7 +238,10 @@ def _field_ref() -> Schema:
         "apiVersion": text("Version that the path is written for. Default: v1."),
     }
     return mapping(
-        "A field of the pod.", properties, required=("fieldPath",), **{"x-kubernetes-map-type": "atomic"}
+        "A field of the pod.",
+        properties,
+        required=("fieldPath",),
+        **{"x-kubernetes-map-type": "atomic"},
     )
 
 
@@ -229,15 +270,21 @@ def _variable() -> Schema:
         "One variable.",
         {
             "name": text("Name of the variable.", shortest=1),
-            "value": text("Its value; a text, so numbers stand in quotes. Default: empty.", longest=32768),
-            "valueFrom": mapping("Where its value comes from, instead of value: exactly one.", sources),
+            "value": text(
+                "Its value; a text, so numbers stand in quotes. Default: empty.", longest=32768
+            ),
+            "valueFrom": mapping(
+                "Where its value comes from, instead of value: exactly one.", sources
+            ),
         },
         required=("name",),
     )
 
 
 def _mode(description: str) -> Schema:
-    return integer(f"{description} Permissions as a decimal number, 420 for 0644.", least=0, most=511)
+    return integer(
+        f"{description} Permissions as a decimal number, 420 for 0644.", least=0, most=511
+    )
 
 
 def _key_items() -> Schema:
@@ -258,7 +305,9 @@ def _downward_items() -> Schema:
         "resourceFieldRef": _resource_field_ref(),
     }
     return items(
-        "Fields that become files.", mapping("A field as a file.", properties, required=("path",)), most=64
+        "Fields that become files.",
+        mapping("A field as a file.", properties, required=("path",)),
+        most=64,
     )
 
 
@@ -312,10 +361,14 @@ def _ephemeral() -> Schema:
     claim = mapping(
         "What the claim asks for.",
         {
-            "accessModes": items("How it is mounted: ReadWriteOnce, …", text("A mode.", longest=32), most=4),
+            "accessModes": items(
+                "How it is mounted: ReadWriteOnce, …", text("A mode.", longest=32), most=4
+            ),
             "resources": mapping("Its size.", {"requests": requests}),
             "storageClassName": text("Its storage class; default: the cluster's."),
-            "volumeMode": choice("As a folder or as a device. Default: Filesystem.", ("Filesystem", "Block")),
+            "volumeMode": choice(
+                "As a folder or as a device. Default: Filesystem.", ("Filesystem", "Block")
+            ),
         },
         required=("accessModes", "resources"),
     )
@@ -327,10 +380,14 @@ def _ephemeral() -> Schema:
         },
     )
     template = mapping(
-        "The claim that is made for each pod.", {"metadata": metadata, "spec": claim}, required=("spec",)
+        "The claim that is made for each pod.",
+        {"metadata": metadata, "spec": claim},
+        required=("spec",),
     )
     properties = {"volumeClaimTemplate": template}
-    return mapping("A volume that lives as long as its pod.", properties, required=("volumeClaimTemplate",))
+    return mapping(
+        "A volume that lives as long as its pod.", properties, required=("volumeClaimTemplate",)
+    )
 
 
 def _volume() -> Schema:
@@ -339,21 +396,32 @@ def _volume() -> Schema:
         "readOnly": switch("Mount it read-only. Default: false."),
     }
     scratch = {
-        "medium": text("Empty for the node's disk, Memory for a tmpfs. Default: empty.", longest=32),
-        "sizeLimit": int_or_text("Most it may hold, a quantity. Default: no limit.", pattern=_QUANTITY),
+        "medium": text(
+            "Empty for the node's disk, Memory for a tmpfs. Default: empty.", longest=32
+        ),
+        "sizeLimit": int_or_text(
+            "Most it may hold, a quantity. Default: no limit.", pattern=_QUANTITY
+        ),
     }
     return mapping(
         "One volume: a name and exactly one source.",
         {
-            "name": text("Name of the volume; the prefix evergrad- is taken.", longest=63, shortest=1),
+            "name": text(
+                "Name of the volume; the prefix evergrad- is taken.", longest=63, shortest=1
+            ),
             "configMap": _object_volume("ConfigMap", "name", has_mode=True),
             "secret": _object_volume("Secret", "secretName", has_mode=True),
             "emptyDir": mapping("Scratch space that lives as long as the pod.", scratch),
-            "persistentVolumeClaim": mapping("An existing PVC.", claim, required=("claimName",)),
+            "persistentVolumeClaim": mapping(
+                "An existing PVC.", claim, required=("claimName",)
+            ),
             "projected": _projected(),
             "downwardAPI": mapping(
                 "Fields of the pod as files.",
-                {"items": _downward_items(), "defaultMode": _mode("Of the files. Default: 420.")},
+                {
+                    "items": _downward_items(),
+                    "defaultMode": _mode("Of the files. Default: 420."),
+                },
             ),
             "ephemeral": _ephemeral(),
         },
@@ -361,7 +429,9 @@ def _volume() -> Schema:
     )
 
 
-def _listed(item: Schema, *, most: int = _MOST_ITEMS, keys: Sequence[str] = ()) -> dict[str, Any]:
+def _listed(
+    item: Schema, *, most: int = _MOST_ITEMS, keys: Sequence[str] = ()
+) -> dict[str, Any]:
     found = items("", item, most=most, keys=keys)
     del found["description"]
     return found
@@ -377,7 +447,9 @@ def build_fragments() -> Mapping[str, Schema]:
     return {
         f"{where}tolerations": _listed(_toleration()),
         f"{where}affinity": {"type": "object", "properties": dict(_affinity())},
-        f"{where}topologySpreadConstraints": _listed(_spread(), keys=("topologyKey", "whenUnsatisfiable")),
+        f"{where}topologySpreadConstraints": _listed(
+            _spread(), keys=("topologyKey", "whenUnsatisfiable")
+        ),
         f"{where}volumes": _listed(_volume(), keys=("name",)),
         f"{where}volumeMounts": _listed(_mount(), keys=("mountPath",)),
         f"{where}env": _listed(_variable(), most=256, keys=("name",)),

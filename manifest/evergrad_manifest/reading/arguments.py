@@ -8,7 +8,9 @@ from evergrad_manifest.reading.loader import LoadedManifest, load_manifest
 
 def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``manifest``, ``--overlay FILE`` and ``--set PATH=VALUE`` to ``parser``."""
-    parser.add_argument("manifest", type=Path, metavar="TRAININGRUN.YAML", help="the TrainingRun to read")
+    parser.add_argument(
+        "manifest", type=Path, metavar="TRAININGRUN.YAML", help="the TrainingRun to read"
+    )
     parser.add_argument(
         "--overlay",
         action="append",

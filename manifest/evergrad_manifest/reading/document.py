@@ -102,7 +102,11 @@ def _read_plain(tag: str, pattern: str, first: list[str]) -> None:
     _Loader.add_implicit_resolver(_TAG + tag, re.compile(rf"(?:{pattern})\Z"), first)
 
 
-_read_plain("bool", "[yY]es|YES|[nN]o|NO|[tT]rue|TRUE|[fF]alse|FALSE|[oO]n|ON|[oO]ff|OFF", list("yYnNtTfFoO"))
+_read_plain(
+    "bool",
+    "[yY]es|YES|[nN]o|NO|[tT]rue|TRUE|[fF]alse|FALSE|[oO]n|ON|[oO]ff|OFF",
+    list("yYnNtTfFoO"),
+)
 _read_plain("int", _INTEGER.pattern, list("-+0123456789"))
 _read_plain("float", _FLOAT.pattern, list("-+0123456789."))
 _read_plain("merge", "<<", ["<"])
@@ -147,7 +151,9 @@ def _compose(text: str, label: str) -> yaml.Node:
         ) from error
     except (RecursionError, yaml.YAMLError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise _UnusableDocumentError(Problem(label, "not valid YAML", why, "Correct it")) from error
+        raise _UnusableDocumentError(
+            Problem(label, "not valid YAML", why, "Correct it")
+        ) from error
     if root is None:
         raise _UnusableDocumentError(
             Problem(
@@ -162,7 +168,10 @@ def _compose(text: str, label: str) -> yaml.Node:
 
 _REMEDIES: Final = (
     (r"character '\\t'", "Indent with spaces; a tab is not allowed"),
-    (r"mapping values are not allowed", "Check the indentation, or put a text that holds `: ` in quotes"),
+    (
+        r"mapping values are not allowed",
+        "Check the indentation, or put a text that holds `: ` in quotes",
+    ),
     (
         r"expected <block end>|expected the node content",
         "Check the indentation and the brackets of this line and the one before",
@@ -186,8 +195,13 @@ def _syntax_problem(error: yaml.MarkedYAMLError, label: str) -> Problem:
             "a file holds exactly one TrainingRun",
             "Move it to a file of its own",
         )
-    said = " ".join(str(part) for part in (error.context, error.problem) if part) or "it cannot be read"
-    remedy = next((text for pattern, text in _REMEDIES if re.search(pattern, said)), "Correct it")
+    said = (
+        " ".join(str(part) for part in (error.context, error.problem) if part)
+        or "it cannot be read"
+    )
+    remedy = next(
+        (text for pattern, text in _REMEDIES if re.search(pattern, said)), "Correct it"
+    )
     return Problem(where, "not valid YAML", said, remedy)
 
 
@@ -207,7 +221,9 @@ class _Construction:
         if self._count > MAX_VALUES:
             remedy = "Write the values out where they are needed"
             raise _UnusableDocumentError(
-                Problem(self._label, f"aliases expand to more than {MAX_VALUES} values", "", remedy)
+                Problem(
+                    self._label, f"aliases expand to more than {MAX_VALUES} values", "", remedy
+                )
             )
         if id(node) in self._open or len(self._open) > MAX_DEPTH:
             why = (
@@ -216,7 +232,12 @@ class _Construction:
                 else f"aliases nest deeper than {MAX_DEPTH} levels"
             )
             raise _UnusableDocumentError(
-                Problem(f"{self._label}:{_line(node)}", "cannot be expanded", why, "Remove the alias")
+                Problem(
+                    f"{self._label}:{_line(node)}",
+                    "cannot be expanded",
+                    why,
+                    "Remove the alias",
+                )
             )
         self._document.places.setdefault(path, Place(self._source, _line(node)))
         self._open.append(id(node))
@@ -278,14 +299,19 @@ class _Construction:
         source = f" of {self._source}" if self._source else ""
         what = f"the key is given twice, in lines {first} and {_line(node)}{source}"
         self._document.problems.append(
-            Problem(format_path(path), what, "only one of them could count", "Remove one of them")
+            Problem(
+                format_path(path), what, "only one of them could count", "Remove one of them"
+            )
         )
 
     def _merged(self, nodes: list[yaml.Node], path: FieldPath) -> Iterator[dict[str, Any]]:
         """The mappings of ``<<``; earlier ones win, and a key beside them wins over all."""
         for node in nodes[1:]:
             self._refuse(
-                (*path, "<<"), node, "the merge key is given twice", remedy="Merge a list: `<<: [*one, *two]`"
+                (*path, "<<"),
+                node,
+                "the merge key is given twice",
+                remedy="Merge a list: `<<: [*one, *two]`",
             )
         for node in nodes[:1]:
             for part in node.value if isinstance(node, yaml.SequenceNode) else [node]:
@@ -320,7 +346,10 @@ class _Construction:
 
     def _foreign_tag(self, node: yaml.Node, path: FieldPath) -> None:
         self._refuse_value(
-            path, node, f"the tag {node.tag.replace(_TAG, '!!')} is not allowed", remedy="Remove the tag"
+            path,
+            node,
+            f"the tag {node.tag.replace(_TAG, '!!')} is not allowed",
+            remedy="Remove the tag",
         )
 
     def _scalar(self, node: yaml.Node, path: FieldPath) -> Any:
@@ -338,7 +367,10 @@ class _Construction:
             return self._float(node, path, text)
         if kind in ("null", "bool", "int", "float"):
             self._refuse_value(
-                path, node, f"{show(text)} is not what its tag !!{kind} says", remedy="Remove the tag"
+                path,
+                node,
+                f"{show(text)} is not what its tag !!{kind} says",
+                remedy="Remove the tag",
             )
             return None
         return self._foreign_tag(node, path)
@@ -390,7 +422,10 @@ class _Construction:
     def _float(self, node: yaml.Node, path: FieldPath, text: str) -> float | None:
         if text.lower().endswith(("inf", "nan")):
             self._refuse_value(
-                path, node, f"{show(text)} is not a finite number", remedy="Write a finite number"
+                path,
+                node,
+                f"{show(text)} is not a finite number",
+                remedy="Write a finite number",
             )
             return None
         number = float(text.replace("_", ""))
@@ -399,7 +434,9 @@ class _Construction:
             return number
         size = "small" if number == 0 else "large"
         why = "it cannot be represented as a 64-bit float"
-        self._refuse_value(path, node, f"{show(text)} is too {size}", why=why, remedy="Check the exponent")
+        self._refuse_value(
+            path, node, f"{show(text)} is too {size}", why=why, remedy="Check the exponent"
+        )
         return None
 
 

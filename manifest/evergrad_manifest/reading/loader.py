@@ -45,25 +45,44 @@ def load_manifest(
 
     Raises ConfigurationError with every problem found. Reads these files and nothing else.
     """
-    layered = _merge_all(Path(path), overlays=[Path(overlay) for overlay in overlays], overrides=overrides)
+    layered = _merge_all(
+        Path(path), overlays=[Path(overlay) for overlay in overlays], overrides=overrides
+    )
     run, found = check_run(layered.value)
     places = {format_path(where): place for where, place in layered.places.items()}
-    news = [_with_place(problem, places) for problem in found if not _is_within(problem.path, layered.lost)]
+    news = [
+        _with_place(problem, places)
+        for problem in found
+        if not _is_within(problem.path, layered.lost)
+    ]
     if run is None or layered.problems or news:
         raise ConfigurationError(*at_most([*layered.problems, *news]))
     base_directory = Path(path).absolute().parent
-    return LoadedManifest(run=run, path=Path(path), base_directory=base_directory, raw=layered.value)
+    return LoadedManifest(
+        run=run, path=Path(path), base_directory=base_directory, raw=layered.value
+    )
 
 
 def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]) -> Layered:
     """The merged manifest. Raises ConfigurationError when a file or an argument cannot be used at all."""
-    documents = [read_document(path), *(read_document(overlay, source=str(overlay)) for overlay in overlays)]
+    documents = [
+        read_document(path),
+        *(read_document(overlay, source=str(overlay)) for overlay in overlays),
+    ]
     parsed = [parse_override(text) for text in overrides]
-    fatal = [problem for document in documents if document.value is None for problem in document.problems]
+    fatal = [
+        problem
+        for document in documents
+        if document.value is None
+        for problem in document.problems
+    ]
     fatal += [item for item in parsed if isinstance(item, Problem)]
     if fatal:
         others = [
-            problem for document in documents if document.value is not None for problem in document.problems
+            problem
+            for document in documents
+            if document.value is not None
+            for problem in document.problems
         ]
         raise ConfigurationError(*at_most([*fatal, *others]))
     base, *over = documents
@@ -98,12 +117,17 @@ def read_document(path: Path, *, source: str = "") -> Document:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         why = f"byte {error.start + 1}, in line {line}, is {data[error.start]:#04x}"
-        return Document(problems=[Problem(f"{label}:{line}", "is not UTF-8 text", why, "Save it as UTF-8")])
+        return Document(
+            problems=[Problem(f"{label}:{line}", "is not UTF-8 text", why, "Save it as UTF-8")]
+        )
     document = parse_document(text, label=label, source=source)
     if document.value is not None and not isinstance(document.value, dict):
         why = "its top level must be keys such as apiVersion, kind, metadata, spec"
         problem = Problem(
-            label, f"holds {_describe(document.value)} and not a mapping", why, "Write `key: value` lines"
+            label,
+            f"holds {_describe(document.value)} and not a mapping",
+            why,
+            "Write `key: value` lines",
         )
         return Document(problems=[problem])
     return document
@@ -138,11 +162,16 @@ def _read(path: Path) -> bytes | Problem:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         code = error.errno if isinstance(error, OSError) else None
-        what, remedy = _REASONS.get(code or 0, (f"cannot be read; {error}", "Check the path and the volume"))
+        what, remedy = _REASONS.get(
+            code or 0, (f"cannot be read; {error}", "Check the path and the volume")
+        )
         return Problem(path_label(path), what, "", remedy)
     if len(data) > MAX_BYTES:
         why = f"the largest manifest read is {MAX_BYTES} bytes (1 MiB)"
         return Problem(
-            path_label(path), "is too large", why, "Check the path; a manifest is a page or two of YAML"
+            path_label(path),
+            "is too large",
+            why,
+            "Check the path; a manifest is a page or two of YAML",
         )
     return data

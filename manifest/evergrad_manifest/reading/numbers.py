@@ -18,12 +18,16 @@ from pydantic_core import CoreSchema
 
 DECIMAL_UNITS: Final = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 BINARY_UNITS: Final = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
-BYTE_UNITS: Final = {unit: size for unit, size in DECIMAL_UNITS.items() if unit != "B"} | BINARY_UNITS
+BYTE_UNITS: Final = {
+    unit: size for unit, size in DECIMAL_UNITS.items() if unit != "B"
+} | BINARY_UNITS
 PERCENT: Final = {"%": Ratio(1, 100)}
 LARGEST_COUNT: Final = 2**63 - 1
 
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
-_NUMBER_PATTERN = rf"[+-]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][+-]?[0-9]{{1,4}})?"
+_NUMBER_PATTERN = (
+    rf"[+-]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][+-]?[0-9]{{1,4}})?"
+)
 _NUMBER = re.compile(rf"({_NUMBER_PATTERN})\s*([A-Za-z%]*)")
 _LONGEST_TEXT = 64
 _LARGEST_EXPONENT = 400
@@ -35,7 +39,9 @@ class NumberError(ValueError):
 
     def __init__(self, what: str, why: str = "", remedy: str = "") -> None:
         self.what, self.why, self.remedy = what, why, remedy
-        super().__init__("; ".join(part for part in (what, why) if part) + (f". {remedy}" if remedy else ""))
+        super().__init__(
+            "; ".join(part for part in (what, why) if part) + (f". {remedy}" if remedy else "")
+        )
 
 
 def show(value: Any) -> str:
@@ -62,7 +68,9 @@ def _exact(value: Any, units: dict[str, Any]) -> Ratio:
         )
     if value is None:
         raise NumberError(
-            "is empty (null)", "a number is needed", "Write a number after the colon, or remove the key"
+            "is empty (null)",
+            "a number is needed",
+            "Write a number after the colon, or remove the key",
         )
     if isinstance(value, int):
         return Ratio(value)
@@ -72,13 +80,17 @@ def _exact(value: Any, units: dict[str, Any]) -> Ratio:
         return Ratio(Decimal(repr(value)))
     if isinstance(value, str):
         return _exact_text(value, units)
-    raise NumberError(f"{show(value)} is not a number", "", f"Write a number, such as {_example(units)}")
+    raise NumberError(
+        f"{show(value)} is not a number", "", f"Write a number, such as {_example(units)}"
+    )
 
 
 def _exact_text(text: str, units: dict[str, Any]) -> Ratio:
     if len(text) > _LONGEST_TEXT:
         raise NumberError(
-            f"a text of {len(text)} characters is not a number", "", "Write a shorter number, such as 20M"
+            f"a text of {len(text)} characters is not a number",
+            "",
+            "Write a shorter number, such as 20M",
         )
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
@@ -89,7 +101,9 @@ def _exact_text(text: str, units: dict[str, Any]) -> Ratio:
     number = Decimal(digits.replace("_", ""))
     if number and abs(number.adjusted()) > _LARGEST_EXPONENT:
         size = "large" if number.adjusted() > 0 else "small"
-        raise NumberError(f"{show(text)} is too {size}", "it cannot be represented", "Check the exponent")
+        raise NumberError(
+            f"{show(text)} is too {size}", "it cannot be represented", "Check the exponent"
+        )
     return Ratio(number) * (units[unit] if unit else 1)
 
 
@@ -107,23 +121,33 @@ def _not_a_number(text: str, units: dict[str, Any]) -> NumberError:
         return NumberError(f"{show(text)} is not a number", "a number has no comma", remedy)
     if text.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
         return NumberError(f"{show(text)} is not a finite number", "", "Write a finite number")
-    return NumberError(f"{show(text)} is not a number", "", f"Write a number, such as {_example(units)}")
+    return NumberError(
+        f"{show(text)} is not a number", "", f"Write a number, such as {_example(units)}"
+    )
 
 
 def _unknown_unit(text: str, digits: str, unit: str, units: dict[str, Any]) -> NumberError:
     what = f"{show(text)} has the unit {unit}, which does not fit here"
     if unit in BINARY_UNITS:
         number = Ratio(Decimal(digits.replace("_", ""))) * BINARY_UNITS[unit]
-        remedy = f"Write {number.numerator}" if number.denominator == 1 else "Write a plain number"
+        remedy = (
+            f"Write {number.numerator}" if number.denominator == 1 else "Write a plain number"
+        )
         return NumberError(
-            what, f"{unit} ({BINARY_UNITS[unit]}) is for sizes in bytes and this is not one", remedy
+            what,
+            f"{unit} ({BINARY_UNITS[unit]}) is for sizes in bytes and this is not one",
+            remedy,
         )
     if unit == "%":
         return NumberError(what, "this is not a share of something", "Write a plain number")
     if unit == "B" and "Ki" in units:
-        return NumberError(what, "it could mean bytes or billions", f"Write {digits} for bytes, or {digits}G")
+        return NumberError(
+            what, "it could mean bytes or billions", f"Write {digits} for bytes, or {digits}G"
+        )
     stem = unit.rstrip("bB") or unit
-    near = next((guess for guess in (stem, stem.upper(), stem.capitalize()) if guess in units), None)
+    near = next(
+        (guess for guess in (stem, stem.upper(), stem.capitalize()) if guess in units), None
+    )
     known = f"Known units: {', '.join(units)}"
     remedy = f"Did you mean {digits}{near}? {known}" if near else known
     return NumberError(f"{show(text)} has the unknown unit {unit}", "", remedy)
@@ -138,7 +162,9 @@ def _whole(number: Ratio, value: Any, noun: str) -> int:
         )
     if number.denominator != 1:
         below = math.floor(number)
-        raise NumberError(f"{show(value)} is not a whole number", noun, f"Write {below} or {below + 1}")
+        raise NumberError(
+            f"{show(value)} is not a whole number", noun, f"Write {below} or {below + 1}"
+        )
     return number.numerator
 
 
@@ -150,7 +176,9 @@ def _float(number: Ratio, value: Any) -> float:
     if math.isinf(result) or (result == 0.0 and number != 0):
         size = "large" if math.isinf(result) else "small"
         raise NumberError(
-            f"{show(value)} is too {size}", "it cannot be represented as a 64-bit float", "Check the exponent"
+            f"{show(value)} is too {size}",
+            "it cannot be represented as a 64-bit float",
+            "Check the exponent",
         )
     return result
 
@@ -171,7 +199,9 @@ def parse_whole(value: Any) -> int:
     if number.denominator != 1:
         return _whole(number, value, "")
     raise NumberError(
-        f"{show(value)} is not a plain integer", "it takes no unit and no quotes", f"Write {number}"
+        f"{show(value)} is not a plain integer",
+        "it takes no unit and no quotes",
+        f"Write {number}",
     )
 
 
@@ -192,14 +222,18 @@ def parse_fraction(value: Any) -> float:
     """``5%`` → 0.05, ``0.05`` → 0.05. Raises NumberError outside 0 to 1."""
     number = _exact(value, PERCENT)
     if not 0 <= number <= 1:
-        is_percent = 1 < number <= 100 and not (isinstance(value, str) and value.strip().endswith("%"))
+        is_percent = 1 < number <= 100 and not (
+            isinstance(value, str) and value.strip().endswith("%")
+        )
         remedy = (
             f"Write {str(value).strip()}% if percent is meant"
             if is_percent
             else "Write 5% or 0.05, for example"
         )
         raise NumberError(
-            f"{show(value)} is not a fraction", "a fraction lies between 0 and 1 (0% and 100%)", remedy
+            f"{show(value)} is not a fraction",
+            "a fraction lies between 0 and 1 (0% and 100%)",
+            remedy,
         )
     return _float(number, value)
 
@@ -218,11 +252,15 @@ def parse_steps_or_fraction(value: Any) -> int | float:
         return _float(number, value)
     if number == 1 and (isinstance(value, float) or (isinstance(value, str) and "." in value)):
         raise NumberError(
-            f"{show(value)} is ambiguous", "it could be one step or the whole horizon", "Write 1 or 100%"
+            f"{show(value)} is ambiguous",
+            "it could be one step or the whole horizon",
+            "Write 1 or 100%",
         )
     if number > 1 and number.denominator != 1:
         remedy = f"Write {math.floor(number)} for steps, or a share such as 5%"
-        raise NumberError(f"{show(value)} is neither whole steps nor a fraction of the horizon", "", remedy)
+        raise NumberError(
+            f"{show(value)} is neither whole steps nor a fraction of the horizon", "", remedy
+        )
     return _whole(number, value, "this is a number of steps")
 
 
@@ -247,7 +285,8 @@ class Human:
 
 
 def _human(
-    kind: Literal["count", "number", "fraction", "bytes", "steps or fraction"], units: dict[str, Any]
+    kind: Literal["count", "number", "fraction", "bytes", "steps or fraction"],
+    units: dict[str, Any],
 ) -> Human:
     return Human(kind, rf"^\s*{_NUMBER_PATTERN}\s*({'|'.join(units)})?\s*$")
 

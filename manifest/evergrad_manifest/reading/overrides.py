@@ -59,7 +59,9 @@ class _Merging:
         self.removed: set[FieldPath] = set()
         self.problems: list[Problem] = []
 
-    def merge(self, base: Mapping[str, Any], over: Mapping[str, Any], path: FieldPath) -> dict[str, Any]:
+    def merge(
+        self, base: Mapping[str, Any], over: Mapping[str, Any], path: FieldPath
+    ) -> dict[str, Any]:
         """``base`` with ``over``, the part of the overlay at ``path``, laid over it."""
         merged = dict(base)
         for key, value in over.items():
@@ -94,7 +96,9 @@ def check_removal(path: FieldPath, place: Place | None) -> list[Problem]:
 
 
 def _replace_places(
-    places: Mapping[FieldPath, Place], new: Mapping[FieldPath, Place], replaced: Collection[FieldPath]
+    places: Mapping[FieldPath, Place],
+    new: Mapping[FieldPath, Place],
+    replaced: Collection[FieldPath],
 ) -> dict[FieldPath, Place]:
     """Everything at and below a path that was ``replaced`` is now written where ``new`` says."""
 
@@ -130,21 +134,34 @@ def parse_override(text: str) -> Override | Problem:
         why = "a path is keys with dots between them, list items by their number"
         return Problem(label, f"{show(name)} is not a path", why, _EXAMPLE)
     if not value_text.strip():
-        return Problem(label, "has no value", "", "Write null to remove the key, or '\"\"' for an empty text")
+        return Problem(
+            label,
+            "has no value",
+            "",
+            "Write null to remove the key, or '\"\"' for an empty text",
+        )
     return _parse_value(path, value_text, label)
 
 
 def _parse_value(path: FieldPath, text: str, label: str) -> Override | Problem:
     is_flow = text.lstrip()[:1] in ("[", "{")
-    if ("\n" in text.strip()) or (not is_flow and re.match(r"\s*(-\s|[^\"'\s][^\"']*:(\s|$))", text)):
+    if ("\n" in text.strip()) or (
+        not is_flow and re.match(r"\s*(-\s|[^\"'\s][^\"']*:(\s|$))", text)
+    ):
         why = "a value is a number, a word, a text in quotes, […] or {…}"
-        return Problem(label, f"{show(text)} is not a value", why, "Put a text in quotes of its own")
+        return Problem(
+            label, f"{show(text)} is not a value", why, "Put a text in quotes of its own"
+        )
     document = parse_document(text, label=label, source="--set")
     if document.problems:
         problem = document.problems[0]
         # Problems below the value name the place inside it; the argument itself says more.
-        return Problem(label, problem.what.replace(" (--set line 1)", ""), problem.why, problem.remedy)
-    return Override(path, document.value, {(*path, *place): Place("--set") for place in document.places})
+        return Problem(
+            label, problem.what.replace(" (--set line 1)", ""), problem.why, problem.remedy
+        )
+    return Override(
+        path, document.value, {(*path, *place): Place("--set") for place in document.places}
+    )
 
 
 def parse_path(text: str) -> FieldPath | None:
@@ -161,13 +178,19 @@ def parse_path(text: str) -> FieldPath | None:
             return None
         word, index, *quoted = match.groups()
         if word is not None:
-            parts.append(int(word) if word.isdecimal() and word.isascii() and len(word) <= 6 else word)
+            parts.append(
+                int(word) if word.isdecimal() and word.isascii() and len(word) <= 6 else word
+            )
         else:
             parts.append(
-                int(index) if index is not None else next(part for part in quoted if part is not None)
+                int(index)
+                if index is not None
+                else next(part for part in quoted if part is not None)
             )
         position = match.end()
-    return tuple(parts) if parts and isinstance(parts[0], str) and not text.endswith(".") else None
+    return (
+        tuple(parts) if parts and isinstance(parts[0], str) and not text.endswith(".") else None
+    )
 
 
 def apply_override(base: Layered, override: Override) -> Layered:
@@ -180,7 +203,9 @@ def apply_override(base: Layered, override: Override) -> Layered:
     problems = list(base.problems)
     if override.value is None and not _exists(base.value, path):
         problems += check_removal(path, Place("--set"))
-    places = _replace_places(base.places, override.places if override.value is not None else {}, {path})
+    places = _replace_places(
+        base.places, override.places if override.value is not None else {}, {path}
+    )
     return Layered(value, places, problems, base.lost - {format_path(path)})
 
 
@@ -199,9 +224,13 @@ def _set(node: Any, path: FieldPath, value: Any, done: FieldPath) -> Any:
         if not isinstance(part, int) or part > len(node):
             length = f"{len(node)} item" + ("" if len(node) == 1 else "s")
             remedy = f"Use a number from 0 to {len(node)}"
-            raise _UnfittingPathError(here, f"there is no such item; the list has {length}", remedy)
+            raise _UnfittingPathError(
+                here, f"there is no such item; the list has {length}", remedy
+            )
         if value is None and len(path) == 1:
-            raise _UnfittingPathError(here, "an item of a list cannot be removed", "Set the whole list")
+            raise _UnfittingPathError(
+                here, "an item of a list cannot be removed", "Set the whole list"
+            )
         old = node[part] if part < len(node) else {}
         return [*node[:part], _set(old, path[1:], value, here), *node[part + 1 :]]
     if node is not None and not isinstance(node, Mapping):

@@ -68,7 +68,11 @@ _LONGEST_KEY_COMPARED = 64
 
 
 def problems_of(
-    error: ValidationError, raw: Any, *, root: type[Section] = TrainingRun, below: FieldPath = ()
+    error: ValidationError,
+    raw: Any,
+    *,
+    root: type[Section] = TrainingRun,
+    below: FieldPath = (),
 ) -> list[Problem]:
     """Every problem in ``error``. ``raw`` is what was validated; values are shown as they stand there.
 
@@ -79,12 +83,20 @@ def problems_of(
     # An object of an API server may have a hundred thousand unknown keys, and words for each take seconds in
     # which the operator does nothing else. The rest is only counted, by its paths.
     rest = (format_path((*below, *details["loc"])) for details in found[_MOST_IN_WORDS:])
-    return [*told, *(Problem(path, "is refused", "", "Correct what stands before it first") for path in rest)]
+    return [
+        *told,
+        *(
+            Problem(path, "is refused", "", "Correct what stands before it first")
+            for path in rest
+        ),
+    ]
 
 
 def _is_echo(details: ErrorDetails) -> bool:
     """pydantic counts only the items that are right, and so calls a list too short whose items are wrong."""
-    return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
+    return (
+        details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
+    )
 
 
 def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -94,7 +106,10 @@ def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     if len(unique) <= MOST_PROBLEMS:
         return unique
     rest = Problem(
-        "manifest", f"{len(unique) - MOST_PROBLEMS} more problems are not listed", "", "Correct these first"
+        "manifest",
+        f"{len(unique) - MOST_PROBLEMS} more problems are not listed",
+        "",
+        "Correct these first",
     )
     return (*unique[:MOST_PROBLEMS], rest)
 
@@ -113,7 +128,9 @@ def _folded(word: str) -> str:
     return word.replace("_", "").replace("-", "").casefold()
 
 
-def _problem_of(details: ErrorDetails, raw: Any, root: type[Section], below: FieldPath) -> Problem:
+def _problem_of(
+    details: ErrorDetails, raw: Any, root: type[Section], below: FieldPath
+) -> Problem:
     path: FieldPath = details["loc"]
     say = _SAYINGS.get(details["type"], _say_otherwise)
     what, why, remedy = say(_Finding(path, details, value_at(raw, path), root))
@@ -123,7 +140,9 @@ def _problem_of(details: ErrorDetails, raw: Any, root: type[Section], below: Fie
 class _Finding:
     """One error of pydantic's: where, its details, and the value as written."""
 
-    def __init__(self, path: FieldPath, details: ErrorDetails, written: Any, root: type[Section]) -> None:
+    def __init__(
+        self, path: FieldPath, details: ErrorDetails, written: Any, root: type[Section]
+    ) -> None:
         self.path = path
         self.root = root
         self.context: Mapping[str, Any] = details.get("ctx", {})
@@ -144,13 +163,21 @@ Sentence = tuple[str, str, str]
 
 def _say_missing(finding: _Finding) -> Sentence:
     if isinstance(finding.path[-1], int):
-        return "this item is missing", f"the list needs at least {finding.path[-1] + 1}", "Add it"
+        return (
+            "this item is missing",
+            f"the list needs at least {finding.path[-1] + 1}",
+            "Add it",
+        )
     info = find_field(finding.root, finding.path)
     choices = choices_of(info) if info is not None else ()
     if len(choices) == 1:
         return "missing", "it has no default", f"Add `{finding.key}: {choices[0]}`"
     meaning = _first_sentence(info.description or "") if info is not None else ""
-    return "missing", "it has no default", f"Add `{finding.key}`" + (f" ({meaning})" if meaning else "")
+    return (
+        "missing",
+        "it has no default",
+        f"Add `{finding.key}`" + (f" ({meaning})" if meaning else ""),
+    )
 
 
 def _first_sentence(text: str) -> str:
@@ -161,7 +188,9 @@ def _first_sentence(text: str) -> str:
 def _say_unknown_key(finding: _Finding) -> Sentence:
     section = find_section(finding.root, finding.path[:-1])
     known = list(fields_of(section)) if section is not None else []
-    if finding.path == ("status",) or (finding.path[0] == "metadata" and finding.key in _SET_BY_CLUSTER):
+    if finding.path == ("status",) or (
+        finding.path[0] == "metadata" and finding.key in _SET_BY_CLUSTER
+    ):
         return "is set by the cluster, not by a file", "", "Remove it"
     if len(finding.path) == 3 and finding.path[:2] == ("spec", "template"):
         return _say_template_key(finding.key, known)
@@ -195,7 +224,11 @@ _REFUSED_IN_TEMPLATE: Final = {
 def _say_template_key(key: str, known: list[str]) -> Sentence:
     here = f"Allowed here: {', '.join(known)}"
     if key in _REFUSED_IN_TEMPLATE:
-        return "not allowed in a run's template", _REFUSED_IN_TEMPLATE[key], f"Remove it. {here}"
+        return (
+            "not allowed in a run's template",
+            _REFUSED_IN_TEMPLATE[key],
+            f"Remove it. {here}",
+        )
     if (near := nearest(key, known)) is not None:
         return "unknown key", f"did you mean `{near}`? {here}", ""
     return (
@@ -209,7 +242,9 @@ def _say_template_key(key: str, known: list[str]) -> Sentence:
 def _all_places() -> Mapping[str, tuple[str, ...]]:
     places: dict[str, list[str]] = {}
     for field in walk_fields(TrainingRun):
-        places.setdefault(field.key, []).append(field.path.rpartition(".")[0] or "the top level")
+        places.setdefault(field.key, []).append(
+            field.path.rpartition(".")[0] or "the top level"
+        )
     return {key: tuple(found) for key, found in places.items()}
 
 
@@ -221,7 +256,11 @@ def _places_of(key: str) -> tuple[str, ...]:
 
 def _say_not_a_mapping(finding: _Finding) -> Sentence:
     section = find_section(finding.root, finding.path)
-    example = f" with keys such as {', '.join(list(fields_of(section))[:3])}" if section is not None else ""
+    example = (
+        f" with keys such as {', '.join(list(fields_of(section))[:3])}"
+        if section is not None
+        else ""
+    )
     if finding.value is None:
         return (
             "is empty",
@@ -258,7 +297,11 @@ def _say_not_a_text(finding: _Finding) -> Sentence:
 
 
 def _say_not_a_switch(finding: _Finding) -> Sentence:
-    return f"{finding.shown} is neither true nor false", "", "Write true or false, without quotes"
+    return (
+        f"{finding.shown} is neither true nor false",
+        "",
+        "Write true or false, without quotes",
+    )
 
 
 def _say_choice(finding: _Finding) -> Sentence:
@@ -318,7 +361,9 @@ def _say_text_length(finding: _Finding) -> Sentence:
 
 
 def _say_pattern(finding: _Finding) -> Sentence:
-    rule = _PATTERNS.get(finding.context["pattern"], f"it must match {finding.context['pattern']}")
+    rule = _PATTERNS.get(
+        finding.context["pattern"], f"it must match {finding.context['pattern']}"
+    )
     return f"{finding.shown} is not a valid name", rule, "Rename it"
 
 

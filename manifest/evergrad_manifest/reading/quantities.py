@@ -25,7 +25,9 @@ _SUFFIXES: Final[dict[str, Fraction]] = {
     **{unit: Fraction(size) for unit, size in BINARY_UNITS.items()},
     "Ei": Fraction(2**60),
 }
-_PATTERN = r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,3})|([numkMGTPE]|[KMGTPE]i)?)"
+_PATTERN = (
+    r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,3})|([numkMGTPE]|[KMGTPE]i)?)"
+)
 _QUANTITY = re.compile(_PATTERN)
 _LIKELY = re.compile(r"([0-9.]+)\s*([A-Za-z]{1,3})")
 _PROPER_UNITS: Final = {
@@ -52,18 +54,24 @@ def parse_quantity(value: Any) -> str:
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise NumberError(
-            f"{show(value)} is not a quantity", "", "Write a number with a unit, such as 4Gi, 500m or 2"
+            f"{show(value)} is not a quantity",
+            "",
+            "Write a number with a unit, such as 4Gi, 500m or 2",
         )
     if isinstance(value, float) and not value.is_integer():
         why = "without quotes a quantity is a whole number, as the API server has it"
         raise NumberError(
-            f"{show(value)} is not a Kubernetes quantity", why, f'Put it in quotes: "{show(value)}"'
+            f"{show(value)} is not a Kubernetes quantity",
+            why,
+            f'Put it in quotes: "{show(value)}"',
         )
     text = value if isinstance(value, str) else show(int(value))
     if len(text) > _LONGEST or _QUANTITY.fullmatch(text) is None:
         raise _not_a_quantity(value, text)
     if quantity_value(text) > LARGEST_QUANTITY:
-        raise NumberError(f"{show(value)} is too large", "the largest quantity is 2^63 - 1", "Lower it")
+        raise NumberError(
+            f"{show(value)} is too large", "the largest quantity is 2^63 - 1", "Lower it"
+        )
     return text
 
 
@@ -73,17 +81,27 @@ def quantity_value(text: str) -> Fraction:
     if match is None:
         raise ValueError(f"{text!r} is not a quantity")
     number = Fraction(Decimal(match[1]))
-    return number * Fraction(10) ** int(match[2]) if match[2] else number * _SUFFIXES[match[3] or ""]
+    return (
+        number * Fraction(10) ** int(match[2])
+        if match[2]
+        else number * _SUFFIXES[match[3] or ""]
+    )
 
 
 def _not_a_quantity(value: Any, text: str) -> NumberError:
     what = f"{show(value)} is not a Kubernetes quantity"
     if text.startswith("-"):
         return NumberError(
-            f"{show(value)} is negative", "a quantity is zero or more", "Write a positive quantity"
+            f"{show(value)} is negative",
+            "a quantity is zero or more",
+            "Write a positive quantity",
         )
     match = _LIKELY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
-    guess = match[1] + _PROPER_UNITS.get(match[2].lower().removesuffix("b"), "?") if match is not None else ""
+    guess = (
+        match[1] + _PROPER_UNITS.get(match[2].lower().removesuffix("b"), "?")
+        if match is not None
+        else ""
+    )
     if _QUANTITY.fullmatch(guess):
         return NumberError(
             what,
@@ -97,7 +115,12 @@ class _QuantitySchema:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": f"^{_PATTERN}$"}]}
+        return {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "pattern": f"^{_PATTERN}$"},
+            ]
+        }
 
 
 Quantity = Annotated[str, BeforeValidator(parse_quantity), _QuantitySchema()]

@@ -5,7 +5,13 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from evergrad_manifest import rules_data, rules_envelope, rules_recipe, rules_script, rules_template
+from evergrad_manifest import (
+    rules_data,
+    rules_envelope,
+    rules_recipe,
+    rules_script,
+    rules_template,
+)
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.reading.problems import at_most, problems_of

@@ -90,7 +90,11 @@ class View:
         found = self.get(path)
         base: FieldPath = tuple(path.split("."))
         return (
-            [((*base, index), item) for index, item in enumerate(found or ()) if item is not UNKNOWN]
+            [
+                ((*base, index), item)
+                for index, item in enumerate(found or ())
+                if item is not UNKNOWN
+            ]
             if found is not UNKNOWN
             else []
         )
@@ -126,7 +130,9 @@ def _default(info: FieldInfo) -> Any:
         return UNKNOWN
     default = info.get_default(call_default_factory=True, validated_data={})
     if isinstance(default, Section):
-        return _parse_section(type(default), default.model_dump(by_alias=True, exclude_unset=True))
+        return _parse_section(
+            type(default), default.model_dump(by_alias=True, exclude_unset=True)
+        )
     return default
 
 

@@ -12,7 +12,10 @@ from evergrad_operator.plan.claim import build_claim, find_stale_records, is_for
 from evergrad_operator.plan.common import JsonObject, with_hash
 from evergrad_operator.plan.config_map import build_config_map
 from evergrad_operator.plan.coordinator_pod import Epoch, build_coordinator_pod
-from evergrad_operator.plan.disruption_budget import build_coordinator_budget, build_disruption_budget
+from evergrad_operator.plan.disruption_budget import (
+    build_coordinator_budget,
+    build_disruption_budget,
+)
 from evergrad_operator.plan.network_policy import build_network_policy
 from evergrad_operator.plan.node_pod import Node, build_node_pod
 from evergrad_operator.plan.service import build_service
@@ -61,7 +64,9 @@ class Plan:
         return not (self.claim or self.apply or self.bounds or self.delete or self.create)
 
 
-def plan_children(observation: Observation, decision: Decision, config: Config, *, token: str) -> Plan:
+def plan_children(
+    observation: Observation, decision: Decision, config: Config, *, token: str
+) -> Plan:
     """Everything that is to be applied, deleted and created for the decision; nothing that already is as it
     should be.
 
@@ -71,8 +76,12 @@ def plan_children(observation: Observation, decision: Decision, config: Config, 
     claim = None
     if decision.record is not None:
         claim = build_claim(run, decision.record, config, observation.claim)
-    pods = tuple(Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete)
-    wanted = _build_wanted(observation, decision, config) if decision.action == Action.RUN else []
+    pods = tuple(
+        Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete
+    )
+    wanted = (
+        _build_wanted(observation, decision, config) if decision.action == Action.RUN else []
+    )
     create = tuple(_plan_pods(observation, decision, config, token))
     # Nobody watches Secrets: before pods are made the Secret is, whether it exists or not.
     return Plan(
@@ -81,7 +90,9 @@ def plan_children(observation: Observation, decision: Decision, config: Config, 
         stale_records=()
         if claim is None
         else find_stale_records(run, observation.claim, observation.claim_users),
-        token=build_token_secret(run, token) if create or _waits_for_volumes(observation, decision) else None,
+        token=build_token_secret(run, token)
+        if create or _waits_for_volumes(observation, decision)
+        else None,
         apply=tuple(_plan_apply(observation, wanted)),
         bounds=decision.bounds,
         delete=(*pods, *_plan_leftovers(observation, decision, wanted)),
@@ -97,7 +108,9 @@ def _plan_apply(observation: Observation, wanted: list[JsonObject]) -> Iterator[
             yield child
 
 
-def _build_wanted(observation: Observation, decision: Decision, config: Config) -> list[JsonObject]:
+def _build_wanted(
+    observation: Observation, decision: Decision, config: Config
+) -> list[JsonObject]:
     """All children of a running run that are no pods, and not the PVC."""
     run, live = observation.run, observation.live_coordinator
     attempt = decision.coordinator_attempt
@@ -136,7 +149,9 @@ def _plan_leftovers(
     """Children that a run like this does not have any more: all of them at the end, or one that was switched
     off."""
     if decision.action == Action.CLEAN:
-        yield from (Deletion(kind, name) for kind, name in observation.hashes if kind in OWNED_KINDS)
+        yield from (
+            Deletion(kind, name) for kind, name in observation.hashes if kind in OWNED_KINDS
+        )
     elif decision.action == Action.RUN:
         kept = {(child["kind"], child["metadata"]["name"]) for child in wanted}
         for kind, name in observation.hashes:
@@ -153,7 +168,9 @@ def _waits_for_volumes(observation: Observation, decision: Decision) -> bool:
     )
 
 
-def _plan_pods(observation: Observation, decision: Decision, config: Config, token: str) -> Iterator[Object]:
+def _plan_pods(
+    observation: Observation, decision: Decision, config: Config, token: str
+) -> Iterator[Object]:
     """The coordinator first: nodes look for it."""
     run, memory = observation.run, decision.memory
     if decision.coordinator_attempt is not None:

@@ -27,7 +27,11 @@ def find_stale_records(
     """
     if claim is None or users is None:
         return ()
-    gone = [record for record in claim.records.values() if record.run not in users and record.run != run.name]
+    gone = [
+        record
+        for record in claim.records.values()
+        if record.run not in users and record.run != run.name
+    ]
     gone.sort(key=lambda record: (record.created_at, record.run), reverse=True)
     return tuple(names.claim_annotation(record.run) for record in gone[KEPT_RECORDS:])
 
@@ -47,26 +51,42 @@ def build_claim(
         return None
     claim: JsonObject = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
     if run.spec.storage.claim_name is not None:
-        metadata = {"name": run.claim_name, "namespace": run.namespace, "annotations": annotations}
+        metadata = {
+            "name": run.claim_name,
+            "namespace": run.namespace,
+            "annotations": annotations,
+        }
         return None if live is None else {**claim, "metadata": metadata}
-    metadata = {**build_metadata(run, run.claim_name, is_owned=False), "annotations": annotations}
-    return {**claim, "metadata": metadata, "spec": dict(live.spec) if live else _build_spec(run, config)}
+    metadata = {
+        **build_metadata(run, run.claim_name, is_owned=False),
+        "annotations": annotations,
+    }
+    return {
+        **claim,
+        "metadata": metadata,
+        "spec": dict(live.spec) if live else _build_spec(run, config),
+    }
 
 
-def choose_access_modes(run: TrainingRun, config: Config, live: ClaimState | None) -> tuple[str, ...]:
+def choose_access_modes(
+    run: TrainingRun, config: Config, live: ClaimState | None
+) -> tuple[str, ...]:
     """Those of the volume that stands (``live``); before it stands, those that are asked for."""
     if live is not None and (standing := live.spec.get("accessModes")):
         return tuple(standing)
     if run.spec.storage.access_modes:
         return run.spec.storage.access_modes
     return (
-        config.storage_access_mode or ("ReadWriteOnce" if run.spec.nodes.largest == 1 else "ReadWriteMany"),
+        config.storage_access_mode
+        or ("ReadWriteOnce" if run.spec.nodes.largest == 1 else "ReadWriteMany"),
     )
 
 
 def is_for_one_host(run: TrainingRun, config: Config, live: ClaimState | None) -> bool:
     """Whether several pods share a volume that only one node of the cluster can mount at a time."""
-    return run.spec.nodes.largest > 1 and "ReadWriteMany" not in choose_access_modes(run, config, live)
+    return run.spec.nodes.largest > 1 and "ReadWriteMany" not in choose_access_modes(
+        run, config, live
+    )
 
 
 def _build_spec(run: TrainingRun, config: Config) -> Mapping[str, Any]:

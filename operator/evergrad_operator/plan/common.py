@@ -19,17 +19,31 @@ def build_labels(run: TrainingRun, *, role: str = "") -> dict[str, str]:
 
 def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> JsonObject:
     """Metadata of a child. One that is owned is deleted with the run, even while no operator is there."""
-    metadata: JsonObject = {"name": name, "namespace": run.namespace, "labels": build_labels(run)}
+    metadata: JsonObject = {
+        "name": name,
+        "namespace": run.namespace,
+        "labels": build_labels(run),
+    }
     if is_owned:
-        owner = {"apiVersion": names.API_VERSION, "kind": names.KIND, "name": run.name, "uid": run.uid}
-        metadata["ownerReferences"] = [{**owner, "controller": True, "blockOwnerDeletion": True}]
+        owner = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": run.name,
+            "uid": run.uid,
+        }
+        metadata["ownerReferences"] = [
+            {**owner, "controller": True, "blockOwnerDeletion": True}
+        ]
     return metadata
 
 
 def with_hash(child: JsonObject) -> JsonObject:
     """The same object, saying what it was applied as."""
     metadata = child["metadata"]
-    annotations = {**metadata.get("annotations", {}), names.ANNOTATION_HASH: hash_json(child)[:16]}
+    annotations = {
+        **metadata.get("annotations", {}),
+        names.ANNOTATION_HASH: hash_json(child)[:16],
+    }
     return {**child, "metadata": {**metadata, "annotations": annotations}}
 
 
@@ -55,12 +69,19 @@ def build_container_security() -> JsonObject:
     }
 
 
-def build_tolerations(given: tuple[Mapping[str, Any], ...], seconds: int) -> list[Mapping[str, Any]]:
+def build_tolerations(
+    given: tuple[Mapping[str, Any], ...], seconds: int
+) -> list[Mapping[str, Any]]:
     """Those that were given, and ours for nodes that went silent, unless these are among them."""
     tolerations = list(given)
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
         if not any(_covers(one, key) for one in given):
-            ours = {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
+            ours = {
+                "key": key,
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": seconds,
+            }
             tolerations.append(ours)
     return tolerations
 

@@ -28,7 +28,9 @@ def build_manifest(run: TrainingRun) -> str:
     Metrics get our port where the run names none, so that there is something to scrape.
     """
     spec = {
-        key: value for key, value in get_map(run.raw, "spec").items() if key in _KEPT and value is not None
+        key: value
+        for key, value in get_map(run.raw, "spec").items()
+        if key in _KEPT and value is not None
     }
     for kind in ("training", "script"):
         if kind in spec:

@@ -17,8 +17,15 @@ from evergrad_operator.plan.common import (
     without_none,
 )
 from evergrad_operator.plan.node_pod import grace_seconds
-from evergrad_operator.plan.template import build_coordinator_metadata, build_coordinator_placement
-from evergrad_operator.plan.token import build_token_arguments, build_token_mount, build_token_volume
+from evergrad_operator.plan.template import (
+    build_coordinator_metadata,
+    build_coordinator_placement,
+)
+from evergrad_operator.plan.token import (
+    build_token_arguments,
+    build_token_mount,
+    build_token_volume,
+)
 from evergrad_operator.spec import TrainingRun
 
 _MARGIN_SECONDS = 20
@@ -47,7 +54,10 @@ def build_coordinator_pod(
     template = run.spec.template
     metadata = build_metadata(run, names.coordinator_pod_name(run.name, epoch.attempt))
     labels, annotations = build_coordinator_metadata(run)
-    ours = {**build_labels(run, role=names.ROLE_COORDINATOR), names.LABEL_ATTEMPT: str(epoch.attempt)}
+    ours = {
+        **build_labels(run, role=names.ROLE_COORDINATOR),
+        names.LABEL_ATTEMPT: str(epoch.attempt),
+    }
     metadata["labels"] = {**labels, **ours}
     metadata["annotations"] = {**annotations, names.ANNOTATION_RESTART: str(memory.restart)}
     spec: JsonObject = {
@@ -59,7 +69,9 @@ def build_coordinator_pod(
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
         **build_coordinator_placement(run),
-        "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
+        "tolerations": build_tolerations(
+            template.tolerations, config.node_loss_toleration_seconds
+        ),
         "imagePullSecrets": build_pull_secrets(run, config),
         "containers": [_build_container(run, memory, config, epoch)],
         "volumes": [{"name": "evergrad-state", "emptyDir": {}}, build_token_volume(run, token)],
@@ -67,7 +79,9 @@ def build_coordinator_pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(spec)}
 
 
-def _build_container(run: TrainingRun, memory: Memory, config: Config, epoch: Epoch) -> JsonObject:
+def _build_container(
+    run: TrainingRun, memory: Memory, config: Config, epoch: Epoch
+) -> JsonObject:
     return {
         "name": names.CONTAINERS[names.ROLE_COORDINATOR],
         "image": memory.coordinator.image or config.operator_image,
@@ -87,11 +101,17 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, epoch: Ep
         },
         "resources": {
             "requests": {"cpu": config.coordinator_cpu, "memory": config.coordinator_memory},
-            "limits": {"cpu": config.coordinator_cpu_limit, "memory": config.coordinator_memory_limit},
+            "limits": {
+                "cpu": config.coordinator_cpu_limit,
+                "memory": config.coordinator_memory_limit,
+            },
         },
         "securityContext": build_container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [{"name": "evergrad-state", "mountPath": names.STATE_PATH}, build_token_mount()],
+        "volumeMounts": [
+            {"name": "evergrad-state", "mountPath": names.STATE_PATH},
+            build_token_mount(),
+        ],
     }
 
 

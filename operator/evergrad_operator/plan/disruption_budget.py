@@ -25,7 +25,12 @@ def build_coordinator_budget(run: TrainingRun, *, is_needed: bool) -> JsonObject
     A group that trains, or waits, is taken over by the next coordinator as it is. A budget that never allowed
     the eviction would hold up a drain, or the upgrade of a cluster, until the run's end.
     """
-    return _build(run, names.coordinator_budget_name(run.name), names.ROLE_COORDINATOR, 1 if is_needed else 0)
+    return _build(
+        run,
+        names.coordinator_budget_name(run.name),
+        names.ROLE_COORDINATOR,
+        1 if is_needed else 0,
+    )
 
 
 def _build(run: TrainingRun, name: str, role: str, fewest: int) -> JsonObject:

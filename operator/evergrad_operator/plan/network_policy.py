@@ -17,7 +17,9 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
     own: dict[str, Any] = {"podSelector": {"matchLabels": {names.LABEL_RUN: run.name}}}
     operator: dict[str, Any] = {
         "podSelector": {"matchLabels": {names.LABEL_ROLE: names.ROLE_OPERATOR}},
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": config.operator_namespace}}
+        "namespaceSelector": {
+            "matchLabels": {"kubernetes.io/metadata.name": config.operator_namespace}
+        }
         if config.operator_namespace
         else {},
     }
@@ -29,8 +31,14 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
     if config.metrics_from:
         # A coordinator serves its metrics beside its status, which asks for the run's token.
         scraped.append({"port": names.STATUS_PORT, "protocol": "TCP"})
-        among = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": list(config.metrics_from)}
-        ingress.append({"from": [{"namespaceSelector": {"matchExpressions": [among]}}], "ports": scraped})
+        among = {
+            "key": "kubernetes.io/metadata.name",
+            "operator": "In",
+            "values": list(config.metrics_from),
+        }
+        ingress.append(
+            {"from": [{"namespaceSelector": {"matchExpressions": [among]}}], "ports": scraped}
+        )
     elif scraped:
         ingress.append({"ports": scraped})
     return {

@@ -19,7 +19,11 @@ from evergrad_operator.plan.common import (
     without_none,
 )
 from evergrad_operator.plan.template import build_scheduling, build_user_labels, merge_env
-from evergrad_operator.plan.token import build_token_arguments, build_token_mount, build_token_volume
+from evergrad_operator.plan.token import (
+    build_token_arguments,
+    build_token_mount,
+    build_token_volume,
+)
 from evergrad_operator.spec import TrainingRun
 
 GRACE_SECONDS: Final = 30
@@ -50,7 +54,9 @@ class Node:
     is_on_one_host: bool = False
 
 
-def build_node_pod(run: TrainingRun, memory: Memory, config: Config, node: Node, *, token: str) -> JsonObject:
+def build_node_pod(
+    run: TrainingRun, memory: Memory, config: Config, node: Node, *, token: str
+) -> JsonObject:
     """The pod of one node. ``token``: the run's."""
     template, grace = run.spec.template, grace_seconds(run)
     pod: JsonObject = {
@@ -59,11 +65,19 @@ def build_node_pod(run: TrainingRun, memory: Memory, config: Config, node: Node,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
-        **build_scheduling(run, is_on_one_host=node.is_on_one_host, avoided=memory.faults.avoided),
-        "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
+        **build_scheduling(
+            run, is_on_one_host=node.is_on_one_host, avoided=memory.faults.avoided
+        ),
+        "tolerations": build_tolerations(
+            template.tolerations, config.node_loss_toleration_seconds
+        ),
         "imagePullSecrets": build_pull_secrets(run, config),
         "containers": [_build_container(run, memory, config, index=node.index, grace=grace)],
-        "volumes": [*_build_volumes(run, config), build_token_volume(run, token), *template.volumes],
+        "volumes": [
+            *_build_volumes(run, config),
+            build_token_volume(run, token),
+            *template.volumes,
+        ],
     }
     metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
     ours = {names.LABEL_INDEX: str(node.index), names.LABEL_ATTEMPT: str(node.attempt)}
@@ -93,12 +107,20 @@ def _build_container(
             "command": ["evergrad"],
             "args": _build_arguments(run, config, index=index, grace=grace),
             "env": [
-                {"name": "EVERGRAD_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                {
+                    "name": "EVERGRAD_POD_IP",
+                    "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+                },
                 *env,
             ],
-            "ports": [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else [],
+            "ports": [{"name": "metrics", "containerPort": port, "protocol": "TCP"}]
+            if port
+            else [],
             "resources": without_none(
-                {"requests": dict(spec.resources.requests), "limits": dict(spec.resources.limits)}
+                {
+                    "requests": dict(spec.resources.requests),
+                    "limits": dict(spec.resources.limits),
+                }
             ),
             "securityContext": build_container_security(),
             "terminationMessagePath": names.TERMINATION_LOG,
@@ -144,13 +166,19 @@ def _build_mounts() -> list[JsonObject]:
     ]
 
 
-def _build_queue(run: TrainingRun, memory: Memory, index: int) -> tuple[dict[str, str], dict[str, str]]:
+def _build_queue(
+    run: TrainingRun, memory: Memory, index: int
+) -> tuple[dict[str, str], dict[str, str]]:
     """Labels and annotations for Kueue, whose groups of pods have a fixed size.
 
     The nodes a run cannot do without are one group, admitted together; each node above them is admitted
     alone, whenever there is room, and given back alone.
     """
-    if names.LABEL_QUEUE not in run.labels or not memory.gang_size > 1 or index >= memory.gang_size:
+    if (
+        names.LABEL_QUEUE not in run.labels
+        or not memory.gang_size > 1
+        or index >= memory.gang_size
+    ):
         return {}, {}
     group = f"{run.name}-{memory.gang}"
     annotations = {

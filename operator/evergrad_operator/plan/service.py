@@ -25,7 +25,8 @@ def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
             "selector": selector,
             "publishNotReadyAddresses": True,
             "ports": [
-                {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in ports
+                {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
+                for name, port in ports
             ],
         },
     }

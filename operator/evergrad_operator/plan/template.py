@@ -43,9 +43,15 @@ def build_scheduling(
     ``avoided``: hosts that the pod should keep away from if it can.
     """
     template = run.spec.template
-    affinity = _avoid(run.spec.template.affinity, avoided) if avoided else run.spec.template.affinity
+    affinity = (
+        _avoid(run.spec.template.affinity, avoided) if avoided else run.spec.template.affinity
+    )
     # Without a selector a constraint counts no pod at all, which nobody means.
-    ours = {"labelSelector": {"matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: names.ROLE_NODE}}}
+    ours = {
+        "labelSelector": {
+            "matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: names.ROLE_NODE}
+        }
+    }
     return {
         "nodeSelector": dict(template.node_selector),
         "affinity": _join_one_host(affinity, ours) if is_on_one_host else affinity,
@@ -76,7 +82,10 @@ def _join_one_host(affinity: Mapping[str, Any], ours: Mapping[str, Any]) -> dict
     """``affinity`` and, as a requirement, the host of the run's other pods. The first pod may go anywhere."""
     between = dict(affinity.get("podAffinity") or {})
     required = between.get("requiredDuringSchedulingIgnoredDuringExecution") or ()
-    between["requiredDuringSchedulingIgnoredDuringExecution"] = [*required, {**ours, "topologyKey": _HOST}]
+    between["requiredDuringSchedulingIgnoredDuringExecution"] = [
+        *required,
+        {**ours, "topologyKey": _HOST},
+    ]
     return {**affinity, "podAffinity": between}
 
 
@@ -88,7 +97,9 @@ def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:
     nothing.
     """
     template = run.spec.template
-    placement = {key: template.affinity[key] for key in ("nodeAffinity",) if template.affinity.get(key)}
+    placement = {
+        key: template.affinity[key] for key in ("nodeAffinity",) if template.affinity.get(key)
+    }
     return {
         "nodeSelector": dict(template.node_selector),
         "affinity": placement,
@@ -111,7 +122,11 @@ def build_coordinator_metadata(run: TrainingRun) -> tuple[dict[str, str], dict[s
         for key, value in template.labels.items()
         if key not in counted and not key.startswith(_OF_NODES)
     }
-    annotations = {key: value for key, value in template.annotations.items() if not key.startswith(_OF_NODES)}
+    annotations = {
+        key: value
+        for key, value in template.annotations.items()
+        if not key.startswith(_OF_NODES)
+    }
     return labels, annotations
 
 
@@ -124,11 +139,18 @@ def _find_selected(value: Any) -> set[str]:
     found = {key for item in value.values() for key in _find_selected(item)}
     found.update(get_map(value, "matchLabels"))
     found.update(get_text(one, "key") for one in get_maps(value, "matchExpressions"))
-    return found | {key for name in ("matchLabelKeys", "mismatchLabelKeys") for key in value.get(name) or ()}
+    return found | {
+        key for name in ("matchLabelKeys", "mismatchLabelKeys") for key in value.get(name) or ()
+    }
 
 
-def merge_env(ours: dict[str, str], given: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:
+def merge_env(
+    ours: dict[str, str], given: tuple[Mapping[str, Any], ...]
+) -> list[Mapping[str, Any]]:
     """Our defaults first, so that the user's variables may refer to them; one that the user sets is the
     user's."""
     theirs = {variable.get("name") for variable in given}
-    return [*({"name": name, "value": value} for name, value in ours.items() if name not in theirs), *given]
+    return [
+        *({"name": name, "value": value} for name, value in ours.items() if name not in theirs),
+        *given,
+    ]

@@ -20,7 +20,9 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 
 _FREE_SHORT_LIVES = 3
-_NO_SHORT_LIVES = frozenset({Cause.DONE, Cause.HOST_FAULT, Cause.REFUSED_BY_NODE, Cause.USER_ERROR})
+_NO_SHORT_LIVES = frozenset(
+    {Cause.DONE, Cause.HOST_FAULT, Cause.REFUSED_BY_NODE, Cause.USER_ERROR}
+)
 """Ends that say nothing of a short life: the run is complete, or the host waits by a rule of its own."""
 
 
@@ -53,7 +55,11 @@ def _has_lasted(pod: PodState, memory: Memory, config: Config) -> bool:
     again."""
     training, end = memory.training, pod.end
     is_told = training.step is not None or training.checkpoint_step is not None
-    return not is_told and end is not None and (end.at or 0.0) - pod.created_at >= config.undisturbed_seconds
+    return (
+        not is_told
+        and end is not None
+        and (end.at or 0.0) - pod.created_at >= config.undisturbed_seconds
+    )
 
 
 def add_short_life(budget: Budget, memory: Memory, config: Config, now: float) -> Budget:
@@ -64,7 +70,9 @@ def add_short_life(budget: Budget, memory: Memory, config: Config, now: float) -
 
 
 def _delay(count: int, config: Config) -> float:
-    return find_delay(count, first=config.first_backoff_seconds, longest=config.longest_backoff_seconds)
+    return find_delay(
+        count, first=config.first_backoff_seconds, longest=config.longest_backoff_seconds
+    )
 
 
 def find_delay(count: int, *, first: float, longest: float) -> float:
@@ -77,7 +85,9 @@ def _mark(budget: Budget, memory: Memory) -> Budget:
     step = -1 if training.step is None else training.step
     checkpoint = -1 if training.checkpoint_step is None else training.checkpoint_step
     return replace(
-        budget, step=max(budget.step, step), checkpoint_step=max(budget.checkpoint_step, checkpoint)
+        budget,
+        step=max(budget.step, step),
+        checkpoint_step=max(budget.checkpoint_step, checkpoint),
     )
 
 
@@ -89,9 +99,12 @@ def forgive(memory: Memory, observation: Observation) -> Memory:
     budget, training = memory.budget, memory.training
     has_step = training.step is not None and training.step > budget.step
     has_checkpoint = (
-        training.checkpoint_step is not None and training.checkpoint_step > budget.checkpoint_step
+        training.checkpoint_step is not None
+        and training.checkpoint_step > budget.checkpoint_step
     )
     is_fresh = observation.run.parsed.recovery == "fresh"
-    if (budget.failures or budget.short_lives) and (has_checkpoint or (has_step and not is_fresh)):
+    if (budget.failures or budget.short_lives) and (
+        has_checkpoint or (has_step and not is_fresh)
+    ):
         return replace(memory, budget=Budget(at=budget.at))
     return memory

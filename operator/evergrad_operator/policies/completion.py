@@ -31,7 +31,9 @@ def complete_if_recorded(situation: Situation) -> Situation | None:
         if isinstance(step, int) and run.parsed.is_typed:
             training = replace(situation.memory.training, step=step, total_steps=step)
             situation = replace(situation, memory=replace(situation.memory, training=training))
-        over = _note_last_step(situation).finished(Phase.COMPLETE, Reason.ALREADY_COMPLETE, text)
+        over = _note_last_step(situation).finished(
+            Phase.COMPLETE, Reason.ALREADY_COMPLETE, text
+        )
     return over.at(at)
 
 
@@ -39,11 +41,19 @@ def complete_if_done(situation: Situation) -> Situation | None:
     """The situation with all steps done: over once no pod is at work any more, or the time for that has
     passed."""
     progress, memory = situation.progress, situation.memory
-    done = [pod for pod in situation.nodes if pod.end is not None and pod.end.cause == Cause.DONE]
-    if not done and memory.finishing_since is None and (progress is None or progress.phase != "Complete"):
+    done = [
+        pod for pod in situation.nodes if pod.end is not None and pod.end.cause == Cause.DONE
+    ]
+    if (
+        not done
+        and memory.finishing_since is None
+        and (progress is None or progress.phase != "Complete")
+    ):
         return None
     since = situation.now if memory.finishing_since is None else memory.finishing_since
-    situation = _note_last_step(replace(situation, memory=replace(memory, finishing_since=since)))
+    situation = _note_last_step(
+        replace(situation, memory=replace(memory, finishing_since=since))
+    )
     memory = situation.memory
     at_work = [pod for pod in situation.nodes if pod.is_running and not situation.is_ghost(pod)]
     if at_work and situation.now < since + situation.config.finish_grace_seconds:
@@ -58,7 +68,9 @@ def _note_last_step(situation: Situation) -> Situation:
     training = situation.memory.training
     if not situation.run.parsed.is_typed or training.total_steps is None:
         return situation
-    training = replace(training, step=training.total_steps, checkpoint_step=training.total_steps)
+    training = replace(
+        training, step=training.total_steps, checkpoint_step=training.total_steps
+    )
     return replace(situation, memory=replace(situation.memory, training=training))
 
 

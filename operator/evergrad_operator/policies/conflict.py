@@ -31,7 +31,11 @@ def _find_conflict(situation: Situation) -> str | None:
         return f"{place} holds the data of an earlier run {run.name} with another recipe"
     claim = situation.observation.claim
     for record in claim.records.values() if claim else ():
-        if record.run != run.name and overlap(record.path, path) and not (is_ours and age < _age(record)):
+        if (
+            record.run != run.name
+            and overlap(record.path, path)
+            and not (is_ours and age < _age(record))
+        ):
             return f"{place} holds the data of run {record.run}"
     for other in situation.observation.others:
         if (

@@ -29,7 +29,12 @@ from evergrad_operator.policies.lifecycle import (
 from evergrad_operator.policies.remember import remember
 from evergrad_operator.policies.scale import Scale, decide_scale
 from evergrad_operator.policies.situation import Situation
-from evergrad_operator.policies.waiting import Obstacle, explain_refusal, find_claim_obstacle, find_obstacle
+from evergrad_operator.policies.waiting import (
+    Obstacle,
+    explain_refusal,
+    find_claim_obstacle,
+    find_obstacle,
+)
 from evergrad_operator.problems import list_problems
 from evergrad_operator.times import format_time
 
@@ -55,7 +60,8 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
         return decision
     # A run that comes to rest says why its pods cannot leave, as one that trains says why they cannot come.
     return replace(
-        decision, message=f"{decision.message}; {explain_refusal(observation.failures[0]).message}"
+        decision,
+        message=f"{decision.message}; {explain_refusal(observation.failures[0]).message}",
     )
 
 
@@ -74,8 +80,15 @@ def _decide(situation: Situation) -> Decision:
         if (over := end(situation)) is not None:
             return conclude(over)
     started = _note_start(situation)
-    decision = stop_if_asked(situation) or _hold_if_wrong(started) or drain_older(situation) or _run(started)
-    return replace(decision, requeue_after=earliest(decision.requeue_after, seconds_to_deadline(situation)))
+    decision = (
+        stop_if_asked(situation)
+        or _hold_if_wrong(started)
+        or drain_older(situation)
+        or _run(started)
+    )
+    return replace(
+        decision, requeue_after=earliest(decision.requeue_after, seconds_to_deadline(situation))
+    )
 
 
 def _end_sidecars(situation: Situation, decision: Decision) -> Decision:
@@ -88,9 +101,15 @@ def _end_sidecars(situation: Situation, decision: Decision) -> Decision:
         return decision
     known, chosen = situation.observation.status, {pod.name for pod in decision.pods_to_delete}
     left = [
-        pod for pod in situation.nodes if pod.end is not None and pod.has_sidecar and pod.name not in chosen
+        pod
+        for pod in situation.nodes
+        if pod.end is not None and pod.has_sidecar and pod.name not in chosen
     ]
-    told = [pod for pod in left if known.finish is not None or known.has_recorded(pod.index, pod.attempt)]
+    told = [
+        pod
+        for pod in left
+        if known.finish is not None or known.has_recorded(pod.index, pod.attempt)
+    ]
     # The pass that follows the status write deletes the others.
     seconds = 1.0 if len(told) < len(left) else None
     return replace(
@@ -105,7 +124,9 @@ def _let_go(situation: Situation) -> Decision:
     finish = situation.memory.finish
     if finish is not None:
         return situation.hold(finish.phase, finish.reason, finish.message)
-    return situation.hold(Phase.RUNNING, Reason.DELETING, "the run is being deleted; its pods save and leave")
+    return situation.hold(
+        Phase.RUNNING, Reason.DELETING, "the run is being deleted; its pods save and leave"
+    )
 
 
 def _note_start(situation: Situation) -> Situation:
@@ -119,7 +140,9 @@ def _note_start(situation: Situation) -> Situation:
     training = memory.training
     if training.updated_at == situation.observation.status.training.updated_at:
         training = replace(training, updated_at=None)
-    return replace(situation, memory=replace(memory, start_time=situation.now, training=training))
+    return replace(
+        situation, memory=replace(memory, start_time=situation.now, training=training)
+    )
 
 
 def _hold_if_wrong(situation: Situation) -> Decision | None:
@@ -134,7 +157,11 @@ def _hold_if_wrong(situation: Situation) -> Decision | None:
         # Nothing of a run that has not begun is settled: the corrected file may name another recipe and
         # another image.
         memory = replace(
-            held.memory, recipe_hash="", image="", start_time=None, coordinator=known.coordinator
+            held.memory,
+            recipe_hash="",
+            image="",
+            start_time=None,
+            coordinator=known.coordinator,
         )
         held = replace(held, memory=memory)
     return replace(held, is_blocked=True)
@@ -170,7 +197,9 @@ def _run(situation: Situation) -> Decision:
         wanted.append(names.coordinator_pod_name(situation.run.name, scale.coordinator_attempt))
     if not situation.is_recorded(record):
         wanted.append(situation.run.claim_name)
-    phase, reason, message, person_at = _describe(situation, scale, find_obstacle(situation, wanted))
+    phase, reason, message, person_at = _describe(
+        situation, scale, find_obstacle(situation, wanted)
+    )
     seconds_to_person = None if person_at is None else person_at - situation.now
     return Decision(
         Action.RUN,
@@ -210,7 +239,9 @@ def _describe(
 ) -> tuple[Phase, str, str, float | None]:
     """Phase, reason, message, and from when on somebody has to act before the run trains; None for never."""
     progress, memory = situation.progress, situation.memory
-    known_phase = memory.phase if memory.phase in (Phase.RUNNING, Phase.STARTING, Phase.WAITING) else ""
+    known_phase = (
+        memory.phase if memory.phase in (Phase.RUNNING, Phase.STARTING, Phase.WAITING) else ""
+    )
     if progress is not None:
         phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
         if phase == Phase.WAITING and obstacle is None and _is_warming_up(situation, scale):
@@ -219,13 +250,26 @@ def _describe(
         # Nobody has asked the coordinator yet, as after a start of the operator: what was known still holds.
         phase = Phase(known_phase)
     else:
-        phase = Phase.RUNNING if known_phase == Phase.RUNNING and situation.live else Phase.STARTING
+        phase = (
+            Phase.RUNNING if known_phase == Phase.RUNNING and situation.live else Phase.STARTING
+        )
     if phase == Phase.RUNNING:
         if scale.coordinator_attempt is not None:
             text = "the coordinator is being replaced; training goes on"
-            return phase, Reason.COORDINATOR_LOST, text + (f"; {obstacle.message}" if obstacle else ""), None
+            return (
+                phase,
+                Reason.COORDINATOR_LOST,
+                text + (f"; {obstacle.message}" if obstacle else ""),
+                None,
+            )
         text = f"{situation.ready} of {situation.run.spec.nodes.largest} nodes train"
-        behind = obstacle.message if obstacle else describe_host_faults(situation) if scale.faulty else ""
+        behind = (
+            obstacle.message
+            if obstacle
+            else describe_host_faults(situation)
+            if scale.faulty
+            else ""
+        )
         return phase, Reason.TRAINING, text + (f"; {behind}" if behind else ""), None
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING
@@ -233,10 +277,17 @@ def _describe(
         return found, obstacle.reason, obstacle.message, obstacle.needs_person_at
     if scale.faulty or memory.faults.in_a_row >= MANY_FAULTS:
         needs_person_at = 0.0 if memory.faults.in_a_row >= MANY_FAULTS else None
-        return Phase.WAITING, Reason.HOST_FAULTS, describe_host_faults(situation), needs_person_at
+        return (
+            Phase.WAITING,
+            Reason.HOST_FAULTS,
+            describe_host_faults(situation),
+            needs_person_at,
+        )
     if is_backing_off(situation):
         text = f"the next pods come at {format_time(memory.budget.retry_at)}"
-        text += f". Last: {describe_failure(memory.last_failure)}" if memory.last_failure else ""
+        text += (
+            f". Last: {describe_failure(memory.last_failure)}" if memory.last_failure else ""
+        )
         return Phase.WAITING, Reason.BACKING_OFF, text, None
     if progress is not None and phase == Phase.WAITING:
         return phase, Reason.WAITING_FOR_NODES, progress.message, None

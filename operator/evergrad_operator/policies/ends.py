@@ -36,7 +36,9 @@ def note_nodes(memory: Memory, observation: Observation, config: Config, now: fl
             vanished.append((index, attempts[index]))
             recorded.add(index)
         for pod in mine:
-            if pod.attempt < attempts[index] or (pod.attempt == attempts[index] and index in recorded):
+            if pod.attempt < attempts[index] or (
+                pod.attempt == attempts[index] and index in recorded
+            ):
                 continue
             attempts[index] = pod.attempt
             recorded.discard(index)
@@ -44,7 +46,9 @@ def note_nodes(memory: Memory, observation: Observation, config: Config, now: fl
                 ended.append(pod)
                 recorded.add(index)
     released = _released(observation, memory, len(attempts))
-    counted = [pod for pod in ended if pod.index not in released and pod.restart == memory.restart]
+    counted = [
+        pod for pod in ended if pod.index not in released and pod.restart == memory.restart
+    ]
     lost = [(index, attempt) for index, attempt in vanished if index not in released]
     memory = replace(memory, attempts=tuple(attempts), recorded=frozenset(recorded | released))
     memory = _add_ends(memory, observation, counted, lost, now)
@@ -62,7 +66,11 @@ def _find_newest(observation: Observation, ended: Iterable[PodState]) -> float:
     there.
     """
     last = {pod.index: pod.attempt for pod in ended}
-    there = (pod.created_at for pod in observation.nodes if pod.attempt <= last.get(pod.index, pod.attempt))
+    there = (
+        pod.created_at
+        for pod in observation.nodes
+        if pod.attempt <= last.get(pod.index, pod.attempt)
+    )
     return max(there, default=0.0)
 
 
@@ -102,7 +110,9 @@ def _add_ends(
     # Exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after a
     # verdict.
     is_over = observation.progress is not None and observation.progress.phase == "Failed"
-    no_restart = (Cause.DONE, Cause.USER_ERROR) if is_over or not memory.has_formed else (Cause.DONE,)
+    no_restart = (
+        (Cause.DONE, Cause.USER_ERROR) if is_over or not memory.has_formed else (Cause.DONE,)
+    )
     restarts = dict(memory.restarts)
     for record in records:
         if record.cause not in no_restart:

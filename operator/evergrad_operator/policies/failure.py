@@ -48,7 +48,9 @@ def quote(text: str, longest: int = MAX_CAUSE) -> str:
 
 def fail_if_due(situation: Situation) -> Situation | None:
     """The situation with the run failed, if the observation says so."""
-    verdict = _find_user_error(situation) or _find_verdict(situation) or _find_exhaustion(situation)
+    verdict = (
+        _find_user_error(situation) or _find_verdict(situation) or _find_exhaustion(situation)
+    )
     return verdict and situation.finished(Phase.FAILED, *verdict)
 
 
@@ -56,15 +58,23 @@ def _find_user_error(situation: Situation) -> tuple[str, str] | None:
     """Exit code 64 that is confirmed: the earliest node's words count, the others only follow."""
     if not is_input_error_confirmed(situation.memory, situation.observation):
         return None
-    ended = [pod for pod in situation.current if pod.end is not None and pod.end.cause == Cause.USER_ERROR]
+    ended = [
+        pod
+        for pod in situation.current
+        if pod.end is not None and pod.end.cause == Cause.USER_ERROR
+    ]
     if not ended:
         return None
-    pod = min(ended, key=lambda one: ((one.end.at if one.end else None) or float("inf"), one.index))
+    pod = min(
+        ended, key=lambda one: ((one.end.at if one.end else None) or float("inf"), one.index)
+    )
     said = quote(pod.end.message) if pod.end else ""
     text = f"node {pod.index} (pod {pod.name}) ended with exit code 64: {said or 'it left no message'}"
     # A volume that is too small from the start is refused before the first step; it is no fault of the
     # recipe.
-    reason = Reason.VOLUME_FULL if any(words in said for words in _NO_ROOM) else Reason.USER_ERROR
+    reason = (
+        Reason.VOLUME_FULL if any(words in said for words in _NO_ROOM) else Reason.USER_ERROR
+    )
     return reason, f"{_stop(text)} {_REMEDIES[reason]}"
 
 
@@ -81,7 +91,11 @@ def _find_verdict(situation: Situation) -> tuple[str, str] | None:
     elif cause == "out_of_memory":
         reason = Reason.OUT_OF_MEMORY
     else:
-        reason = Reason.VOLUME_FULL if "no space left on device" in said.lower() else Reason.WORKER_CRASH
+        reason = (
+            Reason.VOLUME_FULL
+            if "no space left on device" in said.lower()
+            else Reason.WORKER_CRASH
+        )
     where = ""
     if failure is not None and f"node {failure.node}" not in said:
         where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
@@ -103,7 +117,9 @@ def _find_exhaustion(situation: Situation) -> tuple[str, str] | None:
 
 
 def _cause(failure: LastFailure | None) -> Cause:
-    return Cause(failure.cause) if failure and failure.cause in list(Cause) else Cause.WORKER_CRASH
+    return (
+        Cause(failure.cause) if failure and failure.cause in list(Cause) else Cause.WORKER_CRASH
+    )
 
 
 def describe_failure(failure: LastFailure | None) -> str:
@@ -126,10 +142,14 @@ def describe_host_faults(situation: Situation) -> str:
     """Which nodes wait for what, and where to look."""
     faults, last = situation.memory.faults, situation.memory.last_failure
     nodes = (
-        f"nodes {pack_ranges(faults.nodes)}" if len(faults.nodes) > 1 else f"node {pack_ranges(faults.nodes)}"
+        f"nodes {pack_ranges(faults.nodes)}"
+        if len(faults.nodes) > 1
+        else f"node {pack_ranges(faults.nodes)}"
     )
     hosts = ", ".join(f"{host} ({count})" for host, count in reversed(faults.hosts))
-    text = f"host faults, {faults.in_a_row} in a row, of {nodes}" + (f"; by host: {hosts}" if hosts else "")
+    text = f"host faults, {faults.in_a_row} in a row, of {nodes}" + (
+        f"; by host: {hosts}" if hosts else ""
+    )
     when = (
         f"; it is tried again at {format_time(faults.retry_at)}"
         if situation.now < faults.retry_at

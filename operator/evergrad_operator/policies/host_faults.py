@@ -47,14 +47,20 @@ def note_host_faults(
     if not faulty:
         return memory
     known = memory.faults
-    accused = [] if memory.has_formed else [pod for pod in faulty if describe_cause(pod) == Cause.USER_ERROR]
+    accused = (
+        []
+        if memory.has_formed
+        else [pod for pod in faulty if describe_cause(pod) == Cause.USER_ERROR]
+    )
     errors = (*memory.input_errors, *(InputError(pod.index, pod.node_name) for pod in accused))
 
     # The first replacement waits for nothing, except where others are about to say what they think of the
     # input.
     in_a_row = known.in_a_row + any(pod.created_at > known.at for pod in faulty)
     delay = find_delay(
-        in_a_row - 1, first=config.first_backoff_seconds, longest=config.longest_host_backoff_seconds
+        in_a_row - 1,
+        first=config.first_backoff_seconds,
+        longest=config.longest_host_backoff_seconds,
     )
     delay = max(delay, _SECOND_OPINION_SECONDS) if accused else delay
     faults = HostFaults(
@@ -72,7 +78,9 @@ def is_host_fault(pod: PodState) -> bool:
     return describe_cause(pod) in (Cause.HOST_FAULT, Cause.REFUSED_BY_NODE, Cause.USER_ERROR)
 
 
-def _add_hosts(known: tuple[tuple[str, int], ...], faulty: Iterable[PodState]) -> tuple[tuple[str, int], ...]:
+def _add_hosts(
+    known: tuple[tuple[str, int], ...], faulty: Iterable[PodState]
+) -> tuple[tuple[str, int], ...]:
     """How often each host had a fault; the one that had the last comes last."""
     counts = dict(known)
     for pod in faulty:
@@ -93,7 +101,9 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
     nodes = faults.nodes - well - surplus
     if nodes == faults.nodes:
         return memory
-    faults = replace(faults, nodes=nodes) if nodes else HostFaults(hosts=faults.hosts, at=faults.at)
+    faults = (
+        replace(faults, nodes=nodes) if nodes else HostFaults(hosts=faults.hosts, at=faults.at)
+    )
     return replace(memory, faults=faults)
 
 
@@ -103,9 +113,13 @@ def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
     errors = memory.input_errors
     if not errors or memory.has_formed:
         return False
-    if observation.run.spec.nodes.largest == 1 or len({error.node for error in errors}) < len(errors):
+    if observation.run.spec.nodes.largest == 1 or len({error.node for error in errors}) < len(
+        errors
+    ):
         return True
-    if any(one.node != other.node and one.host != other.host for one in errors for other in errors):
+    if any(
+        one.node != other.node and one.host != other.host for one in errors for other in errors
+    ):
         return True
     # Where all pods are on one host, no second one can be asked.
     pods = [pod for pod in observation.nodes if pod.restart == memory.restart]

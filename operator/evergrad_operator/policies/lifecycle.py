@@ -12,7 +12,9 @@ from evergrad_operator.pods import PodState
 from evergrad_operator.policies.situation import Situation
 from evergrad_operator.times import format_duration, format_time
 
-_AT_ONCE: Final = frozenset({Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT, Reason.ALREADY_COMPLETE})
+_AT_ONCE: Final = frozenset(
+    {Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT, Reason.ALREADY_COMPLETE}
+)
 _NOT_ASKED: Final = frozenset({"AllNodesLeft", "Signal"})
 _FIRST_WORDS_SECONDS: Final = 30.0
 """A coordinator is given so long to be heard before a suspended run lets it go."""
@@ -21,7 +23,9 @@ _FIRST_WORDS_SECONDS: Final = 30.0
 def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
     """Deletions of those pods that are not being deleted already, the highest index first."""
     chosen = sorted(
-        (pod for pod in pods if not pod.is_deleting), key=lambda pod: (pod.index, pod.attempt), reverse=True
+        (pod for pod in pods if not pod.is_deleting),
+        key=lambda pod: (pod.index, pod.attempt),
+        reverse=True,
     )
     return tuple(PodDeletion(pod.name, pod.uid) for pod in chosen)
 
@@ -42,7 +46,8 @@ def fail_at_deadline(situation: Situation) -> Situation | None:
     limit = situation.run.spec.active_deadline_seconds or 0
     text = f"the run was not complete {format_duration(limit)} after its start (spec.activeDeadlineSeconds). "
     remedy = (
-        "State is saved as the pods leave; raise the limit and set spec.restartNonce to a new text to go on."
+        "State is saved as the pods leave; raise the limit and set spec.restartNonce to a "
+        "new text to go on."
     )
     return situation.finished(Phase.FAILED, Reason.DEADLINE_EXCEEDED, text + remedy)
 
@@ -102,14 +107,20 @@ def _said(situation: Situation) -> str:
     finish, nonce = situation.memory.finish, situation.run.spec.restart_nonce
     message = finish.message if finish else ""
     if finish and finish.phase == Phase.COMPLETE and nonce != situation.memory.restart_nonce:
-        message += "; spec.restartNonce has no effect on a complete run: create a new TrainingRun"
+        message += (
+            "; spec.restartNonce has no effect on a complete run: create a new TrainingRun"
+        )
     return message
 
 
 def _completed_record(situation: Situation) -> Record | None:
     """Of a complete run, for the PVC: what survives the loss of its status."""
     finish, own = situation.memory.finish, situation.own_record
-    if finish is None or finish.phase != Phase.COMPLETE or finish.reason == Reason.ALREADY_COMPLETE:
+    if (
+        finish is None
+        or finish.phase != Phase.COMPLETE
+        or finish.reason == Reason.ALREADY_COMPLETE
+    ):
         return None
     if situation.observation.claim is None or (
         own is not None and own.complete is not None and own.uid == situation.run.uid
@@ -118,7 +129,9 @@ def _completed_record(situation: Situation) -> Record | None:
     epoch = max(situation.memory.coordinator.attempt, own.epoch if own else -1)
     complete: dict[str, object] = {"at": format_time(finish.at)}
     if situation.memory.training.step is not None:
-        complete["step"] = situation.memory.training.total_steps or situation.memory.training.step
+        complete["step"] = (
+            situation.memory.training.total_steps or situation.memory.training.step
+        )
     return replace(situation.build_record(epoch), complete=complete)
 
 
@@ -130,13 +143,23 @@ def stop_if_asked(situation: Situation) -> Decision | None:
     progress, memory = situation.progress, situation.memory
     if situation.run.spec.suspend:
         # Resuming by hand also takes back a stop that the recipe asked for.
-        return _drain(replace(situation, memory=replace(memory, stop_reason="")), Reason.SUSPENDED)
-    has_stopped = progress is not None and progress.phase == "Stopped" and progress.reason not in _NOT_ASKED
+        return _drain(
+            replace(situation, memory=replace(memory, stop_reason="")), Reason.SUSPENDED
+        )
+    has_stopped = (
+        progress is not None
+        and progress.phase == "Stopped"
+        and progress.reason not in _NOT_ASKED
+    )
     if progress is not None and has_stopped and not memory.is_stopped:
         is_non_finite = progress.reason == Reason.NON_FINITE
-        memory = replace(memory, stop_reason=Reason.NON_FINITE if is_non_finite else Reason.STOPPED)
+        memory = replace(
+            memory, stop_reason=Reason.NON_FINITE if is_non_finite else Reason.STOPPED
+        )
     return (
-        _drain(replace(situation, memory=memory), Reason(memory.stop_reason)) if memory.is_stopped else None
+        _drain(replace(situation, memory=memory), Reason(memory.stop_reason))
+        if memory.is_stopped
+        else None
     )
 
 
@@ -151,7 +174,9 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
     is_unheard = memory.training.step is None and any(
         situation.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
     )
-    is_stale = is_unheard or (situation.progress is not None and situation.progress.connected > 0)
+    is_stale = is_unheard or (
+        situation.progress is not None and situation.progress.connected > 0
+    )
     if working or live_coordinators:
         chosen = (
             situation.live
@@ -168,17 +193,27 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
             text,
             memory,
             pods_to_delete=remove(chosen),
-            requeue_after=earliest(situation.seconds_to_ghosts, None if working or not is_stale else 1.0),
+            requeue_after=earliest(
+                situation.seconds_to_ghosts, None if working or not is_stale else 1.0
+            ),
         )
     # Time and budget begin anew; a queue admits the nodes as a new group.
     faults = HostFaults(hosts=memory.faults.hosts, at=memory.faults.at)
-    memory = replace(memory, start_time=None, budget=Budget(at=memory.budget.at), faults=faults, gang_size=0)
+    memory = replace(
+        memory, start_time=None, budget=Budget(at=memory.budget.at), faults=faults, gang_size=0
+    )
     memory = replace(memory, has_formed=False, input_errors=())
     text = _describe_pause(situation, reason)
     pods = remove((*situation.nodes, *coordinators))
     is_blocked = reason == Reason.NON_FINITE
     return Decision(
-        Action.STOP, Phase.SUSPENDED, reason, text, memory, pods_to_delete=pods, is_blocked=is_blocked
+        Action.STOP,
+        Phase.SUSPENDED,
+        reason,
+        text,
+        memory,
+        pods_to_delete=pods,
+        is_blocked=is_blocked,
     )
 
 
@@ -187,7 +222,9 @@ def _describe_pause(situation: Situation, reason: Reason) -> str:
     step = situation.memory.training.checkpoint_step
     if reason == Reason.NON_FINITE:
         # The state before the step that is not finite has been saved, so that step is the next one.
-        which, saved = ("a step", "") if step is None else (f"step {step + 1}", f", of step {step},")
+        which, saved = (
+            ("a step", "") if step is None else (f"step {step + 1}", f", of step {step},")
+        )
         return (
             f"training stopped: the loss or the gradient norm of {which} is not finite; the "
             f"state before it{saved} is saved. "
@@ -196,7 +233,11 @@ def _describe_pause(situation: Situation, reason: Reason) -> str:
             f"spec.restartNonce to a new text, or run: evergrad resume {situation.run.name}"
         )
     saved = f"; the newest checkpoint is of step {step}" if step is not None else ""
-    how = "set spec.suspend to false" if reason == Reason.SUSPENDED else "set spec.restartNonce to a new text"
+    how = (
+        "set spec.suspend to false"
+        if reason == Reason.SUSPENDED
+        else "set spec.restartNonce to a new text"
+    )
     return f"no pod is left{saved}. To go on, {how}."
 
 
@@ -210,7 +251,9 @@ def drain_older(situation: Situation) -> Decision | None:
     live = [pod for pod in situation.live if pod.restart < restart]
     leaving = [pod for pod in situation.leaving if pod.restart < restart]
     coordinators = [
-        pod for pod in situation.observation.coordinators if pod.is_live and pod.restart < restart
+        pod
+        for pod in situation.observation.coordinators
+        if pod.is_live and pod.restart < restart
     ]
     if not (live or leaving or coordinators):
         return None

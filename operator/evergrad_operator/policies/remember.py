@@ -59,7 +59,9 @@ def _begin(observation: Observation, config: Config) -> Memory:
     run, memory = observation.run, observation.status
     nonce = run.spec.restart_nonce
     if not memory.is_known:
-        visible = max((pod.restart for pod in (*observation.nodes, *observation.coordinators)), default=0)
+        visible = max(
+            (pod.restart for pod in (*observation.nodes, *observation.coordinators)), default=0
+        )
         memory = replace(memory, restart_nonce=nonce, restart=max(memory.restart, visible))
     elif nonce != memory.restart_nonce and not _is_complete(memory):
         memory = replace(
@@ -94,13 +96,17 @@ def _begin(observation: Observation, config: Config) -> Memory:
         )
     # A longer horizon is part of the recipe's hash: the volume's record follows it, or the extended run, made
     # anew, would be taken for another recipe. Of a run that is over the record is not written any more.
-    keeps = bool(memory.recipe_hash) and (bool(run.parsed.problems) or memory.finish is not None)
+    keeps = bool(memory.recipe_hash) and (
+        bool(run.parsed.problems) or memory.finish is not None
+    )
     return replace(
         memory,
         settings_hash=memory.settings_hash if run.parsed.problems else run.parsed.settings_hash,
         image=memory.image or run.spec.image or config.trainer_image,
         recipe_hash=memory.recipe_hash if keeps else run.parsed.recipe_hash,
-        coordinator=replace(memory.coordinator, image=memory.coordinator.image or config.operator_image),
+        coordinator=replace(
+            memory.coordinator, image=memory.coordinator.image or config.operator_image
+        ),
     )
 
 
@@ -128,7 +134,9 @@ def _note_image(memory: Memory, observation: Observation, config: Config) -> Mem
         # Where nothing is ever pulled, images lie on hosts by the names under which they were brought.
         pin = "" if policy == "Never" else pin_image(memory.image, first.image_id)
         return replace(memory, image_id=first.image_id, image_pin=pin)
-    is_unknown = any(pod.is_live and pod.is_image_missing and pod.image == memory.image_pin for pod in pods)
+    is_unknown = any(
+        pod.is_live and pod.is_image_missing and pod.image == memory.image_pin for pod in pods
+    )
     return replace(memory, image_pin="") if is_unknown else memory
 
 
@@ -139,7 +147,9 @@ def _is_complete(memory: Memory) -> bool:
 # ---- the coordinator ---------------------------------------------------------------------------------------
 
 
-def _note_coordinators(memory: Memory, observation: Observation, config: Config, now: float) -> Memory:
+def _note_coordinators(
+    memory: Memory, observation: Observation, config: Config, now: float
+) -> Memory:
     """Count the loss of a coordinator: its pod has ended, is on its way out, has vanished or was replaced
     unseen."""
     pods = {pod.attempt: pod for pod in observation.coordinators}
@@ -147,7 +157,9 @@ def _note_coordinators(memory: Memory, observation: Observation, config: Config,
     known = memory.coordinator
     if newest > known.attempt:
         if known.attempt >= 0 and not known.is_recorded:
-            memory = _add_lost_coordinator(memory, observation, pods.get(known.attempt), config, now)
+            memory = _add_lost_coordinator(
+                memory, observation, pods.get(known.attempt), config, now
+            )
         known = Coordinator(newest, known.image)
     pod = pods.get(known.attempt)
     memory = replace(memory, coordinator=known)
@@ -177,14 +189,21 @@ def _add_lost_coordinator(
         budget = add_short_life(budget, memory, config, now)
     code = pod.end.exit_code if pod and pod.end else None
     end = EndRecord(
-        names.coordinator_pod_name(observation.run.name, known.attempt), Cause.COORDINATOR_LOST, code, now
+        names.coordinator_pod_name(observation.run.name, known.attempt),
+        Cause.COORDINATOR_LOST,
+        code,
+        now,
     )
     restarts = {
         **memory.restarts,
         Cause.COORDINATOR_LOST.value: memory.restarts.get(Cause.COORDINATOR_LOST, 0) + 1,
     }
     return replace(
-        memory, coordinator=known, budget=budget, restarts=restarts, ends=(*memory.ends, end)[-MAX_ENDS:]
+        memory,
+        coordinator=known,
+        budget=budget,
+        restarts=restarts,
+        ends=(*memory.ends, end)[-MAX_ENDS:],
     )
 
 
@@ -204,7 +223,10 @@ def _merge_training(known: Training, progress: Progress, now: float) -> Training
     """What the coordinator does not know yet, as after its own restart, stays as it was."""
     is_new = progress.step is not None and progress.step != known.step
     ago = progress.updated_seconds_ago or 0.0
-    has_saved = progress.checkpoint_step is not None and progress.checkpoint_step != known.checkpoint_step
+    has_saved = (
+        progress.checkpoint_step is not None
+        and progress.checkpoint_step != known.checkpoint_step
+    )
     return Training(
         generation=progress.generation or known.generation,
         step=known.step if progress.step is None else progress.step,
@@ -242,6 +264,8 @@ def _add_counters(memory: Memory, progress: Progress) -> Memory:
         more = whole - known.lost_seconds.get(name, 0)
         if more > 0 and (name in lost or len(lost) < MAX_CAUSES):
             lost[name] = lost.get(name, 0) + more
-    seen = {name: progress.restarts[name] for name in IN_POD_CAUSES if progress.restarts.get(name)}
+    seen = {
+        name: progress.restarts[name] for name in IN_POD_CAUSES if progress.restarts.get(name)
+    }
     coordinator = replace(known, restarts=seen, lost_seconds=told)
     return replace(memory, restarts=restarts, lost_seconds=lost, coordinator=coordinator)

@@ -38,7 +38,9 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
     for pod in told or [pod for pod in ended if describe_cause(pod) == Cause.HOST_FAULT]:
         described = _describe(pod, memory, now)
         is_repeated = (
-            failure is not None and failure.rank is not None and described.at - failure.at < _ECHO_SECONDS
+            failure is not None
+            and failure.rank is not None
+            and described.at - failure.at < _ECHO_SECONDS
         )
         failure = failure if is_repeated and described.exit_code in _SAID_BEFORE else described
     return replace(memory, last_failure=failure)
@@ -71,7 +73,9 @@ def note_verdict(memory: Memory, failure: Failure | None, now: float) -> Memory:
         return memory
     described = LastFailure(
         cause=CAUSES.get(failure.cause, Cause.WORKER_CRASH),
-        node=int(failure.node) if failure.node.isdecimal() and len(failure.node) < _NODE_DIGITS else None,
+        node=int(failure.node)
+        if failure.node.isdecimal() and len(failure.node) < _NODE_DIGITS
+        else None,
         message=keep_end(failure.message, MAX_MESSAGE),
         at=at,
         rank=failure.rank,

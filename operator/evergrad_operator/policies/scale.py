@@ -36,21 +36,33 @@ def decide_scale(situation: Situation) -> Scale:
     """The pods of a run that trains or wants to."""
     most = situation.run.spec.nodes.largest
     newest = _newest_live(situation)
-    surplus = [pod for pod in situation.live if pod.index >= most or newest.get(pod.index) is not pod]
+    surplus = [
+        pod for pod in situation.live if pod.index >= most or newest.get(pod.index) is not pod
+    ]
     surplus += [
-        pod for pod in newest.values() if pod.index < most and _is_waiting_for_digest(pod, situation.memory)
+        pod
+        for pod in newest.values()
+        if pod.index < most and _is_waiting_for_digest(pod, situation.memory)
     ]
     missing = [index for index in range(most) if index not in newest]
     is_waiting = is_backing_off(situation)
     held = {pod.index for pod in situation.leaving if _is_last_holder(pod, situation)}
     faults = situation.memory.faults
-    faulty = faults.nodes.intersection(missing) if situation.now < faults.retry_at else frozenset[int]()
+    faulty = (
+        faults.nodes.intersection(missing)
+        if situation.now < faults.retry_at
+        else frozenset[int]()
+    )
     due = [] if is_waiting else [index for index in missing if index not in held | faulty]
     visible = {
         pod.index: pod.attempt for pod in situation.nodes
     }  # sorted: the highest attempt of each comes last
     coordinator, epoch = _find_coordinator(situation)
-    older = [pod for pod in situation.observation.coordinators if not pod.is_deleting and pod.attempt < epoch]
+    older = [
+        pod
+        for pod in situation.observation.coordinators
+        if not pod.is_deleting and pod.attempt < epoch
+    ]
     # Its successor is made once it is being deleted: that stands in the API server, whatever becomes of this
     # operator.
     older += [
@@ -60,7 +72,8 @@ def decide_scale(situation: Situation) -> Scale:
     ]
     return Scale(
         nodes_to_create=tuple(
-            (index, 1 + max(visible.get(index, -1), situation.memory.attempt_of(index))) for index in due
+            (index, 1 + max(visible.get(index, -1), situation.memory.attempt_of(index)))
+            for index in due
         ),
         pods_to_delete=remove((*surplus, *_find_old(situation))) + remove(older),
         coordinator_attempt=coordinator if not is_waiting else None,
@@ -120,7 +133,9 @@ def _find_coordinator(situation: Situation) -> tuple[int | None, int]:
     following = 1 + max((pod.attempt for pod in situation.observation.coordinators), default=-1)
     following = max(following, memory.coordinator.attempt + 1)
     if own is not None:
-        is_still_to_be_made = own.uid == situation.run.uid and (memory.is_known or not situation.nodes)
+        is_still_to_be_made = own.uid == situation.run.uid and (
+            memory.is_known or not situation.nodes
+        )
         following = max(following, own.epoch if is_still_to_be_made else own.epoch + 1)
     return following, following
 
@@ -146,9 +161,13 @@ def _find_old(situation: Situation) -> list[PodState]:
     """Ended pods that a newer ended one of the same node has made useless; the newest stays for its logs."""
     newest: dict[int, PodState] = {}
     for pod in situation.nodes:
-        if pod.end is not None and (pod.index not in newest or pod.attempt > newest[pod.index].attempt):
+        if pod.end is not None and (
+            pod.index not in newest or pod.attempt > newest[pod.index].attempt
+        ):
             newest[pod.index] = pod
-    return [pod for pod in situation.nodes if pod.end is not None and newest[pod.index] is not pod]
+    return [
+        pod for pod in situation.nodes if pod.end is not None and newest[pod.index] is not pod
+    ]
 
 
 def _find_bounds(situation: Situation) -> Bounds | None:

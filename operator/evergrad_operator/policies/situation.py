@@ -55,7 +55,11 @@ class Situation:
 
     def is_ghost(self, pod: PodState) -> bool:
         """Whether nobody can tell if this leaving pod still runs; it is waited for no longer."""
-        return pod.is_leaving and pod.gone_by is not None and self.now > pod.gone_by + GHOST_SECONDS
+        return (
+            pod.is_leaving
+            and pod.gone_by is not None
+            and self.now > pod.gone_by + GHOST_SECONDS
+        )
 
     @cached_property
     def leaving(self) -> tuple[PodState, ...]:
@@ -70,7 +74,11 @@ class Situation:
     @property
     def seconds_to_ghosts(self) -> float | None:
         """Until the next leaving pod is given up."""
-        times = [pod.gone_by + GHOST_SECONDS - self.now for pod in self.leaving if pod.gone_by is not None]
+        times = [
+            pod.gone_by + GHOST_SECONDS - self.now
+            for pod in self.leaving
+            if pod.gone_by is not None
+        ]
         return max(1.0, min(times) + 1.0) if times else None
 
     @property
@@ -89,15 +97,17 @@ class Situation:
             epoch=epoch,
             uid=run.uid,
             created_at=run.created_at,
-            complete=self.own_record.complete if self.own_record and self.own_record.uid == run.uid else None,
+            complete=self.own_record.complete
+            if self.own_record and self.own_record.uid == run.uid
+            else None,
         )
 
     def is_recorded(self, record: Record) -> bool:
         """Whether the PVC says exactly this."""
         claim = self.observation.claim
-        return claim is not None and claim.annotations.get(claim_annotation(self.run.name)) == build_record(
-            record
-        )
+        return claim is not None and claim.annotations.get(
+            claim_annotation(self.run.name)
+        ) == build_record(record)
 
     def hold(self, phase: Phase, reason: str, message: str) -> Decision:
         """Nothing is touched."""
@@ -108,7 +118,9 @@ class Situation:
         return replace(
             self,
             memory=replace(
-                self.memory, finish=Finish(phase, reason, message, self.now), finishing_since=None
+                self.memory,
+                finish=Finish(phase, reason, message, self.now),
+                finishing_since=None,
             ),
         )
 

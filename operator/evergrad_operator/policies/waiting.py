@@ -24,7 +24,9 @@ _START: Final = frozenset(
         "CrashLoopBackOff",
     }
 )
-_MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]*" (?:not found|is being deleted)')
+_MISSING_CLAIM: Final = re.compile(
+    r'persistentvolumeclaim "[^"]*" (?:not found|is being deleted)'
+)
 _PENDING_CLAIM: Final = re.compile(
     r"unbound immediate PersistentVolumeClaims|didn't find available persistent volumes"
 )
@@ -86,17 +88,24 @@ def find_obstacle(situation: Situation, wanted: Iterable[str]) -> Obstacle | Non
     names_wanted = frozenset(wanted)
     for failure in situation.observation.failures:
         if _is_relevant(failure, situation, names_wanted):
-            is_record = failure.kind == "PersistentVolumeClaim" and situation.observation.claim is not None
+            is_record = (
+                failure.kind == "PersistentVolumeClaim"
+                and situation.observation.claim is not None
+            )
             return (
                 _explain_record(failure)
                 if is_record and not _is_passing(failure)
                 else explain_refusal(failure)
             )
-    coordinators = [pod for pod in situation.observation.coordinators if pod.is_live and not pod.is_running]
+    coordinators = [
+        pod for pod in situation.observation.coordinators if pod.is_live and not pod.is_running
+    ]
     pending = [pod for pod in (*coordinators, *situation.live) if not pod.is_running]
     found = [(_explain(pod, situation), pod.created_at) for pod in pending]
     obstacles = [replace(one, since=created_at) for one, created_at in found if one is not None]
-    return min(obstacles, key=lambda one: _ORDER.index(one.reason), default=None) or _find_silence(situation)
+    return min(
+        obstacles, key=lambda one: _ORDER.index(one.reason), default=None
+    ) or _find_silence(situation)
 
 
 def _find_silence(situation: Situation) -> Obstacle | None:
@@ -138,13 +147,16 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
         )
     if failure.reason == BOUNDS_NOT_TAKEN:
         return Obstacle(
-            Reason.BOUNDS_NOT_TAKEN, f"the new bounds are not in force: {quote(said)}. They are sent again"
+            Reason.BOUNDS_NOT_TAKEN,
+            f"the new bounds are not in force: {quote(said)}. They are sent again",
         )
     if _is_passing(failure):
         return _explain_outage(failure)
     text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
     if "exceeded quota" in said or "insufficient quota" in said:
-        return Obstacle(Reason.QUOTA_EXCEEDED, f"{text}. Free or raise the ResourceQuota; it is tried again")
+        return Obstacle(
+            Reason.QUOTA_EXCEEDED, f"{text}. Free or raise the ResourceQuota; it is tried again"
+        )
     if "must specify" in said and "quota" in said:
         remedy = "Set these under spec.resources; it is tried again"
         return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
@@ -167,13 +179,17 @@ def _is_passing(failure: ApplyFailure) -> bool:
 
 
 def _explain_outage(failure: ApplyFailure) -> Obstacle:
-    what, said = f"{failure.verb} {failure.kind} {failure.name}", quote(failure.message) or failure.reason
+    what, said = (
+        f"{failure.verb} {failure.kind} {failure.name}",
+        quote(failure.message) or failure.reason,
+    )
     if failure.status == 409:
         return Obstacle(Reason.STARTING, f"could not {what} yet: {said}. It is tried again")
     if "failed calling webhook" in failure.message:
         remedy = "See the webhook's pods and its failurePolicy; it is tried again"
         return Obstacle(
-            Reason.WEBHOOK_FAILED, f"could not {what}: an admission webhook does not answer: {said}. {remedy}"
+            Reason.WEBHOOK_FAILED,
+            f"could not {what}: an admission webhook does not answer: {said}. {remedy}",
         )
     code = f" (HTTP {failure.status})" if failure.status else ""
     text = f"could not {what}: the API server does not answer, or not now: {said}{code}"
@@ -205,25 +221,32 @@ def _explain(pod: PodState, situation: Situation) -> Obstacle | None:
     reason = pod.waiting_reason
     if pod.is_image_missing:
         remedy = "Check the image's name, the registry and spec.template.imagePullSecrets; it is tried again"
-        return Obstacle(Reason.IMAGE_PULL_FAILED, f"{where}: {reason}: {said or 'no details'}. {remedy}")
+        return Obstacle(
+            Reason.IMAGE_PULL_FAILED, f"{where}: {reason}: {said or 'no details'}. {remedy}"
+        )
     if reason in _START:
         remedy = (
             "Check what spec.template refers to, such as Secrets and ConfigMaps, and the image's "
             "command; it is tried again"
         )
-        return Obstacle(Reason.START_ERROR, f"{where}: {reason}: {said or 'no details'}. {remedy}")
+        return Obstacle(
+            Reason.START_ERROR, f"{where}: {reason}: {said or 'no details'}. {remedy}"
+        )
     if reason == "SchedulingGated":
         return Obstacle(
-            Reason.QUEUED, f"{where} waits to be admitted by a queue: {said or 'a scheduling gate is set'}"
+            Reason.QUEUED,
+            f"{where} waits to be admitted by a queue: {said or 'a scheduling gate is set'}",
         )
     if reason == "Unschedulable":
         return _explain_scheduling(where, said)
     if reason == "ContainerCreating" and situation.now - pod.created_at > _SLOW_SECONDS:
         remedy = (
-            f"See kubectl describe pod {pod.name}: a volume, a Secret or a ConfigMap may be missing or slow"
+            f"See kubectl describe pod {pod.name}: a volume, a Secret or a ConfigMap may be "
+            "missing or slow"
         )
         return Obstacle(
-            Reason.STARTING, f"{where} has been created for {int(_SLOW_SECONDS)} seconds and more. {remedy}"
+            Reason.STARTING,
+            f"{where} has been created for {int(_SLOW_SECONDS)} seconds and more. {remedy}",
         )
     return None
 
@@ -231,15 +254,19 @@ def _explain(pod: PodState, situation: Situation) -> Obstacle | None:
 def _explain_scheduling(where: str, said: str) -> Obstacle:
     if _MISSING_CLAIM.search(said):
         return Obstacle(
-            Reason.VOLUME_MISSING, f"{where}: {said}. Create the PersistentVolumeClaim; the pod waits for it"
+            Reason.VOLUME_MISSING,
+            f"{where}: {said}. Create the PersistentVolumeClaim; the pod waits for it",
         )
     if _PENDING_CLAIM.search(said):
         remedy = "Check its StorageClass, which must allow writing from several nodes; the pod waits for it"
         return Obstacle(Reason.VOLUME_PENDING, f"{where}: {said}. {remedy}")
     remedy = (
-        "Lower spec.resources, widen spec.template's node selection, or add nodes; the pod waits for them"
+        "Lower spec.resources, widen spec.template's node selection, or add nodes; the "
+        "pod waits for them"
     )
-    return Obstacle(Reason.UNSCHEDULABLE, f"{where}: no node fits: {said or 'no details'}. {remedy}")
+    return Obstacle(
+        Reason.UNSCHEDULABLE, f"{where}: no node fits: {said or 'no details'}. {remedy}"
+    )
 
 
 def find_claim_obstacle(situation: Situation) -> Obstacle | None:
@@ -254,7 +281,12 @@ def find_claim_obstacle(situation: Situation) -> Obstacle | None:
         if not is_given:
             return None
         unread = next(
-            (one for one in situation.observation.failures if (one.verb, one.name) == ("get", name)), None
+            (
+                one
+                for one in situation.observation.failures
+                if (one.verb, one.name) == ("get", name)
+            ),
+            None,
         )
         if unread is not None:
             return explain_refusal(unread)
@@ -264,9 +296,13 @@ def find_claim_obstacle(situation: Situation) -> Obstacle | None:
     if claim.phase == "Lost":
         text = f"PersistentVolumeClaim {name} has lost its volume"
         return Obstacle(
-            Reason.VOLUME_LOST, f"{text}. Restore the volume, or start a new TrainingRun on another", since
+            Reason.VOLUME_LOST,
+            f"{text}. Restore the volume, or start a new TrainingRun on another",
+            since,
         )
     if claim.is_deleting and not situation.live:
-        text = f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"
+        text = (
+            f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"
+        )
         return Obstacle(Reason.VOLUME_MISSING, text, since)
     return None

@@ -35,7 +35,9 @@ class Solo:
         restored = self.manager.restore(state)
         if restored is None:
             return None
-        assert all(torch.equal(value, state_of(restored.step)[key]) for key, value in state.items())
+        assert all(
+            torch.equal(value, state_of(restored.step)[key]) for key, value in state.items()
+        )
         assert restored.extra == {"step": restored.step}
         return restored.step
 
@@ -76,7 +78,9 @@ def make_solo(tmp_path: Path) -> MakeSolo:
         **settings: Any,
     ) -> Solo:
         directory = directory or tmp_path / "checkpoints"
-        world = World(generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu"))
+        world = World(
+            generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu")
+        )
         events: list[tuple[str, dict[str, Any]]] = []
         medium = Medium(stale_seconds=0.0, faults=hook or NoFaults())
         manager = CheckpointManager(

@@ -34,19 +34,39 @@ def run(make_solo: MakeSolo, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_list_shows_the_newest_first_with_its_marks(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_the_newest_first_with_its_marks(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert execute("list", str(run)) == 0
     header, newest, older = capsys.readouterr().out.splitlines()
-    assert header.split() == ["CHECKPOINT", "STEP", "GENERATION", "WORLD", "SIZE", "FINISHED", "MARKS"]
+    assert header.split() == [
+        "CHECKPOINT",
+        "STEP",
+        "GENERATION",
+        "WORLD",
+        "SIZE",
+        "FINISHED",
+        "MARKS",
+    ]
     assert newest.split()[:4] == ["step-20", "20", "1", "1"] and newest.endswith("latest")
     assert older.split()[:4] == ["step-10", "10", "1", "1"] and older.endswith("best")
 
 
-def test_list_as_json_is_one_document_with_every_fact(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_as_json_is_one_document_with_every_fact(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert execute("list", str(run), "--json") == 0
     newest, older = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert (newest["checkpoint"], newest["is_latest"], newest["is_best"]) == ("step-20", True, False)
-    assert (older["checkpoint"], older["is_latest"], older["is_best"]) == ("step-10", False, True)
+    assert (newest["checkpoint"], newest["is_latest"], newest["is_best"]) == (
+        "step-20",
+        True,
+        False,
+    )
+    assert (older["checkpoint"], older["is_latest"], older["is_best"]) == (
+        "step-10",
+        False,
+        True,
+    )
     assert newest["bytes"] > 1000 and newest["world_size"] == 1 and newest["finished"] > 1.7e9
 
 
@@ -69,7 +89,9 @@ def test_a_run_that_has_not_saved_yet_lists_nothing(
     assert capsys.readouterr().out == "no checkpoints\n"
 
 
-def test_verify_exits_0_when_all_are_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_exits_0_when_all_are_whole(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert execute("verify", str(run)) == 0
     assert capsys.readouterr().out == "step-20: valid\nstep-10: valid\n"
 
@@ -82,12 +104,19 @@ def test_verify_names_the_damaged_file_exits_64_and_moves_nothing(
     data[3] ^= 4
     path.write_bytes(data)
     assert execute("verify", str(run)) == 64
-    assert capsys.readouterr().out == "step-20: file rank-00000.bin: checksum differs\nstep-10: valid\n"
+    assert (
+        capsys.readouterr().out
+        == "step-20: file rank-00000.bin: checksum differs\nstep-10: valid\n"
+    )
     assert execute("verify", str(run), "--step", "10") == 0
     assert execute("verify", str(run), "--step", "20", "--json") == 64
     results = json.loads(capsys.readouterr().out.partition("\n")[2])["checkpoints"]
     assert results == [
-        {"checkpoint": "step-20", "valid": False, "reason": "file rank-00000.bin: checksum differs"}
+        {
+            "checkpoint": "step-20",
+            "valid": False,
+            "reason": "file rank-00000.bin: checksum differs",
+        }
     ]
     assert not (run / "checkpoints" / "quarantine").exists() and path.exists()
 
@@ -121,7 +150,18 @@ def test_export_hands_its_arguments_on_and_prints_the_result(
     module.export_checkpoint = export_checkpoint  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "evergrad_trainer.export", module)
     assert (
-        execute("export", str(run), "--output", "out", "--step", "20", "--dtype", "bfloat16", "--json") == 0
+        execute(
+            "export",
+            str(run),
+            "--output",
+            "out",
+            "--step",
+            "20",
+            "--dtype",
+            "bfloat16",
+            "--json",
+        )
+        == 0
     )
     assert calls == [(run, 20, Path("out"), "bfloat16")]
     assert json.loads(capsys.readouterr().out) == {"output": "out", "step": 20}

@@ -33,7 +33,8 @@ def test_only_the_newest_claim_passes_the_fence(tmp_path: Path) -> None:
     older, newer = claim_generation(tmp_path), claim_generation(tmp_path)
     check_fence(tmp_path, newer)
     with pytest.raises(
-        FencedError, match=r"generation 2 has claimed this run directory; this process is generation 1"
+        FencedError,
+        match=r"generation 2 has claimed this run directory; this process is generation 1",
     ):
         check_fence(tmp_path, older)
 
@@ -45,7 +46,9 @@ def test_files_of_other_names_are_no_claims(tmp_path: Path) -> None:
     assert claim_generation(tmp_path) == 2
 
 
-def test_a_directory_that_cannot_be_made_is_an_error_of_the_run_directory(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_an_error_of_the_run_directory(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirectoryError, match="this start cannot be recorded"):
         claim_generation(tmp_path / "file" / "checkpoints")
@@ -85,6 +88,8 @@ def test_a_claim_on_a_volume_that_stays_full_is_trouble_of_the_host(
 
     monkeypatch.setattr(os, "fsync", fail)
     for claim in (claim_generation, lambda directory: claim_exactly(directory, 1000)):
-        with pytest.raises(VolumeError, match="this start cannot be recorded; No space left") as raised:
+        with pytest.raises(
+            VolumeError, match="this start cannot be recorded; No space left"
+        ) as raised:
             claim(tmp_path)
         assert raised.value.exit_code == 70

@@ -33,11 +33,26 @@ def test_a_generation_is_read_back_from_its_name(generation: int) -> None:
 
 
 def test_generation_names_sort_like_their_numbers() -> None:
-    assert sorted(generation_name(number) for number in (10, 9, 100)) == ["000009", "000010", "000100"]
+    assert sorted(generation_name(number) for number in (10, 9, 100)) == [
+        "000009",
+        "000010",
+        "000100",
+    ]
 
 
 @pytest.mark.parametrize(
-    "name", ["step-", "step-x", "step-1.", "step-1.g", "step-1.tmp", "xstep-1", "step-1~2", "gen", "step-١"]
+    "name",
+    [
+        "step-",
+        "step-x",
+        "step-1.",
+        "step-1.g",
+        "step-1.tmp",
+        "xstep-1",
+        "step-1~2",
+        "gen",
+        "step-١",
+    ],
 )
 def test_other_names_are_no_checkpoints(name: str) -> None:
     assert parse_checkpoint_name(name) is None
@@ -45,4 +60,9 @@ def test_other_names_are_no_checkpoints(name: str) -> None:
 
 def test_checkpoints_are_ordered_by_step_then_generation_then_serial() -> None:
     versions = [Version(10, 9, 9), Version(20, 1, 2), Version(20, 2, 1), Version(20, 1, 1)]
-    assert sorted(versions) == [Version(10, 9, 9), Version(20, 1, 1), Version(20, 1, 2), Version(20, 2, 1)]
+    assert sorted(versions) == [
+        Version(10, 9, 9),
+        Version(20, 1, 1),
+        Version(20, 1, 2),
+        Version(20, 2, 1),
+    ]

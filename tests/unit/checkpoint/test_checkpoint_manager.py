@@ -57,14 +57,18 @@ def flip_bit(path: Path, position: int = 70) -> None:
 # Saving
 
 
-def test_a_save_is_an_event_with_its_facts_and_is_found_by_the_next_start(make_solo: MakeSolo) -> None:
+def test_a_save_is_an_event_with_its_facts_and_is_found_by_the_next_start(
+    make_solo: MakeSolo,
+) -> None:
     solo = make_solo()
     solo.save(10)
     ((type_, fields),) = solo.events
     assert type_ == "save"
     assert fields["checkpoint"] == "step-10" and fields["kept"] == 1 and fields["best"] is False
     assert fields["bytes"] == sum(
-        path.stat().st_size for path in (solo.directory / "step-10").iterdir() if path.name != "manifest.json"
+        path.stat().st_size
+        for path in (solo.directory / "step-10").iterdir()
+        if path.name != "manifest.json"
     )
     assert fields["blocking_seconds"] > 0 and fields["seconds"] > 0
     assert solo.manager.published.step == 10
@@ -114,14 +118,18 @@ def test_a_second_save_waits_for_the_first(make_solo: MakeSolo, make_state: Make
     assert solo.names() == ["step-10", "step-20"]
 
 
-def test_a_synchronous_save_has_ended_when_it_returns(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_a_synchronous_save_has_ended_when_it_returns(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     solo = make_solo(asynchronous=False)
     seconds = solo.manager.save(10, make_state(10), extra={})
     assert solo.types() == ["save"]
     assert solo.events[0][1]["blocking_seconds"] == seconds >= solo.events[0][1]["seconds"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="threads have a priority of their own on Linux only"
+)
 def test_a_save_beside_training_yields_the_cores_and_one_that_is_waited_for_does_not(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
@@ -154,7 +162,9 @@ def test_a_state_or_an_extra_that_cannot_be_stored_is_refused_at_the_call(
     assert solo.types() == ["save"]
 
 
-def test_saving_the_same_state_of_a_step_twice_leaves_one_checkpoint(make_solo: MakeSolo) -> None:
+def test_saving_the_same_state_of_a_step_twice_leaves_one_checkpoint(
+    make_solo: MakeSolo,
+) -> None:
     solo = make_solo()
     solo.save(10)
     solo.save(10, best=True)
@@ -172,9 +182,19 @@ def test_another_state_of_a_published_step_gets_a_name_of_its_own_and_the_newest
         solo = make_solo(keep=5)
         for extra in ({"attempt": 1}, {"attempt": 2}):
             solo.manager.save(10, make_state(11), extra=extra, wait=True)
-    assert solo.names() == ["step-10", "step-10.g2", "step-10.g2.2", "step-10.g3", "step-10.g3.2"]
+    assert solo.names() == [
+        "step-10",
+        "step-10.g2",
+        "step-10.g2.2",
+        "step-10.g3",
+        "step-10.g3.2",
+    ]
     restored = make_solo().manager.restore(make_state(0))
-    assert (restored.path.name, restored.generation, restored.extra) == ("step-10.g3.2", 3, {"attempt": 2})
+    assert (restored.path.name, restored.generation, restored.extra) == (
+        "step-10.g3.2",
+        3,
+        {"attempt": 2},
+    )
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(make_solo: MakeSolo) -> None:
@@ -191,7 +211,8 @@ def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(make_solo: Ma
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize(
-    "point", [faults.MID_SHARD, faults.BEFORE_FSYNC, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME]
+    "point",
+    [faults.MID_SHARD, faults.BEFORE_FSYNC, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME],
 )
 def test_a_disk_that_refuses_fails_the_save_leaves_nothing_behind_and_the_next_save_works(
     make_solo: MakeSolo, point: str, number: int
@@ -246,7 +267,9 @@ def test_poll_raises_when_the_last_allowed_failure_comes_in(
         solo.manager.poll()
 
 
-def test_a_directory_that_vanishes_fails_saves_and_does_not_stop_training(make_solo: MakeSolo) -> None:
+def test_a_directory_that_vanishes_fails_saves_and_does_not_stop_training(
+    make_solo: MakeSolo,
+) -> None:
     solo = make_solo()
     shutil.rmtree(solo.directory)
     solo.save(10)
@@ -299,7 +322,8 @@ def test_poll_notices_a_newer_claim_without_raising(make_solo: MakeSolo) -> None
 
 
 @pytest.mark.parametrize(
-    "point", [faults.AFTER_SHARDS, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME]
+    "point",
+    [faults.AFTER_SHARDS, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME],
 )
 def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
     make_solo: MakeSolo, tmp_path: Path, point: str
@@ -360,13 +384,19 @@ def test_the_checkpoint_just_published_survives_newer_looking_ones(make_solo: Ma
     assert solo.names() == ["step-10", "step-90"]
 
 
-def test_a_start_removes_attempts_of_smaller_generations_and_rubbish_only(make_solo: MakeSolo) -> None:
+def test_a_start_removes_attempts_of_smaller_generations_and_rubbish_only(
+    make_solo: MakeSolo,
+) -> None:
     first = make_solo()
     for name in ("step-10.g1.1", "step-10.g2.1", "step-10.g3.1", "notes"):
         (first.directory / ".tmp" / name).mkdir(parents=True)
     (first.directory / ".trash" / "step-5").mkdir(parents=True)
     assert make_solo().restore() is None
-    assert sorted(os.listdir(first.directory / ".tmp")) == ["notes", "step-10.g2.1", "step-10.g3.1"]
+    assert sorted(os.listdir(first.directory / ".tmp")) == [
+        "notes",
+        "step-10.g2.1",
+        "step-10.g3.1",
+    ]
     assert os.listdir(first.directory / ".trash") == []
 
 
@@ -424,7 +454,10 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)
 def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
-    make_solo: MakeSolo, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
+    make_solo: MakeSolo,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    reason: str,
 ) -> None:
     solo = make_solo()
     solo.save(1000)
@@ -435,10 +468,18 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
         assert again.restore() == 1000
     (fallback, fields), (restored, _) = again.events
     assert (fallback, restored) == ("fallback", "restored")
-    assert fields["checkpoint"] == "step-1200" and fields["quarantined_as"] == "quarantine/step-1200"
+    assert (
+        fields["checkpoint"] == "step-1200"
+        and fields["quarantined_as"] == "quarantine/step-1200"
+    )
     assert fields["reason"].startswith(reason)
-    assert f"fell back from step 1200 ({fields['reason']}) to step 1000, losing 200 steps" in caplog.text
-    assert again.names() == ["step-1000"] and os.listdir(again.directory / "quarantine") == ["step-1200"]
+    assert (
+        f"fell back from step 1200 ({fields['reason']}) to step 1000, losing 200 steps"
+        in caplog.text
+    )
+    assert again.names() == ["step-1000"] and os.listdir(again.directory / "quarantine") == [
+        "step-1200"
+    ]
     assert make_solo().restore() == 1000
 
 
@@ -469,7 +510,9 @@ def test_quarantined_checkpoints_alone_never_lead_to_step_0(make_solo: MakeSolo)
         make_solo().restore()
 
 
-def test_a_checkpoint_is_quarantined_beside_an_earlier_one_of_its_name(make_solo: MakeSolo) -> None:
+def test_a_checkpoint_is_quarantined_beside_an_earlier_one_of_its_name(
+    make_solo: MakeSolo,
+) -> None:
     make_solo().save(10)
     for _ in range(2):
         solo = make_solo()
@@ -518,8 +561,14 @@ def test_a_stray_file_called_like_a_checkpoint_is_damage(make_solo: MakeSolo) ->
     ("theirs", "message"),
     [
         (Identity("other", "recipe", "data"), "the run's name is 'run'; this run's is 'other'"),
-        (Identity("run", "changed", "data"), "the recipe's hash is 'recipe'; this run's is 'changed'"),
-        (Identity("run", "recipe", "more"), "the data's fingerprint is 'data'; this run's is 'more'"),
+        (
+            Identity("run", "changed", "data"),
+            "the recipe's hash is 'recipe'; this run's is 'changed'",
+        ),
+        (
+            Identity("run", "recipe", "more"),
+            "the data's fingerprint is 'data'; this run's is 'more'",
+        ),
     ],
 )
 def test_checkpoints_of_another_identity_are_refused_with_both_values(
@@ -542,7 +591,9 @@ def test_a_newer_programs_checkpoint_is_refused_and_not_set_aside(make_solo: Mak
     assert solo.names() == ["step-10", "step-20"]
 
 
-def test_tensors_that_do_not_fit_the_state_are_named(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_tensors_that_do_not_fit_the_state_are_named(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     make_solo().save(10)
     state = make_state(0)
     state["model.new"] = torch.zeros(2)
@@ -572,7 +623,9 @@ def test_parameters_that_want_gradients_are_filled_in_place(
 # Leaving
 
 
-def test_closing_waits_for_the_save_under_way(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_closing_waits_for_the_save_under_way(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     solo = make_solo()
     solo.manager.save(10, make_state(10), extra={})
     solo.manager.close()
@@ -613,7 +666,11 @@ def test_a_listing_that_fails_for_a_moment_is_tried_again_and_one_that_stays_awa
 
     def fail() -> list[Candidate]:
         if failures:
-            number = failures[0] if len(failures) == 1 and failures[0] == errno.ETIMEDOUT else failures.pop()
+            number = (
+                failures[0]
+                if len(failures) == 1 and failures[0] == errno.ETIMEDOUT
+                else failures.pop()
+            )
             raise OSError(number, os.strerror(number))
         return scan()
 
@@ -654,7 +711,9 @@ def test_checkpoints_that_cannot_be_read_are_not_called_lost(
         (errno.ESTALE, "io"),
     ],
 )
-def test_what_kept_a_save_from_being_made_is_decided_by_its_error_number(number: int, trouble: str) -> None:
+def test_what_kept_a_save_from_being_made_is_decided_by_its_error_number(
+    number: int, trouble: str
+) -> None:
     error = OSError(number, "whatever words")
     assert trouble_of(error) == trouble
     wrapped = VolumeError("other words")

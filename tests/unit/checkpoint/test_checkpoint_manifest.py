@@ -55,7 +55,8 @@ def test_a_cut_off_manifest_is_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\0\0\0", b"[]", b"null", b"{}", b'{"format": 1}', b"\xff\xfe", b'{"format": "1"}']
+    "garbage",
+    [b"\0\0\0", b"[]", b"null", b"{}", b'{"format": 1}', b"\xff\xfe", b'{"format": "1"}'],
 )
 def test_garbage_is_no_manifest(garbage: bytes) -> None:
     with pytest.raises(InvalidCheckpointError, match="is not a manifest"):
@@ -68,7 +69,9 @@ def test_a_newer_format_is_told_apart_from_damage() -> None:
         decode_manifest(json.dumps(newer).encode())
 
 
-@pytest.mark.parametrize("name", ["../rank-00000.bin", "/etc/passwd", "", ".", "..", "a/b", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../rank-00000.bin", "/etc/passwd", "", ".", "..", "a/b", "a\0b"]
+)
 def test_a_file_name_that_reaches_out_of_the_checkpoint_is_refused(name: str) -> None:
     manifest = build_manifest(files=(FileEntry(name, 1, "0" * 32),))
     with pytest.raises(InvalidCheckpointError, match="is not a plain file name"):
@@ -82,7 +85,11 @@ def test_a_value_that_strict_json_cannot_hold_is_refused_when_writing() -> None:
 
 def test_the_same_content_is_recognised_whoever_wrote_it() -> None:
     manifest = build_manifest()
-    assert manifest.has_same_content(build_manifest(version=Version(1200, 8, 1), finished=0.0, best=False))
+    assert manifest.has_same_content(
+        build_manifest(version=Version(1200, 8, 1), finished=0.0, best=False)
+    )
     assert not manifest.has_same_content(build_manifest(version=Version(1300, 7, 3)))
     assert not manifest.has_same_content(build_manifest(extra={}))
-    assert not manifest.has_same_content(build_manifest(files=(FileEntry("rank-00000.bin", 128, "1" * 32),)))
+    assert not manifest.has_same_content(
+        build_manifest(files=(FileEntry("rank-00000.bin", 128, "1" * 32),))
+    )

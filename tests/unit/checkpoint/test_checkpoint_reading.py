@@ -40,7 +40,9 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
     """A shape, and the start and lengths of a box inside it."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     starts = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    lengths = tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True))
+    lengths = tuple(
+        draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True)
+    )
     return shape, starts, lengths
 
 
@@ -71,7 +73,9 @@ def test_any_box_of_a_stored_chunk_is_read_into_dense_and_strided_targets(
         _read_box(MemoryShard(data), place, dtype=dtype, starts=starts, target=target)
     finally:
         dcp_storage.SLAB_BYTES = before
-    expected = stored[tuple(slice(start, start + size) for start, size in zip(starts, lengths, strict=True))]
+    expected = stored[
+        tuple(slice(start, start + size) for start, size in zip(starts, lengths, strict=True))
+    ]
     assert torch.equal(target, expected)
 
 
@@ -80,7 +84,11 @@ def test_floats_of_another_width_are_converted_while_reading() -> None:
     target = torch.zeros(5, 3, dtype=torch.bfloat16)
     place = StoredChunk((0, 0), (5, 3), "file", 0, stored.nbytes)
     _read_box(
-        MemoryShard(bytes(view_bytes(stored))), place, dtype=torch.float32, starts=(0, 0), target=target
+        MemoryShard(bytes(view_bytes(stored))),
+        place,
+        dtype=torch.float32,
+        starts=(0, 0),
+        target=target,
     )
     assert torch.equal(target, stored.bfloat16())
 
@@ -90,7 +98,9 @@ def test_a_file_that_ends_too_early_is_damage_and_not_zeros(tmp_path: Path) -> N
     path.write_bytes(b"12345")
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with pytest.raises(InvalidCheckpointError, match=r"file rank-00000\.bin: ends at byte 5"):
+        with pytest.raises(
+            InvalidCheckpointError, match=r"file rank-00000\.bin: ends at byte 5"
+        ):
             ShardSource(descriptor, path.name).read_into(memoryview(bytearray(4)), 3)
     finally:
         os.close(descriptor)

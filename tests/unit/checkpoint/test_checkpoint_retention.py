@@ -12,7 +12,9 @@ from evergrad_trainer.checkpoint.store import Candidate
 def build_candidate(step: int, *, best: bool = False, generation: int = 1) -> Candidate:
     version = Version(step, generation, step)
     return Candidate(
-        f"step-{step}", version, Manifest(version, 1, Identity("", "", ""), {}, best, (), {}, 0.0)
+        f"step-{step}",
+        version,
+        Manifest(version, 1, Identity("", "", ""), {}, best, (), {}, 0.0),
     )
 
 
@@ -31,7 +33,9 @@ def test_the_newest_and_every_pinned_checkpoint_survive_whatever_is_kept(
     steps: set[int], keep: int, pins: set[int]
 ) -> None:
     pinned = {f"step-{step}" for step in pins}
-    removals = choose_removals([build_candidate(step) for step in steps], keep=keep, pinned=pinned)
+    removals = choose_removals(
+        [build_candidate(step) for step in steps], keep=keep, pinned=pinned
+    )
     kept = {f"step-{step}" for step in steps} - set(removals)
     assert {f"step-{step}" for step in sorted(steps)[-keep:]} <= kept
     assert len(kept - pinned) <= keep
@@ -45,8 +49,14 @@ def test_the_best_is_the_one_the_pointer_names() -> None:
     assert choose_best(candidates, "step-50") is None
 
 
-def test_a_newer_checkpoint_saved_as_the_best_outdoes_a_pointer_that_a_kill_left_behind() -> None:
-    candidates = [build_candidate(100, best=True), build_candidate(200, best=True), build_candidate(300)]
+def test_a_newer_checkpoint_saved_as_the_best_outdoes_a_pointer_that_a_kill_left_behind() -> (
+    None
+):
+    candidates = [
+        build_candidate(100, best=True),
+        build_candidate(200, best=True),
+        build_candidate(300),
+    ]
     assert choose_best(candidates, "step-100") == "step-200"
 
 

@@ -35,9 +35,13 @@ def test_everything_appended_is_found_at_its_aligned_offset(
     shard.abandon()
     content = path.read_bytes()
     assert [
-        content[offset : offset + len(part)] for offset, part in zip(offsets, parts, strict=True)
+        content[offset : offset + len(part)]
+        for offset, part in zip(offsets, parts, strict=True)
     ] == parts
-    assert all(offset % 64 == 0 for offset in offsets) and len(content) < sum(lengths) + 64 * len(lengths) + 1
+    assert (
+        all(offset % 64 == 0 for offset in offsets)
+        and len(content) < sum(lengths) + 64 * len(lengths) + 1
+    )
     assert (entry.name, entry.bytes, entry.hash) == (path.name, len(content), hash_file(path))
 
 

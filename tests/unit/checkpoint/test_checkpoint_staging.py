@@ -27,7 +27,11 @@ def test_the_next_snapshot_uses_the_same_memory() -> None:
 def test_memory_grows_with_the_state_and_is_given_back_when_most_would_lie_idle() -> None:
     stager = HostStager()
     for size in (10, 10_000, 9_000, 100):
-        data = stager.stage({"a": torch.full((size,), 3.0)}, rank=0, world_size=1).tensors["a"].data
+        data = (
+            stager.stage({"a": torch.full((size,), 3.0)}, rank=0, world_size=1)
+            .tensors["a"]
+            .data
+        )
         assert data.untyped_storage().nbytes() < 2 * data.nbytes + 64
         assert torch.equal(data, torch.full((size,), 3.0))
 
@@ -48,22 +52,43 @@ def test_the_snapshots_of_all_ranks_together_hold_every_tensor_once() -> None:
 
 
 def test_the_signature_tells_other_keys_shapes_and_dtypes_apart() -> None:
-    states = [{"a": torch.ones(2)}, {"b": torch.ones(2)}, {"a": torch.ones(3)}, {"a": torch.ones(2).half()}]
-    assert len({HostStager().stage(state, rank=0, world_size=1).signature for state in states}) == 4
+    states = [
+        {"a": torch.ones(2)},
+        {"b": torch.ones(2)},
+        {"a": torch.ones(3)},
+        {"a": torch.ones(2).half()},
+    ]
+    assert (
+        len({HostStager().stage(state, rank=0, world_size=1).signature for state in states})
+        == 4
+    )
 
 
-@given(st.dictionaries(st.text(min_size=1), st.integers(0, 1000), max_size=40), st.integers(1, 9))
+@given(
+    st.dictionaries(st.text(min_size=1), st.integers(0, 1000), max_size=40), st.integers(1, 9)
+)
 def test_owners_are_balanced_up_to_the_largest_tensor_and_do_not_depend_on_order(
     sizes: dict[str, int], world_size: int
 ) -> None:
     owners = assign_owners(sizes, world_size)
     assert owners == assign_owners(dict(reversed(sizes.items())), world_size)
-    loads = [sum(size for key, size in sizes.items() if owners[key] == rank) for rank in range(world_size)]
+    loads = [
+        sum(size for key, size in sizes.items() if owners[key] == rank)
+        for rank in range(world_size)
+    ]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
 
 
 @pytest.mark.parametrize(
-    "value", [3, "text", None, {"nested": 1}, torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")]
+    "value",
+    [
+        3,
+        "text",
+        None,
+        {"nested": 1},
+        torch.ones(2, 2).to_sparse(),
+        torch.ones(2, device="meta"),
+    ],
 )
 def test_anything_but_a_dense_tensor_is_refused_by_name(value: object) -> None:
     with pytest.raises(TypeError, match=r"dense tensors only, not optimizer\.odd"):

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from evergrad_trainer.checkpoint.manager import Identity
-from evergrad_trainer.checkpoint.weights import find_checkpoint, load_weights, read_into, read_plain_state
+from evergrad_trainer.checkpoint.weights import (
+    find_checkpoint,
+    load_weights,
+    read_into,
+    read_plain_state,
+)
 from evergrad_trainer.errors import CheckpointError
 
 MakeSolo = Callable[..., Any]
@@ -19,13 +24,17 @@ MakeState = Callable[[int], dict[str, torch.Tensor]]
 @pytest.fixture
 def run(make_solo: MakeSolo, tmp_path: Path) -> Path:
     """A run directory with checkpoints of steps 10 and 20."""
-    solo = make_solo(directory=tmp_path / "run" / "checkpoints", identity=Identity("other", "recipe", "data"))
+    solo = make_solo(
+        directory=tmp_path / "run" / "checkpoints", identity=Identity("other", "recipe", "data")
+    )
     solo.save(10)
     solo.save(20)
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(("inner", "step"), [("", 20), ("checkpoints", 20), ("checkpoints/step-10", 10)])
+@pytest.mark.parametrize(
+    ("inner", "step"), [("", 20), ("checkpoints", 20), ("checkpoints/step-10", 10)]
+)
 def test_weights_load_from_a_run_its_checkpoints_or_one_checkpoint(
     run: Path, make_state: MakeState, inner: str, step: int
 ) -> None:
@@ -43,7 +52,9 @@ def test_a_relative_path_and_a_renamed_copy_of_a_checkpoint_work(
     monkeypatch.chdir(run / "mine")
     state = make_state(0)
     assert load_weights(Path("."), state).step == 10
-    assert torch.equal(read_plain_state(Path("."))["model.weight"], make_state(10)["model.weight"])
+    assert torch.equal(
+        read_plain_state(Path("."))["model.weight"], make_state(10)["model.weight"]
+    )
 
 
 def test_weights_of_another_precision_are_converted_and_the_log_says_so(
@@ -53,7 +64,9 @@ def test_weights_of_another_precision_are_converted_and_the_log_says_so(
     state["model.weight"] = state["model.weight"].bfloat16()
     load_weights(run, state)
     assert torch.equal(state["model.weight"], make_state(20)["model.weight"].bfloat16())
-    assert "stored as torch.float32, loaded as torch.bfloat16: values are converted" in caplog.text
+    assert (
+        "stored as torch.float32, loaded as torch.bfloat16: values are converted" in caplog.text
+    )
 
 
 def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_left_alone(
@@ -61,7 +74,10 @@ def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_left_alone(
 ) -> None:
     os.truncate(run / "checkpoints" / "step-20" / "rank-00000.bin", 1)
     assert load_weights(run, make_state(0)).step == 10
-    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-10", "step-20"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
+        "step-10",
+        "step-20",
+    ]
     with pytest.raises(
         CheckpointError, match=r"step-20: cannot be loaded; file rank-00000\.bin: has 1 bytes"
     ):
@@ -84,9 +100,9 @@ def test_a_path_without_checkpoints_is_named(tmp_path: Path, make_state: MakeSta
 
 def test_all_tensors_of_a_checkpoint_are_read_whole(run: Path, make_state: MakeState) -> None:
     state = read_plain_state(run / "checkpoints" / "step-20")
-    assert all(torch.equal(value, state[key]) for key, value in make_state(20).items()) and len(state) == len(
-        make_state(20)
-    )
+    assert all(torch.equal(value, state[key]) for key, value in make_state(20).items()) and len(
+        state
+    ) == len(make_state(20))
     assert set(read_plain_state(run / "checkpoints" / "step-20", prefix="model.")) == {
         "model.weight",
         "model.half",
@@ -96,7 +112,9 @@ def test_all_tensors_of_a_checkpoint_are_read_whole(run: Path, make_state: MakeS
 
 def test_a_damaged_checkpoint_is_not_read(run: Path) -> None:
     os.truncate(run / "checkpoints" / "step-20" / "manifest.json", 9)
-    with pytest.raises(CheckpointError, match=r"step-20: cannot be loaded; file manifest\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"step-20: cannot be loaded; file manifest\.json"
+    ):
         read_plain_state(run / "checkpoints" / "step-20")
 
 
@@ -112,7 +130,8 @@ def test_the_newest_valid_checkpoint_or_that_of_a_step_is_found(run: Path) -> No
 def test_weights_are_read_in_place_and_converted_on_the_way(run: Path) -> None:
     stored = read_plain_state(run / "checkpoints" / "step-20", prefix="model.")
     narrow = {
-        key: value.to(torch.bfloat16) if value.is_floating_point() else value for key, value in stored.items()
+        key: value.to(torch.bfloat16) if value.is_floating_point() else value
+        for key, value in stored.items()
     }
     state = {key: torch.zeros_like(value) for key, value in narrow.items()}
     addresses = {key: value.data_ptr() for key, value in state.items()}
@@ -123,4 +142,6 @@ def test_weights_are_read_in_place_and_converted_on_the_way(run: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_not_read_into_this_one(run: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tensors are missing; model\.other"):
-        read_into(run / "checkpoints" / "step-20", {"model.other": torch.zeros(1)}, prefix="model.")
+        read_into(
+            run / "checkpoints" / "step-20", {"model.other": torch.zeros(1)}, prefix="model."
+        )

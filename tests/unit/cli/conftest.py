@@ -86,7 +86,9 @@ def api(tmp_path: Path) -> Iterator[FakeApi]:
             status, content = fake.answer(request)
             text = content if isinstance(content, str) else json.dumps(content)
             self.send_response(status)
-            self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
+            self.send_header(
+                "Content-Type", "text/plain" if isinstance(content, str) else "application/json"
+            )
             self.send_header("Content-Length", str(len(text.encode())))
             self.end_headers()
             self.wfile.write(text.encode())
@@ -135,7 +137,9 @@ def make_run() -> Callable[..., dict[str, Any]]:
     """A raw TrainingRun in the middle of its training; keywords replace parts of its status, ``spec`` its
     spec."""
 
-    def make(name: str = "docs-lm", *, spec: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
+    def make(
+        name: str = "docs-lm", *, spec: dict[str, Any] | None = None, **status: Any
+    ) -> dict[str, Any]:
         whole: dict[str, Any] = {
             "observedGeneration": 1,
             "phase": "Running",
@@ -168,15 +172,23 @@ def make_run() -> Callable[..., dict[str, Any]]:
         return {
             "apiVersion": "evergrad.dev/v1alpha1",
             "kind": "TrainingRun",
-            "metadata": {**metadata, "creationTimestamp": "2026-03-01T12:00:00Z", "resourceVersion": "7"},
-            "spec": spec if spec is not None else {"nodes": {"min": 2, "max": 4}, "training": {}},
+            "metadata": {
+                **metadata,
+                "creationTimestamp": "2026-03-01T12:00:00Z",
+                "resourceVersion": "7",
+            },
+            "spec": spec
+            if spec is not None
+            else {"nodes": {"min": 2, "max": 4}, "training": {}},
             "status": {**whole, **status},
         }
 
     return make
 
 
-def condition(kind: str, status: str, reason: str = "Accepted", message: str = "") -> dict[str, Any]:
+def condition(
+    kind: str, status: str, reason: str = "Accepted", message: str = ""
+) -> dict[str, Any]:
     return {
         "type": kind,
         "status": status,

@@ -27,7 +27,12 @@ FAILED = {
     "reason": "WorkerCrash",
     "message": "rank 1 failed at step 7: boom",
 }
-COMPLETE = {"type": "Complete", "status": "True", "reason": "Complete", "message": "all steps are done"}
+COMPLETE = {
+    "type": "Complete",
+    "status": "True",
+    "reason": "Complete",
+    "message": "all steps are done",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +56,17 @@ def pod(
     labels["evergrad.dev/role"] = "coordinator" if index is None else "node"
     if index is not None:
         labels["evergrad.dev/index"] = str(index)
-    state = {"running": {}} if phase == "Running" else {"terminated": {"exitCode": 1, "reason": "Error"}}
+    state = (
+        {"running": {}}
+        if phase == "Running"
+        else {"terminated": {"exitCode": 1, "reason": "Error"}}
+    )
     return {
-        "metadata": {"name": name, "labels": labels, "creationTimestamp": "2026-03-01T12:00:00Z"},
+        "metadata": {
+            "name": name,
+            "labels": labels,
+            "creationTimestamp": "2026-03-01T12:00:00Z",
+        },
         "spec": {"nodeName": "n1", "containers": [{"name": "trainer"}]},
         "status": {
             "phase": phase,
@@ -66,14 +79,23 @@ def pod(
 # ---- connection --------------------------------------------------------------------------------------------
 
 
-def test_the_context_gives_the_namespace_and_the_option_goes_before_it(api: Api, make_run: Make) -> None:
+def test_the_context_gives_the_namespace_and_the_option_goes_before_it(
+    api: Api, make_run: Make
+) -> None:
     api.on("GET", RUNS, listed(make_run()))
     api.on("GET", RUNS.replace("lab", "default"), listed())
     api.on("GET", RUNS.replace("lab", "mine"), listed())
     assert (
-        call(api, "list") == call(api, "list", "--context", "other") == call(api, "list", "-n", "mine") == 0
+        call(api, "list")
+        == call(api, "list", "--context", "other")
+        == call(api, "list", "-n", "mine")
+        == 0
     )
-    assert [request.path.split("/")[5] for request in api.requests] == ["lab", "default", "mine"]
+    assert [request.path.split("/")[5] for request in api.requests] == [
+        "lab",
+        "default",
+        "mine",
+    ]
 
 
 def test_requests_carry_the_users_token_and_our_name(api: Api) -> None:
@@ -84,14 +106,20 @@ def test_requests_carry_the_users_token_and_our_name(api: Api) -> None:
     assert headers["User-Agent"].startswith("evergrad-cli/")
 
 
-@pytest.mark.parametrize("arguments", [("--kubeconfig", "/nowhere/config"), ("--context", "nowhere")])
+@pytest.mark.parametrize(
+    "arguments", [("--kubeconfig", "/nowhere/config"), ("--context", "nowhere")]
+)
 def test_a_kubeconfig_that_cannot_be_used_ends_with_64(
     api: Api, arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = [] if arguments[0] == "--kubeconfig" else ["--kubeconfig", api.kubeconfig]
     assert main(["list", *before, *arguments]) == 64
     error = capsys.readouterr().err
-    assert arguments[1] in error and "Name a file with --kubeconfig" in error and "Traceback" not in error
+    assert (
+        arguments[1] in error
+        and "Name a file with --kubeconfig" in error
+        and "Traceback" not in error
+    )
 
 
 def test_a_cluster_that_does_not_answer_ends_with_70_and_no_secret_is_told(
@@ -102,7 +130,9 @@ def test_a_cluster_that_does_not_answer_ends_with_70_and_no_secret_is_told(
     assert main(["status", "docs-lm", "--kubeconfig", str(tmp_path / "down")]) == 70
     error = capsys.readouterr().err
     assert (
-        "http://127.0.0.1:1 cannot be reached" in error and "refused" in error and "very-secret" not in error
+        "http://127.0.0.1:1 cannot be reached" in error
+        and "refused" in error
+        and "very-secret" not in error
     )
     assert len(error.splitlines()) == 1
 
@@ -129,7 +159,10 @@ def test_a_long_list_is_read_page_by_page(
 
     api.on("GET", RUNS, answer)
     assert call(api, "list", "--json") == 0
-    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["first", "second"]
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == [
+        "first",
+        "second",
+    ]
 
 
 @pytest.mark.parametrize("name", ["Docs", "pod/docs-lm", "-x", "a_b", "docs/../lm"])
@@ -141,7 +174,9 @@ def test_what_cannot_name_a_run_is_refused_before_anything_is_asked(
     assert ended.value.code == 64
 
 
-def test_a_cluster_without_the_crd_says_so(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_without_the_crd_says_so(
+    api: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(api, "list") == 64
     assert "this cluster does not know TrainingRuns" in capsys.readouterr().err
 
@@ -155,7 +190,9 @@ def test_a_user_without_the_right_is_told(api: Api, capsys: pytest.CaptureFixtur
 # ---- list, status, checkpoints, top ------------------------------------------------------------------------
 
 
-def test_the_list_of_no_runs_is_empty_and_says_so_aside(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_no_runs_is_empty_and_says_so_aside(
+    api: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.on("GET", RUNS, listed())
     assert call(api, "list") == 0
     captured = capsys.readouterr()
@@ -178,7 +215,9 @@ def test_status_shows_run_pods_and_events(
     api.on(
         "GET",
         PODS,
-        listed(pod("docs-lm-0-0", 0), pod("docs-lm-0-1", 0, 1), pod("docs-lm-coordinator-0", None)),
+        listed(
+            pod("docs-lm-0-0", 0), pod("docs-lm-0-1", 0, 1), pod("docs-lm-coordinator-0", None)
+        ),
     )
 
     def events(request: Any) -> tuple[int, Any]:
@@ -199,9 +238,20 @@ def test_status_shows_run_pods_and_events(
     api.on("GET", EVENTS, events)
     assert call(api, "status", "docs-lm", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["run"]["step"], shown["run"]["percent"], shown["run"]["loss"]) == (1200, 6.0, 2.413)
-    assert [one["name"] for one in shown["pods"]] == ["docs-lm-0-1", "docs-lm-0-0", "docs-lm-coordinator-0"]
-    assert [one["object"] for one in shown["events"]] == ["trainingrun/docs-lm", "pod/docs-lm-0-1"]
+    assert (shown["run"]["step"], shown["run"]["percent"], shown["run"]["loss"]) == (
+        1200,
+        6.0,
+        2.413,
+    )
+    assert [one["name"] for one in shown["pods"]] == [
+        "docs-lm-0-1",
+        "docs-lm-0-0",
+        "docs-lm-coordinator-0",
+    ]
+    assert [one["object"] for one in shown["events"]] == [
+        "trainingrun/docs-lm",
+        "pod/docs-lm-0-1",
+    ]
     assert shown["next"] == ["Follow it: evergrad logs docs-lm -f"]
 
 
@@ -213,17 +263,24 @@ def test_status_works_for_a_user_who_may_see_the_run_alone(
     api.refuse("GET", EVENTS, 403, "no")
     assert call(api, "status", "trun/docs-lm") == 0
     text = capsys.readouterr().out
-    assert "unknown: this user may not list pods" in text and "unknown: this user may not list events" in text
+    assert (
+        "unknown: this user may not list pods" in text
+        and "unknown: this user may not list events" in text
+    )
 
 
-def test_a_run_that_does_not_exist_is_told_with_64(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_exist_is_told_with_64(
+    api: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.refuse("GET", RUN, 404, "not found", name="docs-lm", kind="trainingruns")
     for command in ("status", "wait", "suspend", "logs", "checkpoints"):
         assert call(api, command, "docs-lm") == 64
         assert "trainingrun docs-lm: does not exist" in capsys.readouterr().err
 
 
-def test_checkpoints_say_what_is_known(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_say_what_is_known(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = {"path": "runs/docs-lm", "epoch": 3}
     claim = {
         "metadata": {"annotations": {"run.evergrad.dev/docs-lm": json.dumps(record)}},
@@ -247,7 +304,11 @@ def test_checkpoints_say_what_is_known(api: Api, make_run: Make, capsys: pytest.
 def test_top_adds_up_usage_where_the_cluster_measures_it(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.on("GET", RUNS, listed(make_run("one"), make_run("two"), make_run("over", conditions=[COMPLETE])))
+    api.on(
+        "GET",
+        RUNS,
+        listed(make_run("one"), make_run("two"), make_run("over", conditions=[COMPLETE])),
+    )
     assert call(api, "top") == 0
     captured = capsys.readouterr()
     assert (
@@ -262,7 +323,12 @@ def test_top_adds_up_usage_where_the_cluster_measures_it(
     api.on("GET", "/apis/metrics.k8s.io/v1beta1/namespaces/lab/pods", listed(usage, usage))
     assert call(api, "top", "--sort", "cpu", "--json") == 0
     first, second = json.loads(capsys.readouterr().out)["runs"]
-    assert (first["name"], first["cpuCores"], first["memoryBytes"], first["pods"]) == ("two", 3.0, 2**31, 2)
+    assert (first["name"], first["cpuCores"], first["memoryBytes"], first["pods"]) == (
+        "two",
+        3.0,
+        2**31,
+        2,
+    )
     assert second["cpuCores"] is None
 
 
@@ -273,7 +339,11 @@ def test_top_adds_up_usage_where_the_cluster_measures_it(
 def manifest(tmp_path: Path) -> Path:
     text = (ROOT / "examples/pydoc/trainingrun.yaml").read_text()
     path = tmp_path / "trainingrun.yaml"
-    path.write_text(text.replace("documents.jsonl", "/volume/documents.jsonl").replace("pydoc-lm", "docs-lm"))
+    path.write_text(
+        text.replace("documents.jsonl", "/volume/documents.jsonl").replace(
+            "pydoc-lm", "docs-lm"
+        )
+    )
     return path
 
 
@@ -288,10 +358,17 @@ def test_submit_applies_the_file_as_it_was_written(
     api.on("PATCH", RUN, make_run(), status=201)
     assert call(api, "submit", str(manifest), "--set", "spec.nodes.min=2") == 0
     captured = capsys.readouterr()
-    assert captured.out == "trainingrun/docs-lm created\n" and "evergrad logs docs-lm -f" in captured.err
+    assert (
+        captured.out == "trainingrun/docs-lm created\n"
+        and "evergrad logs docs-lm -f" in captured.err
+    )
     (patch,) = api.sent("PATCH")
     assert patch.headers["Content-Type"] == "application/apply-patch+yaml"
-    assert patch.query == {"fieldManager": "evergrad-cli", "fieldValidation": "Strict", "force": "false"}
+    assert patch.query == {
+        "fieldManager": "evergrad-cli",
+        "fieldValidation": "Strict",
+        "force": "false",
+    }
     assert patch.body["spec"]["nodes"] == {"min": 2, "max": 2}
     assert "reproducibility" not in patch.body["spec"]["training"]
 
@@ -301,7 +378,9 @@ def test_whole_numbers_are_sent_as_integers_however_they_were_written(
 ) -> None:
     missing(api)
     api.on("PATCH", RUN, make_run(), status=201)
-    manifest.write_text(manifest.read_text().replace("horizon: {steps: 300}", "horizon: {steps: 1.5e+3}"))
+    manifest.write_text(
+        manifest.read_text().replace("horizon: {steps: 300}", "horizon: {steps: 1.5e+3}")
+    )
     assert call(api, "submit", str(manifest)) == 0
     training = api.sent("PATCH")[0].body["spec"]["training"]
     assert json.dumps(training["horizon"]) == '{"steps": 1500}'
@@ -352,7 +431,9 @@ def test_a_wrong_file_is_refused_here_with_every_problem(
     assert api.requests == []
 
 
-def test_paths_that_cannot_exist_in_a_pod_are_refused(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_that_cannot_exist_in_a_pod_are_refused(
+    api: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(ROOT / "examples/pydoc/trainingrun.yaml")
     assert call(api, "submit", path, "--set", "spec.training.initFrom.path=before") == 64
     told = capsys.readouterr().err.splitlines()
@@ -360,7 +441,9 @@ def test_paths_that_cannot_exist_in_a_pod_are_refused(api: Api, capsys: pytest.C
         "spec.training.data.sources[0].path",
         "spec.training.initFrom.path",
     ]
-    assert "documents.jsonl is a relative path; there is no folder of the file in a pod" in told[0]
+    assert (
+        "documents.jsonl is a relative path; there is no folder of the file in a pod" in told[0]
+    )
     assert api.requests == []
 
 
@@ -407,11 +490,17 @@ def test_fields_that_our_own_commands_have_set_are_taken_back(
     api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUN, make_run())
-    refusal = {"kind": "Status", "message": "conflict", "details": {"causes": [conflict("evergrad-cli")]}}
+    refusal = {
+        "kind": "Status",
+        "message": "conflict",
+        "details": {"causes": [conflict("evergrad-cli")]},
+    }
     api.on(
         "PATCH",
         RUN,
-        lambda request: (200, make_run()) if request.query["force"] == "true" else (409, refusal),
+        lambda request: (
+            (200, make_run()) if request.query["force"] == "true" else (409, refusal)
+        ),
     )
     assert call(api, "submit", str(manifest)) == 0
     assert [request.query["force"] for request in api.sent("PATCH")] == ["false", "true"]
@@ -433,7 +522,11 @@ def test_submit_can_wait_and_ends_as_the_run_did(
     api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing(api)
-    states = [make_run(), make_run(phase="Running"), make_run(phase="Failed", conditions=[FAILED])]
+    states = [
+        make_run(),
+        make_run(phase="Running"),
+        make_run(phase="Failed", conditions=[FAILED]),
+    ]
 
     def patch(request: Any) -> tuple[int, Any]:
         api.on("GET", RUN, lambda request: (200, states.pop(0)))
@@ -454,7 +547,11 @@ def test_submit_can_wait_and_ends_as_the_run_did(
     [
         ("complete", {"phase": "Complete", "conditions": [COMPLETE]}, 0),
         ("complete", {"phase": "Failed", "conditions": [FAILED]}, 70),
-        ("complete", {"phase": "Failed", "conditions": [FAILED], "lastFailure": {"exitCode": 64}}, 64),
+        (
+            "complete",
+            {"phase": "Failed", "conditions": [FAILED], "lastFailure": {"exitCode": 64}},
+            64,
+        ),
         ("complete", {"phase": "Failed", "reason": "UserError", "conditions": [FAILED]}, 64),
         ("complete", {}, 124),
         ("failed", {"phase": "Failed", "conditions": [FAILED]}, 0),
@@ -472,7 +569,12 @@ def test_submit_can_wait_and_ends_as_the_run_did(
     ],
 )
 def test_wait_ends_with_a_code_for_what_it_found(
-    api: Api, make_run: Make, goal: str, status: dict[str, Any], code: int, capsys: pytest.CaptureFixture[str]
+    api: Api,
+    make_run: Make,
+    goal: str,
+    status: dict[str, Any],
+    code: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     api.on("GET", RUN, make_run(**status))
     assert call(api, "wait", "docs-lm", "--for", goal, "--timeout", "0.05", "--json") == code
@@ -481,11 +583,26 @@ def test_wait_ends_with_a_code_for_what_it_found(
 
 
 def test_a_wait_outlives_an_outage_and_ends_with_a_deletion(
-    api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    api: Api,
+    make_run: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(waiting.Patience, "after", lambda self, error: setattr(self, "_pause", 0.01))
-    gone = {"kind": "Status", "message": "not found", "details": {"name": "docs-lm", "kind": "trainingruns"}}
-    answers = [(200, make_run()), (503, "starting"), (500, "etcd"), (200, make_run()), (404, gone)]
+    monkeypatch.setattr(
+        waiting.Patience, "after", lambda self, error: setattr(self, "_pause", 0.01)
+    )
+    gone = {
+        "kind": "Status",
+        "message": "not found",
+        "details": {"name": "docs-lm", "kind": "trainingruns"},
+    }
+    answers = [
+        (200, make_run()),
+        (503, "starting"),
+        (500, "etcd"),
+        (200, make_run()),
+        (404, gone),
+    ]
     api.on("GET", RUN, lambda request: answers.pop(0))
     assert call(api, "wait", "docs-lm") == 70
     error = capsys.readouterr().err
@@ -604,7 +721,9 @@ def test_a_run_that_stopped_by_itself_is_resumed_by_a_nonce_and_awaited_by_it(
     assert len(nonces) == 1
     first, second = capsys.readouterr().out.splitlines()
     why = "before a step that is not finite" if status == NON_FINITE else "on request"
-    assert first == f"trainingrun/docs-lm resumed by a new spec.restartNonce: it had stopped {why}"
+    assert (
+        first == f"trainingrun/docs-lm resumed by a new spec.restartNonce: it had stopped {why}"
+    )
     assert second == "trainingrun/docs-lm is running on 3/4 nodes"
 
 
@@ -626,7 +745,8 @@ def test_a_run_whose_recipe_would_stop_it_again_at_once_is_not_resumed(
     assert call(api, "resume", "docs-lm") == code
     assert len(api.sent("PATCH")) == (code == 0)
     assert (
-        "has finished step 1100, and spec.training.stop.afterStep is 1100" in capsys.readouterr().err
+        "has finished step 1100, and spec.training.stop.afterStep is 1100"
+        in capsys.readouterr().err
     ) == (code == 64)
 
 

@@ -27,7 +27,10 @@ def crd(fields: list[str], *, subresources: dict[str, Any] | None = None) -> dic
     return {
         "spec": {
             "versions": [
-                {**version, "subresources": {"status": {}} if subresources is None else subresources}
+                {
+                    **version,
+                    "subresources": {"status": {}} if subresources is None else subresources,
+                }
             ]
         }
     }
@@ -89,7 +92,9 @@ def test_a_lease_that_nobody_renews_fails() -> None:
         checks.check_lease([], now=NOW),
         checks.check_lease([lease("2026-03-01T12:59:55.000000Z")], now=NOW),
         checks.check_lease([lease("2026-03-01T12:00:00.000000Z")], now=NOW),
-        checks.check_lease([lease("2026-03-01T12:00:00.000000Z"), lease("2026-03-01T12:59:55Z")], now=NOW),
+        checks.check_lease(
+            [lease("2026-03-01T12:00:00.000000Z"), lease("2026-03-01T12:59:55Z")], now=NOW
+        ),
         checks.check_lease([lease(None)], now=NOW),
     ]
     assert states(*found) == ["skip", "warn", "ok", "fail", "ok", "warn"]
@@ -154,7 +159,9 @@ def test_a_quota_that_is_used_up_warns() -> None:
 
 
 def policy(
-    types: list[str], selector: dict[str, Any] | None = None, labels: dict[str, str] | None = None
+    types: list[str],
+    selector: dict[str, Any] | None = None,
+    labels: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     return {
         "metadata": {"name": "closed", "labels": labels or {}},
@@ -176,7 +183,9 @@ def test_a_policy_that_shuts_pods_in_warns() -> None:
 
 def node(*, is_ready: bool = True, gpus: str = "0") -> dict[str, Any]:
     ready = {"type": "Ready", "status": "True" if is_ready else "Unknown"}
-    return {"status": {"conditions": [ready], "allocatable": {"cpu": "8", "nvidia.com/gpu": gpus}}}
+    return {
+        "status": {"conditions": [ready], "allocatable": {"cpu": "8", "nvidia.com/gpu": gpus}}
+    }
 
 
 def test_nodes_are_counted_with_their_accelerators() -> None:
@@ -209,21 +218,37 @@ def cluster(api: Api) -> Api:
     api.on("GET", "/apis/networking.k8s.io/v1/namespaces/lab/networkpolicies", items)
     api.on("GET", "/api/v1/nodes", {**items, "items": [node()]})
     api.refuse("GET", "/apis/storage.k8s.io/v1/storageclasses", 403, "no")
-    api.on("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", {"status": {"allowed": True}})
+    api.on(
+        "POST",
+        "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+        {"status": {"allowed": True}},
+    )
     return api
 
 
-def test_doctor_ends_with_0_when_nothing_fails(cluster: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_ends_with_0_when_nothing_fails(
+    cluster: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", "--kubeconfig", cluster.kubeconfig]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[0].startswith("ok    api server       Kubernetes v1.34.4")
     assert "skip  images" in text and text.rstrip().endswith("11 ok, 1 warn, 2 skip")
-    assert "warn  operator lease   nobody holds it\n                       → Is the operator" in text
+    assert (
+        "warn  operator lease   nobody holds it\n                       → Is the operator"
+        in text
+    )
     asked = cluster.sent("POST")[0].body["spec"]["resourceAttributes"]
-    assert asked == {"namespace": "lab", "verb": "get", "group": "evergrad.dev", "resource": "trainingruns"}
+    assert asked == {
+        "namespace": "lab",
+        "verb": "get",
+        "group": "evergrad.dev",
+        "resource": "trainingruns",
+    }
 
 
-def test_doctor_ends_with_1_when_something_fails(cluster: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_ends_with_1_when_something_fails(
+    cluster: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster.on("GET", "/apis/evergrad.dev/v1alpha1", "404 page not found", status=404)
     cluster.refuse("GET", CRD, 404, "not found", name="trainingruns.evergrad.dev")
     assert main(["doctor", "--kubeconfig", cluster.kubeconfig, "--json"]) == 1

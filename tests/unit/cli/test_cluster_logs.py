@@ -28,24 +28,34 @@ def call(api: Api, *arguments: str) -> int:
     return main(["logs", "docs-lm", "--kubeconfig", api.kubeconfig, *arguments])
 
 
-def pod(index: int | None, attempt: int = 0, *, state: str = "running", restarts: int = 0) -> dict[str, Any]:
+def pod(
+    index: int | None, attempt: int = 0, *, state: str = "running", restarts: int = 0
+) -> dict[str, Any]:
     role = "coordinator" if index is None else "node"
     labels = {"evergrad.dev/role": role, "evergrad.dev/attempt": str(attempt)}
     if index is not None:
         labels["evergrad.dev/index"] = str(index)
     phase = {"running": "Running", "waiting": "Pending", "terminated": "Failed"}[state]
     return {
-        "metadata": {"name": f"docs-lm-{role if index is None else index}-{attempt}", "labels": labels},
+        "metadata": {
+            "name": f"docs-lm-{role if index is None else index}-{attempt}",
+            "labels": labels,
+        },
         "spec": {"containers": [{"name": "trainer"}]},
         "status": {
             "phase": phase,
-            "containerStatuses": [{"name": "trainer", "state": {state: {"x": 1}}, "restartCount": restarts}],
+            "containerStatuses": [
+                {"name": "trainer", "state": {state: {"x": 1}}, "restartCount": restarts}
+            ],
         },
     }
 
 
 def lines(*texts: str, first: int = 0) -> str:
-    return "".join(f"2026-03-01T12:00:{first + number:02d}.5Z {text}\n" for number, text in enumerate(texts))
+    return "".join(
+        f"2026-03-01T12:00:{first + number:02d}.5Z {text}\n"
+        for number, text in enumerate(texts)
+    )
 
 
 def pods(api: Api, *items: dict[str, Any]) -> None:
@@ -60,7 +70,11 @@ def test_without_following_the_first_nodes_output_is_shown_as_it_is(
     api.on("GET", f"{PODS}/docs-lm-0-1/log", lines("one", "two"))
     assert call(api, "--tail", "5") == 0
     assert capsys.readouterr().out == "one\ntwo\n"
-    assert api.requests[-1].query == {"timestamps": "true", "container": "trainer", "tailLines": "5"}
+    assert api.requests[-1].query == {
+        "timestamps": "true",
+        "container": "trainer",
+        "tailLines": "5",
+    }
 
 
 def test_all_nodes_carry_their_number_and_json_everything(
@@ -90,7 +104,11 @@ def test_the_attempt_before_is_an_older_pod_or_the_container_before(
     api.on("GET", f"{PODS}/docs-lm-coordinator-0/log", lines("crashed"))
     assert call(api, "--previous") == call(api, "--coordinator", "--previous") == 0
     assert capsys.readouterr().out == "the end\ncrashed\n"
-    logs = [request.query.get("previous") for request in api.requests if request.path.endswith("/log")]
+    logs = [
+        request.query.get("previous")
+        for request in api.requests
+        if request.path.endswith("/log")
+    ]
     assert logs == [None, "true"]
 
 
@@ -104,7 +122,11 @@ def test_the_attempt_before_is_an_older_pod_or_the_container_before(
     ],
 )
 def test_output_that_is_not_there_is_told(
-    api: Api, make_run: Make, arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    api: Api,
+    make_run: Make,
+    arguments: tuple[str, ...],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     api.on("GET", RUN, make_run())
     pods(api, pod(0))
@@ -195,18 +217,33 @@ def test_a_stream_that_breaks_goes_on_without_a_line_lost_or_told_twice(
     pods(api, pod(0))
 
     story.stream(
-        "docs-lm-0-0", lines("one", "two"), (500, "the server restarts"), story.ending("one", "two", "three")
+        "docs-lm-0-0",
+        lines("one", "two"),
+        (500, "the server restarts"),
+        story.ending("one", "two", "three"),
     )
     assert call(api, "-f") == 0
-    assert capsys.readouterr().out.splitlines() == ["[node 0] one", "[node 0] two", "[node 0] three"]
-    since = [request.query.get("sinceTime") for request in api.requests if request.path.endswith("/log")]
+    assert capsys.readouterr().out.splitlines() == [
+        "[node 0] one",
+        "[node 0] two",
+        "[node 0] three",
+    ]
+    since = [
+        request.query.get("sinceTime")
+        for request in api.requests
+        if request.path.endswith("/log")
+    ]
     assert since[:3] == [None, "2026-03-01T12:00:01.5Z", "2026-03-01T12:00:01.5Z"]
 
 
 def test_following_waits_for_pods_and_ends_when_the_run_is_deleted(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone = {"kind": "Status", "message": "not found", "details": {"name": "docs-lm", "kind": "trainingruns"}}
+    gone = {
+        "kind": "Status",
+        "message": "not found",
+        "details": {"name": "docs-lm", "kind": "trainingruns"},
+    }
     answers = [make_run(phase="Suspended"), make_run(phase="Suspended"), None]
 
     def run(request: Any) -> tuple[int, Any]:
@@ -223,7 +260,10 @@ def test_following_waits_for_pods_and_ends_when_the_run_is_deleted(
 
 
 def test_when_the_first_node_stays_away_another_is_followed(
-    api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    api: Api,
+    make_run: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(following, "_GONE_SECONDS", 0.05)
     story = Story(api, make_run)
@@ -242,7 +282,10 @@ def test_when_the_first_node_stays_away_another_is_followed(
 
 
 def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
-    api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    api: Api,
+    make_run: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(following, "_GONE_SECONDS", 0.05)
     story = Story(api, make_run)

@@ -16,7 +16,14 @@ from evergrad_cli.cluster.advice import advise
 from evergrad_cli.cluster.arguments import run_name, seconds_of
 from evergrad_cli.cluster.checkpoints import document as describe_checkpoints
 from evergrad_cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
-from evergrad_cli.cluster.following import Line, Selection, choose, order_of, show_line, split_line
+from evergrad_cli.cluster.following import (
+    Line,
+    Selection,
+    choose,
+    order_of,
+    show_line,
+    split_line,
+)
 from evergrad_cli.cluster.list import render as render_list
 from evergrad_cli.cluster.runs import Pod, Run, parse_events, parse_pods, parse_run, row_of
 from evergrad_cli.cluster.status import Facts, render
@@ -28,7 +35,9 @@ Make = Callable[..., dict[str, Any]]
 NOW = parse_time("2026-03-01T13:00:00Z") or 0.0
 
 
-def raw_condition(kind: str, status: str = "True", reason: str = "X", message: str = "") -> dict[str, Any]:
+def raw_condition(
+    kind: str, status: str = "True", reason: str = "X", message: str = ""
+) -> dict[str, Any]:
     return {
         "type": kind,
         "status": status,
@@ -76,7 +85,14 @@ def test_only_a_finished_bar_is_full() -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90s", 90), ("30m", 1800), ("1h30m", 5400), ("45", 45), ("0.5", 0.5), ("0", float("inf"))],
+    [
+        ("90s", 90),
+        ("30m", 1800),
+        ("1h30m", 5400),
+        ("45", 45),
+        ("0.5", 0.5),
+        ("0", float("inf")),
+    ],
 )
 def test_timeouts_are_written_as_kubectl_takes_them(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
@@ -88,14 +104,20 @@ def test_what_is_no_timeout_is_refused(text: str) -> None:
         seconds_of(text)
 
 
-@pytest.mark.parametrize("text", ["docs-lm", "trun/docs-lm", "trainingrun.evergrad.dev/docs-lm"])
+@pytest.mark.parametrize(
+    "text", ["docs-lm", "trun/docs-lm", "trainingrun.evergrad.dev/docs-lm"]
+)
 def test_a_run_may_be_named_as_kubectl_prints_it(text: str) -> None:
     assert run_name(text) == "docs-lm"
 
 
 def test_text_of_others_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[31mb\nc\u202ed\u2028e") == "a [31mb c d e"
-    assert table(("A", "B"), [("wide", "x\ny"), ("字", "z")]) == ["A      B", "wide   x y", "字     z"]
+    assert table(("A", "B"), [("wide", "x\ny"), ("字", "z")]) == [
+        "A      B",
+        "wide   x y",
+        "字     z",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,22 +169,35 @@ def test_a_status_of_any_shape_can_be_shown(make_run: Make) -> None:
         assert render(Facts(parse_run(raw), (), (), ()), now=NOW)
 
 
-def facts(run: dict[str, Any], *pods: dict[str, Any], events: tuple[dict[str, Any], ...] = ()) -> Facts:
+def facts(
+    run: dict[str, Any], *pods: dict[str, Any], events: tuple[dict[str, Any], ...] = ()
+) -> Facts:
     return Facts(parse_run(run), tuple(parse_pods(pods)), tuple(parse_events(events)), ())
 
 
-def raw_pod(name: str, index: int | None, attempt: int, state: dict[str, Any], **more: Any) -> dict[str, Any]:
+def raw_pod(
+    name: str, index: int | None, attempt: int, state: dict[str, Any], **more: Any
+) -> dict[str, Any]:
     labels = {
         "evergrad.dev/attempt": str(attempt),
         "evergrad.dev/role": "coordinator" if index is None else "node",
     }
     if index is not None:
         labels["evergrad.dev/index"] = str(index)
-    phase = "Failed" if "terminated" in state else "Running" if "running" in state else "Pending"
+    phase = (
+        "Failed" if "terminated" in state else "Running" if "running" in state else "Pending"
+    )
     return {
-        "metadata": {"name": name, "labels": labels, "creationTimestamp": "2026-03-01T12:58:00Z"},
+        "metadata": {
+            "name": name,
+            "labels": labels,
+            "creationTimestamp": "2026-03-01T12:58:00Z",
+        },
         "spec": {"nodeName": "n1", "containers": [{"name": "trainer"}]},
-        "status": {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state, **more}]},
+        "status": {
+            "phase": phase,
+            "containerStatuses": [{"name": "trainer", "state": state, **more}],
+        },
     }
 
 
@@ -194,9 +229,15 @@ def test_the_status_of_a_run_with_a_failure_tells_the_root_cause(make_run: Make)
     assert "30s (x3)   Warning   Restarting" in text
 
 
-def test_an_injected_sidecar_hides_neither_the_state_nor_the_name_of_the_trainers_container() -> None:
+def test_an_injected_sidecar_hides_neither_the_state_nor_the_name_of_the_trainers_container() -> (
+    None
+):
     raw = raw_pod(
-        "docs-lm-0-0", 0, 0, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=0
+        "docs-lm-0-0",
+        0,
+        0,
+        {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+        restartCount=0,
     )
     raw["spec"]["containers"].insert(0, {"name": "istio-proxy"})
     raw["status"]["phase"] = "Running"
@@ -211,14 +252,19 @@ def test_the_status_of_a_thousand_nodes_fits_a_screen_or_two(make_run: Make) -> 
     many = [raw_pod(f"docs-lm-{index}-0", index, 0, {"running": {}}) for index in range(1000)]
     lines = render(facts(make_run(), *many), now=NOW)
     assert len(lines) < 80
-    assert any("and 968 more: kubectl get pods -l evergrad.dev/run=docs-lm" in line for line in lines)
+    assert any(
+        "and 968 more: kubectl get pods -l evergrad.dev/run=docs-lm" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize(
     ("state", "shown"),
     [
         ({"running": {}}, "Running"),
-        ({"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}, "ImagePullBackOff"),
+        (
+            {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}},
+            "ImagePullBackOff",
+        ),
         ({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, "OOMKilled"),
         ({"terminated": {"exitCode": 64, "reason": "Error"}}, "Error (64)"),
     ],
@@ -236,14 +282,18 @@ def advice_of(raw: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("reason", [*sorted(advice._WHERE), "AdmissionRefused", "SomethingNew"])
-def test_a_run_that_waits_is_shown_with_a_command_that_shows_more(reason: str, make_run: Make) -> None:
+def test_a_run_that_waits_is_shown_with_a_command_that_shows_more(
+    reason: str, make_run: Make
+) -> None:
     text = advice_of(make_run(phase="Waiting", reason=reason))
     assert "The message says" in text and ("kubectl" in text or "evergrad" in text)
     assert "{" not in text.replace("'{.status.image}'", "")
 
 
 @pytest.mark.parametrize("reason", ["UserError", "OutOfMemory", "SomethingNew"])
-def test_a_failed_run_is_shown_with_its_output_and_the_way_to_go_on(reason: str, make_run: Make) -> None:
+def test_a_failed_run_is_shown_with_its_output_and_the_way_to_go_on(
+    reason: str, make_run: Make
+) -> None:
     raw = make_run(
         phase="Failed",
         reason=reason,
@@ -266,11 +316,17 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
     assert "evergrad resume" in advice_of(make_run(**stopped))
     not_finite = advice_of(make_run(phase="Suspended", reason="NonFinite"))
     assert "spec.training.skipSteps" in not_finite and "evergrad resume docs-lm" in not_finite
-    at_its_stop = advice_of(make_run(spec={"training": {"stop": {"afterStep": 1100}}}, **stopped))
+    at_its_stop = advice_of(
+        make_run(spec={"training": {"stop": {"afterStep": 1100}}}, **stopped)
+    )
     assert "has finished step 1100" in at_its_stop and "evergrad resume" not in at_its_stop
-    stalled = make_run(conditions=[raw_condition("Progressing", "False", message="no step for 20m")])
+    stalled = make_run(
+        conditions=[raw_condition("Progressing", "False", message="no step for 20m")]
+    )
     assert "No step for long (no step for 20m)" in advice_of(stalled)
-    assert "complete.json" in advice_of(make_run(phase="Complete", conditions=[raw_condition("Complete")]))
+    assert "complete.json" in advice_of(
+        make_run(phase="Complete", conditions=[raw_condition("Complete")])
+    )
 
 
 def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
@@ -278,7 +334,9 @@ def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
         "docs-lm-0-0", 0, 0, {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
     )
     lines = advise(
-        parse_run(make_run(phase="Waiting", reason="ImagePullFailed")), parse_pods([waiting]), now=NOW
+        parse_run(make_run(phase="Waiting", reason="ImagePullFailed")),
+        parse_pods([waiting]),
+        now=NOW,
     )
     assert lines[-1] == "More about a pod that waits: kubectl describe pod docs-lm-0-0"
 
@@ -308,7 +366,12 @@ def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
             RefusedError,
             "beyond the namespace's quota",
         ),
-        (409, b'{"kind":"Status","message":"modified"}', RefusedError, "changed by somebody else"),
+        (
+            409,
+            b'{"kind":"Status","message":"modified"}',
+            RefusedError,
+            "changed by somebody else",
+        ),
         (
             400,
             b'{"kind":"Status","message":"strict decoding error: unknown field \\"spec.nods\\""}',
@@ -319,7 +382,9 @@ def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
         (500, b"\xff<html>", UnreachableError, "answers with 500"),
     ],
 )
-def test_answers_of_the_server_become_clear_errors(status: int, body: bytes, kind: type, told: str) -> None:
+def test_answers_of_the_server_become_clear_errors(
+    status: int, body: bytes, kind: type, told: str
+) -> None:
     error = refusals.error_of(status, body, what="trainingrun docs-lm")
     assert type(error) is kind
     assert told in str(error)
@@ -329,11 +394,30 @@ def test_answers_of_the_server_become_clear_errors(status: int, body: bytes, kin
 
 
 def pod(
-    index: int | None, attempt: int = 0, *, is_over: bool = False, has_started: bool = True, restarts: int = 0
+    index: int | None,
+    attempt: int = 0,
+    *,
+    is_over: bool = False,
+    has_started: bool = True,
+    restarts: int = 0,
 ) -> Pod:
     role = "coordinator" if index is None else "node"
     name = f"docs-lm-{'coordinator' if index is None else index}-{attempt}"
-    return Pod(name, role, index, attempt, "", False, is_over, has_started, restarts, "n1", "c", "", None)
+    return Pod(
+        name,
+        role,
+        index,
+        attempt,
+        "",
+        False,
+        is_over,
+        has_started,
+        restarts,
+        "n1",
+        "c",
+        "",
+        None,
+    )
 
 
 COORDINATOR = pod(None, 1, restarts=1)
@@ -361,19 +445,26 @@ PODS = [
         (Selection(is_coordinator=True), True, ["docs-lm-coordinator-0"]),
     ],
 )
-def test_which_pods_are_shown(selection: Selection, is_previous: bool, chosen: list[str]) -> None:
+def test_which_pods_are_shown(
+    selection: Selection, is_previous: bool, chosen: list[str]
+) -> None:
     assert [one.name for one in choose(PODS, selection, is_previous=is_previous)] == chosen
 
 
 def test_a_node_that_has_not_started_is_passed_over_for_one_that_has() -> None:
-    assert [one.index for one in choose([pod(0, has_started=False), pod(1)], Selection())] == [1]
+    assert [one.index for one in choose([pod(0, has_started=False), pod(1)], Selection())] == [
+        1
+    ]
     assert [one.index for one in choose([pod(0, has_started=False)], Selection())] == [0]
 
 
 def test_a_line_is_parted_from_its_time_and_shown_with_its_node() -> None:
     line = split_line(pod(3, 2), b"2026-03-01T12:00:00.5Z step 7 \xff")
     assert (line.time, line.text) == ("2026-03-01T12:00:00.5Z", "step 7 \ufffd")
-    assert show_line(line, prefix=True, with_time=False, as_json=False) == "[node 3 #2] step 7 \ufffd"
+    assert (
+        show_line(line, prefix=True, with_time=False, as_json=False)
+        == "[node 3 #2] step 7 \ufffd"
+    )
     assert show_line(line, prefix=False, with_time=True, as_json=False).startswith(
         "2026-03-01T12:00:00.5Z step 7"
     )
@@ -381,9 +472,15 @@ def test_a_line_is_parted_from_its_time_and_shown_with_its_node() -> None:
         line, prefix=True, with_time=False, as_json=True
     )
     spoken = Line(pod(3, 2), "", "[node 3 rank 1] step 7")
-    assert show_line(spoken, prefix=True, with_time=True, as_json=False) == "[node 3 #2 rank 1] step 7"
+    assert (
+        show_line(spoken, prefix=True, with_time=True, as_json=False)
+        == "[node 3 #2 rank 1] step 7"
+    )
     coordinator = Line(pod(None), "", "hello")
-    assert show_line(coordinator, prefix=True, with_time=False, as_json=False) == "[coordinator] hello"
+    assert (
+        show_line(coordinator, prefix=True, with_time=False, as_json=False)
+        == "[coordinator] hello"
+    )
     assert split_line(pod(0), b"no time").text == "no time"
 
 
@@ -401,7 +498,12 @@ def test_a_run_without_a_status_is_pending(make_run: Make) -> None:
     raw = make_run()
     del raw["status"]
     run: Run = parse_run(raw)
-    assert (run.phase, run.is_observed, run.is_current, run.is_over) == ("Pending", False, False, False)
+    assert (run.phase, run.is_observed, run.is_current, run.is_over) == (
+        "Pending",
+        False,
+        False,
+        False,
+    )
 
 
 # ---- documents ---------------------------------------------------------------------------------------------
@@ -409,11 +511,22 @@ def test_a_run_without_a_status_is_pending(make_run: Make) -> None:
 
 def documented(command: str) -> set[str]:
     """The keys that docs/cluster-cli.md gives for a command's document."""
-    text = (Path(__file__).resolve().parents[3] / "docs/cluster-cli.md").read_text().partition("## JSON")[2]
-    (line,) = (line for line in text.splitlines() if line.startswith((f"| `{command}`", f"{command}: ")))
+    text = (
+        (Path(__file__).resolve().parents[3] / "docs/cluster-cli.md")
+        .read_text()
+        .partition("## JSON")[2]
+    )
+    (line,) = (
+        line
+        for line in text.splitlines()
+        if line.startswith((f"| `{command}`", f"{command}: "))
+    )
     shape = line.rpartition(" | ")[2].partition("`; ")[0]
     return set(
-        re.findall(r"[a-zA-Z]+", shape.replace("null or", "").replace("RUN +", "").replace("RUN", "", 1))
+        re.findall(
+            r"[a-zA-Z]+",
+            shape.replace("null or", "").replace("RUN +", "").replace("RUN", "", 1),
+        )
     )
 
 
@@ -422,8 +535,16 @@ def test_the_documents_have_the_keys_that_are_documented(make_run: Make) -> None
     assert set(row_of(run, now=NOW)) == documented("RUN")
     assert set(describe_checkpoints(run, None, None)) == documented("checkpoints")
     failure = {"cause": "WorkerCrash", "message": "boom"}
-    attempt = {"pod": "docs-lm-0-0", "cause": "WorkerCrash", "exitCode": 1, "at": "2026-03-01T12:59:00Z"}
-    event = {"reason": "Restarting", "involvedObject": {"kind": "TrainingRun", "name": "docs-lm"}}
+    attempt = {
+        "pod": "docs-lm-0-0",
+        "cause": "WorkerCrash",
+        "exitCode": 1,
+        "at": "2026-03-01T12:59:00Z",
+    }
+    event = {
+        "reason": "Restarting",
+        "involvedObject": {"kind": "TrainingRun", "name": "docs-lm"},
+    }
     raw = make_run(lastFailure=failure, attempts=[attempt])
     shown = status_document(
         facts(raw, raw_pod("docs-lm-0-0", 0, 0, {"running": {}}), events=(event,)), now=NOW

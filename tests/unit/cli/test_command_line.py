@@ -13,7 +13,12 @@ _HEAVY = ("torch", "transformers", "matplotlib")
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["run", "--help"], ["validate", "missing.yaml"], ["checkpoint", "list", "missing"]],
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["validate", "missing.yaml"],
+        ["checkpoint", "list", "missing"],
+    ],
 )
 def test_commands_that_need_no_tensors_import_none(arguments: list[str]) -> None:
     code = (
@@ -23,7 +28,9 @@ def test_commands_that_need_no_tensors_import_none(arguments: list[str]) -> None
         f"    main({arguments!r})\n"
         f"print([name for name in {_HEAVY!r} if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     if arguments[0] == "checkpoint":
         # Checkpoints are torch's; drawing is not needed to list them.
         assert "matplotlib" not in result.stdout
@@ -32,7 +39,9 @@ def test_commands_that_need_no_tensors_import_none(arguments: list[str]) -> None
 
 
 @pytest.mark.parametrize("command", ["list", "submit", "doctor"])
-def test_commands_for_a_cluster_import_no_tensors_and_their_client_only_when_they_run(command: str) -> None:
+def test_commands_for_a_cluster_import_no_tensors_and_their_client_only_when_they_run(
+    command: str,
+) -> None:
     code = (
         "import sys, contextlib, os\n"
         "from evergrad_cli.main import main, main_of_plugin\n"
@@ -44,13 +53,17 @@ def test_commands_for_a_cluster_import_no_tensors_and_their_client_only_when_the
         "print('kubernetes' in sys.modules)\n"
         f"print([name for name in {_HEAVY!r} if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     told = [] if command != "submit" else ["pydantic"]
     assert result.stdout.splitlines()[-3:] == [str(told), "True", "[]"]
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *CLUSTER_COMMANDS])
-def test_every_command_explains_itself_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_explains_itself_with_examples(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name.replace("_", "-"), "--help"])
     text = capsys.readouterr().out
@@ -92,10 +105,14 @@ for arguments in ARGUMENTS(CLUSTER_COMMANDS):
 def _run_without_trainer(arguments: str) -> subprocess.CompletedProcess[str]:
     """``arguments``: an expression that maps the names of the cluster's commands to command lines."""
     code = _WITHOUT_TRAINER.replace("ARGUMENTS", f"(lambda names: {arguments})")
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
 
 
-def test_help_and_the_commands_for_a_cluster_run_where_torch_and_numpy_are_not_installed() -> None:
+def test_help_and_the_commands_for_a_cluster_run_where_torch_and_numpy_are_not_installed() -> (
+    None
+):
     result = _run_without_trainer(
         "[['--help'], [], ['no-such-command'], *([name, '--help'] for name in names)]"
     )
@@ -133,5 +150,7 @@ def test_the_completion_of_bash_offers_every_command_and_the_options_of_the_one_
     )
     result = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
     commands, options = result.stdout.splitlines()[-2:]
-    assert set(commands.split()) >= {name.replace("_", "-") for name in (*COMMANDS, *CLUSTER_COMMANDS)}
+    assert set(commands.split()) >= {
+        name.replace("_", "-") for name in (*COMMANDS, *CLUSTER_COMMANDS)
+    }
     assert set(options.split()) == {"--nodes", "--no-preflight"}

@@ -49,7 +49,9 @@ def _write(path: Path, rows: list[Any], evaluations: tuple[EvaluationRecord, ...
     log.close()
 
 
-def _evaluation(step: int, loss: float = 2.5, name: str = "heldOut", tokens: int = 4096) -> EvaluationRecord:
+def _evaluation(
+    step: int, loss: float = 2.5, name: str = "heldOut", tokens: int = 4096
+) -> EvaluationRecord:
     return EvaluationRecord(step, 1, name, loss, math.exp(loss), tokens, 1.0, 1e9 + step)
 
 
@@ -66,23 +68,31 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     synthetic.RunWriter(tmp_path / "a").write(synthetic.Process(last=200))
-    resumed = synthetic.RunWriter(tmp_path / "b").write(synthetic.Process(last=57, ended="signal"))
+    resumed = synthetic.RunWriter(tmp_path / "b").write(
+        synthetic.Process(last=57, ended="signal")
+    )
     resumed.write(synthetic.Process(last=200, resumed_from=57))
     code, result = compare("--exact")
     assert code == 0
     assert result["equal"] is True
     assert result["steps"] == {"compared": 200, "first": 1, "last": 200}
-    assert [(difference["field"], difference["counts"]) for difference in result["differences"]] == [
-        ("generation", False)
-    ]
-    assert result["repeated_steps"]["b"] == {"num_steps": 0, "ranges": [], "num_with_other_samples": 0}
+    assert [
+        (difference["field"], difference["counts"]) for difference in result["differences"]
+    ] == [("generation", False)]
+    assert result["repeated_steps"]["b"] == {
+        "num_steps": 0,
+        "ranges": [],
+        "num_with_other_samples": 0,
+    }
 
 
 def test_a_killed_and_resumed_run_equals_too_and_its_repeated_steps_are_named(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     synthetic.RunWriter(tmp_path / "a").write(synthetic.Process(last=200))
-    killed = synthetic.RunWriter(tmp_path / "b").write(synthetic.Process(last=57, ended="killed"))
+    killed = synthetic.RunWriter(tmp_path / "b").write(
+        synthetic.Process(last=57, ended="killed")
+    )
     killed.write(synthetic.Process(last=200, resumed_from=50))
     code, result = compare("--exact")
     assert code == 0
@@ -94,13 +104,22 @@ def test_a_killed_and_resumed_run_equals_too_and_its_repeated_steps_are_named(
     }
 
 
-def test_the_last_row_of_a_step_counts(tmp_path: Path, synthetic: ModuleType, compare: Compare) -> None:
+def test_the_last_row_of_a_step_counts(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
     rows = [synthetic.step_record(step) for step in range(1, 6)]
     _write(tmp_path / "a", rows)
-    _write(tmp_path / "b", [synthetic.step_record(3, loss=9.0, sample_hash="00000000000000aa"), *rows])
+    _write(
+        tmp_path / "b",
+        [synthetic.step_record(3, loss=9.0, sample_hash="00000000000000aa"), *rows],
+    )
     code, result = compare("--exact")
     assert code == 0
-    assert result["repeated_steps"]["b"] == {"num_steps": 1, "ranges": [[3, 3]], "num_with_other_samples": 1}
+    assert result["repeated_steps"]["b"] == {
+        "num_steps": 1,
+        "ranges": [[3, 3]],
+        "num_with_other_samples": 1,
+    }
 
 
 def test_metrics_of_a_recipe_are_compared_like_losses(
@@ -128,7 +147,9 @@ def test_a_metric_that_only_one_run_has_makes_them_differ(
     _write(tmp_path / "b", [synthetic.step_record(1, metrics={"kl": 0.5})], (evaluation,))
     code, result = compare()
     assert code == 1
-    assert {name: (one["a"], one["b"], one["where"]) for name, one in _by_field(result).items()} == {
+    assert {
+        name: (one["a"], one["b"], one["where"]) for name, one in _by_field(result).items()
+    } == {
         "kl": (None, 0.5, ""),
         "accuracy": (None, 0.5, "heldOut"),
     }
@@ -141,7 +162,9 @@ def test_the_first_step_with_other_samples_is_named(
     _write(
         tmp_path / "b",
         [
-            synthetic.step_record(step, sample_hash=f"{step if step > 6 else _hash(synthetic, step):016x}")
+            synthetic.step_record(
+                step, sample_hash=f"{step if step > 6 else _hash(synthetic, step):016x}"
+            )
             for step in range(1, 10)
         ],
     )
@@ -192,10 +215,14 @@ def test_losses_may_differ_by_the_relative_tolerance(
 
 
 @pytest.mark.parametrize("field", ["loss", "learning_rate", "grad_norm"])
-def test_exact_means_every_bit(tmp_path: Path, synthetic: ModuleType, compare: Compare, field: str) -> None:
+def test_exact_means_every_bit(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare, field: str
+) -> None:
     row = synthetic.step_record(40)
     _write(tmp_path / "a", [row])
-    _write(tmp_path / "b", [synthetic.step_record(40, **{field: _one_ulp_up(getattr(row, field))})])
+    _write(
+        tmp_path / "b", [synthetic.step_record(40, **{field: _one_ulp_up(getattr(row, field))})]
+    )
     assert compare()[0] == 0
     code, result = compare("--exact")
     assert code == 1
@@ -204,12 +231,16 @@ def test_exact_means_every_bit(tmp_path: Path, synthetic: ModuleType, compare: C
     assert found["b"].hex() == _one_ulp_up(getattr(row, field)).hex()
 
 
-@pytest.mark.parametrize(("field", "value"), [("tokens", 1), ("valid_tokens", 1), ("learning_rate", 0.5)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("tokens", 1), ("valid_tokens", 1), ("learning_rate", 0.5)]
+)
 def test_other_parts_of_the_recipe_count(
     tmp_path: Path, synthetic: ModuleType, compare: Compare, field: str, value: float
 ) -> None:
     _write(tmp_path / "a", [synthetic.step_record(step) for step in (1, 2)])
-    _write(tmp_path / "b", [synthetic.step_record(1), synthetic.step_record(2, **{field: value})])
+    _write(
+        tmp_path / "b", [synthetic.step_record(1), synthetic.step_record(2, **{field: value})]
+    )
     code, result = compare()
     assert code == 1
     assert _by_field(result)[field]["first_step"] == 2
@@ -221,7 +252,11 @@ def test_gradient_norm_world_size_and_times_are_told_but_do_not_count(
     _write(tmp_path / "a", [synthetic.step_record(1)])
     _write(
         tmp_path / "b",
-        [synthetic.step_record(1, grad_norm=5.0, world_size=3, generation=9, time=1.0, step_seconds=9.0)],
+        [
+            synthetic.step_record(
+                1, grad_norm=5.0, world_size=3, generation=9, time=1.0, step_seconds=9.0
+            )
+        ],
     )
     code, result = compare()
     assert code == 0
@@ -236,7 +271,10 @@ def test_steps_of_only_one_run_make_them_differ_unless_they_are_left_out(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     _write(tmp_path / "a", [synthetic.step_record(step) for step in range(1, 10)])
-    _write(tmp_path / "b", [synthetic.step_record(step) for step in (1, 2, 3, 5, 6, 7, 8, 9, 10, 11)])
+    _write(
+        tmp_path / "b",
+        [synthetic.step_record(step) for step in (1, 2, 3, 5, 6, 7, 8, 9, 10, 11)],
+    )
     code, result = compare()
     assert code == 1
     assert (result["steps_only_in_a"], result["steps_only_in_b"]) == ([[4, 4]], [[10, 11]])
@@ -254,7 +292,10 @@ def test_losses_that_are_no_numbers_agree_only_with_each_other(
     _write(tmp_path / "b", [synthetic.step_record(1, loss=2.0)])
     code, result = compare()
     assert code == 1
-    assert (_by_field(result)["loss"]["a"], _by_field(result)["loss"]["largest_relative"]) == (None, None)
+    assert (_by_field(result)["loss"]["a"], _by_field(result)["loss"]["largest_relative"]) == (
+        None,
+        None,
+    )
 
 
 def test_evaluations_are_compared_by_step_and_set(
@@ -305,7 +346,9 @@ def test_the_text_says_what_differs_and_where(
         (_evaluation(7),),
     )
     changed = [
-        synthetic.step_record(step, loss=2.0 if step < 1000 else 2.5, grad_norm=0.25, world_size=3)
+        synthetic.step_record(
+            step, loss=2.0 if step < 1000 else 2.5, grad_norm=0.25, world_size=3
+        )
         for step in range(1, 1202)
     ]
     _write(tmp_path / "b", [*changed[:5], *changed])
@@ -370,7 +413,9 @@ def test_unusable_options_are_refused(
     assert caught.value.exit_code == 64
 
 
-def test_unusable_runs_are_refused_with_their_path(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_unusable_runs_are_refused_with_their_path(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     _write(tmp_path / "a", [synthetic.step_record(1)])
     cases: list[tuple[Callable[[Path], Any], str]] = [
         (lambda path: None, "b: does not exist"),

@@ -35,13 +35,19 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("address", ["here", "host:", ":29400", "host:0", "host:70000", "host:port"])
-def test_an_address_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], address: str) -> None:
+@pytest.mark.parametrize(
+    "address", ["here", "host:", ":29400", "host:0", "host:70000", "host:port"]
+)
+def test_an_address_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str], address: str
+) -> None:
     assert f"--join: '{address}' is not HOST:PORT" in fail(capsys, "--join", address)
 
 
 def test_every_problem_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    said = fail(capsys, "--join", "here", "--node", "-1", "--workers", "0", "--token-file", "/nowhere")
+    said = fail(
+        capsys, "--join", "here", "--node", "-1", "--workers", "0", "--token-file", "/nowhere"
+    )
     assert [line.split()[1] for line in said.splitlines()] == [
         "--join:",
         "--node:",
@@ -56,7 +62,9 @@ def test_a_node_needs_the_runs_token(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-def test_a_host_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_host_that_is_not_known_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     token.write_text("secret")
     assert "--join: nowhere.invalid cannot be reached" in fail(
@@ -68,7 +76,14 @@ def start_node(tmp_path: Path, *arguments: str) -> tuple[int, tuple[ErrorKind | 
     """Exit code and termination message of a node that nobody will ever let in."""
     (tmp_path / "token").write_text("secret")
     log = tmp_path / "last-words"
-    common = ["--join", "127.0.0.1:1", "--address", "127.0.0.1", "--token-file", str(tmp_path / "token")]
+    common = [
+        "--join",
+        "127.0.0.1:1",
+        "--address",
+        "127.0.0.1",
+        "--token-file",
+        str(tmp_path / "token"),
+    ]
     code = main(["node", str(EXAMPLE), *common, "--termination-log", str(log), *arguments])
     return code, decode_termination(log.read_text())
 
@@ -90,7 +105,11 @@ def test_a_mistake_of_the_file_is_wrong_input_at_once(
     monkeypatch.setattr(node, "_HOST_PAUSES", (3600.0,))
     directory = str(tmp_path / "run")
     code, (kind, text) = start_node(
-        tmp_path, "--run-directory", directory, "--set", "spec.training.data.sources[0].path=nowhere"
+        tmp_path,
+        "--run-directory",
+        directory,
+        "--set",
+        "spec.training.data.sources[0].path=nowhere",
     )
     assert (code, kind) == (64, ErrorKind.INPUT)
     assert "does not exist" in text
@@ -101,7 +120,8 @@ def test_a_host_that_recovers_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     troubles = [
         OSError(errno.ESTALE, "stale"),
         InputError(
-            Problem("memory", "too little", is_of_host=True), Problem("disk", "too little", is_of_host=True)
+            Problem("memory", "too little", is_of_host=True),
+            Problem("disk", "too little", is_of_host=True),
         ),
     ]
 
@@ -195,16 +215,23 @@ def script_of(grace: int) -> Script:
 
 
 @pytest.mark.parametrize(("grace", "seconds"), [(0, 0), (5, 4.5), (30, 29), (600, 599)])
-def test_a_script_leaves_by_itself_a_moment_before_it_would_be_killed(grace: int, seconds: float) -> None:
+def test_a_script_leaves_by_itself_a_moment_before_it_would_be_killed(
+    grace: int, seconds: float
+) -> None:
     assert stop_seconds(grace) == seconds
 
 
-def test_a_node_and_a_local_coordinator_wait_for_a_script_that_takes_long_to_save(tmp_path: Path) -> None:
+def test_a_node_and_a_local_coordinator_wait_for_a_script_that_takes_long_to_save(
+    tmp_path: Path,
+) -> None:
     settings = NodeSettings("r", "0", "127.0.0.1", 1, "127.0.0.1", "fresh", tmp_path)
     assert with_grace_of(script_of(600), settings).grace_seconds == 600
     assert with_grace_of(script_of(5), settings).grace_seconds == settings.grace_seconds
     for grace, limits in ((30, ()), (600, ("--soft-limit", "610"))):
-        spec = {"nodes": {"min": 1}, "script": {"command": ["train.py"], "gracePeriodSeconds": grace}}
+        spec = {
+            "nodes": {"min": 1},
+            "script": {"command": ["train.py"], "gracePeriodSeconds": grace},
+        }
         manifest = {
             "apiVersion": "evergrad.dev/v1alpha1",
             "kind": "TrainingRun",

@@ -22,7 +22,9 @@ def manifest(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_script_has_nothing_to_prepare(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_has_nothing_to_prepare(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "mine is a script, which reads its data itself: there is nothing to prepare\n"
     assert main(["prepare", str(manifest)]) == 0
     assert capsys.readouterr() == (text, "")
@@ -44,7 +46,8 @@ def test_preflight_of_a_script_is_refused_until_its_file_is_there(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [(["--extend"], "--extend"), (["--stop-after-steps", "3"], "--stop-after-steps")]
+    ("arguments", "named"),
+    [(["--extend"], "--extend"), (["--stop-after-steps", "3"], "--stop-after-steps")],
 )
 def test_what_only_typed_runs_know_is_refused_and_not_passed_over(
     arguments: list[str], named: str, manifest: Path, capsys: pytest.CaptureFixture[str]

@@ -133,7 +133,9 @@ class FakeNode:
         self.retry_at = self.cluster.now + 0.15
         if peer is not None and self.cluster.peers.pop(peer, None) is not None:
             self.cluster.carry_out(
-                events.on_lost(self.cluster.group, peer, "connection closed", now=self.cluster.now)
+                events.on_lost(
+                    self.cluster.group, peer, "connection closed", now=self.cluster.now
+                )
             )
 
     def say(self, message: Message) -> None:
@@ -197,7 +199,9 @@ class FakeNode:
                     self.known = max(self.known, generation)
                     if self.is_leaving:
                         self.say(Leaving())
-                case Plan(generation=generation) if generation > (self.group.generation if self.group else 0):
+                case Plan(generation=generation) if generation > (
+                    self.group.generation if self.group else 0
+                ):
                     self.known = max(self.known, generation)
                     if message.hard or self.group is None:
                         self.get_ready(generation)
@@ -208,7 +212,10 @@ class FakeNode:
                     self.known = max(self.known, message.generation)
                     self.alone = 0
                     self.group = Had(
-                        message.generation, message.first_rank, message.workers, message.world_size
+                        message.generation,
+                        message.first_rank,
+                        message.workers,
+                        message.world_size,
                     )
                     self.step = self.cluster.agree_on_step(message.generation)
                     self.say(Up(message.generation, self.step))
@@ -265,10 +272,14 @@ class Cluster:
 
     # ---- what a cluster does -------------------------------------------------------------------------------
 
-    def start(self, name: int | str, *, workers: int = 1, step: int = -1, script: str = "") -> FakeNode:
+    def start(
+        self, name: int | str, *, workers: int = 1, step: int = -1, script: str = ""
+    ) -> FakeNode:
         """A new process of a node."""
         self.num_nodes += 1
-        node = FakeNode(self, str(name), f"i{self.num_nodes}", workers=workers, step=step, heard_at=self.now)
+        node = FakeNode(
+            self, str(name), f"i{self.num_nodes}", workers=workers, step=step, heard_at=self.now
+        )
         node.fingerprint = {"script": script} if script else {}
         self.nodes.append(node)
         node.connect()
@@ -276,9 +287,14 @@ class Cluster:
 
     def newest(self, name: int | str) -> FakeNode | None:
         """The youngest living process of a node."""
-        return next((one for one in reversed(self.nodes) if one.name == str(name) and one.is_alive), None)
+        return next(
+            (one for one in reversed(self.nodes) if one.name == str(name) and one.is_alive),
+            None,
+        )
 
-    def restart_coordinator(self, *, durable: int | None = None, epoch: int | None = None) -> None:
+    def restart_coordinator(
+        self, *, durable: int | None = None, epoch: int | None = None
+    ) -> None:
         """A new coordinator that knows the durable number and nothing else; of a new epoch not even that."""
         if epoch is not None:
             self.settings, durable = dataclasses.replace(self.settings, epoch=epoch), 0
@@ -321,14 +337,18 @@ class Cluster:
                     f"generation {generation} trains although {self.gone} has begun"
                 )
                 step = max(one.step for one in members) + 1
-                assert not self.is_graceful or step == self.trained + 1, "a step was lost or trained twice"
+                assert not self.is_graceful or step == self.trained + 1, (
+                    "a step was lost or trained twice"
+                )
                 self.trained = step
                 for one in members:
                     one.step = step
 
     def members_of(self, generation: int) -> list[FakeNode]:
         """Nodes whose workers are in a group."""
-        return [node for node in self.nodes if node.group and node.group.generation == generation]
+        return [
+            node for node in self.nodes if node.group and node.group.generation == generation
+        ]
 
     def agree_on_step(self, generation: int) -> int:
         """What a new group goes on from: the newest state in its members' memory, else what was saved."""
@@ -384,7 +404,9 @@ class Cluster:
         if isinstance(message, Go):
             self._note_go(message, node)
         if isinstance(message, Leave) and message.save and node:
-            assert node.step == max(one.step for one in self.nodes if one.is_alive and one.is_leaving)
+            assert node.step == max(
+                one.step for one in self.nodes if one.is_alive and one.is_leaving
+            )
             self.saves_asked.append(node.name)
         if node is not None and node.peer == peer:
             node.inbox.append(message)
@@ -398,13 +420,15 @@ class Cluster:
         group = self.go_members.setdefault(go.generation, [])
         assert go.node_rank == len(group), "two groups of one generation"
         assert go.first_rank == sum(one.workers for _, one in group)
-        assert not node.is_leaving or not any(isinstance(one, Leaving) for one in node.received), (
-            "go to a node that leaves"
-        )
+        assert not node.is_leaving or not any(
+            isinstance(one, Leaving) for one in node.received
+        ), "go to a node that leaves"
         group.append((node, go))
         # As they are now: a running coordinator can be given others.
         least, most = self.group.settings.min_nodes, self.group.settings.max_nodes
-        assert (least <= go.num_nodes or self.settings.recovery == "fresh") and go.num_nodes <= most
+        assert (
+            least <= go.num_nodes or self.settings.recovery == "fresh"
+        ) and go.num_nodes <= most
         assert node.ready_for == go.generation, "go before ready"
         joined = self.group.nodes.get(node.name)
         assert joined is not None and not joined.is_leaving and not joined.is_done

@@ -2,7 +2,15 @@
 
 import pytest
 
-from evergrad_coordinator.causes import BREAKS, CHANGES, LOSSES, PLANNED, TROUBLES, read_change, read_trouble
+from evergrad_coordinator.causes import (
+    BREAKS,
+    CHANGES,
+    LOSSES,
+    PLANNED,
+    TROUBLES,
+    read_change,
+    read_trouble,
+)
 from evergrad_operator.names import Cause
 
 

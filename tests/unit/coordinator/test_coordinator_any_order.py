@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_cluster import Boundary, Broken, Capacity, Cluster, Done, FakeNode, Progress, make_settings
+from simulated_cluster import (
+    Boundary,
+    Broken,
+    Capacity,
+    Cluster,
+    Done,
+    FakeNode,
+    Progress,
+    make_settings,
+)
 
 WAITS = {"WaitingForNodes", "AllNodesLeft"}
 NAMES = ("0", "1", "2", "9", "10")
@@ -44,7 +53,13 @@ def crash_worker(cluster: Cluster, node: FakeNode) -> None:
     if node.group:
         group, node.group, node.step = node.group, None, -1
         node.say(
-            Broken(group.generation, "worker_crash", rank=group.first_rank, exit_code=-9, time_since=0.01)
+            Broken(
+                group.generation,
+                "worker_crash",
+                rank=group.first_rank,
+                exit_code=-9,
+                time_since=0.01,
+            )
         )
 
 
@@ -97,7 +112,10 @@ EVENTS = st.lists(
         st.tuples(st.just("start"), st.sampled_from(NAMES)),
         st.tuples(st.just("wait"), st.sampled_from([0.1, 0.2, 0.5, 1.0, 2.0, 4.0])),
         st.tuples(st.sampled_from(sorted(DEEDS)), st.sampled_from(NAMES)),
-        st.tuples(st.sampled_from(["restart", "replace_coordinator", "kill_all", "cut_all"]), st.just("")),
+        st.tuples(
+            st.sampled_from(["restart", "replace_coordinator", "kill_all", "cut_all"]),
+            st.just(""),
+        ),
     ),
     max_size=14,
 )
@@ -140,10 +158,14 @@ def is_at_rest(cluster: Cluster) -> bool:
     if group.finished:
         return all(not node.is_alive for node in cluster.nodes)
     able = [node for node in cluster.nodes if node.is_alive and node.workers > 0]
-    if any(node.is_leaving for node in able) or any(node.peer not in cluster.peers for node in able):
+    if any(node.is_leaving for node in able) or any(
+        node.peer not in cluster.peers for node in able
+    ):
         return False
     needed = 1 if group.world and group.world.done else cluster.settings.min_nodes
-    wanted = min(len([node for node in able if not is_done(cluster, node)]), cluster.settings.max_nodes)
+    wanted = min(
+        len([node for node in able if not is_done(cluster, node)]), cluster.settings.max_nodes
+    )
     if cluster.condition.phase == "Running":
         members = cluster.members_of(cluster.gone)
         is_whole = sum(one.group.workers for one in members if one.group) == sum(
@@ -176,19 +198,30 @@ def check_any_order(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @settings(
-    max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+    max_examples=5000,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=True,
 )
 @given(events=EVENTS)
-def test_any_order_of_events_ends_in_one_group_or_a_named_wait(events: list[tuple[str, Any]]) -> None:
+def test_any_order_of_events_ends_in_one_group_or_a_named_wait(
+    events: list[tuple[str, Any]],
+) -> None:
     check_any_order(
-        Cluster(make_settings(max_failures_without_progress=1000)), [("start", "0"), ("start", "1"), *events]
+        Cluster(make_settings(max_failures_without_progress=1000)),
+        [("start", "0"), ("start", "1"), *events],
     )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @settings(
-    max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+    max_examples=3000,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=True,
 )
 @given(events=EVENTS)
 def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wait(
@@ -204,13 +237,19 @@ def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wai
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @settings(
-    max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+    max_examples=2000,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=True,
 )
 @given(events=EVENTS)
 def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wait(
     events: list[tuple[str, Any]],
 ) -> None:
-    chosen = make_settings(max_failures_without_progress=1000, recovery="fresh", hold_joins=True)
+    chosen = make_settings(
+        max_failures_without_progress=1000, recovery="fresh", hold_joins=True
+    )
     cluster = Cluster(chosen)
     for name in NAMES[:3]:
         cluster.start(name)
@@ -219,10 +258,16 @@ def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wai
 
 
 @settings(
-    max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+    max_examples=1000,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=True,
 )
 @given(events=GRACEFUL)
-def test_nodes_that_come_and_leave_as_they_should_lose_no_step(events: list[tuple[str, Any]]) -> None:
+def test_nodes_that_come_and_leave_as_they_should_lose_no_step(
+    events: list[tuple[str, Any]],
+) -> None:
     cluster = Cluster(make_settings(lease_seconds=30))
     cluster.is_graceful = True
     play(cluster, [("start", "0"), ("start", "1"), ("start", "2"), ("wait", 1.0), *events])

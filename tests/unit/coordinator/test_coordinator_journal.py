@@ -78,12 +78,27 @@ def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = "import os, sys; from pathlib import Path; from evergrad_coordinator.edge.journal import FileStore"
     code += "; FileStore(Path(sys.argv[1])); os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "state")], check=False).returncode == 9
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "state")], check=False
+        ).returncode
+        == 9
+    )
     FileStore(tmp_path / "state").close()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", "7", '{"generation": "7"}', '{"generation": -1}', '{"generation": true}', "ü"]
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "7",
+        '{"generation": "7"}',
+        '{"generation": -1}',
+        '{"generation": true}',
+        "ü",
+    ],
 )
 def test_a_damaged_file_is_named_with_its_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "state").write_text(text, encoding="utf-8")

@@ -46,7 +46,9 @@ def of_kind(node: FakeNode, kind: type[Message]) -> list[Any]:
     return [message for message in node.received if isinstance(message, kind)]
 
 
-WRONG_TOKEN = "hello.token: not this run's. Give the node the token file that its coordinator was given."
+WRONG_TOKEN = (
+    "hello.token: not this run's. Give the node the token file that its coordinator was given."
+)
 
 
 def hello(cluster: Cluster, **changes: Any) -> Message:
@@ -60,8 +62,12 @@ def hello(cluster: Cluster, **changes: Any) -> Message:
         "recovery": "in-process",
     }
     values["token"] = cluster.settings.token
-    effects = events.on_hello(cluster.group, 999, Hello(**{**values, **changes}), now=cluster.now)
-    return next(effect.message for effect in effects if isinstance(effect, Send) and effect.peer == 999)
+    effects = events.on_hello(
+        cluster.group, 999, Hello(**{**values, **changes}), now=cluster.now
+    )
+    return next(
+        effect.message for effect in effects if isinstance(effect, Send) and effect.peer == 999
+    )
 
 
 def break_group(node: FakeNode, cause: BreakCause = "worker_crash", **changes: Any) -> None:
@@ -74,10 +80,15 @@ def break_group(node: FakeNode, cause: BreakCause = "worker_crash", **changes: A
 
 def test_ranks_follow_the_index_as_a_number_and_count_workers() -> None:
     cluster = Cluster(make_settings(expect=3))
-    nodes = [cluster.start(name, workers=workers) for name, workers in (("10", 1), ("9", 3), ("2", 2))]
+    nodes = [
+        cluster.start(name, workers=workers)
+        for name, workers in (("10", 1), ("9", 3), ("2", 2))
+    ]
     cluster.run_until_running()
     go = {node.name: of_kind(node, Go)[0] for node in nodes}
-    assert [(go[name].first_rank, go[name].workers, go[name].node_rank) for name in ("2", "9", "10")] == [
+    assert [
+        (go[name].first_rank, go[name].workers, go[name].node_rank) for name in ("2", "9", "10")
+    ] == [
         (0, 2, 0),
         (2, 3, 1),
         (5, 1, 2),
@@ -160,7 +171,9 @@ def test_a_join_waits_for_a_step_boundary() -> None:
 
 
 def set_bounds(cluster: Cluster, low: int, high: int) -> None:
-    cluster.carry_out(events.set_bounds(cluster.group, min_nodes=low, max_nodes=high, now=cluster.now))
+    cluster.carry_out(
+        events.set_bounds(cluster.group, min_nodes=low, max_nodes=high, now=cluster.now)
+    )
 
 
 def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and_a_raised_one_takes_them_back() -> (
@@ -174,7 +187,12 @@ def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and
     assert cluster.newest_step() > step
     set_bounds(cluster, 1, 4)
     cluster.run(3)
-    assert [node.name for node in cluster.members_of(cluster.group.generation)] == ["0", "1", "2", "3"]
+    assert [node.name for node in cluster.members_of(cluster.group.generation)] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
 
 
 def test_a_lowered_failure_budget_holds_at_once_and_a_raised_one_lets_the_run_go_on() -> None:
@@ -184,7 +202,9 @@ def test_a_lowered_failure_budget_holds_at_once_and_a_raised_one_lets_the_run_go
 
     def allow(failures: int) -> None:
         cluster.carry_out(
-            events.set_bounds(group, min_nodes=2, max_nodes=4, max_failures=failures, now=cluster.now)
+            events.set_bounds(
+                group, min_nodes=2, max_nodes=4, max_failures=failures, now=cluster.now
+            )
         )
 
     fail_often(cluster, 1)
@@ -284,7 +304,9 @@ def test_a_group_that_does_not_come_up_is_planned_anew() -> None:
     assert cluster.condition.reason == "MembersStarting"
     cluster.run(2.5)
     assert cluster.group.generation > 2
-    assert cluster.group.budget.last and cluster.group.budget.last.report.cause == "setup_failed"
+    assert (
+        cluster.group.budget.last and cluster.group.budget.last.report.cause == "setup_failed"
+    )
 
 
 def test_too_few_nodes_leave_their_group_and_wait() -> None:
@@ -315,7 +337,9 @@ def test_a_member_that_comes_back_while_a_group_is_planned_is_asked_again() -> N
     nodes[1].die()
     nodes[3].has_answered = False
     cluster.run(0.2)
-    assert cluster.group.proposal and {name for name, _ in cluster.group.proposal.waits_for} == {"3"}
+    assert cluster.group.proposal and {
+        name for name, _ in cluster.group.proposal.waits_for
+    } == {"3"}
     nodes[0].disconnect()
     nodes[3].get_ready(2)
     nodes[0].connect()
@@ -497,17 +521,23 @@ def test_the_newest_process_of_a_node_wins_for_good() -> None:
         ({"known_generation": 2**53 - 1}, "WrongValue", "hello.generation"),
     ],
 )
-def test_a_stranger_is_refused_and_told_why(changes: dict[str, Any], reason: str, words: str) -> None:
+def test_a_stranger_is_refused_and_told_why(
+    changes: dict[str, Any], reason: str, words: str
+) -> None:
     cluster, _ = start_running()
     answer = hello(cluster, **changes)
     assert isinstance(answer, Refused)
-    assert (answer.reason, answer.exit_code) == (reason, 70), "it concerns that node, never the run"
+    assert (answer.reason, answer.exit_code) == (reason, 70), (
+        "it concerns that node, never the run"
+    )
     assert words in answer.message
     assert "7" not in cluster.group.nodes
 
 
 @pytest.mark.parametrize("token", ["", "no", "é", TOKEN[:-1], f"{TOKEN} "])
-def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing(token: str) -> None:
+def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing(
+    token: str,
+) -> None:
     cluster, nodes = start_running()
     before = (cluster.group.world, cluster.group.generation, dict(cluster.group.nodes))
     wrong = {
@@ -531,7 +561,10 @@ def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing
 def test_a_coordinator_that_was_given_no_token_lets_nobody_in() -> None:
     for settings in (Settings("r", 1, 2, 2, token=""), Settings("r", 1, 2, 2, token=TOKEN)):
         effects = events.on_hello(
-            new_group(settings, generation=0, now=0.0), 1, Hello("r", "0", "x", "a", 1, "in-process"), now=0.0
+            new_group(settings, generation=0, now=0.0),
+            1,
+            Hello("r", "0", "x", "a", 1, "in-process"),
+            now=0.0,
         )
         assert [
             one.message.reason
@@ -590,7 +623,9 @@ def break_whole_group(cluster: Cluster, *, step: int = 5) -> None:
     cluster.run(0.2)
 
 
-def test_a_group_that_breaks_again_at_the_same_step_although_nobody_was_lost_uses_up_the_failures() -> None:
+def test_a_group_that_breaks_again_at_the_same_step_although_nobody_was_lost_uses_up_the_failures() -> (
+    None
+):
     cluster, nodes = start_running(max_failures_without_progress=2)
     cluster.train = lambda: None  # type: ignore[method-assign]
     used = []
@@ -637,7 +672,9 @@ def test_a_break_that_lost_a_node_is_free_even_if_the_loss_is_seen_later(delay: 
     assert (cluster.exit_code, cluster.group.budget.used) == (None, 0)
 
 
-def test_a_group_whose_nodes_fall_silent_again_and_again_and_come_back_uses_up_the_failures() -> None:
+def test_a_group_whose_nodes_fall_silent_again_and_again_and_come_back_uses_up_the_failures() -> (
+    None
+):
     cluster, nodes = start_running(max_failures_without_progress=2)
     nodes[0].say(Progress(1, 5))
     cluster.train = lambda: None  # type: ignore[method-assign]
@@ -745,7 +782,13 @@ def fail_often(cluster: Cluster, times: int) -> None:
             node.step = 5
         break_group(nodes[2], "peer_lost", step=5)
         break_group(
-            nodes[1], "worker_crash", rank=1, step=5, exit_code=-11, message="it fell", time_since=0.01
+            nodes[1],
+            "worker_crash",
+            rank=1,
+            step=5,
+            exit_code=-11,
+            message="it fell",
+            time_since=0.01,
         )
         cluster.run(0.2)
         if cluster.exit_code is not None:
@@ -882,7 +925,9 @@ def test_those_not_done_restart_even_below_the_minimum_when_a_member_is_lost() -
 
 
 @pytest.mark.parametrize("is_one_there", [False, True])
-def test_a_held_join_waits_for_a_checkpoint_after_it_not_for_one_before(is_one_there: bool) -> None:
+def test_a_held_join_waits_for_a_checkpoint_after_it_not_for_one_before(
+    is_one_there: bool,
+) -> None:
     cluster, nodes = start_running(recovery="fresh", hold_joins=True, longest_hold_seconds=50)
     if is_one_there:
         nodes[0].say(Boundary(1, 10))
@@ -924,7 +969,11 @@ def test_only_a_plan_for_newcomers_leaves_time_for_a_save_in_flight() -> None:
     nodes[2].die()
     cluster.run(1)
     plans = of_kind(nodes[0], Plan)[1:]
-    assert [(plan.hard, plan.patience_seconds) for plan in plans] == [(False, 1.0), (False, 0.0), (True, 0.0)]
+    assert [(plan.hard, plan.patience_seconds) for plan in plans] == [
+        (False, 1.0),
+        (False, 0.0),
+        (True, 0.0),
+    ]
 
 
 # ---- restart of the coordinator ----------------------------------------------------------------------------
@@ -942,7 +991,9 @@ def test_a_running_group_is_adopted_without_a_plan() -> None:
 
 
 @pytest.mark.parametrize("recovery", ["in-process", "fresh"])
-def test_a_newcomer_that_differs_and_is_quicker_than_the_group_costs_the_group_nothing(recovery: str) -> None:
+def test_a_newcomer_that_differs_and_is_quicker_than_the_group_costs_the_group_nothing(
+    recovery: str,
+) -> None:
     cluster, nodes = start_running(recovery=recovery)
     cluster.restart_coordinator(epoch=1)
     newcomers = [cluster.start(name, script="edited since") for name in "78"]
@@ -950,7 +1001,10 @@ def test_a_newcomer_that_differs_and_is_quicker_than_the_group_costs_the_group_n
     cluster.run(5)
     assert cluster.gone == 1, "the living group was adopted"
     assert [node.exit_code for node in (*nodes, *newcomers)] == [None, None, None, 70, 70]
-    assert "edited since; the group's first member has " in of_kind(newcomers[0], Refused)[0].message
+    assert (
+        "edited since; the group's first member has "
+        in of_kind(newcomers[0], Refused)[0].message
+    )
 
 
 def test_an_incomplete_group_is_planned_anew_after_a_lease() -> None:
@@ -973,23 +1027,31 @@ def test_a_number_is_never_used_twice_even_if_the_journal_is_lost() -> None:
 
 
 @pytest.mark.parametrize("recovery", ["in-process", "fresh"])
-def test_a_new_epoch_with_an_empty_journal_adopts_the_living_group_without_a_plan(recovery: str) -> None:
+def test_a_new_epoch_with_an_empty_journal_adopts_the_living_group_without_a_plan(
+    recovery: str,
+) -> None:
     cluster, nodes = start_running(recovery=recovery)
     plans, step = [len(of_kind(node, Plan)) for node in nodes], cluster.newest_step()
     for epoch in (1, 2):
         cluster.restart_coordinator(epoch=epoch)
         cluster.run_until_running(within=2)
         cluster.run(5)
-        assert [len(of_kind(node, Plan)) for node in nodes] == plans, "no worker was asked to stop"
+        assert [len(of_kind(node, Plan)) for node in nodes] == plans, (
+            "no worker was asked to stop"
+        )
         assert (cluster.gone, cluster.condition.phase) == (1, "Running")
     assert cluster.newest_step() >= step + 100, "it trained in every tick"
     cluster.start(7)
     cluster.run(1)
-    assert not of_kind(nodes[0], Plan)[-1].hard, "the group that was adopted changes at a step boundary"
+    assert not of_kind(nodes[0], Plan)[-1].hard, (
+        "the group that was adopted changes at a step boundary"
+    )
     assert cluster.gone == (2 << 32) + 1, "numbers only grow"
 
 
-def test_a_new_epoch_makes_a_plan_that_was_in_the_air_anew_and_nobody_stops_before_a_boundary() -> None:
+def test_a_new_epoch_makes_a_plan_that_was_in_the_air_anew_and_nobody_stops_before_a_boundary() -> (
+    None
+):
     cluster, nodes = start_running(recovery="fresh")
     for node in nodes:
         node.has_answered = False
@@ -1094,7 +1156,9 @@ def test_a_wish_to_stop_that_comes_over_a_new_connection_counts() -> None:
 
 
 @pytest.mark.parametrize("recovery", ["fresh", "in-process"])
-def test_a_run_that_was_stopped_while_no_coordinator_was_there_is_not_begun_again(recovery: str) -> None:
+def test_a_run_that_was_stopped_while_no_coordinator_was_there_is_not_begun_again(
+    recovery: str,
+) -> None:
     """Its workers have ended: a node that comes back has no place in a group any more, and says how the run
     has ended."""
     cluster, nodes = start_running(recovery=recovery)
@@ -1110,7 +1174,8 @@ def test_a_run_that_was_stopped_while_no_coordinator_was_there_is_not_begun_agai
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"), [("non_finite", "NonFinite"), ("stop_file", "StopFile"), ("after-step", "AfterStep")]
+    ("reason", "told"),
+    [("non_finite", "NonFinite"), ("stop_file", "StopFile"), ("after-step", "AfterStep")],
 )
 def test_why_a_run_stopped_is_told_as_kubernetes_writes_reasons(reason: str, told: str) -> None:
     cluster, nodes = start_running("01")
@@ -1133,7 +1198,9 @@ def test_strangers_do_not_start_while_a_group_may_run_unseen() -> None:
 
 
 def test_nobody_is_waited_for_where_nothing_runs() -> None:
-    cluster = Cluster(make_settings(expect=2, lease_seconds=60, nothing_runs=True), generation=7)
+    cluster = Cluster(
+        make_settings(expect=2, lease_seconds=60, nothing_runs=True), generation=7
+    )
     cluster.start(0), cluster.start(1)
     cluster.run(0.5)
     assert cluster.gone == 8
@@ -1233,7 +1300,9 @@ def test_a_leaver_that_was_told_to_save_may_commit() -> None:
 # ---- nonsense ----------------------------------------------------------------------------------------------
 
 
-def test_a_group_that_may_run_unseen_is_waited_for_although_the_first_node_to_come_is_replaced() -> None:
+def test_a_group_that_may_run_unseen_is_waited_for_although_the_first_node_to_come_is_replaced() -> (
+    None
+):
     cluster, nodes = start_running()
     for node in nodes:
         node.is_cut = True
@@ -1244,7 +1313,10 @@ def test_a_group_that_may_run_unseen_is_waited_for_although_the_first_node_to_co
     cluster.run(0.5)
     assert find_phase(cluster.group) is Phase.ADOPTING
     cluster.run_until_running()
-    assert cluster.gone > 1 and {node.name for node in cluster.members_of(cluster.gone)} == {"7", "8"}
+    assert cluster.gone > 1 and {node.name for node in cluster.members_of(cluster.gone)} == {
+        "7",
+        "8",
+    }
 
 
 def test_messages_of_unknown_connections_are_ignored() -> None:
@@ -1258,7 +1330,17 @@ def test_a_node_of_an_older_group_is_told_to_leave_it() -> None:
     answers = events.on_hello(
         cluster.group,
         999,
-        Hello("r", "7", "x", "a", 1, "in-process", token=TOKEN, had=Had(1, 3, 1, 4), known_generation=1),
+        Hello(
+            "r",
+            "7",
+            "x",
+            "a",
+            1,
+            "in-process",
+            token=TOKEN,
+            had=Had(1, 3, 1, 4),
+            known_generation=1,
+        ),
         now=cluster.now,
     )
     assert not any(isinstance(effect, Finish) for effect in answers)

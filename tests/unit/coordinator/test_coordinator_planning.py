@@ -13,11 +13,18 @@ from evergrad_coordinator.rules.budget import (
     FailureBudget,
     find_root_cause,
 )
-from evergrad_coordinator.rules.planning import assign_places, choose_members, choose_saver, find_running
+from evergrad_coordinator.rules.planning import (
+    assign_places,
+    choose_members,
+    choose_saver,
+    find_running,
+)
 from evergrad_coordinator.rules.state import Node, Place, Training, World, node_order
 
 
-def build_node(name: str, *, workers: int = 1, step: int | None = None, had: Had | None = None) -> Node:
+def build_node(
+    name: str, *, workers: int = 1, step: int | None = None, had: Had | None = None
+) -> Node:
     return Node(int(name), name, "i", "a", workers, 0.0, had=had, step=step)
 
 
@@ -32,7 +39,11 @@ def test_indices_are_sorted_as_numbers_and_other_names_come_last() -> None:
 def test_members_are_kept_before_spares_of_a_lower_index() -> None:
     world = World(1, {("5", "i"): Place(0, 1), ("6", "i"): Place(1, 1)}, 0.0)
     nodes = [build_node(name) for name in ("1", "5", "6", "2")]
-    assert names(choose_members(nodes, world=world, proposal=None, max_nodes=3)) == ["1", "5", "6"]
+    assert names(choose_members(nodes, world=world, proposal=None, max_nodes=3)) == [
+        "1",
+        "5",
+        "6",
+    ]
 
 
 def test_places_are_consecutive() -> None:
@@ -89,7 +100,9 @@ def test_one_leaver_saves_what_nobody_else_goes_on_with(
     assert (found.name if found else None) == saver
 
 
-def build_failure(cause: BreakCause, at: float, *, generation: int = 1, step: int = 3) -> Failure:
+def build_failure(
+    cause: BreakCause, at: float, *, generation: int = 1, step: int = 3
+) -> Failure:
     return Failure("0", at, Broken(generation, cause, step=step))
 
 
@@ -127,7 +140,9 @@ def test_what_reports_nothing_makes_progress_by_running_long() -> None:
     budget = FailureBudget(1, "fresh")
     at = 0.0
     for generation in range(1, 6):
-        budget.report(build_failure("worker_crash", at, generation=generation, step=-1), Training())
+        budget.report(
+            build_failure("worker_crash", at, generation=generation, step=-1), Training()
+        )
         assert (budget.used, budget.is_exhausted) == (1, False)
         at += UNDISTURBED_SECONDS
     budget.report(build_failure("worker_crash", at - 1, generation=6, step=-1), Training())
@@ -135,7 +150,12 @@ def test_what_reports_nothing_makes_progress_by_running_long() -> None:
 
 
 def conclude(
-    budget: FailureBudget, generation: int, training: Training, *, at: float = 0.0, is_whole: bool = True
+    budget: FailureBudget,
+    generation: int,
+    training: Training,
+    *,
+    at: float = 0.0,
+    is_whole: bool = True,
 ) -> None:
     """One more group that broke by the loss of peers, and nothing else."""
     budget.report(build_failure("peer_lost", at, generation=generation, step=-1), training)
@@ -166,7 +186,10 @@ def test_unexplained_breaks_long_apart_are_free_where_nothing_is_reported() -> N
     assert budget.used == 0
     conclude(budget, 4, Training(), at=3 * UNDISTURBED_SECONDS + 1)
     assert budget.used == 1
-    assert "before a step was reported although no node was lost; 1 failure without" in budget.describe()
+    assert (
+        "before a step was reported although no node was lost; 1 failure without"
+        in budget.describe()
+    )
 
 
 def test_trouble_of_a_host_counts_a_tenth_also_where_others_only_saw_it_fail() -> None:
@@ -174,17 +197,23 @@ def test_trouble_of_a_host_counts_a_tenth_also_where_others_only_saw_it_fail() -
     for generation in range(1, LOSSES_PER_FAILURE + 1):
         assert not budget.is_exhausted
         budget.report(build_failure("peer_lost", 0.0, generation=generation), Training(step=3))
-        budget.report(build_failure("environment", 1.0, generation=generation), Training(step=3))
+        budget.report(
+            build_failure("environment", 1.0, generation=generation), Training(step=3)
+        )
         budget.conclude(Break(generation, 2.0), Training(step=3))
     assert budget.is_exhausted
-    assert "nodes or their hosts were lost 10 times in a row without progress" in budget.describe()
+    assert (
+        "nodes or their hosts were lost 10 times in a row without progress" in budget.describe()
+    )
 
 
 def test_a_generation_that_has_a_cause_counts_once_and_only_for_that() -> None:
     budget = FailureBudget(3, "in-process")
     for generation in (1, 2):
         budget.report(build_failure("peer_lost", 0.0, generation=generation), Training(step=3))
-        budget.report(build_failure("worker_crash", 1.0, generation=generation), Training(step=3))
+        budget.report(
+            build_failure("worker_crash", 1.0, generation=generation), Training(step=3)
+        )
         budget.conclude(Break(generation, 2.0), Training(step=3))
     assert budget.used == 2
     assert "worker_crash" in budget.describe()

@@ -57,7 +57,11 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=500)
 NODE_MESSAGES = st.one_of(
     st.builds(Ping),
     st.builds(
-        Ready, st.integers(0, 2**52), st.integers(0, 4096), st.integers(0, 65535), st.integers(-1, 2**52)
+        Ready,
+        st.integers(0, 2**52),
+        st.integers(0, 4096),
+        st.integers(0, 65535),
+        st.integers(-1, 2**52),
     ),
     st.builds(Commit, st.integers(-(2**53) + 1, 2**53 - 1), st.integers(0, 2**40)),
     st.builds(Broken, st.integers(0, 9), st.just("stuck"), message=TEXTS),
@@ -77,9 +81,9 @@ def test_what_a_node_encodes_is_what_the_coordinator_reads(message: Message) -> 
 
 def test_nested_and_optional_fields_survive_the_wire() -> None:
     assert decode_from_node(encode(HELLO)) == HELLO
-    assert decode_from_node(encode(dataclasses.replace(HELLO, had=None))) == dataclasses.replace(
-        HELLO, had=None
-    )
+    assert decode_from_node(
+        encode(dataclasses.replace(HELLO, had=None))
+    ) == dataclasses.replace(HELLO, had=None)
 
 
 def test_every_message_has_a_type_of_its_own() -> None:
@@ -95,7 +99,9 @@ def test_names_are_in_camel_case_on_the_wire() -> None:
 
 
 def test_unknown_fields_are_ignored() -> None:
-    line = json.dumps({"type": "ready", "generation": 1, "workers": 1, "port": 5, "colour": "red"}).encode()
+    line = json.dumps(
+        {"type": "ready", "generation": 1, "workers": 1, "port": 5, "colour": "red"}
+    ).encode()
     assert decode_from_node(line) == Ready(1, 1, 5)
 
 
@@ -113,7 +119,9 @@ def test_unknown_fields_are_ignored() -> None:
     ],
 )
 def test_a_wrong_field_is_named(changes: dict[str, Any], named: str) -> None:
-    line = json.dumps({"type": "ready", "generation": 1, "workers": 1, "port": 5, **changes}).encode()
+    line = json.dumps(
+        {"type": "ready", "generation": 1, "workers": 1, "port": 5, **changes}
+    ).encode()
     with pytest.raises(ProtocolError, match=named.replace(".", r"\.")):
         decode_from_node(line)
 
@@ -130,7 +138,9 @@ def test_a_wrong_field_is_named(changes: dict[str, Any], named: str) -> None:
         (Broken(1, "stuck", time_since=-1), "broken.timeSince"),
     ],
 )
-def test_a_number_of_a_node_that_is_out_of_its_bounds_is_refused(message: Message, field: str) -> None:
+def test_a_number_of_a_node_that_is_out_of_its_bounds_is_refused(
+    message: Message, field: str
+) -> None:
     with pytest.raises(ProtocolError, match=re.escape(field)):
         decode_from_node(encode(message))
 
@@ -151,7 +161,9 @@ def test_a_wrong_field_of_a_nested_object_is_named() -> None:
 def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
     with pytest.raises(ProtocolError):
         decode_from_node(
-            b'{"type": "progress", "generation": 1, "step": 1, "loss": ' + number.encode() + b"}"
+            b'{"type": "progress", "generation": 1, "step": 1, "loss": '
+            + number.encode()
+            + b"}"
         )
 
 
@@ -191,7 +203,11 @@ def test_a_line_that_is_too_long_is_refused_in_both_directions() -> None:
     with pytest.raises(ProtocolError):
         decode_from_node(b'{"type": "ping", "x": "' + b"x" * MAX_LINE_BYTES + b'"}')
     with pytest.raises(ProtocolError, match="hello"):
-        encode(dataclasses.replace(HELLO, fingerprint={str(number): "x" * 4000 for number in range(20)}))
+        encode(
+            dataclasses.replace(
+                HELLO, fingerprint={str(number): "x" * 4000 for number in range(20)}
+            )
+        )
 
 
 def test_a_long_failure_message_is_cut_by_the_sender() -> None:
@@ -207,7 +223,9 @@ def test_each_side_refuses_its_own_messages() -> None:
         decode_from_node(encode(plan))
     with pytest.raises(ProtocolError):
         decode_from_coordinator(encode(Ping()))
-    assert decode_from_coordinator(encode(Go(1, 0, 1, 1, 0, 1, "a", 2))) == Go(1, 0, 1, 1, 0, 1, "a", 2)
+    assert decode_from_coordinator(encode(Go(1, 0, 1, 1, 0, 1, "a", 2))) == Go(
+        1, 0, 1, 1, 0, 1, "a", 2
+    )
 
 
 @given(st.binary(max_size=300))
@@ -218,13 +236,17 @@ def test_random_bytes_give_a_message_or_a_protocol_error(line: bytes) -> None:
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
 @given(st.sampled_from([*FROM_NODES]), st.data())
-def test_random_values_give_a_message_or_a_protocol_error(kind: type[Message], data: st.DataObject) -> None:
+def test_random_values_give_a_message_or_a_protocol_error(
+    kind: type[Message], data: st.DataObject
+) -> None:
     found = {"type": kind.TYPE}
     for field in dataclasses.fields(kind):
         head, *rest = field.name.split("_")
@@ -278,7 +300,9 @@ def test_a_number_that_is_not_finite_is_named_however_deep_it_is() -> None:
     with pytest.raises(ProtocolError, match=r"^Weighed\.weights\.kl: nan is no number"):
         Codec([Weighed]).encode(Weighed({"loss": 1.0, "kl": float("nan")}))
     tree = dataclasses.replace(TREE, anything=[{"x": float("inf")}])
-    with pytest.raises(ProtocolError, match=r"^Weighed\.trees\[0\]\.anything\[0\]\.x: inf is no number"):
+    with pytest.raises(
+        ProtocolError, match=r"^Weighed\.trees\[0\]\.anything\[0\]\.x: inf is no number"
+    ):
         Codec([Weighed]).encode(Weighed({}, trees=(tree,)))
 
 

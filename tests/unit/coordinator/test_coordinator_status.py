@@ -22,7 +22,15 @@ def test_a_running_group_is_described() -> None:
     cluster = start_running()
     node = cluster.nodes[0]
     node.say(
-        Progress(1, 40, total_steps=100, loss=2.5, tokens_per_second=9.0, eta_seconds=3.0, checkpoint_step=30)
+        Progress(
+            1,
+            40,
+            total_steps=100,
+            loss=2.5,
+            tokens_per_second=9.0,
+            eta_seconds=3.0,
+            checkpoint_step=30,
+        )
     )
     status = build_status(cluster.group, now=cluster.now + 2)
     assert json.loads(json.dumps(status, allow_nan=False)) == status
@@ -47,9 +55,10 @@ def test_a_running_group_is_described() -> None:
 
 def test_what_is_not_known_is_null() -> None:
     status = build_status(Cluster().group, now=1000.0)
-    assert [status[key] for key in ("step", "totalSteps", "loss", "checkpointStep", "updatedSecondsAgo")] == [
-        None
-    ] * 5
+    assert [
+        status[key]
+        for key in ("step", "totalSteps", "loss", "checkpointStep", "updatedSecondsAgo")
+    ] == [None] * 5
     assert status["phase"] == "Waiting"
 
 
@@ -63,7 +72,9 @@ def test_members_are_listed_up_to_a_bound_and_counted() -> None:
 def test_the_last_failure_is_told() -> None:
     cluster = start_running()
     cluster.nodes[1].say(
-        Broken(1, "out_of_memory", rank=1, step=7, exit_code=-9, message="killed", time_since=1.0)
+        Broken(
+            1, "out_of_memory", rank=1, step=7, exit_code=-9, message="killed", time_since=1.0
+        )
     )
     failure = build_status(cluster.group, now=cluster.now)["lastFailure"]
     assert failure == {
@@ -92,4 +103,6 @@ def test_metrics_are_prometheus_text() -> None:
     assert "# TYPE evergrad_run_restarts_total counter" in lines
     names = [line.split(" ")[2] for line in lines if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
-    assert all(line.startswith(("#", "evergrad_run_", "evergrad_coordinator_")) for line in lines)
+    assert all(
+        line.startswith(("#", "evergrad_run_", "evergrad_coordinator_")) for line in lines
+    )

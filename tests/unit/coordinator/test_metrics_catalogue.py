@@ -58,10 +58,15 @@ def test_a_recipe_declares_its_metrics_by_name_and_meaning() -> None:
         ({"": ""}, "'' is no name"),
         ({"loss": ""}, "'loss' is a column of every run; use another name"),
         ({"perplexity": ""}, "'perplexity' is a column of every run"),
-        ({f"m{number}": "" for number in range(MOST_DECLARED + 1)}, "there are 33; 32 are possible"),
+        (
+            {f"m{number}": "" for number in range(MOST_DECLARED + 1)},
+            "there are 33; 32 are possible",
+        ),
     ],
 )
-def test_metrics_that_cannot_be_are_refused_with_a_sentence(metrics: dict[str, str], words: str) -> None:
+def test_metrics_that_cannot_be_are_refused_with_a_sentence(
+    metrics: dict[str, str], words: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         declare(metrics)
 

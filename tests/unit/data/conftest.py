@@ -41,7 +41,9 @@ def build_training(**sections: Any) -> Training:
 
 def write_documents(path: Path, texts: Sequence[str]) -> Path:
     """One object a line."""
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     return path
 
 

@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evergrad_trainer.data.preparation.documents import DocumentReader, Reason, Tally, read_blocks
+from evergrad_trainer.data.preparation.documents import (
+    DocumentReader,
+    Reason,
+    Tally,
+    read_blocks,
+)
 
 
-def read(data: bytes, *, size: int = 2**20, field: str = "text") -> tuple[list[str], list[int], Tally]:
+def read(
+    data: bytes, *, size: int = 2**20, field: str = "text"
+) -> tuple[list[str], list[int], Tally]:
     """The texts of a whole file, their lines, and what was passed over."""
     reader = DocumentReader(text_field=field, first_line=1)
     texts: list[str] = []
@@ -39,7 +46,10 @@ def jsonl(texts: Sequence[Any], *, newline: bytes = b"\n") -> bytes:
 def test_every_text_comes_back_whatever_the_block_size(
     texts: list[str], size: int, mark: bool, escape: bool, newline: bytes
 ) -> None:
-    lines = (json.dumps({"n": 1, "text": text, "z": None}, ensure_ascii=escape).encode() for text in texts)
+    lines = (
+        json.dumps({"n": 1, "text": text, "z": None}, ensure_ascii=escape).encode()
+        for text in texts
+    )
     data = (b"\xef\xbb\xbf" if mark else b"") + b"".join(line + newline for line in lines)
     assert read(data, size=size) == (texts, list(range(1, len(texts) + 1)), Tally())
 
@@ -74,12 +84,32 @@ def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
             "the line is not JSON",
             "Expecting property name enclosed in double quotes at column 2",
         ),
-        (b'{"text": "a"} x', Reason.NOT_JSON, "the line is not JSON", "Extra data at column 15"),
-        (b'{"text": "a"}{"text": "b"}', Reason.NOT_JSON, "the line is not JSON", "Extra data at column 14"),
+        (
+            b'{"text": "a"} x',
+            Reason.NOT_JSON,
+            "the line is not JSON",
+            "Extra data at column 15",
+        ),
+        (
+            b'{"text": "a"}{"text": "b"}',
+            Reason.NOT_JSON,
+            "the line is not JSON",
+            "Extra data at column 14",
+        ),
         (b"plain text", Reason.NOT_JSON, "the line is not JSON", "Expecting value at column 1"),
         (b"[" * 100_000, Reason.NOT_JSON, "the line is not JSON", "it is nested too deeply"),
-        (b'{"text": ' + b"1" * 5000 + b"}", Reason.NOT_JSON, "the line is not JSON", "Exceeds the limit"),
-        (b'{"text": "\xff"}', Reason.NOT_UTF8, "the line is not UTF-8", "a byte in it starts no character"),
+        (
+            b'{"text": ' + b"1" * 5000 + b"}",
+            Reason.NOT_JSON,
+            "the line is not JSON",
+            "Exceeds the limit",
+        ),
+        (
+            b'{"text": "\xff"}',
+            Reason.NOT_UTF8,
+            "the line is not UTF-8",
+            "a byte in it starts no character",
+        ),
         (
             b'{"text": "\xed\xa0\x80"}',
             Reason.NOT_UTF8,
@@ -87,20 +117,46 @@ def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
             "a byte in it starts no character",
         ),
         (b"[1]", Reason.NOT_AN_OBJECT, "the line holds a list", "each line is one JSON object"),
-        (b'"a"', Reason.NOT_AN_OBJECT, "the line holds a string", "each line is one JSON object"),
+        (
+            b'"a"',
+            Reason.NOT_AN_OBJECT,
+            "the line holds a string",
+            "each line is one JSON object",
+        ),
         (b"null", Reason.NOT_AN_OBJECT, "the line holds null", "each line is one JSON object"),
         (b'{"body": "a"}', Reason.NO_TEXT, "the object has no field 'text'", "it has 'body'"),
         (b"{}", Reason.NO_TEXT, "the object has no field 'text'", "it has none"),
-        (b'{"text": 3}', Reason.NO_TEXT, "the field 'text' holds a number", "a text is a JSON string"),
-        (b'{"text": null}', Reason.NO_TEXT, "the field 'text' holds null", "a text is a JSON string"),
-        (b'{"text": ["a"]}', Reason.NO_TEXT, "the field 'text' holds a list", "a text is a JSON string"),
+        (
+            b'{"text": 3}',
+            Reason.NO_TEXT,
+            "the field 'text' holds a number",
+            "a text is a JSON string",
+        ),
+        (
+            b'{"text": null}',
+            Reason.NO_TEXT,
+            "the field 'text' holds null",
+            "a text is a JSON string",
+        ),
+        (
+            b'{"text": ["a"]}',
+            Reason.NO_TEXT,
+            "the field 'text' holds a list",
+            "a text is a JSON string",
+        ),
     ],
 )
-def test_a_malformed_line_is_counted_and_described(line: bytes, reason: Reason, what: str, why: str) -> None:
+def test_a_malformed_line_is_counted_and_described(
+    line: bytes, reason: Reason, what: str, why: str
+) -> None:
     texts, lines, tally = read(jsonl(["before"]) + line + b"\n" + jsonl(["after"]))
     assert (texts, lines) == (["before", "after"], [1, 3])
     assert (dict(tally.skipped), tally.malformed) == ({reason: 1}, 1)
-    assert (tally.problems[0].line, tally.problems[0].what, tally.problems[0].is_torn) == (2, what, False)
+    assert (tally.problems[0].line, tally.problems[0].what, tally.problems[0].is_torn) == (
+        2,
+        what,
+        False,
+    )
     assert tally.problems[0].why.startswith(why)
 
 
@@ -118,7 +174,10 @@ def test_a_last_line_cut_within_a_character_is_known_as_torn() -> None:
 
 def test_only_the_first_problems_are_kept_and_all_are_counted() -> None:
     _, _, tally = read(b"bad\n" * 40)
-    assert (tally.malformed, [problem.line for problem in tally.problems]) == (40, [1, 2, 3, 4, 5])
+    assert (tally.malformed, [problem.line for problem in tally.problems]) == (
+        40,
+        [1, 2, 3, 4, 5],
+    )
 
 
 def test_tallies_of_chunks_add_up_in_the_order_of_lines() -> None:

@@ -17,13 +17,21 @@ def sequences(tmp_path: Path) -> list[TokenSequence]:
     for name, tokens in ranges.items():
         tokens.astype("<u2").tofile(tmp_path / name)
     return [
-        TokenSequence("uint16", (Shard(tmp_path / name, 0, len(tokens)),)) for name, tokens in ranges.items()
+        TokenSequence("uint16", (Shard(tmp_path / name, 0, len(tokens)),))
+        for name, tokens in ranges.items()
     ]
 
 
-def build(sequences: list[TokenSequence], *, limit: int | None = None, batch: int = 4) -> EvaluationSet:
+def build(
+    sequences: list[TokenSequence], *, limit: int | None = None, batch: int = 4
+) -> EvaluationSet:
     sources = [
-        TokenSource(PreparedSource("docs", Path(), "", "", one), one, sequence_length=10, end_of_document=256)
+        TokenSource(
+            PreparedSource("docs", Path(), "", "", one),
+            one,
+            sequence_length=10,
+            end_of_document=256,
+        )
         for one in sequences
     ]
     return EvaluationSet("heldOut", sources, micro_batch_size=batch, limit=limit)
@@ -56,7 +64,9 @@ def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
         (1, 0),
         (1, 2),
     ]
-    assert chosen == [sample for index in range(again.num_batches) for sample in again.batch(index).samples]
+    assert chosen == [
+        sample for index in range(again.num_batches) for sample in again.batch(index).samples
+    ]
     assert build(sequences, limit=99).num_samples == 15
 
 

@@ -29,7 +29,9 @@ def test_the_mixture_is_a_contract_and_its_values_never_change() -> None:
         65536: (SampleId(0, 45, 943), [45875, 13107, 6554]),
         10**9: (SampleId(0, 699996, 466), [699996948, 199996948, 100006104]),
     }
-    assert {position: (mixture.locate(position), mixture.cursor(position)) for position in golden} == golden
+    assert {
+        position: (mixture.locate(position), mixture.cursor(position)) for position in golden
+    } == golden
 
 
 def test_two_sources_of_equal_weight_take_turns() -> None:
@@ -55,7 +57,8 @@ def test_shares_add_up_and_are_within_one_of_the_exact_ones(values: list[float])
     shares = quantise_weights(values)
     assert sum(shares) == PERIOD
     assert all(
-        abs(share - value * PERIOD / sum(values)) < 1.001 for share, value in zip(shares, values, strict=True)
+        abs(share - value * PERIOD / sum(values)) < 1.001
+        for share, value in zip(shares, values, strict=True)
     )
 
 
@@ -65,7 +68,8 @@ def test_counts_in_closed_form_equal_counting(values: list[float], position: int
     mixture = Mixture([10**6] * len(values), weights=values, seed=3)
     located = mixture.locate_many(positions(position))
     assert (
-        mixture.cursor(position) == np.bincount(located.sources.astype(int), minlength=len(values)).tolist()
+        mixture.cursor(position)
+        == np.bincount(located.sources.astype(int), minlength=len(values)).tolist()
     )
 
 
@@ -74,7 +78,9 @@ def test_counts_in_closed_form_equal_counting(values: list[float], position: int
 def test_many_positions_at_once_equal_one_by_one(
     values: list[float], sizes: st.DataObject, first: int
 ) -> None:
-    drawn = sizes.draw(st.lists(st.integers(1, 10**6), min_size=len(values), max_size=len(values)))
+    drawn = sizes.draw(
+        st.lists(st.integers(1, 10**6), min_size=len(values), max_size=len(values))
+    )
     mixture = Mixture(drawn, weights=values, seed=5)
     assert mixture.locate_many(positions(30, first=first)).ids() == tuple(
         map(mixture.locate, range(first, first + 30))
@@ -97,7 +103,9 @@ def test_each_window_appears_exactly_once_in_each_epoch_of_its_source() -> None:
     cursors = mixture.cursor(PERIOD)
     for source, size in enumerate(sizes):
         chosen = located.sources == source
-        ids = list(zip(located.epochs[chosen].tolist(), located.windows[chosen].tolist(), strict=True))
+        ids = list(
+            zip(located.epochs[chosen].tolist(), located.windows[chosen].tolist(), strict=True)
+        )
         whole_epochs = cursors[source] // size
         assert len(set(ids)) == len(ids)
         assert sorted(ids[: whole_epochs * size]) == [

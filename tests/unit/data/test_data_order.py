@@ -60,8 +60,15 @@ def test_hashes_of_sample_ids_are_a_contract_and_never_change() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=seeds, source=st.integers(0, 63), epoch=st.integers(0, 10**6), size=st.integers(1, 3000))
-def test_every_permutation_of_any_size_is_a_bijection(seed: int, source: int, epoch: int, size: int) -> None:
+@given(
+    seed=seeds,
+    source=st.integers(0, 63),
+    epoch=st.integers(0, 10**6),
+    size=st.integers(1, 3000),
+)
+def test_every_permutation_of_any_size_is_a_bijection(
+    seed: int, source: int, epoch: int, size: int
+) -> None:
     permutation = Permutation(seed=seed, source=source, epoch=epoch, size=size)
     images = permutation.many(np.arange(size, dtype=np.uint64))
     assert np.array_equal(np.sort(images), np.arange(size, dtype=np.uint64))
@@ -106,7 +113,8 @@ def test_small_permutations_are_uniform(size: int) -> None:
     keys, counts, indices = 4000, np.zeros((size, size)), np.arange(size, dtype=np.uint64)
     for seed in range(keys):
         counts[
-            np.arange(size), Permutation(seed=seed, source=0, epoch=0, size=size).many(indices).astype(int)
+            np.arange(size),
+            Permutation(seed=seed, source=0, epoch=0, size=size).many(indices).astype(int),
         ] += 1
     expected, freedom = keys / size, (size - 1) ** 2
     deviation = (((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5

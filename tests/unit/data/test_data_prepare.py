@@ -68,7 +68,12 @@ def test_documents_become_tokens_in_their_order_each_with_its_end(
     documents(tmp_path / "docs.jsonl", topics)
     (source,) = prepared_in(training()).sources
     assert texts_of(source.train) == topics
-    assert (source.documents, source.skipped, source.repaired, source.reused) == (len(topics), {}, 0, False)
+    assert (source.documents, source.skipped, source.repaired, source.reused) == (
+        len(topics),
+        {},
+        0,
+        False,
+    )
     assert len(source.train.shards) > 3
     for shard in source.train.shards:
         assert shard.documents is not None
@@ -108,7 +113,10 @@ def test_the_prepared_directory_holds_nothing_but_what_is_published(
     documents(tmp_path / "docs.jsonl", topics)
     (source,) = prepared_in(training(data={"heldOut": {"fraction": "10%"}})).sources
     assert [path.name for path in (tmp_path / "prepared").iterdir()] == [source.fingerprint]
-    names = {path.name.split("-")[0] for path in (tmp_path / "prepared" / source.fingerprint).iterdir()}
+    names = {
+        path.name.split("-")[0]
+        for path in (tmp_path / "prepared" / source.fingerprint).iterdir()
+    }
     assert names == {"index.json", "train", "heldOut"}
 
 
@@ -147,14 +155,18 @@ def test_what_changes_the_bytes_changes_the_fingerprint(
         training(),
         training(data={"sources": [{"name": "docs", "path": "more.jsonl"}]}),
         training(data={"sources": [{"name": "docs", "path": "body.jsonl"}]}),
-        training(data={"sources": [{"name": "docs", "path": "body.jsonl", "textField": "body"}]}),
+        training(
+            data={"sources": [{"name": "docs", "path": "body.jsonl", "textField": "body"}]}
+        ),
         training(data={"malformed": "skip"}),
         training(data={"heldOut": {"fraction": 0.1}}),
         training(data={"heldOut": {"fraction": 0.2}}),
         training(data={"heldOut": {"count": 5}}),
         training(data={"heldOut": {"count": 5}}, reproducibility={"seed": 5}),
     ]
-    assert len({prepared_in(recipe).sources[0].fingerprint for recipe in different}) == len(different)
+    assert len({prepared_in(recipe).sources[0].fingerprint for recipe in different}) == len(
+        different
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,16 +189,25 @@ def test_held_out_documents_are_chosen_by_the_seed_and_never_trained_on(
     assert sorted([*kept, *chosen]) == sorted(topics)
     assert kept == [text for text in topics if text in kept]
     assert chosen == [text for text in topics if text in chosen]
-    other = prepared_in(training(data={"heldOut": held_out}, reproducibility={"seed": 1})).sources[0]
+    other = prepared_in(
+        training(data={"heldOut": held_out}, reproducibility={"seed": 1})
+    ).sources[0]
     assert texts_of(other.held_out) != chosen
 
 
 def test_the_held_out_split_counts_documents_and_not_lines(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
-    lines = ["", "bad", '{"text": ""}', *(json.dumps({"text": f"text {number}"}) for number in range(10))]
+    lines = [
+        "",
+        "bad",
+        '{"text": ""}',
+        *(json.dumps({"text": f"text {number}"}) for number in range(10)),
+    ]
     (tmp_path / "docs.jsonl").write_text("\n".join(lines * 3))
-    (source,) = prepared_in(training(data={"malformed": "skip", "heldOut": {"fraction": 0.5}})).sources
+    (source,) = prepared_in(
+        training(data={"malformed": "skip", "heldOut": {"fraction": 0.5}})
+    ).sources
     assert (source.documents, source.held_out_documents) == (30, 15)
     assert source.skipped == {"notJson": 3, "blankLine": 3, "emptyText": 3}
     assert source.malformed == 3
@@ -222,7 +243,9 @@ def test_malformed_lines_are_refused_naming_the_first_five_and_their_number(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     good = json.dumps({"text": "x" * 100})
-    (tmp_path / "docs.jsonl").write_text("\n".join(f"{good}\nbad {number}" for number in range(100)) + "\n")
+    (tmp_path / "docs.jsonl").write_text(
+        "\n".join(f"{good}\nbad {number}" for number in range(100)) + "\n"
+    )
     problems = message_of(prepared_in, training()).split("\n")
     path = tmp_path / "docs.jsonl"
     policy = "spec.training.data.malformed"
@@ -237,7 +260,9 @@ def test_malformed_lines_are_refused_naming_the_first_five_and_their_number(
         *(f"{path}:{line}" for line in (2, 4, 6, 8, 10)),
         str(path),
     ]
-    assert problems[5].startswith(f"{path}: 100 of 200 lines are malformed; the first 5 are named above.")
+    assert problems[5].startswith(
+        f"{path}: 100 of 200 lines are malformed; the first 5 are named above."
+    )
     assert list((tmp_path / "prepared").iterdir()) == []
 
 
@@ -257,8 +282,12 @@ def test_a_torn_last_line_says_that_the_file_may_be_truncated(
     path = documents(tmp_path / "docs.jsonl", topics)
     path.write_bytes(path.read_bytes()[:-20])
     message = message_of(prepared_in, training())
-    assert message.startswith(f"{path}:50: the line is not JSON; Unterminated string starting at column 10; ")
-    assert "the file ends within this line, so it may be truncated. Copy the file again" in message
+    assert message.startswith(
+        f"{path}:50: the line is not JSON; Unterminated string starting at column 10; "
+    )
+    assert (
+        "the file ends within this line, so it may be truncated. Copy the file again" in message
+    )
 
 
 def test_skipping_malformed_lines_counts_them_and_keeps_the_rest(
@@ -311,10 +340,14 @@ def test_a_file_without_a_document_is_refused(
     assert why in message
 
 
-def test_every_missing_file_is_named_at_once(tmp_path: Path, training: Recipe, prepared_in: Prepare) -> None:
+def test_every_missing_file_is_named_at_once(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare
+) -> None:
     (tmp_path / "empty.jsonl").touch()
     sources = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "empty.jsonl"}]
-    recipe = training(data={"sources": sources}, evaluation={"sources": [{"name": "c", "path": "c.jsonl"}]})
+    recipe = training(
+        data={"sources": sources}, evaluation={"sources": [{"name": "c", "path": "c.jsonl"}]}
+    )
     message = message_of(prepared_in, recipe)
     assert [line.partition(";")[0] for line in message.split("\n")] == [
         f"{tmp_path / 'a.jsonl'}: does not exist",
@@ -330,7 +363,8 @@ def test_evaluation_sources_are_prepared_whole(
     documents(tmp_path / "docs.jsonl", topics)
     documents(tmp_path / "eval.jsonl", ["one", "two"])
     recipe = training(
-        data={"heldOut": {"count": 2}}, evaluation={"sources": [{"name": "eval", "path": "eval.jsonl"}]}
+        data={"heldOut": {"count": 2}},
+        evaluation={"sources": [{"name": "eval", "path": "eval.jsonl"}]},
     )
     prepared = prepared_in(recipe)
     assert texts_of(prepared.evaluation[0].train) == ["one", "two"]
@@ -344,9 +378,18 @@ def test_a_tokens_file_is_read_where_it_lies_and_its_end_is_held_out(
     ids.astype("<u4").tofile(tmp_path / "ids.bin")
     sources = [{"name": "flat", "type": "tokens", "path": "ids.bin", "dtype": "uint32"}]
     (whole,) = prepared_in(training(data={"sources": sources})).sources
-    assert (tokens_of(whole.train), whole.held_out, whole.documents) == (ids.tolist(), None, None)
-    (split,) = prepared_in(training(data={"sources": sources, "heldOut": {"fraction": "10%"}})).sources
-    assert (tokens_of(split.train), tokens_of(split.held_out)) == (ids[:900].tolist(), ids[900:].tolist())
+    assert (tokens_of(whole.train), whole.held_out, whole.documents) == (
+        ids.tolist(),
+        None,
+        None,
+    )
+    (split,) = prepared_in(
+        training(data={"sources": sources, "heldOut": {"fraction": "10%"}})
+    ).sources
+    assert (tokens_of(split.train), tokens_of(split.held_out)) == (
+        ids[:900].tolist(),
+        ids[900:].tolist(),
+    )
     assert split.train.shards[0].path == tmp_path / "ids.bin"
     assert whole.fingerprint != split.fingerprint
 
@@ -360,7 +403,9 @@ def test_what_is_wrong_with_a_tokens_file_is_said(
         prepared_in, training(data={"sources": sources})
     )
     np.array([1, 2, 3], dtype="<u2").tofile(tmp_path / "ids.bin")
-    message = message_of(prepared_in, training(data={"sources": sources, "heldOut": {"fraction": 0.1}}))
+    message = message_of(
+        prepared_in, training(data={"sources": sources, "heldOut": {"fraction": 0.1}})
+    )
     assert "holds 3 tokens and 2 would be held out; none would remain for training" in message
 
 
@@ -368,7 +413,10 @@ def test_a_count_of_documents_cannot_be_held_out_of_a_tokens_file(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     np.array([1, 2, 3, 4], dtype="<u2").tofile(tmp_path / "ids.bin")
-    data = {"sources": [{"name": "flat", "type": "tokens", "path": "ids.bin"}], "heldOut": {"count": 1}}
+    data = {
+        "sources": [{"name": "flat", "type": "tokens", "path": "ids.bin"}],
+        "heldOut": {"count": 1},
+    }
     assert message_of(prepared_in, training(data=data)).startswith(
         "spec.training.data.heldOut.count: cannot be kept; source 'flat'"
     )
@@ -380,7 +428,9 @@ def test_damaged_prepared_data_is_named_with_its_remedy(
     documents(tmp_path / "docs.jsonl", topics)
     (source,) = prepared_in(training()).sources
     directory, shard = tmp_path / "prepared" / source.fingerprint, source.train.shards[1].path
-    remedy = f"Delete the directory {directory} and prepare again; the source file is untouched."
+    remedy = (
+        f"Delete the directory {directory} and prepare again; the source file is untouched."
+    )
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-2])
     assert message_of(prepared_in, training()) == (
@@ -397,7 +447,8 @@ def test_damaged_prepared_data_is_named_with_its_remedy(
         assert message_of(prepared_in, training()).startswith(f"{index}: is not an index")
     index.unlink()
     assert (
-        message_of(prepared_in, training()) == f"{index}: is missing; the prepared data is damaged. {remedy}"
+        message_of(prepared_in, training())
+        == f"{index}: is missing; the prepared data is damaged. {remedy}"
     )
     shutil.rmtree(directory)
     assert prepared_in(training()).sources[0].train == source.train
@@ -495,7 +546,9 @@ def test_an_interrupted_preparation_goes_on_with_the_chunks_it_has(
             source = prepared_in(recipe).sources[0]
         total += len(done)
     assert tree_of(tmp_path / "prepared" / source.fingerprint) == expected
-    chunks = len({name for name in expected if name.endswith(".tokens") and name.startswith("train")})
+    chunks = len(
+        {name for name in expected if name.endswith(".tokens") and name.startswith("train")}
+    )
     assert total == 2 * chunks  # each chunk tokenised once and split once
 
 
@@ -529,19 +582,34 @@ def test_a_finished_chunk_whose_file_was_cut_short_is_made_again(
 @pytest.mark.parametrize(
     ("number", "what", "remedy"),
     [
-        (errno.ENOSPC, "could not be written; No space left on device", "Free space on the file system of "),
-        (errno.EDQUOT, "could not be written; Disk quota exceeded", "Free space on the file system of "),
+        (
+            errno.ENOSPC,
+            "could not be written; No space left on device",
+            "Free space on the file system of ",
+        ),
+        (
+            errno.EDQUOT,
+            "could not be written; Disk quota exceeded",
+            "Free space on the file system of ",
+        ),
         (
             errno.EROFS,
             "may not be written; Read-only file system",
             "Change its permissions, or set data.preparedDirectory",
         ),
-        (errno.EIO, "could not be read or written; Input/output error", "Check the path and the file system"),
+        (
+            errno.EIO,
+            "could not be read or written; Input/output error",
+            "Check the path and the file system",
+        ),
     ],
 )
 def test_what_a_failing_disk_means_is_said(number: int, what: str, remedy: str) -> None:
     problem = str(
-        disk_problem(OSError(number, os.strerror(number), "/data/prepared/x.tokens"), Path("/data/prepared"))
+        disk_problem(
+            OSError(number, os.strerror(number), "/data/prepared/x.tokens"),
+            Path("/data/prepared"),
+        )
     )
     assert problem.startswith(f"/data/prepared/x.tokens: {what}. {remedy}")
 
@@ -569,6 +637,8 @@ def test_a_tokenizer_that_drops_a_whole_text_leaves_no_empty_document(
     backend.save(str(tmp_path / "words" / "tokenizer.json"))
     (tmp_path / "words" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     documents(tmp_path / "docs.jsonl", ["a b", "zzz", "b"])
-    (source,) = prepared_in(training(tokenizer={"type": "transformers", "path": "words"})).sources
+    (source,) = prepared_in(
+        training(tokenizer={"type": "transformers", "path": "words"})
+    ).sources
     assert tokens_of(source.train) == [0, 1, 2, 1, 2]
     assert (source.documents, source.skipped) == (2, {"emptyText": 1})

@@ -47,14 +47,21 @@ def age(path: Path, seconds: float = 60) -> None:
 )
 @given(
     lines=st.lists(
-        st.binary(max_size=40).map(lambda data: data.replace(b"\n", b" ")), min_size=1, max_size=30
+        st.binary(max_size=40).map(lambda data: data.replace(b"\n", b" ")),
+        min_size=1,
+        max_size=30,
     ),
     ends=st.booleans(),
     chunk=st.integers(1, 100),
     block=st.integers(1, 64),
 )
 def test_chunks_are_whole_lines_that_cover_the_file(
-    lines: list[bytes], ends: bool, chunk: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: list[bytes],
+    ends: bool,
+    chunk: int,
+    block: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = b"\n".join(lines) + (b"\n" if ends else b"")
     if not data or data.startswith(
@@ -77,7 +84,9 @@ def test_chunks_are_whole_lines_that_cover_the_file(
         assert b"\n" not in data[piece.start + chunk : piece.end - 1]
 
 
-def test_a_large_file_has_a_bounded_number_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_has_a_bounded_number_of_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "f").write_bytes(b"line\n" * 20_000)
     monkeypatch.setattr(sources, "SMALLEST_CHUNK", 16)
     monkeypatch.setattr(sources, "_MOST_CHUNKS", 50)
@@ -124,12 +133,18 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
     ("data", "what", "remedy"),
     [
         (gzip.compress(b"{}\n", mtime=0), "is compressed (gzip)", "Decompress it."),
-        ('{"text": "a"}\n'.encode("utf-16"), "is UTF-16 text", "Convert it to UTF-8, e.g. with iconv."),
+        (
+            '{"text": "a"}\n'.encode("utf-16"),
+            "is UTF-16 text",
+            "Convert it to UTF-8, e.g. with iconv.",
+        ),
         (b"PAR1....", "is a Parquet file", "Convert it to one JSON object a line."),
         (b"PK\x03\x04....", "is a zip archive", "Unpack it."),
     ],
 )
-def test_a_file_of_another_kind_is_recognised(tmp_path: Path, data: bytes, what: str, remedy: str) -> None:
+def test_a_file_of_another_kind_is_recognised(
+    tmp_path: Path, data: bytes, what: str, remedy: str
+) -> None:
     (tmp_path / "f").write_bytes(data)
     with pytest.raises(DataError) as caught:
         scan(tmp_path / "f")
@@ -163,12 +178,16 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     calls: list[Path] = []
     real = scan_cache.scan_source
     monkeypatch.setattr(
-        scan_cache, "scan_source", lambda source, **rest: calls.append(source.path) or real(source, **rest)
+        scan_cache,
+        "scan_source",
+        lambda source, **rest: calls.append(source.path) or real(source, **rest),
     )
     return lambda: len(calls)
 
 
-def test_an_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_file_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "f"
     path.write_text('{"text": "a"}\n')
     monkeypatch.setattr(scan_cache, "is_settled", lambda _: True)
@@ -215,9 +234,12 @@ def test_a_file_written_a_moment_ago_is_not_trusted_to_its_times(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"format": 99, "scan": {}}', '{"format": 1, "scan": {"stat": {}}}']
+    "content",
+    ["", "{", "[]", '{"format": 99, "scan": {}}', '{"format": 1, "scan": {"stat": {}}}'],
 )
-def test_a_broken_memory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+def test_a_broken_memory_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
     path = tmp_path / "f"
     path.write_text('{"text": "a"}\n')
     monkeypatch.setattr(scan_cache, "is_settled", lambda _: True)
@@ -227,7 +249,9 @@ def test_a_broken_memory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None) == first
 
 
-def test_a_memory_that_cannot_be_kept_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_that_cannot_be_kept_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "f"
     path.write_text('{"text": "a"}\n')
     monkeypatch.setattr(scan_cache, "is_settled", lambda _: True)

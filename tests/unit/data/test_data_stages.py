@@ -26,7 +26,9 @@ class Numbers:
         return self._count
 
     def read(self, items: Sequence[int]) -> Rows:
-        return Rows({"number": torch.tensor([self._first + item for item in items])}, weight=len(items))
+        return Rows(
+            {"number": torch.tensor([self._first + item for item in items])}, weight=len(items)
+        )
 
     def describe(self, item: int) -> str:
         return f"number {self._first + item}"
@@ -39,13 +41,20 @@ def numbers(stream: TrainingStream, step: int) -> list[int]:
 
 def staged(*, until: int = 3, seed: int = 0) -> TrainingStream:
     first = Stage({"low": (Numbers(0, 12), 1.0)}, until=until, options="first")
-    second = Stage({"high": (Numbers(100, 8), 3.0), "low": (Numbers(0, 12), 1.0)}, options="second")
+    second = Stage(
+        {"high": (Numbers(100, 8), 3.0), "low": (Numbers(0, 12), 1.0)}, options="second"
+    )
     return TrainingStream([first, second], seed=seed, batching=BATCHING)
 
 
 def test_a_step_belongs_to_the_first_stage_that_has_not_ended() -> None:
     stream = staged()
-    assert [stream.stage(step).options for step in (1, 3, 4, 1000)] == ["first", "first", "second", "second"]
+    assert [stream.stage(step).options for step in (1, 3, 4, 1000)] == [
+        "first",
+        "first",
+        "second",
+        "second",
+    ]
     assert [stream.entered_after(step) for step in (0, 2, 4)] == [None, None, None]
     entered = stream.entered_after(3)
     assert entered is not None and entered.options == "second"
@@ -53,15 +62,22 @@ def test_a_step_belongs_to_the_first_stage_that_has_not_ended() -> None:
 
 def test_each_stage_gives_every_item_of_its_sources_once_an_epoch() -> None:
     stream = staged()
-    assert sorted(number for step in (1, 2, 3) for number in numbers(stream, step)) == list(range(12))
+    assert sorted(number for step in (1, 2, 3) for number in numbers(stream, step)) == list(
+        range(12)
+    )
     later = Counter(number for step in (4, 5) for number in numbers(stream, step))
     assert max(later.values()) == 1
-    assert sum(number >= 100 for number in later) == 6, "three of four are from the heavier source"
+    assert sum(number >= 100 for number in later) == 6, (
+        "three of four are from the heavier source"
+    )
 
 
 def test_the_first_stage_is_in_the_order_of_a_run_without_stages_and_the_next_is_not() -> None:
     alone = TrainingStream([Stage({"low": (Numbers(0, 12), 1.0)})], seed=0, batching=BATCHING)
-    twice = [Stage({"low": (Numbers(0, 12), 1.0)}, until=3), Stage({"low": (Numbers(0, 12), 1.0)})]
+    twice = [
+        Stage({"low": (Numbers(0, 12), 1.0)}, until=3),
+        Stage({"low": (Numbers(0, 12), 1.0)}),
+    ]
     both = TrainingStream(twice, seed=0, batching=BATCHING)
     order = [[numbers(stream, step) for step in range(1, 7)] for stream in (alone, both)]
     assert order[0][:3] == order[1][:3]
@@ -87,7 +103,10 @@ def test_samples_of_two_stages_have_different_ids_and_are_described_by_their_sou
 
 def test_where_a_stage_ends_is_part_of_the_fingerprint() -> None:
     assert staged().fingerprint == staged().fingerprint
-    assert len({staged().fingerprint, staged(until=4).fingerprint, staged(seed=1).fingerprint}) == 3
+    assert (
+        len({staged().fingerprint, staged(until=4).fingerprint, staged(seed=1).fingerprint})
+        == 3
+    )
 
 
 @pytest.mark.parametrize("ends", [(), (None, None), (5, 3), (0, None)])
@@ -95,5 +114,7 @@ def test_stages_that_do_not_follow_each_other_are_refused(ends: tuple[int | None
     stages = [Stage({"low": (Numbers(0, 12), 1.0)}, until=end) for end in ends]
     if ends and ends[-1] is not None:
         stages.append(Stage({"low": (Numbers(0, 12), 1.0)}))
-    with pytest.raises(ValueError, match="stages end at steps that rise, and only the last one is open"):
+    with pytest.raises(
+        ValueError, match="stages end at steps that rise, and only the last one is open"
+    ):
         TrainingStream(stages, seed=0, batching=BATCHING)

@@ -44,15 +44,22 @@ def build(
     (np.arange(401) % 257).astype("<u2").tofile(tmp_path / "ids.bin")
 
     def run(**sections: Any) -> Data:
-        recipe = training(**{**sections, "data": {"sources": SOURCES, **sections.get("data", {})}})
+        recipe = training(
+            **{**sections, "data": {"sources": SOURCES, **sections.get("data", {})}}
+        )
         return open_recipe(recipe, prepared_in(recipe), tmp_path).data
 
     return run
 
 
 def equal(first: Batch, second: Batch) -> bool:
-    same_tensors = all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
-    facts = [(batch.samples, batch.hash, batch.weight, set(batch.tensors)) for batch in (first, second)]
+    same_tensors = all(
+        torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items()
+    )
+    facts = [
+        (batch.samples, batch.hash, batch.weight, set(batch.tensors))
+        for batch in (first, second)
+    ]
     return same_tensors and facts[0] == facts[1]
 
 
@@ -67,7 +74,8 @@ def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data
         first = (step - 1) * 8 + slot * 2
         assert (
             batch.hash
-            == sum(sample_hash(first + at, sample) for at, sample in enumerate(batch.samples)) % 2**64
+            == sum(sample_hash(first + at, sample) for at, sample in enumerate(batch.samples))
+            % 2**64
         )
         learned = labels != IGNORE_INDEX
         assert batch.weight == int(learned.sum())
@@ -75,7 +83,9 @@ def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data
         assert torch.equal(labels[:, :-1][shifted], inputs[:, 1:][shifted])
 
 
-def test_a_slot_is_the_same_whenever_and_in_whatever_order_it_is_read(build: Callable[..., Data]) -> None:
+def test_a_slot_is_the_same_whenever_and_in_whatever_order_it_is_read(
+    build: Callable[..., Data],
+) -> None:
     first, second = build().train, build().train
     keys = [(step, slot) for step in range(1, 30) for slot in range(4)]
     batches = {key: first.slot(*key) for key in keys}
@@ -105,7 +115,9 @@ def test_every_token_of_a_source_is_a_label_once_an_epoch(build: Callable[..., D
     assert sorted(labels) == sorted((np.arange(1, 401) % 257).tolist())
 
 
-def test_the_step_that_ends_an_epoch_is_full_and_goes_on_with_the_next(build: Callable[..., Data]) -> None:
+def test_the_step_that_ends_an_epoch_is_full_and_goes_on_with_the_next(
+    build: Callable[..., Data],
+) -> None:
     stream = build(data={"sources": SOURCES[1:]}).train
     assert stream.num_samples == 25
     samples = [sample for slot in range(4) for sample in stream.slot(4, slot).samples]
@@ -160,26 +172,36 @@ def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
     for seed in range(300):
         run = ElasticRun(stream, random.Random(seed))
         run.train(total)
-        assert [sample for step in range(1, total + 1) for sample in run.rows[step][0]] == expected
+        assert [
+            sample for step in range(1, total + 1) for sample in run.rows[step][0]
+        ] == expected
         hashes.add(tuple(run.rows[step][1] for step in range(1, total + 1)))
     assert len(hashes) == 1
     assert max(Counter(expected).values()) == 1
 
 
 def test_each_sample_appears_once_an_epoch_under_every_plan(build: Callable[..., Data]) -> None:
-    stream = build(data={"sources": SOURCES[:1]}, batching={"globalBatchSize": 12, "microBatchSize": 1}).train
+    stream = build(
+        data={"sources": SOURCES[:1]}, batching={"globalBatchSize": 12, "microBatchSize": 1}
+    ).train
     total = 2 * -(-stream.num_samples // 12)
     for seed in range(5):
         run = ElasticRun(stream, random.Random(seed))
         run.train(total)
         seen = Counter(
-            (sample.epoch, sample.window) for step in range(1, total + 1) for sample in run.rows[step][0]
+            (sample.epoch, sample.window)
+            for step in range(1, total + 1)
+            for sample in run.rows[step][0]
         )
         assert max(seen.values()) == 1
-        assert all((epoch, window) in seen for epoch in (0, 1) for window in range(stream.num_samples))
+        assert all(
+            (epoch, window) in seen for epoch in (0, 1) for window in range(stream.num_samples)
+        )
 
 
-def test_the_cursor_is_each_sources_next_index_after_a_finished_step(build: Callable[..., Data]) -> None:
+def test_the_cursor_is_each_sources_next_index_after_a_finished_step(
+    build: Callable[..., Data],
+) -> None:
     stream = build().train
     assert stream.cursor(0) == {"docs": 0, "flat": 0}
     for step in (1, 5, 40):
@@ -192,7 +214,9 @@ def test_the_cursor_is_each_sources_next_index_after_a_finished_step(build: Call
         assert stream.cursor(step) == {"docs": counted[0], "flat": counted[1]}
 
 
-def test_the_fingerprint_follows_everything_that_changes_a_step(build: Callable[..., Data]) -> None:
+def test_the_fingerprint_follows_everything_that_changes_a_step(
+    build: Callable[..., Data],
+) -> None:
     base = build().fingerprint
     assert build().fingerprint == base
     renamed = [{**SOURCES[0], "weight": 6, "name": "renamed"}, {**SOURCES[1], "weight": 2}]
@@ -216,16 +240,22 @@ def test_a_sample_is_described_by_its_place_in_the_source_file(
     starts = np.cumsum([0, *(len(topic.encode()) + 1 for topic in topics)])
     for window in (0, 3, 40):
         first, last = (
-            int(np.searchsorted(starts, token, side="right")) for token in (window * 16, window * 16 + 16)
+            int(np.searchsorted(starts, token, side="right"))
+            for token in (window * 16, window * 16 + 16)
         )
         lines = f"line {first}" if first == last else f"lines {first} to {last}"
         assert (
-            stream.describe(SampleId(0, 2, window)) == f"docs/epoch 2/window {window} (docs.jsonl, {lines})"
+            stream.describe(SampleId(0, 2, window))
+            == f"docs/epoch 2/window {window} (docs.jsonl, {lines})"
         )
-    assert stream.describe(SampleId(1, 0, 2)) == "flat/epoch 0/window 2 (ids.bin, tokens 32 to 48)"
+    assert (
+        stream.describe(SampleId(1, 0, 2)) == "flat/epoch 0/window 2 (ids.bin, tokens 32 to 48)"
+    )
 
 
-def test_positions_before_the_first_and_slots_beyond_the_last_are_refused(build: Callable[..., Data]) -> None:
+def test_positions_before_the_first_and_slots_beyond_the_last_are_refused(
+    build: Callable[..., Data],
+) -> None:
     stream = build().train
     for step, slot in ((0, 0), (1, 4), (1, -1)):
         with pytest.raises(IndexError, match="steps count from 1, slots from 0 to 3"):
@@ -241,7 +271,9 @@ def test_held_out_documents_and_evaluation_sources_become_sets(
     assert [one.name for one in data.evaluation] == ["heldOut", "other"]
     held_out = data.evaluation[0]
     assert {
-        sample.source for index in range(held_out.num_batches) for sample in held_out.batch(index).samples
+        sample.source
+        for index in range(held_out.num_batches)
+        for sample in held_out.batch(index).samples
     } == {0, 1}
     assert [one.name for one in build().evaluation] == []
 
@@ -251,7 +283,9 @@ def test_data_of_another_tokenizer_is_refused(
 ) -> None:
     documents(tmp_path / "docs.jsonl", ["a"])
     prepared = replace(prepared_in(training()), tokenizer_identity="other")
-    with pytest.raises(DataError, match="was prepared with the tokenizer other; this one is byte-1"):
+    with pytest.raises(
+        DataError, match="was prepared with the tokenizer other; this one is byte-1"
+    ):
         open_recipe(training(), prepared, tmp_path)
 
 

@@ -48,7 +48,9 @@ def reader_of(sequence: TokenSequence, length: int) -> TokenReader:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) >= 2),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8).filter(
+        lambda sizes: sum(sizes) >= 2
+    ),
     length=st.integers(1, 50),
     before=st.integers(0, 3),
     dtype=st.sampled_from(["uint16", "uint32"]),
@@ -61,7 +63,9 @@ def test_every_token_but_the_first_is_a_label_exactly_once(
     windows = reader.read(range(reader.num_windows))
     assert windows.tokens.shape == (reader.num_windows, length + 1)
     labels = [
-        token for row, count in zip(windows.tokens, windows.lengths, strict=True) for token in row[1:count]
+        token
+        for row, count in zip(windows.tokens, windows.lengths, strict=True)
+        for token in row[1:count]
     ]
     assert labels == list(range(1, total))
     inputs = [
@@ -77,9 +81,19 @@ def test_every_token_but_the_first_is_a_label_exactly_once(
 
 @pytest.mark.parametrize(
     ("tokens", "length", "windows"),
-    [(0, 8, 0), (1, 8, 0), (2, 8, 1), (9, 8, 1), (10, 8, 2), (17, 8, 2), (10**15, 1000, 10**12)],
+    [
+        (0, 8, 0),
+        (1, 8, 0),
+        (2, 8, 1),
+        (9, 8, 1),
+        (10, 8, 2),
+        (17, 8, 2),
+        (10**15, 1000, 10**12),
+    ],
 )
-def test_the_number_of_windows_follows_from_the_tokens(tokens: int, length: int, windows: int) -> None:
+def test_the_number_of_windows_follows_from_the_tokens(
+    tokens: int, length: int, windows: int
+) -> None:
     assert count_windows(tokens, length) == windows
 
 
@@ -98,7 +112,9 @@ def test_large_ids_are_read_as_they_are(tmp_path: Path) -> None:
     assert reader_of(sequence, 2).read([0]).tokens.tolist() == [[2**32 - 1, 2**31, 5]]
 
 
-def test_many_shards_need_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_shards_need_few_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(token_files, "_OPEN_FILES", 3)
     reader = reader_of(write_shards(tmp_path, [10] * 20), 10)
     before = len(os.listdir("/proc/self/fd"))
@@ -118,7 +134,9 @@ def test_a_closed_reader_opens_its_files_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 31, 70])
-def test_a_file_cut_short_underneath_is_an_error_with_its_name(tmp_path: Path, left: int) -> None:
+def test_a_file_cut_short_underneath_is_an_error_with_its_name(
+    tmp_path: Path, left: int
+) -> None:
     sequence = write_shards(tmp_path, [40, 41])
     reader = reader_of(sequence, 10)
     reader.read([0, 7])
@@ -147,7 +165,9 @@ def test_threads_may_share_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def check(seed: int) -> None:
         windows = np.random.default_rng(seed).integers(0, reader.num_windows, 500).tolist()
-        wrong.extend(window for window in windows if reader.read([window]).tokens[0, 0] != window * 10)
+        wrong.extend(
+            window for window in windows if reader.read([window]).tokens[0, 0] != window * 10
+        )
 
     threads = [threading.Thread(target=check, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -185,7 +205,9 @@ def test_a_volume_that_fails_for_a_moment_is_read_again_with_the_file_opened_ane
 ) -> None:
     reader = reader_of(write_shards(tmp_path, [40]), 8)
     opened, open_ = list[Any](), os.open
-    monkeypatch.setattr(os, "open", lambda *arguments: opened.append(arguments) or open_(*arguments))
+    monkeypatch.setattr(
+        os, "open", lambda *arguments: opened.append(arguments) or open_(*arguments)
+    )
     failing(monkeypatch, number, 3)
     assert reader.read([1]).tokens.tolist() == [list(range(8, 17))]
     assert len(opened) == 4 and pauses == sorted(pauses) and len(pauses) == 3
@@ -196,7 +218,9 @@ def test_a_volume_that_stays_away_is_trouble_of_the_host_and_no_mistake(
 ) -> None:
     reader = reader_of(write_shards(tmp_path, [40]), 8)
     failing(monkeypatch, errno.ESTALE, 10**6)
-    with pytest.raises(VolumeError, match="tokens: cannot be read; Stale file handle") as raised:
+    with pytest.raises(
+        VolumeError, match="tokens: cannot be read; Stale file handle"
+    ) as raised:
         reader.read([1])
     assert raised.value.exit_code == 70
     assert 15 < sum(pauses) < 60
@@ -210,5 +234,7 @@ def test_a_file_that_seems_too_short_is_looked_at_again_before_it_is_called_so(
     whole = path.read_bytes()
     os.truncate(path, 20)
     # The client learns of the whole file during the pause.
-    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: path.write_bytes(whole))
+    monkeypatch.setattr(
+        "evergrad_trainer.volume.time.sleep", lambda seconds: path.write_bytes(whole)
+    )
     assert reader_of(sequence, 8).read([1]).tokens.tolist() == [list(range(8, 17))]

@@ -42,12 +42,19 @@ def train_bpe(directory: Path, *, eos: object = "<|endoftext|>") -> Path:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    backend.train_from_iterator(["the quick brown fox and the lazy dog and the end"] * 20, trainer)
+    backend.train_from_iterator(
+        ["the quick brown fox and the lazy dog and the end"] * 20, trainer
+    )
     directory.mkdir()
     backend.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": eos} if eos is not None else {})
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | (
+        {"eos_token": eos} if eos is not None else {}
+    )
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
@@ -101,7 +108,10 @@ def test_a_transformers_directory_gives_transformers_ids(tmp_path: Path) -> None
     assert (ours.vocab_size, ours.end_of_document) == (len(theirs), theirs.eos_token_id)
     texts = [*ODD, "the lazy end", "half \ud800"]
     for text, ids in zip(texts, ours.encode_many(texts), strict=True):
-        assert ids.tolist() == theirs(replace_lone_surrogates(text), add_special_tokens=False)["input_ids"]
+        assert (
+            ids.tolist()
+            == theirs(replace_lone_surrogates(text), add_special_tokens=False)["input_ids"]
+        )
     tokens, lengths = ours.encode_documents(texts)
     ends = np.cumsum(lengths) - 1
     assert (tokens[ends] == ours.end_of_document).all()
@@ -113,11 +123,19 @@ def test_a_helper_process_gets_the_same_ids_in_batches(
 ) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     ours = load_directory(train_bpe(tmp_path / "bpe"))
-    helper = load_json(ours.to_json(), end_of_document=ours.end_of_document, identity=ours.identity)
+    helper = load_json(
+        ours.to_json(), end_of_document=ours.end_of_document, identity=ours.identity
+    )
     texts = [*ODD, "the lazy end", "half \ud800"] * 20
-    for own, theirs in zip(ours.encode_documents(texts), helper.encode_documents(texts), strict=True):
+    for own, theirs in zip(
+        ours.encode_documents(texts), helper.encode_documents(texts), strict=True
+    ):
         assert np.array_equal(own, theirs)
-    assert (helper.identity, helper.vocab_size, helper.dtype) == (ours.identity, ours.vocab_size, ours.dtype)
+    assert (helper.identity, helper.vocab_size, helper.dtype) == (
+        ours.identity,
+        ours.vocab_size,
+        ours.dtype,
+    )
 
 
 def test_saving_a_directory_tokenizer_copies_what_makes_it(tmp_path: Path) -> None:
@@ -152,7 +170,9 @@ def test_saved_truncation_and_padding_never_touch_a_document(tmp_path: Path) -> 
     backend.enable_padding(length=9)
     backend.save(str(directory / "tokenizer.json"))
     loaded = load_directory(directory)
-    assert loaded.decode(loaded.encode_many(["the quick brown fox"])[0]) == "the quick brown fox"
+    assert (
+        loaded.decode(loaded.encode_many(["the quick brown fox"])[0]) == "the quick brown fox"
+    )
 
 
 def test_identity_follows_the_content_and_not_the_place(tmp_path: Path) -> None:
@@ -167,7 +187,9 @@ def test_identity_follows_the_content_and_not_the_place(tmp_path: Path) -> None:
     assert load_directory(first).identity != load_directory(second).identity
 
 
-@pytest.mark.parametrize("eos", [{"content": "<|endoftext|>", "special": True}, "<|endoftext|>"])
+@pytest.mark.parametrize(
+    "eos", [{"content": "<|endoftext|>", "special": True}, "<|endoftext|>"]
+)
 def test_the_end_of_a_document_may_be_spelled_either_way(tmp_path: Path, eos: object) -> None:
     assert load_directory(train_bpe(tmp_path / "bpe", eos=eos)).end_of_document == 0
 
@@ -203,16 +225,24 @@ def test_a_broken_tokenizer_file_is_named(tmp_path: Path, content: str) -> None:
 def test_a_broken_configuration_is_named(tmp_path: Path) -> None:
     directory = train_bpe(tmp_path / "bpe")
     (directory / "tokenizer_config.json").write_text("{")
-    assert message_of(directory).startswith(f"{directory / 'tokenizer_config.json'}: is not valid JSON")
+    assert message_of(directory).startswith(
+        f"{directory / 'tokenizer_config.json'}: is not valid JSON"
+    )
 
 
 def test_code_of_a_directory_is_never_run(tmp_path: Path) -> None:
     directory = tmp_path / "remote"
     directory.mkdir()
     (directory / "vocab.json").write_text("{}")
-    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "eos_token": "x"}
+    config = {
+        "tokenizer_class": "Evil",
+        "auto_map": {"AutoTokenizer": ["evil.Evil", None]},
+        "eos_token": "x",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n")
+    (directory / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n"
+    )
     assert "transformers cannot load this tokenizer" in message_of(directory)
     assert not (tmp_path / "ran").exists()
 

@@ -53,8 +53,12 @@ def make(model: nn.Module, size: int, *, is_sharded: bool = False) -> Evaluation
     def loss_of(tensors: Tensors, stage: Stage) -> Loss:
         logits = model(tensors["input_ids"]).flatten(0, 1)
         labels = tensors["labels"].flatten()
-        loss = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        return Loss(loss, {"right": ((logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum()})
+        loss = functional.cross_entropy(
+            logits, labels, ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        return Loss(
+            loss, {"right": ((logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum()}
+        )
 
     return EvaluationRunner(
         model=model,
@@ -74,7 +78,9 @@ def world(rank: int = 0, size: int = 1) -> World:
     return World(generation=1, rank=rank, size=size, device=torch.device("cpu"))
 
 
-def run(evaluator: EvaluationRunner, samples: Any, where: World | None = None) -> EvaluationResult:
+def run(
+    evaluator: EvaluationRunner, samples: Any, where: World | None = None
+) -> EvaluationResult:
     result = evaluator.run(
         samples,
         where or world(),

@@ -41,22 +41,32 @@ PLAIN = {path: node for path, node in NODES.items() if path not in ("", "metadat
 
 def test_every_field_says_what_it_is() -> None:
     for path, node in PLAIN.items():
-        assert re.match(r"[A-Z`(<]|fp32|torch|jsonl|wsd|tokens", node.get("description", "")), path
+        assert re.match(r"[A-Z`(<]|fp32|torch|jsonl|wsd|tokens", node.get("description", "")), (
+            path
+        )
         assert "``" not in node["description"] and "\n" not in node["description"]
 
 
 def test_fields_of_the_models_say_their_default_or_that_they_are_needed() -> None:
     for field in walk_fields(TrainingRun):
-        if field.path.startswith("spec.") and field.path not in LEFT_OUT and field.shape.section is None:
+        if (
+            field.path.startswith("spec.")
+            and field.path not in LEFT_OUT
+            and field.shape.section is None
+        ):
             text = NODES[field.path]["description"]
             assert "default" in text.casefold() or "required" in text, field.path
 
 
 def test_the_definition_has_each_field_of_the_models_and_no_other() -> None:
-    ours = {field.path for field in walk_fields(TrainingRun) if field.path.startswith("spec")} - set(LEFT_OUT)
+    ours = {
+        field.path for field in walk_fields(TrainingRun) if field.path.startswith("spec")
+    } - set(LEFT_OUT)
     below = ("spec.template.", "spec.training.model.config.")
     theirs = {
-        re.sub(r"\{\}$", "", path) for path in PLAIN if path.startswith("spec") and not path.endswith("[]")
+        re.sub(r"\{\}$", "", path)
+        for path in PLAIN
+        if path.startswith("spec") and not path.endswith("[]")
     }
     inside = {path for path in theirs if path.startswith(below) and path not in ours}
     assert theirs - inside == ours
@@ -64,13 +74,21 @@ def test_the_definition_has_each_field_of_the_models_and_no_other() -> None:
 
 def test_the_schema_is_structural() -> None:
     for path, node in NODES.items():
-        assert not {"$ref", "title", "const", "nullable", "definitions", "examples"} & set(node), path
+        assert not {"$ref", "title", "const", "nullable", "definitions", "examples"} & set(
+            node
+        ), path
         assert not ("properties" in node and "additionalProperties" in node), path
-        is_open = node.get("x-kubernetes-preserve-unknown-fields") or node.get("x-kubernetes-int-or-string")
+        is_open = node.get("x-kubernetes-preserve-unknown-fields") or node.get(
+            "x-kubernetes-int-or-string"
+        )
         assert node.get("type") or is_open, path
         if not node.get("x-kubernetes-int-or-string"):
-            restricting = [branch for word in VALUE_WORDS for branch in _branches(node.get(word, []))]
-            assert not any({"type", "description", "default"} & set(branch) for branch in restricting), path
+            restricting = [
+                branch for word in VALUE_WORDS for branch in _branches(node.get(word, []))
+            ]
+            assert not any(
+                {"type", "description", "default"} & set(branch) for branch in restricting
+            ), path
 
 
 def _branches(branches: Any) -> list[dict[str, Any]]:
@@ -79,7 +97,11 @@ def _branches(branches: Any) -> list[dict[str, Any]]:
 
 def test_whatever_can_grow_is_bounded() -> None:
     for path, node in PLAIN.items():
-        if path in ("apiVersion", "kind") or "enum" in node or node.get("format") == "date-time":
+        if (
+            path in ("apiVersion", "kind")
+            or "enum" in node
+            or node.get("format") == "date-time"
+        ):
             continue
         kind = node.get("type")
         assert kind != "array" or "maxItems" in node, path
@@ -92,9 +114,15 @@ def test_whatever_can_grow_is_bounded() -> None:
 
 def test_lists_are_merged_by_their_keys_or_replaced_as_a_whole() -> None:
     kinds = {
-        path: node["x-kubernetes-list-type"] for path, node in NODES.items() if node.get("type") == "array"
+        path: node["x-kubernetes-list-type"]
+        for path, node in NODES.items()
+        if node.get("type") == "array"
     }
-    keys = {path: NODES[path]["x-kubernetes-list-map-keys"] for path, kind in kinds.items() if kind == "map"}
+    keys = {
+        path: NODES[path]["x-kubernetes-list-map-keys"]
+        for path, kind in kinds.items()
+        if kind == "map"
+    }
     assert keys["status.conditions"] == ["type"]
     assert keys["spec.template.env"] == keys["spec.template.volumes"] == ["name"]
     for path, names in keys.items():
@@ -105,7 +133,10 @@ def test_lists_are_merged_by_their_keys_or_replaced_as_a_whole() -> None:
 def test_rules_say_what_is_wrong_and_what_to_do() -> None:
     for path, node in NODES.items():
         for one in node.get(VALIDATIONS, []):
-            assert one["message"].endswith(".") and ". " in one["message"], (path, one["message"])
+            assert one["message"].endswith(".") and ". " in one["message"], (
+                path,
+                one["message"],
+            )
             assert len(one["message"]) <= 400
             assert "\n" not in one["rule"]
             blamed = (path + one.get("fieldPath", "")).lstrip(".")
@@ -118,7 +149,9 @@ def test_every_rule_stands_in_the_definition() -> None:
 
 
 def test_defaults_are_filled_in_for_operational_fields_only() -> None:
-    assert sorted(path for path, node in NODES.items() if "default" in node) == sorted(SHOWN_DEFAULTS)
+    assert sorted(path for path, node in NODES.items() if "default" in node) == sorted(
+        SHOWN_DEFAULTS
+    )
     assert not any(path.startswith(("spec.training", "spec.script")) for path in SHOWN_DEFAULTS)
 
 

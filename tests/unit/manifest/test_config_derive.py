@@ -39,9 +39,13 @@ def test_steps_are_taken_as_they_are() -> None:
     ("epochs", "samples", "steps"),
     [("1", 32, 1), ("1", 33, 2), ("0.1", 320, 1), ("2.5", 64, 5), ("3", 10**9, 93_750_000)],
 )
-def test_epochs_are_passes_over_all_sources_rounded_up(epochs: str, samples: int, steps: int) -> None:
+def test_epochs_are_passes_over_all_sources_rounded_up(
+    epochs: str, samples: int, steps: int
+) -> None:
     assert (
-        derive_steps(training(f"spec.training.horizon={{epochs: {epochs}}}"), num_samples=samples).total_steps
+        derive_steps(
+            training(f"spec.training.horizon={{epochs: {epochs}}}"), num_samples=samples
+        ).total_steps
         == steps
     )
 
@@ -50,7 +54,8 @@ def test_a_tenth_of_an_epoch_is_exactly_a_tenth() -> None:
     # In floats 0.1 * 30 is 3.0000000000000004, which would round up to one step more.
     batching = "spec.training.batching={globalBatchSize: 3, microBatchSize: 1}"
     found = derive_steps(
-        training(batching, "spec.training.horizon={epochs: 0.1}", "spec.nodes.max=2"), num_samples=30
+        training(batching, "spec.training.horizon={epochs: 0.1}", "spec.nodes.max=2"),
+        num_samples=30,
     )
     assert found.total_steps == 1
 
@@ -59,7 +64,10 @@ def test_warm_up_and_decay_are_resolved_to_steps() -> None:
     found = derive_steps(training("spec.training.horizon={steps: 1000}"), num_samples=1)
     assert (found.warmup_steps, found.decay_steps) == (50, 200)
     plain = derive_steps(
-        training("spec.training.horizon={steps: 1000}", "spec.training.schedule={type: cosine, warmup: 30}"),
+        training(
+            "spec.training.horizon={steps: 1000}",
+            "spec.training.schedule={type: cosine, warmup: 30}",
+        ),
         num_samples=1,
     )
     assert (plain.warmup_steps, plain.decay_steps) == (30, 0)
@@ -68,7 +76,9 @@ def test_warm_up_and_decay_are_resolved_to_steps() -> None:
 def test_shares_that_fill_the_horizon_never_exceed_it() -> None:
     override = "spec.training.schedule={warmup: 50%, decay: 50%}"
     for steps in range(1, 50):
-        found = derive_steps(training(override, f"spec.training.horizon={{steps: {steps}}}"), num_samples=1)
+        found = derive_steps(
+            training(override, f"spec.training.horizon={{steps: {steps}}}"), num_samples=1
+        )
         assert found.warmup_steps + found.decay_steps <= steps
 
 
@@ -93,7 +103,9 @@ def test_no_sample_is_refused() -> None:
 
 
 @given(st.integers(1, 10**18), st.integers(1, 2**24), st.integers(8, 2**20))
-def test_steps_for_tokens_are_the_fewest_that_are_enough(tokens: int, samples: int, length: int) -> None:
+def test_steps_for_tokens_are_the_fewest_that_are_enough(
+    tokens: int, samples: int, length: int
+) -> None:
     steps = steps_for_tokens(tokens, samples=samples, length=length)
     assert steps * samples * length >= tokens > (steps - 1) * samples * length
 
@@ -101,7 +113,9 @@ def test_steps_for_tokens_are_the_fewest_that_are_enough(tokens: int, samples: i
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 10, 99, 1000, 2442])
 @pytest.mark.parametrize("warmup", [0, 1, "5%", "33%", "100%"])
 @pytest.mark.parametrize("kind", ["wsd", "cosine", "linear", "constant"])
-def test_the_numbers_are_those_the_schedule_trains_with(total: int, warmup: int | str, kind: str) -> None:
+def test_the_numbers_are_those_the_schedule_trains_with(
+    total: int, warmup: int | str, kind: str
+) -> None:
     decay = ", decay: 0" if kind == "wsd" else ""
     settings = training(
         f"spec.training.horizon={{steps: {total}}}",
@@ -110,7 +124,9 @@ def test_the_numbers_are_those_the_schedule_trains_with(total: int, warmup: int 
     derived = derive_steps(settings, num_samples=1)
     schedule = build_schedule(settings.schedule, peak=1.0, total_steps=total)
     assert (
-        derived.warmup_steps == schedule.warmup_steps == min(total, steps_of(settings.schedule.warmup, total))
+        derived.warmup_steps
+        == schedule.warmup_steps
+        == min(total, steps_of(settings.schedule.warmup, total))
     )
     if kind == "wsd":
         assert derived.decay_steps == schedule.decay_steps

@@ -65,7 +65,9 @@ def test_a_scalar_is_read_as_kubernetes_reads_it(text: str, meant: Any) -> None:
 
 def test_octal_numbers_are_refused_except_where_kubernetes_means_them() -> None:
     (problem,) = said("a: 010")
-    assert problem.startswith("a: 010 begins with 0 (line 1); YAML would read it as an octal number.")
+    assert problem.startswith(
+        "a: 010 begins with 0 (line 1); YAML would read it as an octal number."
+    )
     assert problem.endswith('Write 10 for the number, or "010" in quotes for the text.')
     assert value("spec: {template: {volumes: [{configMap: {defaultMode: 0644}}]}}") == {
         "spec": {"template": {"volumes": [{"configMap": {"defaultMode": 0o644}}]}}
@@ -91,7 +93,8 @@ def test_quoted_and_plain_keys_are_the_same_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "kind"), [("on", "true or false"), ("1", "a number"), ("1.5", "a number"), ("~", "nothing")]
+    ("key", "kind"),
+    [("on", "true or false"), ("1", "a number"), ("1.5", "a number"), ("~", "nothing")],
 )
 def test_a_key_that_is_no_text_is_refused(key: str, kind: str) -> None:
     assert said(f"a:\n  {key}: x") == [
@@ -105,7 +108,9 @@ def test_a_key_that_is_a_list_is_refused() -> None:
 
 @pytest.mark.parametrize("text", [".inf", "-.inf", ".nan", ".NaN"])
 def test_what_is_not_finite_is_refused(text: str) -> None:
-    assert said(f"a: {text}") == [f"a: '{text}' is not a finite number (line 1). Write a finite number."]
+    assert said(f"a: {text}") == [
+        f"a: '{text}' is not a finite number (line 1). Write a finite number."
+    ]
 
 
 def test_floats_that_cannot_be_represented_are_refused() -> None:
@@ -119,7 +124,9 @@ def test_a_number_of_a_million_digits_is_refused_at_once() -> None:
 
 def test_anchors_and_merge_keys_work_and_a_key_beside_the_merge_wins() -> None:
     anchors = "base: &base {x: 1, y: 2}\nother: &other {y: 5, z: 6}\n"
-    found = value(anchors + "a: {<<: *base, y: 3}\nb: {<<: [*other, *base]}\nc: [*base, *base]\n")
+    found = value(
+        anchors + "a: {<<: *base, y: 3}\nb: {<<: [*other, *base]}\nc: [*base, *base]\n"
+    )
     assert found["a"] == {"x": 1, "y": 3}
     assert found["b"] == {"x": 1, "y": 5, "z": 6}
     assert found["c"] == [{"x": 1, "y": 2}] * 2
@@ -192,12 +199,18 @@ def test_very_many_values_are_refused() -> None:
             "a: b: c\n",
             "run.yaml:1:5: not valid YAML; mapping values are not allowed here. Check the indentation",
         ),
-        ("a: *x\n", "found undefined alias 'x'. Define the anchor (&name) before it is used (*name)."),
+        (
+            "a: *x\n",
+            "found undefined alias 'x'. Define the anchor (&name) before it is used (*name).",
+        ),
         ("a: %5\n", "Put the value in quotes."),
         ("a: [1\n", "Close the bracket or add the comma."),
         ("a: 'x\n", "Close the quotes or brackets."),
         ("a: 1\n b: 2\n", "not valid YAML"),
-        ("a: \x01\n", "run.yaml:1: holds the character U+0001; it is not allowed in YAML. Remove it."),
+        (
+            "a: \x01\n",
+            "run.yaml:1: holds the character U+0001; it is not allowed in YAML. Remove it.",
+        ),
         ("a: 1\nb: \x00\n", "run.yaml:2: holds the character U+0000"),
         (
             "a: !!python/object/apply:os.system [ls]\n",
@@ -226,7 +239,9 @@ def test_what_is_no_manifest_is_said_with_its_place(text: str, problem: str | No
 
 
 def test_every_value_has_its_line() -> None:
-    document = parse_document("a:\n  b: 1\n  c:\n    - x\n    - {d: 2}\n", label="l", source="over.yaml")
+    document = parse_document(
+        "a:\n  b: 1\n  c:\n    - x\n    - {d: 2}\n", label="l", source="over.yaml"
+    )
     lines = {path: place.line for path, place in document.places.items()}
     assert lines[("a", "b")] == 2
     assert lines[("a", "c", 0)] == 4

@@ -27,11 +27,15 @@ def test_the_generated_files_are_up_to_date() -> None:
     assert main(["--check"]) == 0
 
 
-def test_drift_is_shown_and_generating_cures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift_is_shown_and_generating_cures_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--root", str(tmp_path)]) == 0
     assert main(["--check", "--root", str(tmp_path)]) == 0
     reference = tmp_path / REFERENCE
-    reference.write_text(reference.read_text().replace("Peak learning rate.", "Something else."))
+    reference.write_text(
+        reference.read_text().replace("Peak learning rate.", "Something else.")
+    )
     capsys.readouterr()
     assert main(["--check", "--root", str(tmp_path)]) == 1
     said = capsys.readouterr().err
@@ -69,12 +73,17 @@ def _accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
         return _accepts(root["$defs"][schema["$ref"].rsplit("/", 1)[1]], value, root)
     if (
         "oneOf" in schema
-        and sum(_accepts({"type": "object", **branch}, value, root) for branch in schema["oneOf"]) != 1
+        and sum(
+            _accepts({"type": "object", **branch}, value, root) for branch in schema["oneOf"]
+        )
+        != 1
     ):
         return False
     if "anyOf" in schema:
         return any(_accepts(branch, value, root) for branch in schema["anyOf"])
-    if ("const" in schema and value != schema["const"]) or ("enum" in schema and value not in schema["enum"]):
+    if ("const" in schema and value != schema["const"]) or (
+        "enum" in schema and value not in schema["enum"]
+    ):
         return False
     kind = schema.get("type")
     if kind == "object":
@@ -84,24 +93,34 @@ def _accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
             _accepts(schema.get("items", {}), item, root) for item in value
         )
     if kind == "string":
-        return isinstance(value, str) and re.search(schema.get("pattern", ""), value) is not None
+        return (
+            isinstance(value, str) and re.search(schema.get("pattern", ""), value) is not None
+        )
     if kind in ("integer", "number"):
         return _accepts_number(schema, value, whole=kind == "integer")
     return (kind != "boolean" or isinstance(value, bool)) and (kind != "null" or value is None)
 
 
-def _accepts_object(schema: dict[str, Any], value: dict[str, Any], root: dict[str, Any]) -> bool:
+def _accepts_object(
+    schema: dict[str, Any], value: dict[str, Any], root: dict[str, Any]
+) -> bool:
     properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
     for key, item in value.items():
         if key not in properties and more is False:
             return False
-        if not _accepts(properties.get(key, more if isinstance(more, dict) else {}), item, root):
+        if not _accepts(
+            properties.get(key, more if isinstance(more, dict) else {}), item, root
+        ):
             return False
     return all(key in value for key in schema.get("required", []))
 
 
 def _accepts_number(schema: dict[str, Any], value: Any, *, whole: bool) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (whole and value != int(value))
+    ):
         return False
     if value < schema.get("minimum", value) or value > schema.get("maximum", value):
         return False
@@ -129,14 +148,18 @@ def test_the_schema_accepts_what_is_right_and_human() -> None:
         ("spec.training.data.sequenceLength", "1k"), ("spec.training.runtime.bucketSize", "4Mi")
     )
     assert schema_accepts(
-        ("spec.training.schedule.warmup", "5%"), ("spec.training.optimizer.betas", [0.9, "0.95"])
+        ("spec.training.schedule.warmup", "5%"),
+        ("spec.training.optimizer.betas", [0.9, "0.95"]),
     )
     assert schema_accepts(
-        ("spec.training.runtime.compile", True), ("spec.storage.size", "500M"), ("spec.nodes.max", None)
+        ("spec.training.runtime.compile", True),
+        ("spec.storage.size", "500M"),
+        ("spec.nodes.max", None),
     )
     assert schema_accepts(("spec.training.model.config", {"anything": [1, {}]}))
     assert schema_accepts(
-        ("spec.training", None), ("spec.script", {"command": ["train.py"], "gracePeriodSeconds": 1000})
+        ("spec.training", None),
+        ("spec.script", {"command": ["train.py"], "gracePeriodSeconds": 1000}),
     )
     assert schema_accepts(("spec.script", None))
 
@@ -165,9 +188,13 @@ def test_the_schema_refuses_what_one_field_shows_to_be_wrong(change: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    "script", [{}, {"command": "train.py"}, {"command": ["a", 3]}, {"command": ["a"], "cwd": "b"}], ids=str
+    "script",
+    [{}, {"command": "train.py"}, {"command": ["a", 3]}, {"command": ["a"], "cwd": "b"}],
+    ids=str,
 )
-def test_the_schema_refuses_a_script_that_one_field_shows_to_be_wrong(script: dict[str, Any]) -> None:
+def test_the_schema_refuses_a_script_that_one_field_shows_to_be_wrong(
+    script: dict[str, Any],
+) -> None:
     assert not schema_accepts(("spec.training", None), ("spec.script", script))
 
 
@@ -176,7 +203,8 @@ def test_the_schema_has_a_description_of_each_field_and_no_pydantic_titles() -> 
     for definition in schema["$defs"].values():
         for name, field in definition["properties"].items():
             assert (
-                field.get("description") or schema["$defs"][field["$ref"].rsplit("/", 1)[1]]["description"]
+                field.get("description")
+                or schema["$defs"][field["$ref"].rsplit("/", 1)[1]]["description"]
             ), name
             assert "title" not in field
 

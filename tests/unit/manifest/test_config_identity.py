@@ -64,24 +64,59 @@ OPERATIONAL = [
 ]
 
 RECIPE = [
-    ("spec.training.model.config.hidden_size=512", "spec.training.model.config.hidden_size", 256, 512),
+    (
+        "spec.training.model.config.hidden_size=512",
+        "spec.training.model.config.hidden_size",
+        256,
+        512,
+    ),
     (
         "spec.training.tokenizer={type: transformers, path: t}",
         "spec.training.tokenizer.type",
         "byte",
         "transformers",
     ),
-    ("spec.training.data.sources[0].path=x", "spec.training.data.sources[0].path", "docs.jsonl", "x"),
-    ("spec.training.data.sources[0].weight=2", "spec.training.data.sources[0].weight", 1.0, 2.0),
+    (
+        "spec.training.data.sources[0].path=x",
+        "spec.training.data.sources[0].path",
+        "docs.jsonl",
+        "x",
+    ),
+    (
+        "spec.training.data.sources[0].weight=2",
+        "spec.training.data.sources[0].weight",
+        1.0,
+        2.0,
+    ),
     ("spec.training.data.sequenceLength=128", "spec.training.data.sequenceLength", 256, 128),
     ("spec.training.data.malformed=skip", "spec.training.data.malformed", "refuse", "skip"),
     ("spec.training.batching.microBatchSize=2", "spec.training.batching.microBatchSize", 4, 2),
-    ("spec.training.optimizer.learningRate=2e-3", "spec.training.optimizer.learningRate", 0.001, 0.002),
-    ("spec.training.optimizer.betas=[0.9, 0.99]", "spec.training.optimizer.betas[1]", 0.95, 0.99),
+    (
+        "spec.training.optimizer.learningRate=2e-3",
+        "spec.training.optimizer.learningRate",
+        0.001,
+        0.002,
+    ),
+    (
+        "spec.training.optimizer.betas=[0.9, 0.99]",
+        "spec.training.optimizer.betas[1]",
+        0.95,
+        0.99,
+    ),
     ("spec.training.schedule.warmup=6%", "spec.training.schedule.warmup", 0.05, 0.06),
     ("spec.training.reproducibility.seed=1", "spec.training.reproducibility.seed", 0, 1),
-    ("spec.training.reproducibility.elastic=exact", "spec.training.reproducibility.elastic", "fast", "exact"),
-    ("spec.training.runtime.precision=fp32", "spec.training.runtime.precision", "bf16-autocast", "fp32"),
+    (
+        "spec.training.reproducibility.elastic=exact",
+        "spec.training.reproducibility.elastic",
+        "fast",
+        "exact",
+    ),
+    (
+        "spec.training.runtime.precision=fp32",
+        "spec.training.runtime.precision",
+        "bf16-autocast",
+        "fp32",
+    ),
 ]
 
 
@@ -124,7 +159,9 @@ def test_spelling_does_not_change_the_hash() -> None:
 
 def test_the_hash_is_a_fixed_function_of_the_recipe() -> None:
     # A release that changes this number makes every run in existence refuse to resume.
-    assert config_hash(run()) == "93d4973dbd209e0912e5b06f0d9659d66dfca1dd7eec42aedbc526d90de667cc"
+    assert (
+        config_hash(run()) == "93d4973dbd209e0912e5b06f0d9659d66dfca1dd7eec42aedbc526d90de667cc"
+    )
     assert config_hash(from_wire(json.loads(json.dumps(to_wire(run()))))) == config_hash(run())
 
 
@@ -136,7 +173,9 @@ def test_sources_in_another_number_are_compared_as_a_whole() -> None:
 
 
 def test_a_refused_resume_names_each_field_with_both_values() -> None:
-    changed = run("spec.training.reproducibility.seed=1", "spec.training.optimizer.betas=[0.9, 0.99]")
+    changed = run(
+        "spec.training.reproducibility.seed=1", "spec.training.optimizer.betas=[0.9, 0.99]"
+    )
     problems = problems_of_changes(
         changed_fields(recipe_of(run()), recipe_of(changed)), directory="runs/docs-lm"
     )
@@ -180,7 +219,10 @@ WIRES = [
     ("spec.training.schedule={type: constant}",),
     ("spec.training.schedule={warmup: 100%, decay: 0}",),
     ("spec.training.data.sources[0].type=tokens", "spec.training.data.sources[0].dtype=uint32"),
-    ("spec.training.model={path: model}", "spec.training.tokenizer={type: transformers, path: t}"),
+    (
+        "spec.training.model={path: model}",
+        "spec.training.tokenizer={type: transformers, path: t}",
+    ),
     ("spec.training.model.config.nothing={a: [1, null, 1.5, true, ü]}",),
     ("spec.training.runtime.compile=off", "spec.nodes=null", "spec.workersPerNode=null"),
     ("spec.template={volumes: [{name: a, emptyDir: {}}], env: [{name: A, value: '1'}]}",),
@@ -188,7 +230,9 @@ WIRES = [
 
 
 @pytest.mark.parametrize("overrides", WIRES)
-def test_a_run_survives_the_wire_and_is_itself_a_manifest(overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_survives_the_wire_and_is_itself_a_manifest(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
     original = run(*overrides)
     wire = json.loads(json.dumps(to_wire(original), allow_nan=False))
     assert from_wire(wire) == original
@@ -208,7 +252,8 @@ def test_a_wire_that_was_tampered_with_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["spec.training.skipSteps=[4, 7]", "spec.training.onNonFinite={skip: 3, then: stop}"]
+    "change",
+    ["spec.training.skipSteps=[4, 7]", "spec.training.onNonFinite={skip: 3, then: stop}"],
 )
 def test_taking_a_run_past_a_bad_step_leaves_it_the_same_run(change: str) -> None:
     assert config_hash(run(change)) == config_hash(run())
@@ -250,7 +295,11 @@ def test_what_concerns_one_machine_may_differ_from_node_to_node(change: str) -> 
 
 def test_what_changed_in_a_living_run_is_named_with_both_values() -> None:
     changes = changed_settings(
-        run(), run("spec.training.checkpoint.keep=9", "spec.training.overrides=[{fromStep: 3, clipNorm: 2}]")
+        run(),
+        run(
+            "spec.training.checkpoint.keep=9",
+            "spec.training.overrides=[{fromStep: 3, clipNorm: 2}]",
+        ),
     )
     assert changes == [
         ("spec.training.overrides", [], [{"fromStep": 3, "clipNorm": 2.0}]),
@@ -262,8 +311,13 @@ def test_a_changed_file_of_a_carried_task_is_named_by_hashes_and_not_quoted() ->
     runs = []
     for text in ("ONE = 1\n" * 10_000, "ONE = 2\n" * 10_000):
         raw = yaml.safe_load(BASE.read_text())
-        raw["spec"]["training"] |= {"recipe": "mine:Task", "files": {"mine.py": text, "losses.py": ""}}
+        raw["spec"]["training"] |= {
+            "recipe": "mine:Task",
+            "files": {"mine.py": text, "losses.py": ""},
+        }
         runs.append(TrainingRun.model_validate(raw))
     ((path, old, new),) = changed_settings(*runs)
     assert path == "spec.training.files.mine.py"
-    assert old != new and all(re.fullmatch(r"sha256:[0-9a-f]{16}", value) for value in (old, new))
+    assert old != new and all(
+        re.fullmatch(r"sha256:[0-9a-f]{16}", value) for value in (old, new)
+    )

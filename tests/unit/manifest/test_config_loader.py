@@ -59,7 +59,9 @@ def test_the_base_directory_is_where_the_manifest_is_named_not_where_a_link_lead
 
 
 def test_files_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
-    assert problems(tmp_path / "no.yaml") == [f"{tmp_path}/no.yaml: does not exist. Check the path."]
+    assert problems(tmp_path / "no.yaml") == [
+        f"{tmp_path}/no.yaml: does not exist. Check the path."
+    ]
     assert problems(tmp_path) == [f"{tmp_path}: is a directory. Name the file in it."]
     plain = overlay(tmp_path, "x", "plain")
     assert "a part of the path is a file" in problems(plain / "x.yaml")[0]
@@ -68,7 +70,9 @@ def test_files_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
     assert "symbolic links form a loop" in problems(loop)[0]
     assert "cannot be read" in problems("a\0b")[0]
     assert "too long" in problems("x" * 5000)[0]
-    assert "is too large; the largest manifest read is 1048576 bytes" in problems("/dev/zero")[0]
+    assert (
+        "is too large; the largest manifest read is 1048576 bytes" in problems("/dev/zero")[0]
+    )
     assert "is empty" in problems("/dev/null")[0]
 
 
@@ -108,7 +112,9 @@ def test_a_manifest_may_come_through_a_pipe(tmp_path: Path) -> None:
 def test_text_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "latin.yaml"
     path.write_bytes("a: 1\nb: é\n".encode("latin-1"))
-    assert problems(path) == [f"{path}:2: is not UTF-8 text; byte 9, in line 2, is 0xe9. Save it as UTF-8."]
+    assert problems(path) == [
+        f"{path}:2: is not UTF-8 text; byte 9, in line 2, is 0xe9. Save it as UTF-8."
+    ]
     path.write_bytes(BASE.encode("utf-16"))
     assert "is not UTF-8 text; byte 1, in line 1, is 0xff" in problems(path)[0]
 
@@ -127,7 +133,8 @@ def test_something_else_than_a_mapping_is_refused(tmp_path: Path) -> None:
 def test_a_duplicate_key_does_not_hide_the_other_problems(manifest: Path) -> None:
     manifest.write_text(
         BASE.replace(
-            "      learningRate: 1e-3", "      learningRate: 1e-3\n      learningRate: 2\n      betaz: 3"
+            "      learningRate: 1e-3",
+            "      learningRate: 1e-3\n      learningRate: 2\n      betaz: 3",
         )
     )
     twice, unknown = problems(manifest)
@@ -150,7 +157,13 @@ def test_a_value_that_cannot_be_read_is_said_once(manifest: Path) -> None:
 
 
 def test_a_bare_on_or_off_is_meant_for_compile(manifest: Path) -> None:
-    for word, meant in (("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on"), ("true", "on")):
+    for word, meant in (
+        ("on", "on"),
+        ("off", "off"),
+        ("auto", "auto"),
+        ("'on'", "on"),
+        ("true", "on"),
+    ):
         assert (
             load_manifest(
                 manifest, overrides=[f"spec.training.runtime.compile={word}"]
@@ -159,9 +172,12 @@ def test_a_bare_on_or_off_is_meant_for_compile(manifest: Path) -> None:
         )
 
 
-def test_overlays_merge_mappings_replace_lists_and_remove_by_null(manifest: Path, tmp_path: Path) -> None:
+def test_overlays_merge_mappings_replace_lists_and_remove_by_null(
+    manifest: Path, tmp_path: Path
+) -> None:
     first = overlay(
-        tmp_path, "spec: {training: {optimizer: {learningRate: 1}, horizon: {tokens: null, steps: 10}}}"
+        tmp_path,
+        "spec: {training: {optimizer: {learningRate: 1}, horizon: {tokens: null, steps: 10}}}",
     )
     second = overlay(
         tmp_path,
@@ -176,7 +192,12 @@ def test_overlays_merge_mappings_replace_lists_and_remove_by_null(manifest: Path
     assert training.horizon.steps == 10 and training.horizon.tokens is None
     assert [source.name for source in training.data.sources] == ["b", "c"]
     assert training.data.sequence_length == 256
-    assert load_manifest(manifest, overlays=[second, first]).run.spec.training.optimizer.learning_rate == 1
+    assert (
+        load_manifest(
+            manifest, overlays=[second, first]
+        ).run.spec.training.optimizer.learning_rate
+        == 1
+    )
 
 
 def test_removing_a_key_that_is_not_there_is_fine_if_it_exists_and_refused_if_it_is_a_slip(
@@ -198,7 +219,9 @@ def test_removing_a_key_that_is_not_there_is_fine_if_it_exists_and_refused_if_it
     )
 
 
-def test_problems_name_the_file_or_argument_a_value_came_from(manifest: Path, tmp_path: Path) -> None:
+def test_problems_name_the_file_or_argument_a_value_came_from(
+    manifest: Path, tmp_path: Path
+) -> None:
     over = overlay(tmp_path, "spec:\n  training:\n    data:\n      sequenceLength: 3\n")
     said = problems(manifest, [over], ["spec.training.horizon.tokens=x", "spec.nodes.max=1"])
     assert any(f"3 is too small ({over} line 4)" in line for line in said)
@@ -206,19 +229,25 @@ def test_problems_name_the_file_or_argument_a_value_came_from(manifest: Path, tm
     assert any("1 is below nodes.min 2 (--set)" in line for line in said)
 
 
-def test_large_files_are_judged_and_the_list_of_problems_is_cut(manifest: Path, tmp_path: Path) -> None:
+def test_large_files_are_judged_and_the_list_of_problems_is_cut(
+    manifest: Path, tmp_path: Path
+) -> None:
     keys = [f"key{number}" for number in range(9000)]
     wide = overlay(tmp_path, "spec: {" + ", ".join(f"{key}: .nan" for key in keys) + "}")
     said = problems(manifest, [wide, wide])
     assert len(said) == 101 and "more problems are not listed" in said[-1]
 
 
-def test_every_broken_file_and_argument_is_reported_at_once(manifest: Path, tmp_path: Path) -> None:
+def test_every_broken_file_and_argument_is_reported_at_once(
+    manifest: Path, tmp_path: Path
+) -> None:
     broken = overlay(tmp_path, "a: [", "broken.yaml")
     doubled = overlay(tmp_path, "{spec: {}, spec: {}}", "doubled.yaml")
     said = problems(manifest, [broken, doubled, tmp_path / "no.yaml"], ["foo"])
     assert len(said) == 4
-    assert any("broken.yaml" in line for line in said) and any("doubled.yaml" in line for line in said)
+    assert any("broken.yaml" in line for line in said) and any(
+        "doubled.yaml" in line for line in said
+    )
     assert any("no.yaml: does not exist" in line for line in said) and any(
         "--set 'foo': has no value" in line for line in said
     )
@@ -308,13 +337,18 @@ def test_overrides_reach_into_lists_append_and_make_mappings(manifest: Path) -> 
             'metadata.labels["example.com/team"]=research',
         ],
     ).run
-    assert [source.path for source in training.spec.training.data.sources] == ["other.jsonl", "more.jsonl"]
+    assert [source.path for source in training.spec.training.data.sources] == [
+        "other.jsonl",
+        "more.jsonl",
+    ]
     assert training.spec.training.data.sources[1].weight == 2
     assert training.spec.training.stop.after_step == 10
     assert training.metadata.labels == {"example.com/team": "research"}
 
 
-def test_overrides_come_after_overlays_and_the_last_one_counts(manifest: Path, tmp_path: Path) -> None:
+def test_overrides_come_after_overlays_and_the_last_one_counts(
+    manifest: Path, tmp_path: Path
+) -> None:
     over = overlay(tmp_path, "spec: {training: {optimizer: {learningRate: 1}}}")
     path = "spec.training.optimizer.learningRate"
     loaded = load_manifest(manifest, overlays=[over], overrides=[f"{path}=2", f"{path}=3"])
@@ -342,7 +376,9 @@ def test_an_override_that_does_not_fit_says_why(manifest: Path) -> None:
     )
 
 
-def test_an_override_of_a_value_that_cannot_be_read_is_judged_itself_too(manifest: Path) -> None:
+def test_an_override_of_a_value_that_cannot_be_read_is_judged_itself_too(
+    manifest: Path,
+) -> None:
     manifest.write_text(BASE.replace("learningRate: 1e-3", "learningRate: .nan"))
     said = problems(manifest, overrides=["spec.training.optimizer.learningRate=x"])
     assert len(said) == 2 and "'.nan'" in said[0] and "'x' is not a number (--set)" in said[1]

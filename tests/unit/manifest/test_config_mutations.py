@@ -30,7 +30,26 @@ for _ in range(70):
     DEEP = [DEEP]
 
 ODD_VALUES: list[Any] = [
-    *(None, True, False, 0, -1, 1, 2, 3, 7, 10**30, 2**63, -(2**63), 0.5, 1.0, -0.0, 1e308, 1e-320, 2.5),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2,
+        3,
+        7,
+        10**30,
+        2**63,
+        -(2**63),
+        0.5,
+        1.0,
+        -0.0,
+        1e308,
+        1e-320,
+        2.5,
+    ),
     *(
         "",
         " ",
@@ -201,7 +220,13 @@ def places_in(tree: Any) -> list[tuple[Any, Any]]:
     pending = [tree]
     while pending:
         node = pending.pop()
-        keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        keys = (
+            list(node)
+            if isinstance(node, dict)
+            else range(len(node))
+            if isinstance(node, list)
+            else ()
+        )
         found += [(node, key) for key in keys]
         pending += [node[key] for key in keys]
     return found
@@ -252,7 +277,9 @@ TREE_MUTATIONS: list[Callable[[Any, random.Random], None]] = [
 def mutated_tree(chance: random.Random) -> bytes:
     tree = deepcopy(chance.choice((TREE, TREE, SCRIPT_TREE)))
     for _ in range(chance.choice((0, 1, 1, 1, 1, 1, 2, 5, 20))):
-        if 0 < len(places_in(tree)) < 2000:  # parts that are moved into each other double in size
+        if (
+            0 < len(places_in(tree)) < 2000
+        ):  # parts that are moved into each other double in size
             chance.choice(TREE_MUTATIONS)(tree, chance)
     return json.dumps(tree, ensure_ascii=chance.random() < 0.5).encode()
 
@@ -321,7 +348,9 @@ def mutated_overrides(chance: random.Random) -> list[str]:
         "'x'",
         "on",
     ]
-    return [f"{word}{chance.choice(('=', '=', '=', ''))}{chance.choice(values)}" for word in words]
+    return [
+        f"{word}{chance.choice(('=', '=', '=', ''))}{chance.choice(values)}" for word in words
+    ]
 
 
 def run_validate(path: Path, overrides: list[str], *, as_json: bool) -> tuple[int, str, str]:
@@ -352,13 +381,17 @@ def check(path: Path, overrides: list[str]) -> int:
     if code == 0:
         run = load_manifest(path, overrides=overrides).run
         assert from_wire(document["resolved"]) == run
-        assert to_wire(run) == document["resolved"] and config_hash(run) == document["configHash"]
+        assert (
+            to_wire(run) == document["resolved"] and config_hash(run) == document["configHash"]
+        )
     return code
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_2000_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_traceback(tmp_path: Path) -> None:
+def test_2000_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_traceback(
+    tmp_path: Path,
+) -> None:
     counts = {0: 0, 64: 0}
     path = tmp_path / "mutant.yaml"
     (tmp_path / "train.py").touch()
@@ -373,7 +406,9 @@ def test_2000_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_trace
     @given(seed=st.integers(0, 2**64 - 1))
     def judge(seed: int) -> None:
         chance = random.Random(seed)
-        path.write_bytes(mutated_text(chance) if chance.random() < 0.4 else mutated_tree(chance))
+        path.write_bytes(
+            mutated_text(chance) if chance.random() < 0.4 else mutated_tree(chance)
+        )
         counts[check(path, mutated_overrides(chance) if chance.random() < 0.1 else [])] += 1
 
     judge()

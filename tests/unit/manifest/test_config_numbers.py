@@ -92,9 +92,13 @@ READ: list[tuple[Parser, Any, int | float]] = [
 
 
 @pytest.mark.parametrize(
-    ("parse", "written", "meant"), READ, ids=lambda value: getattr(value, "__name__", repr(value))
+    ("parse", "written", "meant"),
+    READ,
+    ids=lambda value: getattr(value, "__name__", repr(value)),
 )
-def test_a_human_number_is_what_it_says(parse: Parser, written: Any, meant: int | float) -> None:
+def test_a_human_number_is_what_it_says(
+    parse: Parser, written: Any, meant: int | float
+) -> None:
     found = parse(written)
     assert found == meant
     assert type(found) is type(meant)
@@ -137,9 +141,17 @@ REFUSED: list[tuple[Parser, Any, str]] = [
             "plain number"
         ),
     ),
-    (parse_count, "20m", "'20m' has the unknown unit m. Did you mean 20M? Known units: k, K, M, G, B, T"),
+    (
+        parse_count,
+        "20m",
+        "'20m' has the unknown unit m. Did you mean 20M? Known units: k, K, M, G, B, T",
+    ),
     (parse_count, "20MB", "Did you mean 20M?"),
-    (parse_count, "20 tokens", "'20 tokens' has the unknown unit tokens. Known units: k, K, M, G, B, T"),
+    (
+        parse_count,
+        "20 tokens",
+        "'20 tokens' has the unknown unit tokens. Known units: k, K, M, G, B, T",
+    ),
     (
         parse_count,
         True,
@@ -158,7 +170,11 @@ REFUSED: list[tuple[Parser, Any, str]] = [
         "9223372036854775808 is too large; the largest number here is 9223372036854775807 (2^63 - 1)",
     ),
     (parse_count, "1e19", "'1e19' is too large"),
-    (parse_count, "1e9999", "'1e9999' is too large; it cannot be represented. Check the exponent"),
+    (
+        parse_count,
+        "1e9999",
+        "'1e9999' is too large; it cannot be represented. Check the exponent",
+    ),
     (parse_count, "1e99999", "'1e99999' is not a number"),
     (parse_count, 10**400, "a number of more than"),
     (parse_real, "1e400", "'1e400' is too large; it cannot be represented as a 64-bit float"),
@@ -184,7 +200,11 @@ REFUSED: list[tuple[Parser, Any, str]] = [
             "1024 for bytes, or 1024G"
         ),
     ),
-    (parse_bytes, "0.3Ki", "'0.3Ki' is not a whole number; this is a number of bytes. Write 307 or 308"),
+    (
+        parse_bytes,
+        "0.3Ki",
+        "'0.3Ki' is not a whole number; this is a number of bytes. Write 307 or 308",
+    ),
     (parse_bytes, "9999999Pi", "is too large"),
     (
         parse_steps_or_fraction,
@@ -203,9 +223,13 @@ REFUSED: list[tuple[Parser, Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("parse", "written", "said"), REFUSED, ids=lambda value: getattr(value, "__name__", repr(value)[:30])
+    ("parse", "written", "said"),
+    REFUSED,
+    ids=lambda value: getattr(value, "__name__", repr(value)[:30]),
 )
-def test_what_is_no_such_number_is_refused_in_plain_words(parse: Parser, written: Any, said: str) -> None:
+def test_what_is_no_such_number_is_refused_in_plain_words(
+    parse: Parser, written: Any, said: str
+) -> None:
     with pytest.raises(NumberError) as refused:
         parse(written)
     assert said in str(refused.value)
@@ -213,7 +237,9 @@ def test_what_is_no_such_number_is_refused_in_plain_words(parse: Parser, written
 
 
 @pytest.mark.parametrize(
-    "text", ["9" * 10**6, "1e" + "9" * 10**6, "1" + "_1" * 10**6, " " * 10**6, "a" * 10**6], ids=show
+    "text",
+    ["9" * 10**6, "1e" + "9" * 10**6, "1" + "_1" * 10**6, " " * 10**6, "a" * 10**6],
+    ids=show,
 )
 @pytest.mark.parametrize(
     "parse", [parse_count, parse_real, parse_fraction, parse_bytes, parse_steps_or_fraction]
@@ -223,10 +249,15 @@ def test_a_million_digits_are_refused_at_once(parse: Parser, text: str) -> None:
         parse(text)
 
 
-@given(st.integers(-(2**53), 2**53), st.integers(0, 6), st.sampled_from(["", "k", "M", "G", "T"]))
+@given(
+    st.integers(-(2**53), 2**53), st.integers(0, 6), st.sampled_from(["", "k", "M", "G", "T"])
+)
 def test_decimal_fractions_of_units_are_exact(digits: int, shift: int, unit: str) -> None:
     text = f"{digits}e-{shift}{unit}"
-    exact = Ratio(digits, 10**shift) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}[unit]
+    exact = (
+        Ratio(digits, 10**shift)
+        * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}[unit]
+    )
     if exact.denominator == 1 and abs(exact) < 2**63:
         assert parse_count(text) == exact
     else:
@@ -242,7 +273,13 @@ def test_a_float_and_its_text_are_read_alike(value: float) -> None:
 
 @given(st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none(), st.binary()))
 def test_anything_is_a_number_or_refused_as_one(value: Any) -> None:
-    for parse in (parse_count, parse_real, parse_fraction, parse_bytes, parse_steps_or_fraction):
+    for parse in (
+        parse_count,
+        parse_real,
+        parse_fraction,
+        parse_bytes,
+        parse_steps_or_fraction,
+    ):
         try:
             found = parse(value)
         except NumberError as error:
@@ -260,7 +297,9 @@ def test_a_fraction_of_one_keeps_its_meaning_on_the_wire() -> None:
         assert again == value and type(again) is type(value)
 
 
-def _leaves(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def _leaves(
+    annotation: Any, metadata: tuple[Any, ...] = ()
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     if get_origin(annotation) is Annotated:
         yield from _leaves(annotation.__origin__, (*annotation.__metadata__, *metadata))
     elif any(isinstance(marker, Human) for marker in metadata):

@@ -79,7 +79,8 @@ def test_a_right_key_has_no_fault(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["", "/a", "a/", "a/b/c", "A.com/x", "-a", "a-", "a b", "x" * 64, "a\n", "x" * 254 + "/a"]
+    "key",
+    ["", "/a", "a/", "a/b/c", "A.com/x", "-a", "a-", "a b", "x" * 64, "a\n", "x" * 254 + "/a"],
 )
 def test_a_wrong_key_has_a_fault(key: str) -> None:
     assert fault_of_key(key) is not None
@@ -98,7 +99,14 @@ def test_a_label_value_may_be_empty_but_not_long_or_spaced() -> None:
 
 def test_names_follow_dns() -> None:
     assert (
-        is_dns_label("a-1") and not is_dns_label("A") and not is_dns_label("a.b") and not is_dns_label("a\n")
+        is_dns_label("a-1")
+        and not is_dns_label("A")
+        and not is_dns_label("a.b")
+        and not is_dns_label("a\n")
     )
-    assert is_dns_subdomain("a.b-c") and not is_dns_subdomain("a..b") and not is_dns_subdomain("a_b")
+    assert (
+        is_dns_subdomain("a.b-c")
+        and not is_dns_subdomain("a..b")
+        and not is_dns_subdomain("a_b")
+    )
     assert not is_dns_label("") and not is_dns_subdomain("") and not is_dns_label("x" * 64)

@@ -57,12 +57,15 @@ def test_a_script_is_read_with_its_defaults() -> None:
 
 def test_the_accessor_of_the_other_kind_says_what_the_run_is() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"spec\.training: is not set; this run is a script\. .* needs a typed run"
+        ConfigurationError,
+        match=r"spec\.training: is not set; this run is a script\. .* needs a typed run",
     ):
         _ = run().training
     typed = load_manifest(BASE).run
     assert typed.training is typed.spec.training
-    with pytest.raises(ConfigurationError, match=r"spec\.script: is not set; this run has a typed recipe"):
+    with pytest.raises(
+        ConfigurationError, match=r"spec\.script: is not set; this run has a typed recipe"
+    ):
         _ = typed.script
 
 
@@ -75,8 +78,16 @@ def test_the_accessor_of_the_other_kind_says_what_the_run_is() -> None:
             Program("file", "/code/a b.py", ("x",)),
             ("python", "-u", "/code/a b.py", "x"),
         ),
-        (["-m", "a.b", "-m"], Program("module", "a.b", ("-m",)), ("python", "-u", "-m", "a.b", "-m")),
-        (["bash", "-c", "a.py"], Program("executable", "bash", ("-c", "a.py")), ("bash", "-c", "a.py")),
+        (
+            ["-m", "a.b", "-m"],
+            Program("module", "a.b", ("-m",)),
+            ("python", "-u", "-m", "a.b", "-m"),
+        ),
+        (
+            ["bash", "-c", "a.py"],
+            Program("executable", "bash", ("-c", "a.py")),
+            ("bash", "-c", "a.py"),
+        ),
         (["bin/start", ""], Program("executable", "bin/start", ("",)), ("/base/bin/start", "")),
         (["train.pyc"], Program("executable", "train.pyc", ()), ("train.pyc",)),
     ],
@@ -99,9 +110,9 @@ def test_only_what_is_named_by_a_path_has_one() -> None:
 
 def test_the_working_directory_is_relative_to_the_manifest() -> None:
     assert working_directory_of(run().script, Path("/base")) == Path("/base/code")
-    assert working_directory_of(run("spec.script.workingDirectory=/else").script, Path("/base")) == Path(
-        "/else"
-    )
+    assert working_directory_of(
+        run("spec.script.workingDirectory=/else").script, Path("/base")
+    ) == Path("/else")
 
 
 # What is refused. (The table of bad manifests has the cases an API server should know too.)
@@ -135,14 +146,26 @@ def test_both_kinds_or_none_is_one_problem_of_the_spec() -> None:
             "[1]",
             "Begin with what follows its options: 'go.py'.",
         ),
-        (["python3.12", "-u", "-m", "torch.distributed.launch", "go.py"], "[3]", "is a launcher"),
-        (["--nproc-per-node", "2", "train.py"], "[0]", "'--nproc-per-node' is an option, not a program"),
+        (
+            ["python3.12", "-u", "-m", "torch.distributed.launch", "go.py"],
+            "[3]",
+            "is a launcher",
+        ),
+        (
+            ["--nproc-per-node", "2", "train.py"],
+            "[0]",
+            "'--nproc-per-node' is an option, not a program",
+        ),
         (
             ["--nproc=2", "train.py"],
             "[0]",
             "the run sets them from nodes and workersPerNode. Begin with the program",
         ),
-        (["-m"], "", "names no module (--set); one must follow -m. Write it as [-m, package.module]."),
+        (
+            ["-m"],
+            "",
+            "names no module (--set); one must follow -m. Write it as [-m, package.module].",
+        ),
         (
             ["-m", "a/b.py"],
             "[1]",
@@ -163,7 +186,9 @@ def test_both_kinds_or_none_is_one_problem_of_the_spec() -> None:
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, list) else "",
 )
-def test_a_command_that_cannot_be_meant_is_refused(command: list[str], path: str, said: str) -> None:
+def test_a_command_that_cannot_be_meant_is_refused(
+    command: list[str], path: str, said: str
+) -> None:
     problems = refused(f"spec.script.command={json.dumps(command)}")
     assert list(problems) == [f"spec.script.command{path}"]
     assert said in problems[f"spec.script.command{path}"]
@@ -187,7 +212,15 @@ def test_a_command_that_only_looks_odd_is_taken(command: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "EVERGRAD_X"],
+    [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "EVERGRAD_X",
+    ],
 )
 def test_the_launchers_variables_are_reserved(name: str) -> None:
     assert (
@@ -235,28 +268,38 @@ def test_what_is_operational_may_change(override: str) -> None:
         ("spec.script.workingDirectory=.", "spec.script.workingDirectory"),
     ],
 )
-def test_what_decides_the_result_changes_the_hash_and_is_named(override: str, path: str) -> None:
+def test_what_decides_the_result_changes_the_hash_and_is_named(
+    override: str, path: str
+) -> None:
     assert config_hash(run(override)) != config_hash(run())
     assert [
         change[0]
-        for change in changed_fields(recipe_of(run()), recipe_of(run(override)), where="spec.script")
+        for change in changed_fields(
+            recipe_of(run()), recipe_of(run(override)), where="spec.script"
+        )
     ] == [path]
 
 
 def test_the_hash_of_a_script_is_a_fixed_function_of_its_recipe() -> None:
     # A release that changes this number makes every script run in existence refuse to go on.
-    assert config_hash(run()) == "6fe226d59927bfb36ef16e2b99e12bf6c64ff970e20b7be1987e92a47145dbc7"
+    assert (
+        config_hash(run()) == "6fe226d59927bfb36ef16e2b99e12bf6c64ff970e20b7be1987e92a47145dbc7"
+    )
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("spec.script={command: [-m, a]}",), ("spec.nodes=null", "spec.script.env={A: ''}")]
+    "overrides",
+    [(), ("spec.script={command: [-m, a]}",), ("spec.nodes=null", "spec.script.env={A: ''}")],
 )
 def test_a_script_survives_the_wire_and_is_itself_a_manifest(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     original = run(*overrides)
     wire: dict[str, Any] = json.loads(json.dumps(to_wire(original), allow_nan=False))
-    assert "training" not in wire["spec"] and "script" not in to_wire(load_manifest(BASE).run)["spec"]
+    assert (
+        "training" not in wire["spec"]
+        and "script" not in to_wire(load_manifest(BASE).run)["spec"]
+    )
     assert from_wire(wire) == original
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(wire))
@@ -266,6 +309,9 @@ def test_a_script_survives_the_wire_and_is_itself_a_manifest(
 def test_a_view_of_a_script_is_the_parsed_script() -> None:
     raw = without_nulls(yaml.safe_load(SCRIPT.read_text()))
     view = View(raw)
-    assert view.get("spec.training") is None and view.get("spec.training.batching.microBatchSize") is None
+    assert (
+        view.get("spec.training") is None
+        and view.get("spec.training.batching.microBatchSize") is None
+    )
     assert view.get("spec.script.command") == ("train.py", "--epochs", "3")
     assert view.get("spec.script.metrics.port") == 9100

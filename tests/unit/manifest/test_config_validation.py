@@ -22,13 +22,17 @@ def as_override(path: str, value: Any) -> str:
     text = (
         value
         if isinstance(value, str)
-        else yaml.safe_dump(value, default_flow_style=True, width=10**6).split("\n...")[0].strip()
+        else yaml.safe_dump(value, default_flow_style=True, width=10**6)
+        .split("\n...")[0]
+        .strip()
     )
     return f"{path}={text}"
 
 
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
-def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(case: dict[str, Any]) -> None:
+def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
+    case: dict[str, Any],
+) -> None:
     overrides = [as_override(path, value) for path, value in case["set"].items()]
     with pytest.raises(ConfigurationError) as refused:
         load_manifest(BASE, overrides=overrides)
@@ -49,7 +53,9 @@ GOOD: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "good_manifests.yaml"
 
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
 def test_what_is_right_at_the_edge_is_accepted(changes: dict[str, Any]) -> None:
-    overrides = [as_override(path, "null" if value is None else value) for path, value in changes.items()]
+    overrides = [
+        as_override(path, "null" if value is None else value) for path, value in changes.items()
+    ]
     assert load_manifest(BASE, overrides=overrides).run.spec.nodes.min
 
 
@@ -59,7 +65,9 @@ def test_the_base_manifest_has_no_problem() -> None:
     assert run is not None and run.spec.training.horizon.tokens == 20_000_000
 
 
-def test_an_empty_optional_section_means_its_defaults_and_an_empty_needed_one_is_named() -> None:
+def test_an_empty_optional_section_means_its_defaults_and_an_empty_needed_one_is_named() -> (
+    None
+):
     raw = yaml.safe_load(BASE.read_text())
     raw["spec"]["template"] = None
     raw["spec"]["training"]["schedule"] = None

@@ -28,7 +28,11 @@ EXAMPLES = {
 
 
 def document(case: dict[str, Any]) -> dict[str, Any]:
-    head = {"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": "golden"}}
+    head = {
+        "apiVersion": "evergrad.dev/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": "golden"},
+    }
     return {**head, "spec": case["spec"]}
 
 
@@ -88,7 +92,10 @@ def test_the_hash_of_each_golden_spec_stays_what_it_is(case: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_hash_of_each_example_stays_what_it_is(name: str) -> None:
-    assert config_hash(load_manifest(ROOT / "examples" / name / "trainingrun.yaml").run) == EXAMPLES[name]
+    assert (
+        config_hash(load_manifest(ROOT / "examples" / name / "trainingrun.yaml").run)
+        == EXAMPLES[name]
+    )
 
 
 def test_every_field_of_the_recipe_is_set_by_a_golden_spec() -> None:
@@ -109,7 +116,9 @@ def paths_of(value: Any, prefix: str) -> set[str]:
     if not isinstance(value, dict):
         return {prefix}
     start = f"{prefix}." if prefix else ""
-    return {prefix} | {path for key, item in value.items() for path in paths_of(item, f"{start}{key}")}
+    return {prefix} | {
+        path for key, item in value.items() for path in paths_of(item, f"{start}{key}")
+    }
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
@@ -169,7 +178,13 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
         "tokenizer": {"type": "byte"},
         "data": {
             "sources": [
-                {"name": "a", "type": "jsonl", "path": "a.jsonl", "weight": 1.0, "textField": "text"}
+                {
+                    "name": "a",
+                    "type": "jsonl",
+                    "path": "a.jsonl",
+                    "weight": 1.0,
+                    "textField": "text",
+                }
             ],
             "sequenceLength": 64,
             "malformed": "refuse",

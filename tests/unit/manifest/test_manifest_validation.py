@@ -13,7 +13,12 @@ import yaml
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading import problems
 from evergrad_manifest.reading.loader import load_manifest
-from evergrad_manifest.reading.overrides import Layered, Override, apply_override, parse_override
+from evergrad_manifest.reading.overrides import (
+    Layered,
+    Override,
+    apply_override,
+    parse_override,
+)
 from evergrad_manifest.validation import INVALID_SPEC, parse_object, problems_of, read_object
 
 FOLDER = Path(__file__).parent
@@ -25,7 +30,9 @@ TABLE: list[dict[str, Any]] = [
     for case in yaml.safe_load((FOLDER / "bad_manifests.yaml").read_text())
     if case["name"] not in NEVER_SENT
 ]
-REPLACED = "the recipe of a run does not change. Set it back to 0.001, or make a new TrainingRun"
+REPLACED = (
+    "the recipe of a run does not change. Set it back to 0.001, or make a new TrainingRun"
+)
 OF_CLUSTER = {
     "uid": "3b0c",
     "generation": 4,
@@ -84,7 +91,9 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
     run = parse_object(sent(BASE))
     assert problems_of(sent(BASE)) == () and run == read_object(sent(BASE))
     assert run.metadata.labels == {"team": "one"}
-    listed = {key: value for key, value in sent(BASE).items() if key not in ("apiVersion", "kind")}
+    listed = {
+        key: value for key, value in sent(BASE).items() if key not in ("apiVersion", "kind")
+    }
     assert read_object(listed) == run
 
 
@@ -121,7 +130,11 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
             ),
         ),
         (
-            {"spec.training": None, "spec.script": {"command": ["train.py"]}, "spec.workersPerNode": 1},
+            {
+                "spec.training": None,
+                "spec.script": {"command": ["train.py"]},
+                "spec.workersPerNode": 1,
+            },
             (
                 "spec.script: replaces training; neither can go on with what the other saved. "
                 "Set training again, or make a new TrainingRun."
@@ -131,7 +144,9 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
     ids=["recipe", "horizon", "image", "volume", "kind"],
 )
 def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: str) -> None:
-    assert [str(found) for found in problems_of(sent(changed(changes)), old=sent(BASE))] == [problem]
+    assert [str(found) for found in problems_of(sent(changed(changes)), old=sent(BASE))] == [
+        problem
+    ]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +180,9 @@ def test_another_spelling_and_what_is_operational_may_change(changes: dict[str, 
 
 def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole() -> None:
     bad = changed({"spec.training.schedule.warmup": "150%"})
-    assert [problem.path for problem in problems_of(sent(bad))] == ["spec.training.schedule.warmup"]
+    assert [problem.path for problem in problems_of(sent(bad))] == [
+        "spec.training.schedule.warmup"
+    ]
     good = changed({"spec.training.optimizer.learningRate": 0.5})
     assert problems_of(sent(good), old=sent(bad, reason=INVALID_SPEC)) == ()
     assert problems_of(sent(good), old=sent(BASE, reason=INVALID_SPEC, recipeHash="ab")) != ()
@@ -183,7 +200,9 @@ def test_what_is_wrong_already_is_no_leave_to_change_what_is_fixed() -> None:
     (known,) = problems_of(sent(changed(wrong)))
     shorter = changed({**wrong, "spec.training.horizon": {"steps": 1}})
     found = problems_of(sent(shorter), old=sent(changed(wrong)))
-    assert found[0] == known and [problem.path for problem in found[1:]] == ["spec.training.horizon"]
+    assert found[0] == known and [problem.path for problem in found[1:]] == [
+        "spec.training.horizon"
+    ]
     longer = changed({**wrong, "spec.training.horizon": {"steps": 9000}})
     assert problems_of(sent(longer), old=sent(changed(wrong))) == (known,)
 
@@ -192,7 +211,9 @@ REFUSED = sorted((FOLDER.parents[1] / "golden" / "refused").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", REFUSED, ids=[file.stem for file in REFUSED])
-def test_each_of_the_twenty_files_is_refused_alike_as_a_file_and_as_an_object(file: Path) -> None:
+def test_each_of_the_twenty_files_is_refused_alike_as_a_file_and_as_an_object(
+    file: Path,
+) -> None:
     with pytest.raises(ConfigurationError) as refused:
         load_manifest(file)
     said = [without_lines(str(problem)) for problem in refused.value.problems]
@@ -204,7 +225,9 @@ def test_there_are_twenty_files() -> None:
     assert len(REFUSED) == 20
 
 
-def test_no_words_are_looked_for_where_an_object_is_all_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_words_are_looked_for_where_an_object_is_all_problems(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     words: list[str] = []
     monkeypatch.setattr(problems, "nearest", lambda word, known: words.append(word))
     raw = changed({})

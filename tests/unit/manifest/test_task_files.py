@@ -34,7 +34,9 @@ def training(**changes: Any) -> Training:
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
     """A task that imports a module and a package beside it, and one file that it does not import."""
-    (tmp_path / "mine.py").write_text("import torch\nimport losses\nfrom parts.table import TABLE\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\nimport losses\nfrom parts.table import TABLE\n"
+    )
     (tmp_path / "losses.py").write_text("ONE = 1\n")
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts/__init__.py").write_text("")
@@ -50,15 +52,22 @@ def test_the_task_and_what_it_imports_beside_it_are_collected(beside: Path) -> N
     assert collect_task(training(recipe="pretrain"), beside) == {}
 
 
-def test_carried_files_are_written_into_a_folder_of_their_content(beside: Path, tmp_path: Path) -> None:
+def test_carried_files_are_written_into_a_folder_of_their_content(
+    beside: Path, tmp_path: Path
+) -> None:
     files = collect_task(training(), beside)
-    carried, changed = training(files=files), training(files={**files, "losses.py": "ONE = 2\n"})
+    carried, changed = (
+        training(files=files),
+        training(files={**files, "losses.py": "ONE = 2\n"}),
+    )
     volume = tmp_path / "volume"
     for one in (carried, carried, changed):
         write_task(one, volume)
     folder = task_folder(carried, volume)
     assert folder.parent == volume and folder != task_folder(changed, volume)
-    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == set(files)
+    assert {
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    } == set(files)
     assert task_path(carried, volume) == folder / "mine.py"
     assert (task_folder(changed, volume) / "losses.py").read_text() == "ONE = 2\n"
 
@@ -77,12 +86,16 @@ def test_a_file_that_a_crash_has_emptied_is_written_again(tmp_path: Path) -> Non
 def test_a_file_that_is_not_there_is_a_problem_of_the_recipe(beside: Path) -> None:
     assert task_problems(training(), base_directory=beside) == []
     (problem,) = task_problems(training(recipe="yours:Task"), base_directory=beside)
-    assert str(problem).startswith("spec.training.recipe: the module yours was not found; there is no ")
+    assert str(problem).startswith(
+        "spec.training.recipe: the module yours was not found; there is no "
+    )
 
 
 def test_a_task_that_is_too_large_to_travel_is_refused(beside: Path) -> None:
     (beside / "losses.py").write_text(f"TEXT = '{'x' * 300_000}'\n")
-    with pytest.raises(ConfigurationError, match=r"bytes together; a run carries at most 262,144"):
+    with pytest.raises(
+        ConfigurationError, match=r"bytes together; a run carries at most 262,144"
+    ):
         collect_task(training(), beside)
 
 
@@ -94,7 +107,9 @@ def carried(recipe: str, *names: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["mine.py", "mine/__init__.py"])
-def test_a_run_carries_the_module_that_its_recipe_names_as_a_file_or_as_a_package(name: str) -> None:
+def test_a_run_carries_the_module_that_its_recipe_names_as_a_file_or_as_a_package(
+    name: str,
+) -> None:
     assert carried("mine:Task", name) == []
     assert carried("mine.parts:Task", "mine/parts.py", name) == []
 
@@ -108,7 +123,10 @@ def test_a_run_that_does_not_carry_its_module_is_refused_before_any_node_looks_f
     "name", ["../mine.py", "/mine.py", "parts/../../mine.py", "mine.sh", ".mine.py", "a//b.py"]
 )
 def test_no_name_of_a_file_leads_out_of_its_folder(name: str) -> None:
-    assert any("cannot be a file's name" in problem for problem in carried("mine:Task", "mine.py", name))
+    assert any(
+        "cannot be a file's name" in problem
+        for problem in carried("mine:Task", "mine.py", name)
+    )
 
 
 def test_the_api_server_stores_whatever_files_submit_sends() -> None:

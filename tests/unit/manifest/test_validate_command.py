@@ -34,7 +34,9 @@ def test_a_valid_manifest_is_one_line_and_exit_0(capsys: pytest.CaptureFixture[s
     assert err == ""
 
 
-def test_an_invalid_manifest_is_every_problem_and_exit_64(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_manifest_is_every_problem_and_exit_64(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert execute(BASE, "--set", "spec.nodes.max=1", "--set", "spec.training.zzz=1") == 64
     out, err = capsys.readouterr()
     assert out == ""
@@ -51,7 +53,14 @@ def test_overlays_and_overrides_are_applied_in_their_order(
     assert execute(*arguments) == 0
     assert "valid: two" in capsys.readouterr().out
     assert (
-        execute(*arguments, "--set", "metadata.name=three", "--set", "spec.training.horizon={steps: 5}") == 0
+        execute(
+            *arguments,
+            "--set",
+            "metadata.name=three",
+            "--set",
+            "spec.training.horizon={steps: 5}",
+        )
+        == 0
     )
     assert "valid: three" in capsys.readouterr().out
 
@@ -112,23 +121,32 @@ def test_a_python_file_that_is_not_beside_its_manifest_is_named(
     )
     assert execute(path, "--json") == 64
     document = json.loads(capsys.readouterr().out)
-    assert document["valid"] is False and document["problems"][0]["path"] == f"{tmp_path}/train.py"
+    assert (
+        document["valid"] is False and document["problems"][0]["path"] == f"{tmp_path}/train.py"
+    )
 
 
 @pytest.mark.parametrize(
     "command", [["/in/the/pod/train.py"], ["-m", "nothing"], ["no-such-program"]], ids=" ".join
 )
-def test_what_only_the_pod_may_have_is_not_looked_for(command: list[str], tmp_path: Path) -> None:
+def test_what_only_the_pod_may_have_is_not_looked_for(
+    command: list[str], tmp_path: Path
+) -> None:
     assert execute(a_script(tmp_path, command=command)) == 0
 
 
-def test_the_resolved_manifest_is_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_resolved_manifest_is_a_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert execute(BASE, "--print-resolved") == 0
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(capsys.readouterr().out)
     assert load_manifest(resolved).run == load_manifest(BASE).run
     assert (
-        yaml.safe_load(resolved.read_text())["spec"]["training"]["runtime"]["collectiveTimeoutSeconds"] == 600
+        yaml.safe_load(resolved.read_text())["spec"]["training"]["runtime"][
+            "collectiveTimeoutSeconds"
+        ]
+        == 600
     )
 
 

@@ -15,7 +15,9 @@ from evergrad_trainer.world import World
 
 LAYERS = 3
 # torch itself hides the warning, by a filter that does not stand where warnings are errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
 
 
 class Block(nn.Module):
@@ -51,7 +53,9 @@ class Diary(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.overloadpacket is torch.ops.aten.mm:
             self.entries.append("product")
         return func(*args, **(kwargs or {}))
@@ -63,7 +67,9 @@ def graphs_of_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # compiler.
     compiled = nn.Module.compile
     monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: compiled(self, backend="aot_eager", **options)
+        nn.Module,
+        "compile",
+        lambda self, **options: compiled(self, backend="aot_eager", **options),
     )
     yield
     torch._dynamo.reset()

@@ -38,7 +38,9 @@ def plan(**model: Any) -> ModelPlan:
 
 
 def assert_same_state(one: nn.Module, other: nn.Module) -> None:
-    mine, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (one, other))
+    mine, theirs = (
+        {**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (one, other)
+    )
     assert mine.keys() == theirs.keys()
     assert [name for name, value in mine.items() if not torch.equal(value, theirs[name])] == []
 
@@ -51,7 +53,9 @@ def test_weights_made_one_by_one_have_the_bits_of_a_whole_model(
     deferred = defer_model(plan(config=config), seed=7, precision=precision)
     assert deferred is not None and all(p.is_meta for p in deferred.model.parameters())
     deferred.materialise(CPU)
-    assert_same_state(deferred.model, build_model(plan(config=config), seed=7, precision=precision))
+    assert_same_state(
+        deferred.model, build_model(plan(config=config), seed=7, precision=precision)
+    )
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
@@ -69,7 +73,11 @@ def test_a_directory_with_other_names_is_loaded_whole_instead(tmp_path: Path) ->
 
     build_model(plan(config=LLAMA), seed=1, precision="fp32").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    save_file({f"other.{name}": value for name, value in load_file(file).items()}, file, {"format": "pt"})
+    save_file(
+        {f"other.{name}": value for name, value in load_file(file).items()},
+        file,
+        {"format": "pt"},
+    )
     assert defer_model(plan(path=str(tmp_path)), seed=7, precision="fp32") is None
 
 

@@ -23,14 +23,18 @@ def slots(count: int) -> list[torch.Tensor]:
     return [torch.randn(4, 6, generator=generator) for _ in range(count)]
 
 
-def accumulate(model: nn.Module, gradients: GradientSum, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+def accumulate(
+    model: nn.Module, gradients: GradientSum, batches: list[torch.Tensor]
+) -> list[torch.Tensor]:
     gradients.begin(ALONE)
     for index, batch in enumerate(batches):
         gradients.before_backward(is_last=index == len(batches) - 1)
         model(batch).square().sum().backward()
         gradients.after_backward()
     gradients.finish()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 def plain_gradients(batches: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -117,7 +121,9 @@ def test_the_exact_range_is_not_left_by_as_many_slots_as_a_step_has() -> None:
             parameter.grad = torch.full_like(parameter, largest)
         gradients.after_backward()
     gradients.finish()
-    assert all(bool((p.grad > 7.9 * largest).all()) for p in model.parameters() if p.grad is not None)
+    assert all(
+        bool((p.grad > 7.9 * largest).all()) for p in model.parameters() if p.grad is not None
+    )
 
 
 def test_a_parameter_that_took_no_part_has_a_zero_gradient_in_exact_mode() -> None:
@@ -128,7 +134,9 @@ def test_a_parameter_that_took_no_part_has_a_zero_gradient_in_exact_mode() -> No
     assert unused.grad is not None and not unused.grad.any()
 
 
-def test_buckets_hold_every_parameter_once_in_reverse_order_and_split_by_size_and_type() -> None:
+def test_buckets_hold_every_parameter_once_in_reverse_order_and_split_by_size_and_type() -> (
+    None
+):
     parameters = [nn.Parameter(torch.zeros(size)) for size in (4, 4, 4, 40)]
     parameters.append(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))
     parts = _partition(parameters, 32)
@@ -164,7 +172,9 @@ def test_a_parameter_without_a_gradient_gets_one_of_zero_in_every_world(kind: st
         sums = ExactSum(parameters, bucket_bytes=64, slots_per_step=4)
     world = ALONE
     if kind == "in a group":
-        world = _InGroup(generation=1, rank=0, size=2, device=torch.device("cpu"), group=object())  # type: ignore[arg-type]
+        world = _InGroup(
+            generation=1, rank=0, size=2, device=torch.device("cpu"), group=object()
+        )  # type: ignore[arg-type]
     sums.begin(world)
     sums.before_backward(is_last=True)
     nn.Sequential(*list(model.children())[:3])(slots(1)[0]).square().sum().backward()
@@ -172,6 +182,6 @@ def test_a_parameter_without_a_gradient_gets_one_of_zero_in_every_world(kind: st
     sums.finish()
     gradients = [parameter.grad for parameter in parameters]
     assert all(gradient is not None for gradient in gradients)
-    assert [bool(gradient.any()) for gradient in gradients if gradient is not None] == [True] * 4 + [
-        False
-    ] * 2
+    assert [bool(gradient.any()) for gradient in gradients if gradient is not None] == [
+        True
+    ] * 4 + [False] * 2

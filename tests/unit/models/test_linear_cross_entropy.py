@@ -25,9 +25,13 @@ def leaves() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return hidden, weight, labels
 
 
-def whole_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def whole_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
     logits = functional.linear(hidden, weight).flatten(0, 1).float()
-    return functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return functional.cross_entropy(
+        logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, TOKENS, 10 * TOKENS])
@@ -60,7 +64,9 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.elements = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self.elements = max(self.elements, result.numel())
@@ -70,30 +76,46 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
 def test_no_tensor_is_as_large_as_the_logits_of_all_tokens() -> None:
     hidden, weight, labels = leaves()
     with LargestTensor() as largest:
-        linear_cross_entropy(hidden, weight, labels, chunk_tokens=4, ignore_index=IGNORE_INDEX).backward()
+        linear_cross_entropy(
+            hidden, weight, labels, chunk_tokens=4, ignore_index=IGNORE_INDEX
+        ).backward()
     assert largest.elements == VOCABULARY * WIDTH < VOCABULARY * TOKENS
 
 
 def test_an_evaluation_computes_no_gradients() -> None:
     hidden, weight, labels = leaves()
     with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4, ignore_index=IGNORE_INDEX)
+        loss = linear_cross_entropy(
+            hidden, weight, labels, chunk_tokens=4, ignore_index=IGNORE_INDEX
+        )
     assert not loss.requires_grad and torch.allclose(loss, whole_loss(hidden, weight, labels))
 
 
 def make_model(**config: Any) -> Any:
-    values = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = Model.model_validate({"config": {"model_type": "llama", **values, **config}})
-    return build_model(plan_model(model, base_directory=Path(), vocab_size=257), seed=0, precision="fp32")
+    return build_model(
+        plan_model(model, base_directory=Path(), vocab_size=257), seed=0, precision="fp32"
+    )
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_model_trains_the_same_with_and_without_chunks(is_tied: bool) -> None:
     ids = torch.arange(24).reshape(2, 12)
-    whole, chunked = make_model(tie_word_embeddings=is_tied), make_model(tie_word_embeddings=is_tied)
+    whole, chunked = (
+        make_model(tie_word_embeddings=is_tied),
+        make_model(tie_word_embeddings=is_tied),
+    )
     causal_lm_loss(whole)(ids, ids).backward()
     causal_lm_loss(chunked, chunk_tokens=5)(ids, ids).backward()
-    assert chunked(input_ids=ids).logits.shape[-1] == 257  # outside of the loss the model is as it was
+    assert (
+        chunked(input_ids=ids).logits.shape[-1] == 257
+    )  # outside of the loss the model is as it was
     others = dict(chunked.named_parameters())
     for name, parameter in whole.named_parameters():
         assert torch.allclose(parameter.grad, others[name].grad, rtol=1e-4, atol=1e-6), name

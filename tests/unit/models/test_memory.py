@@ -10,7 +10,9 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "model-sizes.md"
-LLAMA_8B = ModelFacts(8_030_261_248, hidden_size=4096, num_layers=32, vocab_size=128_256, max_positions=8192)
+LLAMA_8B = ModelFacts(
+    8_030_261_248, hidden_size=4096, num_layers=32, vocab_size=128_256, max_positions=8192
+)
 DEVICES = {"80 GB": 85_520_809_984, "141 GB": 150_109_880_320}
 """Bytes that torch reports for an H100 and an H200."""
 PLANS: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
@@ -30,7 +32,10 @@ def training(
     return Training.model_validate(
         {
             "model": {"config": {"model_type": "llama"}},
-            "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 4096},
+            "data": {
+                "sources": [{"name": "docs", "path": "docs.jsonl"}],
+                "sequenceLength": 4096,
+            },
             "batching": {"globalBatchSize": 64, "microBatchSize": 1},
             "optimizer": {"learningRate": 1e-3},
             "horizon": {"steps": 100},
@@ -46,7 +51,10 @@ def need(facts: ModelFacts, plan: Training, world_size: int = 8) -> Any:
 
 def test_the_state_is_what_stands_in_the_manual() -> None:
     facts = replace(LLAMA_8B, parameters=10**9)
-    states = {name: need(facts, training(*sections), size).state for name, *sections, size in PLANS[:4]}
+    states = {
+        name: need(facts, training(*sections), size).state
+        for name, *sections, size in PLANS[:4]
+    }
     assert [value // 10**9 for value in states.values()] == [16, 18, 26, 8]
     assert need(facts, training({"parallelism": "fsdp2"}), 64).state == 16 * 10**9 // 64
 
@@ -63,7 +71,9 @@ def test_gradients_of_a_compiled_block_stand_beside_the_buckets() -> None:
 
 def test_recomputing_and_narrower_products_keep_less() -> None:
     plain = need(LLAMA_8B, training({"precision": "fp32"}))
-    recomputed = need(LLAMA_8B, training({"precision": "fp32", "activationCheckpointing": True}))
+    recomputed = need(
+        LLAMA_8B, training({"precision": "fp32", "activationCheckpointing": True})
+    )
     assert recomputed.activations < plain.activations / 8
     assert need(LLAMA_8B, training()).activations == plain.activations // 2
 
@@ -76,7 +86,11 @@ def test_logits_in_chunks_take_the_memory_of_a_chunk_and_of_the_heads_gradient()
 def test_what_fits_is_the_widest_model_that_does() -> None:
     for _, runtime, reproducibility, world_size in PLANS:
         plan = training({**runtime, "activationCheckpointing": True}, reproducibility)
-        options: dict[str, Any] = {"world_size": world_size, "on_accelerator": True, "compiles": True}
+        options: dict[str, Any] = {
+            "world_size": world_size,
+            "on_accelerator": True,
+            "compiles": True,
+        }
         fit = largest_fit(LLAMA_8B, plan, available=10**11, **options)
         assert fit is not None and 0.99e11 < memory_of(fit, plan, **options).total <= 10**11
 
@@ -86,12 +100,19 @@ def test_nothing_fits_where_not_even_the_logits_do() -> None:
     assert largest_fit(LLAMA_8B, training(), available=10**9, **options) is None
 
 
-def table_row(name: str, runtime: dict[str, Any], reproducibility: dict[str, Any], world_size: int) -> str:
+def table_row(
+    name: str, runtime: dict[str, Any], reproducibility: dict[str, Any], world_size: int
+) -> str:
     plan = training({**runtime, "activationCheckpointing": True}, reproducibility)
     cells = []
     for available in DEVICES.values():
         fit = largest_fit(
-            LLAMA_8B, plan, available=available, world_size=world_size, on_accelerator=True, compiles=True
+            LLAMA_8B,
+            plan,
+            available=available,
+            world_size=world_size,
+            on_accelerator=True,
+            compiles=True,
         )
         cells.append("-" if fit is None else f"{fit.parameters / 1e9:.1f}B")
     return f"| {name} | {world_size} | {' | '.join(cells)} |"

@@ -42,12 +42,16 @@ def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
 def test_unknown_names_come_with_the_nearest_one_and_all_at_once(tmp_path: Path) -> None:
     text = message(tmp_path, config={**TINY, "hiden_size": 1, "num_atention_heads": 2})
     assert "spec.training.model.config.hiden_size: unknown name 'hiden_size'" in text
-    assert "Did you mean 'hidden_size'?" in text and "Did you mean 'num_attention_heads'?" in text
+    assert (
+        "Did you mean 'hidden_size'?" in text and "Did you mean 'num_attention_heads'?" in text
+    )
     assert "Did you mean 'llama'?" in message(tmp_path, config={"model_type": "lama"})
 
 
 def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
-    assert "100 is below the tokenizer's 257 ids" in message(tmp_path, config={**TINY, "vocab_size": 100})
+    assert "100 is below the tokenizer's 257 ids" in message(
+        tmp_path, config={**TINY, "vocab_size": 100}
+    )
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -62,7 +66,9 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
 def test_a_model_type_that_needs_remote_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / "remote").mkdir()
     auto = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    (tmp_path / "remote" / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
+    (tmp_path / "remote" / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": auto})
+    )
     (tmp_path / "remote" / "code.py").write_text("raise SystemExit('this code was run')")
     assert "remote code is never run" in message(tmp_path, path="remote")
 
@@ -105,7 +111,9 @@ def test_a_model_that_a_checkpoint_follows_has_the_same_tensors(
     one = plan(tmp_path, config=config)
     whole = build_model(one, seed=0, precision="fp32")
     empty = build_model(one, seed=0, precision="fp32", with_weights=False)
-    assert [name for name, _ in whole.named_parameters()] == [name for name, _ in empty.named_parameters()]
+    assert [name for name, _ in whole.named_parameters()] == [
+        name for name, _ in empty.named_parameters()
+    ]
     buffers = dict(empty.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in whole.named_buffers())
 
@@ -122,7 +130,9 @@ def test_the_precision_decides_the_type_of_the_weights(
     assert model.training and not model.config.use_cache
 
 
-def test_a_directory_whose_weights_do_not_belong_to_its_configuration_is_refused(tmp_path: Path) -> None:
+def test_a_directory_whose_weights_do_not_belong_to_its_configuration_is_refused(
+    tmp_path: Path,
+) -> None:
     model = build_model(plan(tmp_path, config=TINY), seed=0, precision="fp32")
     model.save_pretrained(tmp_path / "saved")
     path = tmp_path / "saved" / "config.json"
@@ -136,7 +146,9 @@ def test_a_saved_directory_is_built_again_bit_for_bit(tmp_path: Path) -> None:
     model = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
     model.save_pretrained(tmp_path / "saved")
     again = build_model(plan(tmp_path, path="saved"), seed=0, precision="fp32")
-    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items()
+    )
 
 
 EXPERTS = {
@@ -153,7 +165,10 @@ EXPERTS = {
 
 def trouble(base: Path, **config: Any) -> str:
     return "\n".join(
-        map(str, check_experts(plan(base, config=config).config, where="spec.training.model.config"))
+        map(
+            str,
+            check_experts(plan(base, config=config).config, where="spec.training.model.config"),
+        )
     )
 
 
@@ -168,8 +183,12 @@ def test_a_mixture_of_experts_without_its_router_loss_is_refused(tmp_path: Path)
     assert "without a router loss" in trouble(tmp_path, model_type="deepseek_v3")
 
 
-def test_the_router_loss_of_a_mixture_of_experts_is_trained_and_not_evaluated(tmp_path: Path) -> None:
-    one = plan(tmp_path, config={**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5})
+def test_the_router_loss_of_a_mixture_of_experts_is_trained_and_not_evaluated(
+    tmp_path: Path,
+) -> None:
+    one = plan(
+        tmp_path, config={**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    )
     model = build_model(one, seed=0, precision="fp32")
     loss_sum = causal_lm_loss(model)
     ids = torch.arange(24).reshape(2, 12)
@@ -182,10 +201,15 @@ def test_the_router_loss_of_a_mixture_of_experts_is_trained_and_not_evaluated(tm
     assert float(trained) == pytest.approx(float(evaluated) + 0.5 * float(aux) * 19, rel=1e-5)
 
 
-def test_what_a_configuration_was_resolved_to_holds_the_defaults_of_transformers_too(tmp_path: Path) -> None:
+def test_what_a_configuration_was_resolved_to_holds_the_defaults_of_transformers_too(
+    tmp_path: Path,
+) -> None:
     described = plan(tmp_path, config=TINY).describe()
     assert described["config"]["hidden_size"] == 32 and described["config"]["vocab_size"] == 257
-    assert described["config"]["rms_norm_eps"] == 1e-06 and "rope_parameters" in described["config"]
+    assert (
+        described["config"]["rms_norm_eps"] == 1e-06
+        and "rope_parameters" in described["config"]
+    )
     assert json.loads(json.dumps(described, allow_nan=False)) == described
     build_model(plan(tmp_path, config=TINY), seed=0, precision="bf16")
     other = plan(tmp_path, config={**TINY, "rms_norm_eps": 1e-5}).describe()["config"]

@@ -49,12 +49,18 @@ def test_a_plan_has_all_kinds_and_most_events_are_single() -> None:
     assert {event.awaits_all for event in events} == {True, False}
 
 
-@pytest.mark.parametrize(("kind", "only"), [("feeding", "starve"), ("coordinator", "kill_coordinator")])
+@pytest.mark.parametrize(
+    ("kind", "only"), [("feeding", "starve"), ("coordinator", "kill_coordinator")]
+)
 def test_a_kind_of_chaos_consists_of_one_disturbance_at_a_time(kind: str, only: str) -> None:
     events = list(islice(plan_events(3, kind), 50))
     assert {one.kind for event in events for one in event.disturbances} == {only}
     assert all(len(event.disturbances) == 1 and event.awaits_all for event in events)
-    assert events == list(islice(plan_events(3, kind), 50)) != list(islice(plan_events(4, kind), 50))
+    assert (
+        events
+        == list(islice(plan_events(3, kind), 50))
+        != list(islice(plan_events(4, kind), 50))
+    )
 
 
 def test_all_nodes_are_lost_rarely_and_never_together_with_something_else() -> None:
@@ -67,8 +73,12 @@ def test_all_nodes_are_lost_rarely_and_never_together_with_something_else() -> N
     assert {len(event.disturbances) for event in events} == {1}
 
 
-def test_freezes_last_one_to_six_seconds_on_both_sides_of_the_silence_that_counts_as_a_loss() -> None:
-    disturbances = [one for event in islice(plan_events(5), EVENTS) for one in event.disturbances]
+def test_freezes_last_one_to_six_seconds_on_both_sides_of_the_silence_that_counts_as_a_loss() -> (
+    None
+):
+    disturbances = [
+        one for event in islice(plan_events(5), EVENTS) for one in event.disturbances
+    ]
     lengths = [one.seconds for one in disturbances if one.kind.startswith("freeze")]
     assert 1.0 <= min(lengths) < 3.0 < max(lengths) <= 6.0
     assert {one.seconds for one in disturbances if not one.kind.startswith("freeze")} == {0.0}
@@ -91,7 +101,9 @@ def test_every_node_can_be_chosen_while_others_hold_the_state() -> None:
 def test_repeated_steps_are_counted_from_the_rows(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     assert count_repeated(metrics) == 0
-    metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 2, 3, 4, 4, 5)))
+    metrics.write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 2, 3, 4, 4, 5))
+    )
     assert count_repeated(metrics) == 3
 
 
@@ -99,14 +111,19 @@ def test_lost_seconds_go_on_when_the_coordinator_that_counted_them_is_gone() -> 
     tally = Tally()
     tally.note_status({"generation": 4, "lostSeconds": {"node_lost": 1.5}})
     tally.end_coordinator()
-    tally.note_status({"generation": 3, "lostSeconds": {"node_lost": 0.25, "worker_crash": 2.0}})
+    tally.note_status(
+        {"generation": 3, "lostSeconds": {"node_lost": 0.25, "worker_crash": 2.0}}
+    )
     assert tally.total_lost() == {"node_lost": 1.75, "worker_crash": 2.0}
     assert tally.generation == 4
 
 
 def test_the_summary_names_events_generations_and_causes() -> None:
     tally = Tally(
-        num_events=3, generation=9, kinds={"kill_node": 2, "join": 1}, lost_seconds={"node_lost": 0.32}
+        num_events=3,
+        generation=9,
+        kinds={"kill_node": 2, "join": 1},
+        lost_seconds={"node_lost": 0.32},
     )
     assert describe_tally(tally, repeated=0) == (
         "chaos: 3 events (1 join, 2 kill node), generation 9, steps repeated: 0, longest recovery 0.0 s, "
@@ -213,7 +230,9 @@ def wait_for_handlers(nodes: DisturbedNodes) -> None:
 
     def catches(pid: int) -> bool:
         line = next(
-            line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+            line
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if line.startswith("SigCgt")
         )
         return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 

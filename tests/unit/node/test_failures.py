@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from evergrad_coordinator.contract import MAX_TERMINATION_BYTES, ErrorKind, decode_termination
-from evergrad_trainer.node.failures import count_oom_kills, describe_end, write_termination_message
+from evergrad_trainer.node.failures import (
+    count_oom_kills,
+    describe_end,
+    write_termination_message,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,16 +26,22 @@ def test_an_exit_code_becomes_words(code: int, was_oom: bool, words: str) -> Non
     assert describe_end(code, was_oom=was_oom) == words
 
 
-def test_kills_for_want_of_memory_are_counted_in_both_versions_of_cgroups(tmp_path: Path) -> None:
+def test_kills_for_want_of_memory_are_counted_in_both_versions_of_cgroups(
+    tmp_path: Path,
+) -> None:
     assert count_oom_kills(tmp_path) is None
     (tmp_path / "memory").mkdir()
-    (tmp_path / "memory/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    (tmp_path / "memory/memory.oom_control").write_text(
+        "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
+    )
     assert count_oom_kills(tmp_path) == 2
     (tmp_path / "memory.events").write_text("low 0\nhigh 4\nmax 9\noom 1\noom_kill 5\n")
     assert count_oom_kills(tmp_path) == 5
 
 
-def test_the_root_cause_is_left_with_its_kind_where_kubernetes_looks_for_it(tmp_path: Path) -> None:
+def test_the_root_cause_is_left_with_its_kind_where_kubernetes_looks_for_it(
+    tmp_path: Path,
+) -> None:
     text = "root cause first\n" + "frame ä\n" * 5000 + "last line"
     write_termination_message(tmp_path / "log", ErrorKind.ENVIRONMENT, text)
     left = (tmp_path / "log").read_text()
@@ -39,5 +49,7 @@ def test_the_root_cause_is_left_with_its_kind_where_kubernetes_looks_for_it(tmp_
     kind, said = decode_termination(left)
     assert kind is ErrorKind.ENVIRONMENT
     assert said.startswith("root cause first") and said.endswith("last line")
-    write_termination_message(tmp_path / "nowhere" / "log", ErrorKind.INPUT, "cannot be written")
+    write_termination_message(
+        tmp_path / "nowhere" / "log", ErrorKind.INPUT, "cannot be written"
+    )
     write_termination_message(None, ErrorKind.INPUT, "nobody reads it")

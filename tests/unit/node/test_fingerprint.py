@@ -49,17 +49,31 @@ def test_a_change_of_any_file_that_the_script_is_made_of_is_another_script(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_script_writes_beside_itself_is_no_other_script(tmp_path: Path, command: list[str]) -> None:
+def test_what_a_script_writes_beside_itself_is_no_other_script(
+    tmp_path: Path, command: list[str]
+) -> None:
     script = Script(command=(*command, "state.pt"))
     before = hash_script(script, write(tmp_path))
     write(
-        tmp_path, **{"runs/copy/train.py": "x", "state.pt": "y", "written.py": "z", "package/notes.txt": "n"}
+        tmp_path,
+        **{
+            "runs/copy/train.py": "x",
+            "state.pt": "y",
+            "written.py": "z",
+            "package/notes.txt": "n",
+        },
     )
     assert hash_script(script, tmp_path) == before
 
 
 @pytest.mark.parametrize(
-    "text", ["import train\nimport helper\n", "not python (\n", "from ....... import a\n", "import a.b.c\n"]
+    "text",
+    [
+        "import train\nimport helper\n",
+        "not python (\n",
+        "from ....... import a\n",
+        "import a.b.c\n",
+    ],
 )
 def test_any_text_has_a_hash(tmp_path: Path, text: str) -> None:
     script = Script(command=("train.py",))
@@ -109,7 +123,10 @@ def test_the_first_node_sees_the_same_carried_task_as_those_that_find_it_written
                     "recipe": "mine:Task",
                     "files": {name: "ONE = 1\n"},
                     "model": {"config": {"model_type": "llama"}},
-                    "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
+                    "data": {
+                        "sources": [{"name": "docs", "path": "docs.jsonl"}],
+                        "sequenceLength": 16,
+                    },
                     "batching": {"globalBatchSize": 4, "microBatchSize": 2},
                     "optimizer": {"learningRate": 1e-3},
                     "horizon": {"steps": 3},

@@ -86,7 +86,9 @@ class Scene:
         self.workers.append(FakeWorker(local_rank, variables))
         return self.workers[-1]
 
-    def begin(self, generation: int = 1, first_rank: int = 2, world_size: int = 4) -> list[FakeWorker]:
+    def begin(
+        self, generation: int = 1, first_rank: int = 2, world_size: int = 4
+    ) -> list[FakeWorker]:
         if self.group._answered < generation:
             self.group.change(say.Plan(generation, hard=False), cause="")
             assert self.heard.take() == [("ready", generation, 2, -1)]
@@ -124,10 +126,17 @@ def test_a_node_is_done_when_all_its_workers_ended_well() -> None:
 def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> None:
     scene = Scene()
     first, second = scene.begin(3)
-    second.failure = say.Failed(-1, -1, 1, "ValueError", "no such label", is_final=False, is_agreed=False)
+    second.failure = say.Failed(
+        -1, -1, 1, "ValueError", "no such label", is_final=False, is_agreed=False
+    )
     (report,) = scene.end(second, 1)
     assert isinstance(report, Broken)
-    assert (report.generation, report.cause, report.rank, report.exit_code) == (3, "user_error", 3, 1)
+    assert (report.generation, report.cause, report.rank, report.exit_code) == (
+        3,
+        "user_error",
+        3,
+        1,
+    )
     assert "no such label" in report.message
     assert first.signals == [signal.SIGTERM]
     assert scene.end(first, -15) == []
@@ -146,7 +155,9 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection cl
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", 4, "user_error"),
     ],
 )
-def test_only_a_lost_peer_is_no_cause(error: str, text: str, world_size: int, cause: str) -> None:
+def test_only_a_lost_peer_is_no_cause(
+    error: str, text: str, world_size: int, cause: str
+) -> None:
     scene = Scene()
     first, _ = scene.begin(world_size=world_size)
     first.failure = say.Failed(-1, -1, 1, error, text, is_final=False, is_agreed=False)
@@ -157,7 +168,9 @@ def test_only_a_lost_peer_is_no_cause(error: str, text: str, world_size: int, ca
 def test_a_typed_workers_word_of_a_lost_peer_is_understood() -> None:
     scene = Scene()
     first, _ = scene.begin()
-    first.last_lines = lambda: "a line before\nerror: rank 2: the connection to another process was lost"
+    first.last_lines = lambda: (
+        "a line before\nerror: rank 2: the connection to another process was lost"
+    )
     (report,) = scene.end(first, 70)
     assert report.cause == "peer_lost"  # type: ignore[attr-defined]
 
@@ -180,9 +193,14 @@ def test_a_lost_lease_is_no_stop_that_the_run_itself_wanted() -> None:
     scene = Scene()
     first, second = scene.begin(5)
     (report,) = scene.end(first, LEASE_LOST)
-    assert isinstance(report, Broken) and (report.cause, report.is_final) == ("peer_lost", False)
+    assert isinstance(report, Broken) and (report.cause, report.is_final) == (
+        "peer_lost",
+        False,
+    )
     assert scene.end(second, LEASE_LOST) == [], "nothing is said of an end of the run"
-    assert scene.group.place is None, "nor is a place claimed in a group that this node has left"
+    assert scene.group.place is None, (
+        "nor is a place claimed in a group that this node has left"
+    )
     scene.group.change(say.Plan(6, hard=True), cause="")
     assert scene.heard.take() == [("ready", 6, 2, -1)]
 
@@ -226,7 +244,10 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
             kind=ErrorKind.ENVIRONMENT,
         )
         report, *rest = scene.end(first, 70)
-        assert isinstance(report, Broken) and (report.cause, report.is_final) == ("environment", False)
+        assert isinstance(report, Broken) and (report.cause, report.is_final) == (
+            "environment",
+            False,
+        )
         if generation == 3:
             assert rest == [("gone", ErrorKind.ENVIRONMENT)]
             return
@@ -239,7 +260,9 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
         assert scene.heard.take() == [("ready", generation + 1, 2, -1)]
 
 
-def test_a_soft_change_lets_workers_that_can_stop_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soft_change_lets_workers_that_can_stop_have_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene = Scene(can_stop=True)
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
@@ -253,7 +276,9 @@ def test_a_soft_change_lets_workers_that_can_stop_have_their_time(monkeypatch: p
     assert scene.end(second, SAVED) == [("ready", 2, 2, -1)]
 
 
-def test_a_hard_change_ends_workers_that_do_not_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hard_change_ends_workers_that_do_not_end_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene = Scene(can_stop=True)
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
@@ -272,7 +297,9 @@ def test_a_plan_told_again_is_answered_again() -> None:
 
 
 @pytest.mark.parametrize(("codes", "is_saved"), [((SAVED, SAVED), True), ((SAVED, -9), False)])
-def test_a_departure_says_whether_the_workers_saved(codes: tuple[int, int], is_saved: bool) -> None:
+def test_a_departure_says_whether_the_workers_saved(
+    codes: tuple[int, int], is_saved: bool
+) -> None:
     scene = Scene(can_stop=True)
     workers = scene.begin()
     scene.group.change(say.Plan(2, hard=False), cause="")

@@ -34,7 +34,11 @@ def collector() -> Iterator[None]:
     ],
 )
 def test_a_fresh_worker_names_the_kind_of_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: EvergradError, kind: ErrorKind, is_final: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: EvergradError,
+    kind: ErrorKind,
+    is_final: bool,
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error

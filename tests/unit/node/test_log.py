@@ -24,7 +24,9 @@ def test_a_node_speaks_with_its_name_in_front_and_only_while_it_is_one() -> None
     with speaking_as("3", stream=stream):
         _log.info("node 3 was asked to leave")
         _log.warning("workers are started cold")
-        _log.info("node %s rank 1 ValueError: no label\nTraceback that the worker has printed", "3")
+        _log.info(
+            "node %s rank 1 ValueError: no label\nTraceback that the worker has printed", "3"
+        )
         _log.debug("nothing for people")
         logging.getLogger("another.library").info("nor this")
     _log.info("node 3 is over")
@@ -51,7 +53,9 @@ def test_a_forked_worker_does_not_speak_as_its_node() -> None:
     assert not logging.getLogger("evergrad_trainer").isEnabledFor(logging.INFO)
 
 
-def test_a_coordinator_that_does_not_answer_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_does_not_answer_is_told_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(log, "SAY_SECONDS", 0.01)
     away = [float("inf"), float("inf"), 0.001, 5.0]
     heard: list[float] = []

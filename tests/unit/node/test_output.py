@@ -19,7 +19,9 @@ def read_all(
     async def run() -> WorkerOutput:
         read_end, write_end = os.pipe()
         ranks = [-1]
-        output = WorkerOutput(read_end, path=path, node="3", rank=lambda: ranks[0], is_forwarded=is_forwarded)
+        output = WorkerOutput(
+            read_end, path=path, node="3", rank=lambda: ranks[0], is_forwarded=is_forwarded
+        )
         try:
             write(write_end, ranks)
         finally:
@@ -37,13 +39,16 @@ def test_a_worker_speaks_also_where_its_file_cannot_be_opened(
 ) -> None:
     (tmp_path / "logs").write_text("no folder")
     output = read_all(
-        tmp_path / "logs" / "out", lambda descriptor, ranks: os.write(descriptor, b"one\n") and None
+        tmp_path / "logs" / "out",
+        lambda descriptor, ranks: os.write(descriptor, b"one\n") and None,
     )
     assert list(output.last_lines) == ["one"]
     assert "one" in capfd.readouterr().err
 
 
-def test_lines_carry_the_rank_of_their_moment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_carry_the_rank_of_their_moment(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def write(descriptor: int, ranks: list[int]) -> None:
         ranks[0] = 5
         os.write(descriptor, b"one\ntwo\nthr")
@@ -61,7 +66,9 @@ def test_lines_carry_the_rank_of_their_moment(tmp_path: Path, capfd: pytest.Capt
 def test_a_worker_without_a_rank_and_bytes_that_are_no_text(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    read_all(tmp_path / "out", lambda descriptor, _: os.write(descriptor, b"\xff\xfe\n") and None)
+    read_all(
+        tmp_path / "out", lambda descriptor, _: os.write(descriptor, b"\xff\xfe\n") and None
+    )
     assert capfd.readouterr().err.startswith("[node 3] ")
     assert (tmp_path / "out").read_bytes() == b"\xff\xfe\n"
 
@@ -70,7 +77,9 @@ def test_what_is_not_forwarded_is_kept_all_the_same(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = read_all(
-        tmp_path / "out", lambda descriptor, _: os.write(descriptor, b"x\n") and None, is_forwarded=False
+        tmp_path / "out",
+        lambda descriptor, _: os.write(descriptor, b"x\n") and None,
+        is_forwarded=False,
     )
     assert (
         capfd.readouterr().err == ""
@@ -83,7 +92,9 @@ def test_the_last_lines_are_few_and_a_later_process_adds_to_the_file(tmp_path: P
     lines = b"".join(b"line %d\n" % number for number in range(100))
     for _ in range(2):
         output = read_all(
-            tmp_path / "out", lambda descriptor, _: os.write(descriptor, lines) and None, is_forwarded=False
+            tmp_path / "out",
+            lambda descriptor, _: os.write(descriptor, lines) and None,
+            is_forwarded=False,
         )
     assert (output.last_lines[0], output.last_lines[-1]) == ("line 60", "line 99")
     assert (tmp_path / "out").read_bytes() == lines * 2

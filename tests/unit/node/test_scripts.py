@@ -33,7 +33,9 @@ print(json.dumps([code, repr(ours.receive(0))]))
 """
 
 
-def run(tmp_path: Path, code: str, *, command: list[str], is_warm: bool = True) -> tuple[list[str], int, str]:
+def run(
+    tmp_path: Path, code: str, *, command: list[str], is_warm: bool = True
+) -> tuple[list[str], int, str]:
     """(what it printed, exit code, what the supervisor heard); a process of its own, since a script changes
     everything."""
     (tmp_path / "train.py").write_text(textwrap.dedent(code), "utf-8")
@@ -62,35 +64,50 @@ print(__name__, sys.argv, beside.VALUE, os.environ["KEY"], os.getcwd())
 
 
 @pytest.mark.parametrize("is_warm", [True, False])
-def test_a_python_file_finds_its_arguments_environment_and_neighbours(tmp_path: Path, is_warm: bool) -> None:
-    printed, code, _ = run(tmp_path, SHOW, command=["train.py", "--epochs", "3"], is_warm=is_warm)
-    assert printed == [f"__main__ {[str(tmp_path / 'train.py'), '--epochs', '3']} beside value {tmp_path}"]
+def test_a_python_file_finds_its_arguments_environment_and_neighbours(
+    tmp_path: Path, is_warm: bool
+) -> None:
+    printed, code, _ = run(
+        tmp_path, SHOW, command=["train.py", "--epochs", "3"], is_warm=is_warm
+    )
+    assert printed == [
+        f"__main__ {[str(tmp_path / 'train.py'), '--epochs', '3']} beside value {tmp_path}"
+    ]
     assert code == 0
 
 
 def test_a_module_is_run_as_python_would(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").touch()
-    (tmp_path / "package/train.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n", "utf-8")
+    (tmp_path / "package/train.py").write_text(
+        "import sys\nprint(__name__, sys.argv[1:])\n", "utf-8"
+    )
     printed, code, _ = run(tmp_path, "", command=["-m", "package.train", "x"])
     assert (printed, code) == (["__main__ ['x']"], 0)
 
 
-@pytest.mark.parametrize(("call", "code"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1)])
+@pytest.mark.parametrize(
+    ("call", "code"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1)]
+)
 def test_the_scripts_exit_code_is_the_workers(tmp_path: Path, call: str, code: int) -> None:
     assert run(tmp_path, f"import sys\n{call}\n", command=["train.py"])[1] == code
 
 
 def test_an_error_is_told_with_its_last_frames(tmp_path: Path) -> None:
-    _, code, heard = run(tmp_path, "def f():\n    raise KeyError('label')\nf()\n", command=["train.py"])
+    _, code, heard = run(
+        tmp_path, "def f():\n    raise KeyError('label')\nf()\n", command=["train.py"]
+    )
     assert code == 1
     assert "KeyError" in heard and "label" in heard and "in f" in heard
 
 
-def test_only_known_libraries_that_the_script_imports_are_loaded_before_the_fork(tmp_path: Path) -> None:
+def test_only_known_libraries_that_the_script_imports_are_loaded_before_the_fork(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "train.py"
     path.write_text(
-        "import numpy as np\nimport mine\nfrom torch import nn\ndef f():\n    from os import path\n", "utf-8"
+        "import numpy as np\nimport mine\nfrom torch import nn\ndef f():\n    from os import path\n",
+        "utf-8",
     )
     assert _imports_of(path) == {"numpy", "mine", "torch", "os"}
     assert preload(Script(command=("train.py",)), tmp_path) == ("torch", "numpy")
@@ -101,8 +118,15 @@ def test_a_script_that_cannot_be_parsed_is_its_workers_to_tell(tmp_path: Path) -
     assert preload(Script(command=("train.py",)), tmp_path) == ("torch",)
 
 
-def test_the_manifest_of_the_documentation_is_valid_and_its_script_is_there(tmp_path: Path) -> None:
-    text = (ROOT / "docs/elastic-scripts.md").read_text("utf-8").split("```yaml\n")[1].split("```")[0]
+def test_the_manifest_of_the_documentation_is_valid_and_its_script_is_there(
+    tmp_path: Path,
+) -> None:
+    text = (
+        (ROOT / "docs/elastic-scripts.md")
+        .read_text("utf-8")
+        .split("```yaml\n")[1]
+        .split("```")[0]
+    )
     (tmp_path / "demo.yaml").write_text(text, "utf-8")
     script = load_manifest(tmp_path / "demo.yaml").run.script
     assert script.grace_period_seconds == 60

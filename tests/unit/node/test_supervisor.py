@@ -112,7 +112,9 @@ class Scene:
         return peer
 
 
-def play(directory: Path, script: Callable[[Scene], Awaitable[None]], *, grace_seconds: float = 600.0) -> int:
+def play(
+    directory: Path, script: Callable[[Scene], Awaitable[None]], *, grace_seconds: float = 600.0
+) -> int:
     """Run ``script`` beside a supervisor; the supervisor's exit code."""
 
     async def run() -> int:
@@ -136,7 +138,11 @@ def play(directory: Path, script: Callable[[Scene], Awaitable[None]], *, grace_s
             termination_log=directory / "last-words",
             grace_seconds=grace_seconds,
         )
-        scene = Scene(Supervisor(settings, metrics=NodeMetrics("tiny", "1")), FakeWorkerGroup(), connections)
+        scene = Scene(
+            Supervisor(settings, metrics=NodeMetrics("tiny", "1")),
+            FakeWorkerGroup(),
+            connections,
+        )
         serving = asyncio.create_task(scene.supervisor.run(cast(WorkerGroup, scene.group)))
         try:
             await script(scene)
@@ -158,7 +164,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_workers_that_are_warm_between_hello_and_welcome_are_not_forgotten(tmp_path: Path) -> None:
+def test_workers_that_are_warm_between_hello_and_welcome_are_not_forgotten(
+    tmp_path: Path,
+) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
         assert (await peer.hear(Hello)).workers == 0
@@ -174,7 +182,9 @@ def test_workers_that_are_warm_between_hello_and_welcome_are_not_forgotten(tmp_p
 def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
-        plan = Plan(7, hard=False, is_member=True, reason="3 nodes are here", cause="node_joined")
+        plan = Plan(
+            7, hard=False, is_member=True, reason="3 nodes are here", cause="node_joined"
+        )
         peer.say(plan)
         told = (say.Plan(7, hard=False), "node_joined", "3 nodes are here", False)
         await until(lambda: scene.group.was_told("change") == [told])
@@ -199,13 +209,17 @@ def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running
     async def script(scene: Scene) -> None:
         scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer = await scene.accept()
-        assert (await peer.hear(Hello)).had == Had(generation=7, first_rank=2, workers=1, world_size=3)
+        assert (await peer.hear(Hello)).had == Had(
+            generation=7, first_rank=2, workers=1, world_size=3
+        )
         scene.group.place = None
         if broken is not None:
             scene.supervisor.take(broken)
         peer.say(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
         said = await peer.hear(Broken)
-        assert said.generation == 7 and said.cause == ("peer_lost" if broken is None else "worker_crash")
+        assert said.generation == 7 and said.cause == (
+            "peer_lost" if broken is None else "worker_crash"
+        )
         peer.say(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
@@ -224,7 +238,9 @@ def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears
         await until(lambda: scene.supervisor.conversation.seconds_since_contact > 0.1)
         num_ticks = len(scene.group.was_told("tick"))
         await until(lambda: len(scene.group.was_told("tick")) > num_ticks + 2)
-        assert not scene.group.was_told("change"), "it would leave the group whose end nobody has heard of"
+        assert not scene.group.was_told("change"), (
+            "it would leave the group whose end nobody has heard of"
+        )
         peer.writer.close()
         again = await scene.accept()
         assert (await again.hear(Hello)).had == Had(7, 2, 1, 3)
@@ -256,14 +272,26 @@ def test_each_plan_is_answered_with_a_store_of_its_own(tmp_path: Path) -> None:
 def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
-        for step, checkpoint_step in ((10, None), (12, 10), (13, 10), (14, 10), (25, 20), (26, 20)):
+        for step, checkpoint_step in (
+            (10, None),
+            (12, 10),
+            (13, 10),
+            (14, 10),
+            (25, 20),
+            (26, 20),
+        ):
             scene.supervisor.reported(
                 {"rank": 0, "generation": 3, "step": step, "checkpoint_step": checkpoint_step}
             )
-        scene.supervisor.reported({"rank": 1, "generation": 3, "step": 26, "checkpoint_step": 25})
+        scene.supervisor.reported(
+            {"rank": 1, "generation": 3, "step": 26, "checkpoint_step": 25}
+        )
         scene.supervisor.take(Done(3))
         said = await peer.hear_until(Done)
-        assert [one for one in said if isinstance(one, Boundary)] == [Boundary(3, 10), Boundary(3, 20)]
+        assert [one for one in said if isinstance(one, Boundary)] == [
+            Boundary(3, 10),
+            Boundary(3, 20),
+        ]
         peer.say(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
@@ -293,7 +321,9 @@ def test_the_last_of_many_quick_steps_is_told_before_the_end(
     assert play(tmp_path, script) == 0
 
 
-def test_a_report_that_is_read_after_its_process_has_ended_still_comes_before_the_end(tmp_path: Path) -> None:
+def test_a_report_that_is_read_after_its_process_has_ended_still_comes_before_the_end(
+    tmp_path: Path,
+) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         scene.supervisor.take(Done(3))
@@ -322,7 +352,13 @@ def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(tmp_path: 
         peer = await scene.welcome()
         supervisor = scene.supervisor
         supervisor.reported({"step": 23, "generation": 3})
-        event = {"type": "save", "time": 1.0, "step": 23, "generation": 3, "checkpoint": "step-20"}
+        event = {
+            "type": "save",
+            "time": 1.0,
+            "step": 23,
+            "generation": 3,
+            "checkpoint": "step-20",
+        }
         supervisor.take(say.Observed("event", event))
         assert await peer.hear(Boundary) == Boundary(3, 20)
         peer.say(End(exit_code=0, reason="Complete"))
@@ -334,11 +370,17 @@ def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(tmp_path: 
     ("message", "code", "kind"),
     [
         (
-            End(exit_code=70, reason="FailuresWithoutProgress", message="rank 1 failed 3 times"),
+            End(
+                exit_code=70, reason="FailuresWithoutProgress", message="rank 1 failed 3 times"
+            ),
             70,
             ErrorKind.INTERNAL,
         ),
-        (End(exit_code=64, reason="UserError", message="the data is empty"), 64, ErrorKind.INPUT),
+        (
+            End(exit_code=64, reason="UserError", message="the data is empty"),
+            64,
+            ErrorKind.INPUT,
+        ),
     ],
 )
 def test_the_coordinator_s_last_words_are_the_node_s(
@@ -353,7 +395,9 @@ def test_the_coordinator_s_last_words_are_the_node_s(
     assert decode_termination((tmp_path / "last-words").read_text()) == (kind, message.message)
 
 
-REFUSED = Refused(reason="FingerprintDiffers", message="configuration: here a, there b", exit_code=64)
+REFUSED = Refused(
+    reason="FingerprintDiffers", message="configuration: here a, there b", exit_code=64
+)
 
 
 @pytest.mark.parametrize(("kind", "code"), [(ErrorKind.INPUT, 64), (ErrorKind.INTERNAL, 70)])
@@ -386,7 +430,9 @@ def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_an
     assert socket.gethostname() in text and REFUSED.message in text
 
 
-def test_a_node_that_is_let_in_at_last_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_let_in_at_last_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conversation, "_REFUSED_SECONDS", (0.01,))
 
     async def script(scene: Scene) -> None:
@@ -425,7 +471,9 @@ def test_a_value_that_no_message_can_hold_is_dropped_alone_and_not_kept_for_the_
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         nan = float("nan")
-        scene.supervisor.reported({"step": 5, "generation": 3, "loss": nan, "tokens_per_second": 7.0})
+        scene.supervisor.reported(
+            {"step": 5, "generation": 3, "loss": nan, "tokens_per_second": 7.0}
+        )
         assert await peer.hear(Progress) == Progress(3, 5, tokens_per_second=7.0)
         # As a fault in ourselves would have it.
         scene.supervisor._progress.note(Progress(3, 6, loss=nan))
@@ -446,7 +494,9 @@ def fail(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize(
     "part", ["tick", "conversation with the coordinator", "last words", "take_report", "leave"]
 )
-def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_path: Path, part: str) -> None:
+def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(
+    tmp_path: Path, part: str
+) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         supervisor = scene.supervisor
@@ -470,14 +520,20 @@ def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_pat
 
     assert play(tmp_path, script) == 70
     text = f"node 1: the supervisor's {part} failed: RuntimeError: a fault of ours"
-    assert decode_termination((tmp_path / "last-words").read_text()) == (ErrorKind.INTERNAL, text)
+    assert decode_termination((tmp_path / "last-words").read_text()) == (
+        ErrorKind.INTERNAL,
+        text,
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (OSError(errno.ENOMEM, "Cannot allocate memory"), ErrorKind.ENVIRONMENT),
-        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), ErrorKind.ENVIRONMENT),
+        (
+            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+            ErrorKind.ENVIRONMENT,
+        ),
         (ValueError("a fault of ours"), ErrorKind.INTERNAL),
         (TimeoutError("a fault of ours"), ErrorKind.INTERNAL),
     ],

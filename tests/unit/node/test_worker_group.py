@@ -42,7 +42,9 @@ class Reports:
 
     def __call__(self, report: Report) -> None:
         values = (
-            (report,) if isinstance(report, Broken | say.Result | say.Observed) else vars(report).values()
+            (report,)
+            if isinstance(report, Broken | say.Result | say.Observed)
+            else vars(report).values()
         )
         self.heard.append((type(report).__name__, *values))
 
@@ -108,7 +110,9 @@ def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
     started: list[Worker] = []
     killed: list[int] = []
     monkeypatch.setattr(
-        Worker, "kill", lambda self: (killed.append(self.serial), setattr(self, "was_killed", True))
+        Worker,
+        "kill",
+        lambda self: (killed.append(self.serial), setattr(self, "was_killed", True)),
     )
 
     def start(local_rank: int, serial: int) -> Worker:
@@ -173,7 +177,9 @@ def test_a_node_that_waits_for_a_worker_brings_none_to_a_plan(room: Room) -> Non
     assert room.reports.take() == [("WorkersReady", 5, 0, -1)]
 
 
-def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(room: Room) -> None:
+def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(
+    room: Room,
+) -> None:
     first, second = room.warm()
     room.group.change(say.Plan(5, hard=True), cause="node 2 lost")
     assert room.sent(first) == room.sent(second) == [say.Plan(5, hard=True)]
@@ -206,7 +212,16 @@ def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room
     assert room.group.place == go(3)
     for worker, rank in ((first, 2), (second, 3)):
         assert [*room.sent(worker)][-1:] == [
-            say.Go(3, rank, 4, "10.0.0.1", 4000, 5.0, cause="node_joined", detail="2 nodes are here")
+            say.Go(
+                3,
+                rank,
+                4,
+                "10.0.0.1",
+                4000,
+                5.0,
+                cause="node_joined",
+                detail="2 nodes are here",
+            )
         ]
     room.group.hear(first, say.Up(3, 0))
     assert room.reports.take() == []
@@ -214,7 +229,9 @@ def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room
     assert room.reports.take() == [("Up", 3, 0)]
 
 
-def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(room: Room) -> None:
+def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(
+    room: Room,
+) -> None:
     first, second = room.warm()
     room.group.change(say.Plan(3, hard=False), cause="")
     for worker in (first, second):
@@ -241,7 +258,10 @@ def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stay
         -9,
         False,
     )
-    assert broken.message == "was killed by SIGKILL in step 9, slot 4; its samples are samples of 9/4"
+    assert (
+        broken.message
+        == "was killed by SIGKILL in step 9, slot 4; its samples are samples of 9/4"
+    )
     assert room.group.place is None, "a group without one of its ranks is not had any more"
     room.group.tick()
     assert len(room.started) == 2, "the others go on first"
@@ -268,28 +288,40 @@ def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(0, "ended with exit code 0 before the run was over"), (3, "exit code 3")]
+    ("code", "words"),
+    [(0, "ended with exit code 0 before the run was over"), (3, "exit code 3")],
 )
-def test_a_worker_that_leaves_by_itself_in_the_middle_is_a_crash(room: Room, code: int, words: str) -> None:
+def test_a_worker_that_leaves_by_itself_in_the_middle_is_a_crash(
+    room: Room, code: int, words: str
+) -> None:
     first, _ = room.begin(3)
     room.group.end(first, code)
     (broken,) = room.reports.take_broken()
-    assert broken.cause == "worker_crash" and words in broken.message and broken.exit_code == code
+    assert (
+        broken.cause == "worker_crash" and words in broken.message and broken.exit_code == code
+    )
 
 
 def test_a_worker_s_own_words_are_the_message_of_its_end(room: Room) -> None:
     first, _ = room.begin(3)
-    room.group.hear(first, say.Failed(3, 6, 70, "ValueError", "a mistake", is_final=False, is_agreed=False))
+    room.group.hear(
+        first, say.Failed(3, 6, 70, "ValueError", "a mistake", is_final=False, is_agreed=False)
+    )
     room.group.end(first, 70)
     (broken,) = room.reports.take_broken()
-    assert (broken.cause, broken.message, broken.is_final) == ("user_error", "ValueError: a mistake", False)
+    assert (broken.cause, broken.message, broken.is_final) == (
+        "user_error",
+        "ValueError: a mistake",
+        False,
+    )
 
 
 @pytest.mark.parametrize(("is_final", "is_agreed"), [(True, False), (False, True)])
 def test_what_no_retry_can_cure_is_final(room: Room, is_final: bool, is_agreed: bool) -> None:
     first, _ = room.begin(3)
     room.group.hear(
-        first, say.Failed(3, 6, 64, "InputError", "wrong", is_final=is_final, is_agreed=is_agreed)
+        first,
+        say.Failed(3, 6, 64, "InputError", "wrong", is_final=is_final, is_agreed=is_agreed),
     )
     room.group.end(first, 64)
     assert [broken.is_final for broken in room.reports.take_broken()] == [True]
@@ -329,7 +361,9 @@ def pass_seconds(room: Room, now: list[float], seconds: float) -> None:
         room.group.tick()
 
 
-def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(room: Room, now: list[float]) -> None:
+def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(
+    room: Room, now: list[float]
+) -> None:
     first, second = room.begin(3)
     second.heartbeat._values[3] = 20.0
     room.group.change(say.Plan(4, hard=True), cause="")
@@ -373,7 +407,9 @@ def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_the_worker_with_the_newest_state_saves_and_its_word_counts(room: Room, is_saved: bool) -> None:
+def test_the_worker_with_the_newest_state_saves_and_its_word_counts(
+    room: Room, is_saved: bool
+) -> None:
     first, second = room.warm()
     room.group.change(say.Plan(4, hard=False), cause="")
     room.group.hear(first, say.Ready(4, 6))
@@ -382,7 +418,9 @@ def test_the_worker_with_the_newest_state_saves_and_its_word_counts(room: Room, 
         room.sent(worker)
     room.reports.take()
     room.group.depart(4, save=True)
-    assert room.sent(first) == [say.Leave(4, save=False)] and room.sent(second) == [say.Leave(4, save=True)]
+    assert room.sent(first) == [say.Leave(4, save=False)] and room.sent(second) == [
+        say.Leave(4, save=True)
+    ]
     room.group.hear(first, say.Left(True))
     room.group.hear(second, say.Left(is_saved))
     room.group.end(first, 75)
@@ -420,25 +458,39 @@ def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
         room.group.tick()
     last = room.started[-1]
     room.group.hear(
-        last, say.Failed(-1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False)
+        last,
+        say.Failed(
+            -1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False
+        ),
     )
     room.group.end(last, 70)
     assert len(room.started) == 4
     ((name, message, kind, exit_code),) = room.reports.take()
-    assert name == "NoWorkers" and "3 workers in a row" in message and "no such module" in message
+    assert (
+        name == "NoWorkers" and "3 workers in a row" in message and "no such module" in message
+    )
     assert (kind, exit_code) == (ErrorKind.INTERNAL, 70)
 
 
 def fail_of_input(room: Room, worker: Worker) -> None:
     """The worker ends before it is warm, because of what a person wrote."""
     words = say.Failed(
-        -1, -1, 64, "TaskInputError", "mine.py:3: no w", is_final=True, is_agreed=False, kind=ErrorKind.INPUT
+        -1,
+        -1,
+        64,
+        "TaskInputError",
+        "mine.py:3: no w",
+        is_final=True,
+        is_agreed=False,
+        kind=ErrorKind.INPUT,
     )
     room.group.hear(worker, words)
     room.group.end(worker, 64)
 
 
-def test_wrong_input_at_the_first_start_ends_the_node_at_once_as_such(room: Room, now: list[float]) -> None:
+def test_wrong_input_at_the_first_start_ends_the_node_at_once_as_such(
+    room: Room, now: list[float]
+) -> None:
     room.group.start()
     fail_of_input(room, room.started[0])
     (report,) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
@@ -458,7 +510,9 @@ def test_a_node_that_trains_does_not_end_by_the_input_of_a_worker_that_is_replac
         now[0] += 10.0
         room.group.tick()
         fail_of_input(room, room.started[-1])
-    ((_, message, _, exit_code),) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
+    ((_, message, _, exit_code),) = [
+        one for one in room.reports.take() if one[0] == "NoWorkers"
+    ]
     assert "3 workers in a row" in message and exit_code == 70
 
 
@@ -468,7 +522,14 @@ def fail_of_environment(room: Room, worker: Worker, step: int) -> None:
     room.group.hear(
         worker,
         say.Failed(
-            3, step, 70, "VolumeError", "stale", is_final=False, is_agreed=True, kind=ErrorKind.ENVIRONMENT
+            3,
+            step,
+            70,
+            "VolumeError",
+            "stale",
+            is_final=False,
+            is_agreed=True,
+            kind=ErrorKind.ENVIRONMENT,
         ),
     )
     room.group.end(worker, 70)

@@ -36,7 +36,9 @@ if __name__ == "__main__":
 def test_a_worker_speaks_with_its_node_and_ends_with_it(method: str, tmp_path: Path) -> None:
     path = tmp_path / "node.py"
     path.write_text(NODE)
-    node = subprocess.Popen([sys.executable, str(path), method], stdout=subprocess.PIPE, text=True)
+    node = subprocess.Popen(
+        [sys.executable, str(path), method], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert node.stdout is not None
         worker, rank, record = node.stdout.readline().split()

@@ -22,7 +22,9 @@ def _account(history: History) -> Goodput:
 def _check_sum(goodput: Goodput, elapsed: float) -> None:
     assert set(goodput.lost_seconds) == set(CAUSES)
     assert min(goodput.lost_seconds.values()) >= 0
-    assert goodput.elapsed_seconds == math.fsum((goodput.productive_seconds, *goodput.lost_seconds.values()))
+    assert goodput.elapsed_seconds == math.fsum(
+        (goodput.productive_seconds, *goodput.lost_seconds.values())
+    )
     assert goodput.elapsed_seconds == pytest.approx(elapsed, abs=1e-4)
 
 
@@ -36,7 +38,9 @@ def test_an_undisturbed_run_loses_only_startup_saves_evaluations_and_pauses(
     assert goodput.lost_seconds["startup"] == pytest.approx(synthetic.STARTUP_SECONDS)
     assert goodput.lost_seconds["checkpoint"] == pytest.approx(4 * synthetic.BLOCKING_SECONDS)
     assert goodput.lost_seconds["evaluation"] == pytest.approx(5 * synthetic.EVALUATION_SECONDS)
-    assert goodput.lost_seconds["other"] == pytest.approx(199 * synthetic.PAUSE_SECONDS, abs=1e-4)
+    assert goodput.lost_seconds["other"] == pytest.approx(
+        199 * synthetic.PAUSE_SECONDS, abs=1e-4
+    )
     assert (
         goodput.lost_seconds["recompute"]
         == goodput.lost_seconds["downtime"]
@@ -130,12 +134,26 @@ def test_a_run_killed_before_any_checkpoint_starts_over_and_all_its_steps_are_re
     assert goodput.restarts[0].repeated_steps == 30
 
 
-def test_what_a_process_writes_before_its_start_event_is_still_its_own(synthetic: ModuleType) -> None:
+def test_what_a_process_writes_before_its_start_event_is_still_its_own(
+    synthetic: ModuleType,
+) -> None:
     begin = synthetic.BEGIN
     events = [
-        Event(EventType.START, begin + 1, 0, 1, {"process_start_time": begin, "resumed_from": None}),
+        Event(
+            EventType.START,
+            begin + 1,
+            0,
+            1,
+            {"process_start_time": begin, "resumed_from": None},
+        ),
         Event(EventType.RESTORED, begin + 23, 0, 2, {"checkpoint": "step-2", "seconds": 2.0}),
-        Event(EventType.START, begin + 24, 2, 2, {"process_start_time": begin + 20, "resumed_from": 2}),
+        Event(
+            EventType.START,
+            begin + 24,
+            2,
+            2,
+            {"process_start_time": begin + 20, "resumed_from": 2},
+        ),
     ]
     rows = [synthetic.step_record(step, time=begin + 2 + step) for step in (1, 2, 3)]
     rows += [synthetic.step_record(3, generation=2, time=begin + 25)]
@@ -161,7 +179,9 @@ def test_a_process_that_failed_before_its_start_event_is_a_process_of_its_own(
         ),
         Event(EventType.END, end + 11, 0, 2, {"exit_code": 64}),
     ]
-    again = Event(EventType.START, end + 31, 50, 3, {"process_start_time": end + 30, "resumed_from": 50})
+    again = Event(
+        EventType.START, end + 31, 50, 3, {"process_start_time": end + 30, "resumed_from": 50}
+    )
     goodput = account(history.steps, [*history.events, *failed, again], history.evaluations)
     assert [(restart.cause, restart.detail) for restart in goodput.restarts] == [
         ("killed", ""),
@@ -171,9 +191,15 @@ def test_a_process_that_failed_before_its_start_event_is_a_process_of_its_own(
     assert goodput.lost_seconds["recompute"] == pytest.approx(10 * synthetic.STEP_SECONDS)
 
 
-def test_a_new_generation_without_a_start_is_the_same_process_in_a_new_world(synthetic: ModuleType) -> None:
+def test_a_new_generation_without_a_start_is_the_same_process_in_a_new_world(
+    synthetic: ModuleType,
+) -> None:
     start = Event(
-        EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None}
+        EventType.START,
+        synthetic.BEGIN,
+        0,
+        1,
+        {"process_start_time": synthetic.BEGIN, "resumed_from": None},
     )
     rows = [
         synthetic.step_record(step, generation=1 + step // 5, time=synthetic.BEGIN + step / 2)
@@ -189,10 +215,18 @@ def test_a_change_of_the_world_is_no_restart_and_its_pause_is_reconfiguration(
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(synthetic.World(last=90, cause="node_lost", detail="node 0 lost", world_size=1, ended="killed"))
     run.go_on(
         synthetic.World(
-            last=200, cause="node_joined", detail="node 0 joined", world_size=2, paused_seconds=0.1
+            last=90, cause="node_lost", detail="node 0 lost", world_size=1, ended="killed"
+        )
+    )
+    run.go_on(
+        synthetic.World(
+            last=200,
+            cause="node_joined",
+            detail="node 0 joined",
+            world_size=2,
+            paused_seconds=0.1,
         )
     )
     goodput = _account(read_history(run.directory))
@@ -207,8 +241,14 @@ def test_a_change_of_the_world_is_no_restart_and_its_pause_is_reconfiguration(
         {"node_lost": 0.3, "node_joined": 0.15}, abs=1e-4
     )
     assert [size for _, size in goodput.world_sizes] == [2, 1, 2, 0]
-    assert [time for time, _ in goodput.world_sizes] == sorted(time for time, _ in goodput.world_sizes)
-    assert (goodput.changes[0].step, goodput.changes[0].from_world_size, goodput.changes[0].detail) == (
+    assert [time for time, _ in goodput.world_sizes] == sorted(
+        time for time, _ in goodput.world_sizes
+    )
+    assert (
+        goodput.changes[0].step,
+        goodput.changes[0].from_world_size,
+        goodput.changes[0].detail,
+    ) == (
         57,
         2,
         "node 0 lost",
@@ -236,7 +276,9 @@ def test_worlds_without_a_step_between_them_each_have_the_time_up_to_their_own_e
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
     run.go_on(
-        synthetic.World(last=57, cause="node_lost", detail="node 0 lost", paused_seconds=0.5, ended="killed")
+        synthetic.World(
+            last=57, cause="node_lost", detail="node 0 lost", paused_seconds=0.5, ended="killed"
+        )
     )
     run.go_on(
         synthetic.World(
@@ -267,7 +309,9 @@ def test_an_evaluation_and_a_save_before_a_change_are_not_counted_as_reconfigura
     assert goodput.lost_seconds["evaluation"] == pytest.approx(synthetic.EVALUATION_SECONDS)
 
 
-def test_a_world_that_changes_before_the_first_step_is_not_startup(synthetic: ModuleType) -> None:
+def test_a_world_that_changes_before_the_first_step_is_not_startup(
+    synthetic: ModuleType,
+) -> None:
     begin = synthetic.BEGIN
     events = [
         Event(
@@ -282,7 +326,12 @@ def test_a_world_that_changes_before_the_first_step_is_not_startup(synthetic: Mo
             begin + 5,
             0,
             2,
-            {"world_size": 2, "from_world_size": None, "cause": "node_lost", "detail": "node 2 lost"},
+            {
+                "world_size": 2,
+                "from_world_size": None,
+                "cause": "node_lost",
+                "detail": "node 2 lost",
+            },
         ),
     ]
     row = synthetic.step_record(1, generation=2, time=begin + 6.5)
@@ -313,12 +362,22 @@ def test_a_failure_that_the_others_survived_is_not_how_the_run_ended(
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="failed"))
-    run.go_on(synthetic.World(last=60, cause="worker_crash", detail="generation 1 broke", ended="killed"))
+    run.go_on(
+        synthetic.World(
+            last=60, cause="worker_crash", detail="generation 1 broke", ended="killed"
+        )
+    )
     history = read_history(run.directory)
     assert [process.ended for process in _account(history).processes] == ["running or killed"]
     # In a world that had not begun to train: generation 3 failed, and generation 4 went on.
     failed = [
-        Event(EventType.FAILED, run.now + 1, 60, 3, {"error": "OSError", "message": "disk", "exit_code": 70}),
+        Event(
+            EventType.FAILED,
+            run.now + 1,
+            60,
+            3,
+            {"error": "OSError", "message": "disk", "exit_code": 70},
+        ),
         Event(EventType.END, run.now + 1, 60, 3, {"exit_code": 70}),
         Event(
             EventType.WORLD,
@@ -333,13 +392,30 @@ def test_a_failure_that_the_others_survived_is_not_how_the_run_ended(
     assert goodput.changes_by_cause == {"worker_crash": 2}
 
 
-def test_a_node_that_outlived_its_workers_did_not_start_before_they_were_lost(synthetic: ModuleType) -> None:
+def test_a_node_that_outlived_its_workers_did_not_start_before_they_were_lost(
+    synthetic: ModuleType,
+) -> None:
     begin = synthetic.BEGIN
     events = [
-        Event(EventType.START, begin + 2, 0, 1, {"process_start_time": begin, "resumed_from": None}),
-        Event(EventType.START, begin + 20, 0, 2, {"process_start_time": begin, "resumed_from": None}),
+        Event(
+            EventType.START,
+            begin + 2,
+            0,
+            1,
+            {"process_start_time": begin, "resumed_from": None},
+        ),
+        Event(
+            EventType.START,
+            begin + 20,
+            0,
+            2,
+            {"process_start_time": begin, "resumed_from": None},
+        ),
     ]
-    rows = [synthetic.step_record(1, time=begin + 3), synthetic.step_record(1, generation=2, time=begin + 21)]
+    rows = [
+        synthetic.step_record(1, time=begin + 3),
+        synthetic.step_record(1, generation=2, time=begin + 21),
+    ]
     goodput = account(StepTable.from_records(rows), events, [])
     _check_sum(goodput, 21.0)
     assert goodput.notes == ()
@@ -356,7 +432,9 @@ def test_a_row_that_a_frozen_process_writes_after_its_world_is_gone_moves_no_acc
     history = read_history(run.directory)
     records = [history.steps.record(row) for row in range(len(history.steps))]
     late = synthetic.step_record(58, generation=1, time=run.now)
-    goodput = account(StepTable.from_records([*records, late]), history.events, history.evaluations)
+    goodput = account(
+        StepTable.from_records([*records, late]), history.events, history.evaluations
+    )
     assert goodput.lost_seconds["reconfiguration"] == pytest.approx(0.3, abs=1e-4)
     assert goodput.productive_seconds == pytest.approx(70 * synthetic.STEP_SECONDS)
     assert goodput.lost_seconds["recompute"] == pytest.approx(synthetic.STEP_SECONDS)
@@ -396,11 +474,17 @@ def test_a_clock_set_back_during_a_process_keeps_the_measured_durations_and_is_r
     synthetic: ModuleType,
 ) -> None:
     records = [
-        synthetic.step_record(step, time=synthetic.BEGIN + step * 0.5 - (100 if step > 5 else 0))
+        synthetic.step_record(
+            step, time=synthetic.BEGIN + step * 0.5 - (100 if step > 5 else 0)
+        )
         for step in range(1, 11)
     ]
     start = Event(
-        EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None}
+        EventType.START,
+        synthetic.BEGIN,
+        0,
+        1,
+        {"process_start_time": synthetic.BEGIN, "resumed_from": None},
     )
     goodput = account(StepTable.from_records(records), [start], [])
     assert goodput.productive_seconds == pytest.approx(5.0)
@@ -408,7 +492,9 @@ def test_a_clock_set_back_during_a_process_keeps_the_measured_durations_and_is_r
     assert goodput.notes == ("the clock went back by 1m40s while generation 1 ran",)
 
 
-def test_a_process_start_time_after_its_own_start_event_is_not_believed(synthetic: ModuleType) -> None:
+def test_a_process_start_time_after_its_own_start_event_is_not_believed(
+    synthetic: ModuleType,
+) -> None:
     start = Event(
         EventType.START,
         synthetic.BEGIN,
@@ -417,7 +503,9 @@ def test_a_process_start_time_after_its_own_start_event_is_not_believed(syntheti
         {"process_start_time": synthetic.BEGIN + 500, "resumed_from": None},
     )
     goodput = account(
-        StepTable.from_records([synthetic.step_record(1, time=synthetic.BEGIN + 2)]), [start], []
+        StepTable.from_records([synthetic.step_record(1, time=synthetic.BEGIN + 2)]),
+        [start],
+        [],
     )
     assert goodput.elapsed_seconds == pytest.approx(2.0)
     assert goodput.lost_seconds["startup"] == pytest.approx(1.5)
@@ -425,7 +513,11 @@ def test_a_process_start_time_after_its_own_start_event_is_not_believed(syntheti
 
 def test_an_evaluation_before_the_first_step_is_not_startup(synthetic: ModuleType) -> None:
     start = Event(
-        EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None}
+        EventType.START,
+        synthetic.BEGIN,
+        0,
+        1,
+        {"process_start_time": synthetic.BEGIN, "resumed_from": None},
     )
     evaluation = EvaluationRecord(0, 1, "heldOut", 5.0, 148.0, 100, 3.0, synthetic.BEGIN + 4)
     row = synthetic.step_record(1, time=synthetic.BEGIN + 5)
@@ -435,7 +527,9 @@ def test_an_evaluation_before_the_first_step_is_not_startup(synthetic: ModuleTyp
     assert goodput.elapsed_seconds == pytest.approx(5.0)
 
 
-def test_rows_without_any_event_are_accounted_by_their_generations(synthetic: ModuleType) -> None:
+def test_rows_without_any_event_are_accounted_by_their_generations(
+    synthetic: ModuleType,
+) -> None:
     rows = [
         synthetic.step_record(step, generation=1 + step // 4, time=synthetic.BEGIN + step)
         for step in range(1, 7)
@@ -459,9 +553,15 @@ def test_impossible_durations_never_make_a_part_negative(synthetic: ModuleType) 
         synthetic.step_record(2, step_seconds=-5.0, time=math.nan),
         synthetic.step_record(3, time=synthetic.BEGIN + 3),
     ]
-    save = Event(EventType.SAVE, synthetic.BEGIN + 3, 3, 1, {"blocking_seconds": -7, "seconds": "soon"})
+    save = Event(
+        EventType.SAVE, synthetic.BEGIN + 3, 3, 1, {"blocking_seconds": -7, "seconds": "soon"}
+    )
     start = Event(
-        EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": "yesterday", "resumed_from": None}
+        EventType.START,
+        synthetic.BEGIN,
+        0,
+        1,
+        {"process_start_time": "yesterday", "resumed_from": None},
     )
     _check_sum(account(StepTable.from_records(rows), [start, save], []), 3.0)
 
@@ -470,7 +570,9 @@ def _replay(history: History, live: LiveAccounting, generation: int) -> None:
     """What the exporter of that process would have heard, in order of time."""
     records = [history.steps.record(row) for row in range(len(history.steps))]
     rows = [(row.time, 0, row) for row in records if row.generation == generation]
-    evaluations = [(one.time, 1, one) for one in history.evaluations if one.generation == generation]
+    evaluations = [
+        (one.time, 1, one) for one in history.evaluations if one.generation == generation
+    ]
     events = [
         (event.time, -1 if event.type == EventType.START else 2, event)
         for event in history.events
@@ -487,29 +589,47 @@ def _replay(history: History, live: LiveAccounting, generation: int) -> None:
 )
 @given(
     plan=st.lists(
-        st.tuples(st.integers(0, 40), st.sampled_from(["killed", "signal", "failed"]), st.floats(0, 100)),
+        st.tuples(
+            st.integers(0, 40),
+            st.sampled_from(["killed", "signal", "failed"]),
+            st.floats(0, 100),
+        ),
         max_size=5,
     )
 )
 def test_the_accounts_of_any_chain_of_processes_are_what_the_clock_saw(
-    plan: list[tuple[int, str, float]], tmp_path_factory: pytest.TempPathFactory, synthetic: ModuleType
+    plan: list[tuple[int, str, float]],
+    tmp_path_factory: pytest.TempPathFactory,
+    synthetic: ModuleType,
 ) -> None:
     run = synthetic.RunWriter(tmp_path_factory.mktemp("run"), save_every=15, evaluate_every=20)
     saved, downtime = None, 0.0
     for num_steps, ended, gap in plan:
         last = (saved or 0) + num_steps
-        run.write(synthetic.Process(last=last, resumed_from=saved, ended=ended, downtime_seconds=downtime))
+        run.write(
+            synthetic.Process(
+                last=last, resumed_from=saved, ended=ended, downtime_seconds=downtime
+            )
+        )
         saved = (last if ended == "signal" else last - last % 15) or None
         downtime = gap
-    run.write(synthetic.Process(last=(saved or 0) + 10, resumed_from=saved, downtime_seconds=downtime))
+    run.write(
+        synthetic.Process(last=(saved or 0) + 10, resumed_from=saved, downtime_seconds=downtime)
+    )
     goodput = _account(read_history(run.directory))
     _check_sum(goodput, run.now - synthetic.BEGIN)
     assert len(goodput.restarts) == len(plan)
-    seen = run.seconds | {"step": goodput.productive_seconds + goodput.lost_seconds["recompute"]}
+    seen = run.seconds | {
+        "step": goodput.productive_seconds + goodput.lost_seconds["recompute"]
+    }
     for cause in ("startup", "restore", "checkpoint", "evaluation", "downtime", "other"):
-        assert goodput.lost_seconds[cause] == pytest.approx(seen.get(cause, 0.0), abs=1e-3), cause
+        assert goodput.lost_seconds[cause] == pytest.approx(seen.get(cause, 0.0), abs=1e-3), (
+            cause
+        )
     assert run.seconds["step"] == pytest.approx(seen["step"])
-    assert goodput.productive_seconds == pytest.approx(((saved or 0) + 10) * synthetic.STEP_SECONDS)
+    assert goodput.productive_seconds == pytest.approx(
+        ((saved or 0) + 10) * synthetic.STEP_SECONDS
+    )
 
 
 _LINKS = st.tuples(
@@ -569,7 +689,10 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
         if kind == "start" or ended == "signal":
             run.write(
                 synthetic.Process(
-                    last=saved + num_steps, resumed_from=saved, ended=ending, downtime_seconds=gap
+                    last=saved + num_steps,
+                    resumed_from=saved,
+                    ended=ending,
+                    downtime_seconds=gap,
                 )
             )
             at, starts = saved + num_steps, starts + 1
@@ -596,8 +719,18 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
     assert math.fsum(goodput.reconfiguration_seconds_by_cause.values()) == pytest.approx(
         goodput.lost_seconds["reconfiguration"]
     )
-    for cause in ("startup", "restore", "checkpoint", "evaluation", "downtime", "reconfiguration", "other"):
-        assert goodput.lost_seconds[cause] == pytest.approx(run.seconds.get(cause, 0.0), abs=1e-2), cause
+    for cause in (
+        "startup",
+        "restore",
+        "checkpoint",
+        "evaluation",
+        "downtime",
+        "reconfiguration",
+        "other",
+    ):
+        assert goodput.lost_seconds[cause] == pytest.approx(
+            run.seconds.get(cause, 0.0), abs=1e-2
+        ), cause
     assert goodput.productive_seconds == pytest.approx(at * synthetic.STEP_SECONDS)
     assert goodput.productive_seconds + goodput.lost_seconds["recompute"] == pytest.approx(
         run.seconds["step"]
@@ -636,7 +769,9 @@ def test_live_totals_of_one_process_in_several_worlds_agree_with_the_accounts(
     run.write(synthetic.Process(last=40, ended="killed"))
     run.go_on(synthetic.World(last=40, cause="node_lost", detail="node 1 lost", ended="killed"))
     run.go_on(
-        synthetic.World(last=70, cause="node_lost", detail="node 2 lost", paused_seconds=3.0, ended="killed")
+        synthetic.World(
+            last=70, cause="node_lost", detail="node 2 lost", paused_seconds=3.0, ended="killed"
+        )
     )
     run.go_on(synthetic.World(last=100, cause="node_joined", detail="node 1 joined"))
     history = read_history(run.directory)
@@ -648,11 +783,15 @@ def test_live_totals_of_one_process_in_several_worlds_agree_with_the_accounts(
     assert live.lost == pytest.approx(goodput.lost_seconds, abs=1e-3)
 
 
-def test_live_totals_leave_out_what_rank_0_did_elsewhere(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_live_totals_leave_out_what_rank_0_did_elsewhere(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path, save_every=1000, evaluate_every=1000)
     run.write(synthetic.Process(last=10, ended="killed"))
     run.go_on(synthetic.World(last=20, cause="node_lost", detail="node 0 lost", ended="killed"))
-    run.go_on(synthetic.World(last=30, cause="node_joined", detail="node 0 joined", ended="killed"))
+    run.go_on(
+        synthetic.World(last=30, cause="node_joined", detail="node 0 joined", ended="killed")
+    )
     run.go_on(synthetic.World(last=40, cause="node_lost", detail="node 0 lost", ended="killed"))
     history = read_history(run.directory)
     goodput = _account(history)
@@ -695,7 +834,9 @@ def test_a_late_save_report_is_paid_back_by_the_next_pause(synthetic: ModuleType
         if step % 10 == 0:
             now += 0.25
         if step % 10 == 3 and step > 10:
-            live.event(Event(EventType.SAVE, now, step, 1, {"seconds": 1.0, "blocking_seconds": 0.25}))
+            live.event(
+                Event(EventType.SAVE, now, step, 1, {"seconds": 1.0, "blocking_seconds": 0.25})
+            )
     wall = 40 * 0.5 + 3 * 0.25
     assert sum(live.phases.values()) - wall == pytest.approx(0.25)
     assert live.lost["checkpoint"] == pytest.approx(0.75)

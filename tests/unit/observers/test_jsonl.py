@@ -27,7 +27,9 @@ def directory(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def test_a_row_is_in_the_file_when_the_call_returns(directory: RunDirectory, synthetic: ModuleType) -> None:
+def test_a_row_is_in_the_file_when_the_call_returns(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
     log = RunLog(directory)
     log.step_end(synthetic.step_record(1))
     assert json.loads(directory.metrics.read_text())["step"] == 1
@@ -55,7 +57,9 @@ def test_a_step_row_has_every_field_of_the_record_in_its_order(
     ]
 
 
-def test_everything_written_is_read_back_equal(directory: RunDirectory, synthetic: ModuleType) -> None:
+def test_everything_written_is_read_back_equal(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
     records = [synthetic.step_record(step) for step in range(1, 10_001, 7)]
     evaluation = EvaluationRecord(40, 1, "heldOut", 2.5, 12.18, 4096, 1.5, 1.77e9)
     events = [
@@ -80,7 +84,9 @@ def test_a_row_without_metrics_of_its_own_is_byte_for_byte_what_it_always_was(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     log = RunLog(directory)
-    log.step_end(synthetic.step_record(7, loss=2.5, learning_rate=1e-3, grad_norm=0.5, time=1.77e9))
+    log.step_end(
+        synthetic.step_record(7, loss=2.5, learning_rate=1e-3, grad_norm=0.5, time=1.77e9)
+    )
     log.evaluation_end(EvaluationRecord(40, 1, "heldOut", 2.5, 12.18, 4096, 1.5, 1.77e9))
     log.close()
     assert directory.metrics.read_text() == (
@@ -107,17 +113,24 @@ def test_metrics_of_a_recipe_stand_in_their_rows_and_are_read_back(
         synthetic.step_record(5000, metrics={"ce": 1.5}),
         synthetic.step_record(5001),
     ]
-    evaluation = EvaluationRecord(2, 1, "heldOut", 2.5, 12.18, 4096, 1.5, 1.77e9, {"accuracy": 0.75})
+    evaluation = EvaluationRecord(
+        2, 1, "heldOut", 2.5, 12.18, 4096, 1.5, 1.77e9, {"accuracy": 0.75}
+    )
     log = RunLog(directory)
     for record in records:
         log.step_end(record)
     log.evaluation_end(evaluation)
     log.close()
-    assert json.loads(directory.metrics.read_text().splitlines()[1])["metrics"] == {"ce": 2.5, "kl": 0.125}
+    assert json.loads(directory.metrics.read_text().splitlines()[1])["metrics"] == {
+        "ce": 2.5,
+        "kl": 0.125,
+    }
     history = read_history(directory)
     assert set(history.steps.metrics) == {"ce", "kl"}
     assert [history.steps.record(row) for row in range(len(history.steps))] == records
-    assert [history.steps.take(history.steps.step > 4999).record(row) for row in (0, 1)] == records[-2:]
+    assert [
+        history.steps.take(history.steps.step > 4999).record(row) for row in (0, 1)
+    ] == records[-2:]
     assert history.evaluations == (evaluation,)
 
 
@@ -167,7 +180,20 @@ def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(
 def test_the_start_event_carries_the_facts_of_the_run(directory: RunDirectory) -> None:
     log = RunLog(directory)
     log.run_start(
-        RunInfo("docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "fsdp2", "llama", "/runs/docs-lm")
+        RunInfo(
+            "docs-lm",
+            3,
+            2,
+            100,
+            40,
+            8192,
+            32,
+            10_000_000,
+            "bf16",
+            "fsdp2",
+            "llama",
+            "/runs/docs-lm",
+        )
     )
     log.event(Event(EventType.START, 5.0, 40, 3, {"run": "docs-lm", "world_size": 2}))
     log.event(Event(EventType.STOP, 6.0, 40, 3, {"reason": "signal"}))
@@ -195,7 +221,9 @@ class Volume:
         self.tries = 0
         self._number = number
         write, fsync = os.write, os.fsync
-        monkeypatch.setattr(os, "write", lambda descriptor, data: self._call(write, descriptor, data))
+        monkeypatch.setattr(
+            os, "write", lambda descriptor, data: self._call(write, descriptor, data)
+        )
         monkeypatch.setattr(os, "fsync", lambda descriptor: self._call(fsync, descriptor))
 
     def _call(self, call: Any, *arguments: Any) -> Any:
@@ -205,7 +233,9 @@ class Volume:
         return call(*arguments)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT]
+)
 def test_lines_wait_in_memory_while_the_volume_is_away_and_are_written_in_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -290,14 +320,19 @@ def test_an_event_survives_the_way_through_its_line() -> None:
         (None, 9),
     ],
 )
-def test_the_saved_step_comes_from_the_name_of_the_checkpoint(name: str | None, step: int) -> None:
+def test_the_saved_step_comes_from_the_name_of_the_checkpoint(
+    name: str | None, step: int
+) -> None:
     assert saved_step(Event("save", 0.0, 9, 1, {"checkpoint": name})) == step
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss": None, "tokens": 1.5}, r"metrics\.jsonl line 6000: has an impossible tokens, 1\.5"),
+        (
+            {"loss": None, "tokens": 1.5},
+            r"metrics\.jsonl line 6000: has an impossible tokens, 1\.5",
+        ),
         ({"sample_hash": "nothex"}, r"line 6000: has an impossible sample_hash, 'nothex'"),
         ({"sample_hash": 12}, "line 6000: has an impossible sample_hash, 12"),
         ({"learning_rate": "fast"}, "line 6000: has an impossible learning_rate, 'fast'"),
@@ -323,23 +358,31 @@ def test_rows_without_a_field_are_refused_and_unknown_fields_are_not(
     assert len(read_history(directory).steps) == 1
     del row["loss"], row["time"]
     directory.metrics.write_text(json.dumps(row) + "\n")
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl line 1: has no loss and no time"):
+    with pytest.raises(
+        RunDirectoryError, match=r"metrics\.jsonl line 1: has no loss and no time"
+    ):
         read_history(directory)
     directory.metrics.unlink()
     directory.events.write_text('{"type":"start","time":"noon","step":0,"generation":1}\n')
-    with pytest.raises(RunDirectoryError, match=r"events\.jsonl line 1: could not convert string to float"):
+    with pytest.raises(
+        RunDirectoryError, match=r"events\.jsonl line 1: could not convert string to float"
+    ):
         read_history(directory)
     directory.events.unlink()
     directory.evaluation.write_text('{"step":1}\n')
     with pytest.raises(
-        RunDirectoryError, match=r"evaluation\.jsonl line 1: has no generation and no name and no loss"
+        RunDirectoryError,
+        match=r"evaluation\.jsonl line 1: has no generation and no name and no loss",
     ):
         read_history(directory)
 
 
 def test_the_last_row_of_a_step_counts(synthetic: ModuleType) -> None:
     table = StepTable.from_records(
-        [synthetic.step_record(step, loss=float(index)) for index, step in enumerate([1, 2, 3, 2, 3, 4])]
+        [
+            synthetic.step_record(step, loss=float(index))
+            for index, step in enumerate([1, 2, 3, 2, 3, 4])
+        ]
     )
     counting = table.take(table.last_rows())
     assert counting.step.tolist() == [1, 2, 3, 4]
@@ -363,5 +406,7 @@ def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(
 def test_the_catalogue_has_exactly_the_columns_of_a_step() -> None:
     """And in their order; ``skipped`` is no number, ``metrics`` are the recipe's own."""
     assert [column.name for column in COLUMNS] == [
-        column.name for column in fields(StepRecord) if column.name not in ("skipped", "metrics")
+        column.name
+        for column in fields(StepRecord)
+        if column.name not in ("skipped", "metrics")
     ]

@@ -59,7 +59,9 @@ def test_the_state_goes_on_in_another_process(synthetic: ModuleType) -> None:
     assert counting.seen == [1, 2, 3]
 
 
-def test_a_state_that_was_saved_before_there_were_observers_is_the_beginning(synthetic: ModuleType) -> None:
+def test_a_state_that_was_saved_before_there_were_observers_is_the_beginning(
+    synthetic: ModuleType,
+) -> None:
     counting = Counting()
     lasting = Lasting([counting])
     lasting.step_end(synthetic.step_record(1))
@@ -71,7 +73,9 @@ def test_a_state_that_was_saved_before_there_were_observers_is_the_beginning(syn
     assert lasting.values() == {}
 
 
-def test_an_observer_that_fails_keeps_the_state_it_had_and_the_others_go_on(synthetic: ModuleType) -> None:
+def test_an_observer_that_fails_keeps_the_state_it_had_and_the_others_go_on(
+    synthetic: ModuleType,
+) -> None:
     lasting = Lasting([Failing(), Counting()])
     lasting.step_end(synthetic.step_record(1))
     assert lasting.values() == {"Failing": {"seen": [1]}, "Counting": {"seen": [1]}}
@@ -82,8 +86,12 @@ def test_an_observer_that_fails_keeps_the_state_it_had_and_the_others_go_on(synt
     assert lasting.failures["Failing"] > 0
 
 
-@pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": object()}, {"x": "y" * MAX_STATE_BYTES}])
-def test_a_state_that_no_checkpoint_can_hold_is_a_failure_of_its_observer(state: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "state", [{"x": float("nan")}, {"x": object()}, {"x": "y" * MAX_STATE_BYTES}]
+)
+def test_a_state_that_no_checkpoint_can_hold_is_a_failure_of_its_observer(
+    state: dict[str, Any],
+) -> None:
     class Odd(BaseObserver):
         def state(self) -> Mapping[str, Any]:
             return state
@@ -104,7 +112,9 @@ def test_an_essential_observer_ends_the_run_in_its_state_too() -> None:
         Lasting([Strict()]).values()
 
 
-def test_rank_0_closes_its_own_observers_and_leaves_those_of_the_task(synthetic: ModuleType) -> None:
+def test_rank_0_closes_its_own_observers_and_leaves_those_of_the_task(
+    synthetic: ModuleType,
+) -> None:
     own, counting = Counting(), Counting()
     together = Together(own, Lasting([counting]))
     together.step_end(synthetic.step_record(1))
@@ -115,7 +125,9 @@ def test_rank_0_closes_its_own_observers_and_leaves_those_of_the_task(synthetic:
     assert counting.is_closed
 
 
-def test_the_runs_own_observers_hear_of_one_of_the_tasks_that_is_switched_off(synthetic: ModuleType) -> None:
+def test_the_runs_own_observers_hear_of_one_of_the_tasks_that_is_switched_off(
+    synthetic: ModuleType,
+) -> None:
     class Deaf(BaseObserver):
         def step_end(self, record: StepRecord) -> None:
             raise ValueError("no step for me")

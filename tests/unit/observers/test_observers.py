@@ -16,7 +16,18 @@ from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecor
 from evergrad_trainer.run_directory import RunDirectory
 
 INFO = RunInfo(
-    "docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm"
+    "docs-lm",
+    3,
+    2,
+    100,
+    40,
+    8192,
+    32,
+    10_000_000,
+    "bf16",
+    "dataParallel",
+    "llama",
+    "/runs/docs-lm",
 )
 
 
@@ -39,7 +50,9 @@ class Recorder(BaseObserver):
         self._heard.append(f"{self._name}evaluating {name} {done}/{total}")
 
     def event(self, event: Event) -> None:
-        self._heard.append(f"{self._name}event {event.type} {event.fields.get('message', '')}".rstrip())
+        self._heard.append(
+            f"{self._name}event {event.type} {event.fields.get('message', '')}".rstrip()
+        )
 
     def close(self) -> None:
         self._heard.append(f"{self._name}close")
@@ -74,7 +87,9 @@ class _Wishing(BaseObserver):
 
 
 def test_wishes_of_all_observers_are_put_together() -> None:
-    observers = Observers([_Wishing("stop"), BaseObserver(), _Wishing("save", "stop"), _Wishing()])
+    observers = Observers(
+        [_Wishing("stop"), BaseObserver(), _Wishing("save", "stop"), _Wishing()]
+    )
     assert observers.wishes() == {"stop", "save"}
     assert Observers([]).wishes() == frozenset()
 
@@ -94,7 +109,14 @@ def test_every_observer_hears_everything_in_order(synthetic: ModuleType) -> None
     observers.evaluation_end(EvaluationRecord(1, 1, "heldOut", 1.0, 2.7, 1, 0.1, 1.0))
     observers.event(Event("stop", 1.0, 1, 1))
     observers.close()
-    facts = ["start docs-lm", "step 1", "evaluating heldOut 1/4", "evaluation heldOut", "event stop", "close"]
+    facts = [
+        "start docs-lm",
+        "step 1",
+        "evaluating heldOut 1/4",
+        "evaluation heldOut",
+        "event stop",
+        "close",
+    ]
     assert heard == [f"{name} {fact}" for fact in facts for name in ("a", "b")]
 
 
@@ -107,7 +129,9 @@ def test_an_observer_is_switched_off_after_three_failures_in_a_row_and_the_other
     with caplog.at_level(logging.ERROR):
         for step in range(1, 9):
             observers.step_end(synthetic.step_record(step))
-    assert [line for line in heard if line.startswith("step")] == [f"step {step}" for step in range(1, 9)]
+    assert [line for line in heard if line.startswith("step")] == [
+        f"step {step}" for step in range(1, 9)
+    ]
     warnings = [line for line in heard if line.startswith("event")]
     assert warnings == [
         "event warning observer Failing is switched off after 3 failures in a row: no such gauge"
@@ -115,7 +139,10 @@ def test_an_observer_is_switched_off_after_three_failures_in_a_row_and_the_other
     assert observers.failures == {"Failing": 5}
     assert failing.closed == 1
     assert (
-        sum("observer Failing failed: ValueError: no such gauge" in message for message in caplog.messages)
+        sum(
+            "observer Failing failed: ValueError: no such gauge" in message
+            for message in caplog.messages
+        )
         == 5
     )
 
@@ -132,18 +159,27 @@ def test_the_warning_about_a_switched_off_observer_names_the_step_it_happened_at
     assert (event.step, event.generation) == (13, 4)
 
 
-def test_an_essential_observer_stops_the_run_with_an_error_that_names_the_file(synthetic: ModuleType) -> None:
+def test_an_essential_observer_stops_the_run_with_an_error_that_names_the_file(
+    synthetic: ModuleType,
+) -> None:
     observers = Observers(
-        [Essential({2}, OSError(errno.ENOSPC, "No space left on device", "/runs/x/metrics.jsonl"))]
+        [
+            Essential(
+                {2}, OSError(errno.ENOSPC, "No space left on device", "/runs/x/metrics.jsonl")
+            )
+        ]
     )
     observers.step_end(synthetic.step_record(1))
     with pytest.raises(
-        VolumeError, match=r"/runs/x/metrics\.jsonl: cannot be written by Essential; No space left on device"
+        VolumeError,
+        match=r"/runs/x/metrics\.jsonl: cannot be written by Essential; No space left on device",
     ):
         observers.step_end(synthetic.step_record(2))
 
 
-def test_a_full_disk_under_the_run_log_stops_nothing(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_full_disk_under_the_run_log_stops_nothing(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     log = RunLog(RunDirectory(tmp_path))
     log._metrics.close()
     log._metrics = JsonLinesWriter(Path("/dev/full"))
@@ -152,7 +188,9 @@ def test_a_full_disk_under_the_run_log_stops_nothing(tmp_path: Path, synthetic: 
     log._metrics._close_descriptor()
 
 
-def test_any_other_error_of_an_essential_observer_is_raised_as_it_is(synthetic: ModuleType) -> None:
+def test_any_other_error_of_an_essential_observer_is_raised_as_it_is(
+    synthetic: ModuleType,
+) -> None:
     observers = Observers([Essential({1}, TypeError("not JSON"))])
     with pytest.raises(TypeError, match="not JSON"):
         observers.step_end(synthetic.step_record(1))
@@ -171,7 +209,9 @@ class EssentialFailingClose(FailingClose):
     essential = True
 
 
-def test_all_observers_are_closed_even_when_one_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_observers_are_closed_even_when_one_cannot_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     heard: list[str] = []
     Observers([FailingClose(), Recorder(heard)]).close()
     assert heard == ["close"]

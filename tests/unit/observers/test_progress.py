@@ -14,7 +14,16 @@ from types import ModuleType
 
 import pytest
 
-from evergrad_coordinator.text import compact, count, duration, percent, real, short_count, size, utc
+from evergrad_coordinator.text import (
+    compact,
+    count,
+    duration,
+    percent,
+    real,
+    short_count,
+    size,
+    utc,
+)
 from evergrad_trainer.observers.bar import ProgressBar, render_line
 from evergrad_trainer.observers.live_state import Rate, State
 from evergrad_trainer.observers.logs import EventLog, setup_logging
@@ -60,18 +69,28 @@ class Clock:
         return self.now
 
 
-def test_lines_are_printed_every_n_steps_and_at_every_notable_event(synthetic: ModuleType) -> None:
+def test_lines_are_printed_every_n_steps_and_at_every_notable_event(
+    synthetic: ModuleType,
+) -> None:
     stream, clock = io.StringIO(), Clock()
     lines = ProgressLines(stream, every=20, clock=clock)
     lines.run_start(INFO)
     lines.event(Event(EventType.START, 0.0, 1200, 3, {}))
-    lines.event(Event(EventType.RESTORED, 0.0, 1200, 3, {"checkpoint": "step-1200", "seconds": 0.5}))
+    lines.event(
+        Event(EventType.RESTORED, 0.0, 1200, 3, {"checkpoint": "step-1200", "seconds": 0.5})
+    )
     for step in range(1201, 1241):
         clock.now += 0.5
         lines.step_end(synthetic.step_record(step, loss=2.41318, grad_norm=0.7666))
     lines.evaluation_end(EVALUATION)
     lines.event(
-        Event(EventType.SAVE, 0.0, 1241, 3, {"checkpoint": "step-1240", "seconds": 0.61, "bytes": 12_345_678})
+        Event(
+            EventType.SAVE,
+            0.0,
+            1241,
+            3,
+            {"checkpoint": "step-1240", "seconds": 0.61, "bytes": 12_345_678},
+        )
     )
     lines.event(Event(EventType.WARNING, 0.0, 1241, 3, {"message": "two\nlines"}))
     lines.event(Event(EventType.STOP, 0.0, 1241, 3, {"reason": "signal", "saved": True}))
@@ -91,7 +110,9 @@ def test_lines_are_printed_every_n_steps_and_at_every_notable_event(synthetic: M
     ]
 
 
-def test_metrics_of_a_recipe_stand_at_the_end_of_a_line_and_in_a_wide_bar(synthetic: ModuleType) -> None:
+def test_metrics_of_a_recipe_stand_at_the_end_of_a_line_and_in_a_wide_bar(
+    synthetic: ModuleType,
+) -> None:
     stream = io.StringIO()
     lines = ProgressLines(stream, every=1, clock=Clock())
     lines.run_start(INFO)
@@ -116,7 +137,13 @@ def test_a_rank_0_that_takes_over_says_who_came_or_went_instead_of_starting_agai
     lines.event(Event(EventType.WORLD, 0.0, 1207, 4, WORLD))
     lines.step_end(synthetic.step_record(1210, world_size=2))
     lines.event(
-        Event(EventType.WORLD, 0.0, 1210, 5, {"world_size": 3, "from_world_size": None, "cause": 'no"quote'})
+        Event(
+            EventType.WORLD,
+            0.0,
+            1210,
+            5,
+            {"world_size": 3, "from_world_size": None, "cause": 'no"quote'},
+        )
     )
     printed = stream.getvalue().splitlines()
     assert printed[0] == 'world size=2 from=3 cause="node 0 lost" paused=0.12s'
@@ -133,7 +160,9 @@ def test_the_last_step_is_always_printed(synthetic: ModuleType) -> None:
     assert stream.getvalue().splitlines()[-1].startswith("step 20000/20000 ")
 
 
-def test_the_rate_counts_pauses_and_forgets_the_first_step_and_what_is_older_than_its_window() -> None:
+def test_the_rate_counts_pauses_and_forgets_the_first_step_and_what_is_older_than_its_window() -> (
+    None
+):
     clock = Clock()
     rate = Rate(window_seconds=60.0, clock=clock)
     assert rate.per_second == 0
@@ -201,7 +230,13 @@ def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(synthetic: Modu
     line = render_line(state, 150).plain
     assert "lost" not in line and "process" not in line
     state.see(
-        Event(EventType.WORLD, 0.0, 1208, 5, {"world_size": 1, "cause": "node_lost", "detail": "node 1 lost"})
+        Event(
+            EventType.WORLD,
+            0.0,
+            1208,
+            5,
+            {"world_size": 1, "cause": "node_lost", "detail": "node 1 lost"},
+        )
     )
     assert "1 process  node 1 lost" in render_line(state, 150).plain
 
@@ -264,7 +299,9 @@ def _read(controller: int) -> str:
 
 
 def test_on_a_terminal_the_bar_is_drawn_and_events_scroll_by_above_it(
-    terminal: tuple[io.TextIOWrapper, int], synthetic: ModuleType, monkeypatch: pytest.MonkeyPatch
+    terminal: tuple[io.TextIOWrapper, int],
+    synthetic: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
@@ -277,18 +314,31 @@ def test_on_a_terminal_the_bar_is_drawn_and_events_scroll_by_above_it(
     bar.evaluation_progress("heldOut", 3, 12)
     bar.evaluation_end(EVALUATION)
     bar.event(Event(EventType.SAVE, 0.0, 1299, 3, {"checkpoint": "step-1299"}))
-    bar.event(Event(EventType.FALLBACK, 0.0, 1299, 3, {"checkpoint": "step-1200", "reason": "hash differs"}))
+    bar.event(
+        Event(
+            EventType.FALLBACK,
+            0.0,
+            1299,
+            3,
+            {"checkpoint": "step-1200", "reason": "hash differs"},
+        )
+    )
     print("somebody else's line", file=sys.stdout)
     bar.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", _read(controller))
-    assert "10.2M parameters, 20,000 steps of 8,192 tokens, 2 processes, bf16-autocast, dataParallel" in text
+    assert (
+        "10.2M parameters, 20,000 steps of 8,192 tokens, 2 processes, bf16-autocast, dataParallel"
+        in text
+    )
     assert "heldOut  loss 2.5131  perplexity 12.34  best so far" in text
     assert "fallback checkpoint=step-1200 reason=hash differs" in text
     assert "saved 1,299" in text.splitlines()[-1]
 
 
 def test_a_bar_that_takes_over_introduces_nothing_again(
-    terminal: tuple[io.TextIOWrapper, int], synthetic: ModuleType, monkeypatch: pytest.MonkeyPatch
+    terminal: tuple[io.TextIOWrapper, int],
+    synthetic: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "150")
@@ -345,7 +395,12 @@ def test_numbers_are_written_as_people_read_them() -> None:
         "-2.5000",
         "–",
     ]
-    assert [compact(x) for x in (0.001, 2.5e-5, 12.3429, float("inf"))] == ["0.001", "2.5e-05", "12.34", "–"]
+    assert [compact(x) for x in (0.001, 2.5e-5, 12.3429, float("inf"))] == [
+        "0.001",
+        "2.5e-05",
+        "12.34",
+        "–",
+    ]
     assert [percent(x) for x in (0, 1, 0.9834, 0.00001, 0.99999, float("nan"))] == [
         "0%",
         "100%",
@@ -387,7 +442,9 @@ def test_each_rank_has_its_own_log_file_and_only_rank_0_speaks_on_stderr(
     assert "WARNING evergrad_trainer.training.loop: loud 1" in text
 
 
-def test_logging_leaves_no_trace_after_it_is_closed_and_appends_when_opened_again(tmp_path: Path) -> None:
+def test_logging_leaves_no_trace_after_it_is_closed_and_appends_when_opened_again(
+    tmp_path: Path,
+) -> None:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     for _ in range(2):
@@ -397,7 +454,9 @@ def test_logging_leaves_no_trace_after_it_is_closed_and_appends_when_opened_agai
     assert (root.handlers, root.level) == (handlers, level)
     lines = (tmp_path / "logs" / "node-1-rank-3.log").read_text().splitlines()
     assert len(lines) == 2
-    assert lines[0].endswith('event {"type":"stop","time":1.0,"step":5,"generation":2,"reason":"signal"}')
+    assert lines[0].endswith(
+        'event {"type":"stop","time":1.0,"step":5,"generation":2,"reason":"signal"}'
+    )
 
 
 def test_a_python_warning_goes_to_the_log_of_its_rank(

@@ -27,7 +27,18 @@ from evergrad_trainer.observers.relay import Relay, tell
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
 INFO = RunInfo(
-    "docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm"
+    "docs-lm",
+    3,
+    2,
+    100,
+    40,
+    8192,
+    32,
+    10_000_000,
+    "bf16",
+    "dataParallel",
+    "llama",
+    "/runs/docs-lm",
 )
 DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 
@@ -44,7 +55,9 @@ def exporter() -> Iterator[PrometheusExporter]:
 
 
 def _scrape(exporter: PrometheusExporter) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=100) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{exporter.port}/metrics", timeout=100
+    ) as answer:
         return str(answer.read().decode())
 
 
@@ -59,8 +72,12 @@ def _samples(exporter: PrometheusExporter) -> Samples:
 
 def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
     exporter.run_start(INFO)
-    exporter.event(Event(EventType.START, 101.0, 40, 3, {"process_start_time": 100.0, "resumed_from": 40}))
-    exporter.event(Event(EventType.RESTORED, 103.0, 40, 3, {"checkpoint": "step-40", "seconds": 1.5}))
+    exporter.event(
+        Event(EventType.START, 101.0, 40, 3, {"process_start_time": 100.0, "resumed_from": 40})
+    )
+    exporter.event(
+        Event(EventType.RESTORED, 103.0, 40, 3, {"checkpoint": "step-40", "seconds": 1.5})
+    )
     for step in range(41, 61):
         exporter.step_end(synthetic.step_record(step, time=105.0 + (step - 41) * 0.5))
     exporter.evaluation_end(EvaluationRecord(60, 3, "heldOut", 2.5, 12.2, 4096, 2.0, 116.5))
@@ -70,7 +87,13 @@ def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
             117.0,
             60,
             3,
-            {"checkpoint": "step-60", "seconds": 4.0, "blocking_seconds": 0.25, "bytes": 1000, "kept": 1},
+            {
+                "checkpoint": "step-60",
+                "seconds": 4.0,
+                "blocking_seconds": 0.25,
+                "bytes": 1000,
+                "kept": 1,
+            },
         )
     )
 
@@ -87,7 +110,10 @@ def test_metrics_of_a_recipe_are_shown_by_their_names(
     samples = _samples(exporter)
     assert samples["evergrad_task_metric", (("metric", "kl"),)] == 0.25
     assert samples["evergrad_task_metric", (("metric", "ce"),)] == 2.0
-    assert samples["evergrad_eval_metric", (("dataset", "heldOut"), ("metric", "accuracy"))] == 0.75
+    assert (
+        samples["evergrad_eval_metric", (("dataset", "heldOut"), ("metric", "accuracy"))]
+        == 0.75
+    )
 
 
 def test_gauges_show_the_last_values_and_counters_the_sums(
@@ -104,9 +130,14 @@ def test_gauges_show_the_last_values_and_counters_the_sums(
     assert samples["evergrad_grad_norm", ()] == pytest.approx(last.grad_norm)
     assert samples["evergrad_learning_rate", ()] == pytest.approx(1e-3)
     mean = sum(synthetic.step_record(step).loss for step in range(51, 61)) / 10
-    assert samples["evergrad_loss", (("dataset", ""), ("split", "train"))] == pytest.approx(mean)
+    assert samples["evergrad_loss", (("dataset", ""), ("split", "train"))] == pytest.approx(
+        mean
+    )
     assert samples["evergrad_loss", (("dataset", "heldOut"), ("split", "eval"))] == 2.5
-    assert samples["evergrad_eval_metric", (("dataset", "heldOut"), ("metric", "perplexity"))] == 12.2
+    assert (
+        samples["evergrad_eval_metric", (("dataset", "heldOut"), ("metric", "perplexity"))]
+        == 12.2
+    )
     assert samples["evergrad_world_size", ()] == 2
     assert samples["evergrad_step_duration_seconds_count", ()] == 20
     assert samples["evergrad_step_duration_seconds_sum", ()] == pytest.approx(10.0)
@@ -134,7 +165,13 @@ def test_checkpoint_metrics_tell_time_size_step_and_what_training_waited(
         )
     )
     exporter.event(
-        Event(EventType.FALLBACK, 118.0, 70, 3, {"checkpoint": "step-60", "reason": "hash differs"})
+        Event(
+            EventType.FALLBACK,
+            118.0,
+            70,
+            3,
+            {"checkpoint": "step-60", "reason": "hash differs"},
+        )
     )
     exporter.event(
         Event(
@@ -146,15 +183,32 @@ def test_checkpoint_metrics_tell_time_size_step_and_what_training_waited(
         )
     )
     samples = _samples(exporter)
-    assert samples["evergrad_checkpoint_duration_seconds_count", (("mode", "async"), ("op", "save"))] == 1
-    assert samples["evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "save"))] == 2.0
-    assert samples["evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "load"))] == 1.5
+    assert (
+        samples[
+            "evergrad_checkpoint_duration_seconds_count", (("mode", "async"), ("op", "save"))
+        ]
+        == 1
+    )
+    assert (
+        samples["evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "save"))]
+        == 2.0
+    )
+    assert (
+        samples["evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "load"))]
+        == 1.5
+    )
     assert samples["evergrad_checkpoint_blocking_seconds_total", ()] == 2.75
     assert samples["evergrad_checkpoint_size_bytes", ()] == 2000
     assert samples["evergrad_checkpoint_last_step", ()] == 80
     assert samples["evergrad_checkpoint_last_success_timestamp_seconds", ()] == 119.0
-    assert samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", "no_space"))] == 1
-    assert samples["evergrad_checkpoint_failures_total", (("op", "load"), ("reason", "invalid"))] == 1
+    assert (
+        samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", "no_space"))]
+        == 1
+    )
+    assert (
+        samples["evergrad_checkpoint_failures_total", (("op", "load"), ("reason", "invalid"))]
+        == 1
+    )
 
 
 def test_the_phases_sum_to_the_wall_time_since_the_first_step(
@@ -163,16 +217,23 @@ def test_the_phases_sum_to_the_wall_time_since_the_first_step(
     _train(exporter, synthetic)
     exporter.step_end(synthetic.step_record(61, time=118.0))
     samples = _samples(exporter)
-    phases = {phase: samples["evergrad_step_phase_seconds_total", (("phase", phase),)] for phase in PHASES}
+    phases = {
+        phase: samples["evergrad_step_phase_seconds_total", (("phase", phase),)]
+        for phase in PHASES
+    }
     assert sum(phases.values()) == pytest.approx(118.0 - 104.5)
     assert phases["eval"] == 2.0 and phases["checkpoint"] == 0.25
     assert phases["comm_wait"] == pytest.approx(21 * 0.06)
 
 
-def test_time_is_productive_or_lost_to_a_cause(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+def test_time_is_productive_or_lost_to_a_cause(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
     _train(exporter, synthetic)
     samples = _samples(exporter)
-    lost = {cause: samples["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES}
+    lost = {
+        cause: samples["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES
+    }
     assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(18 * 0.5)
     assert lost == pytest.approx(
         {
@@ -203,13 +264,15 @@ def test_a_change_of_the_world_is_counted_by_its_cause_and_costs_reconfiguration
     assert _samples(exporter)["evergrad_world_size", ()] == 1
     exporter.step_end(synthetic.step_record(61, generation=4, world_size=1, time=119.0))
     samples = _samples(exporter)
-    counted = {cause: samples["evergrad_world_changes_total", (("cause", cause),)] for cause in CHANGES}
+    counted = {
+        cause: samples["evergrad_world_changes_total", (("cause", cause),)] for cause in CHANGES
+    }
     assert counted == dict.fromkeys(CHANGES, 0) | {"node_lost": 1}
     # From the end of step 60 at 114.5 to the begin of step 61 at 118.5, less an evaluation of 2 s and a save
     # of 0.25 s.
-    assert samples["evergrad_lost_seconds_total", (("cause", "reconfiguration"),)] == pytest.approx(
-        4.0 - 2.25
-    )
+    assert samples[
+        "evergrad_lost_seconds_total", (("cause", "reconfiguration"),)
+    ] == pytest.approx(4.0 - 2.25)
     assert samples["evergrad_lost_seconds_total", (("cause", "other"),)] == pytest.approx(0.0)
 
 
@@ -221,9 +284,14 @@ def test_no_counter_jumps_back_when_rank_0_leaves_this_node_and_comes_back(
     before = _samples(exporter)
     exporter.rank_0_left()
     away = _samples(exporter)
-    assert ("evergrad_step", ()) not in away and ("evergrad_last_step_timestamp_seconds", ()) not in away
+    assert ("evergrad_step", ()) not in away and (
+        "evergrad_last_step_timestamp_seconds",
+        (),
+    ) not in away
     exporter.run_start(
-        replace(INFO, generation=7, start_step=90, takes_over=True, highest_step=90, last_time=500.0)
+        replace(
+            INFO, generation=7, start_step=90, takes_over=True, highest_step=90, last_time=500.0
+        )
     )
     fields = {
         "world_size": 2,
@@ -259,14 +327,22 @@ def test_a_second_start_on_one_endpoint_keeps_the_counters(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     _train(exporter, synthetic)
-    exporter.run_start(replace(INFO, generation=4, start_step=40, highest_step=60, last_time=117.0))
-    exporter.event(Event(EventType.START, 130.0, 40, 4, {"process_start_time": 127.0, "resumed_from": 40}))
+    exporter.run_start(
+        replace(INFO, generation=4, start_step=40, highest_step=60, last_time=117.0)
+    )
+    exporter.event(
+        Event(EventType.START, 130.0, 40, 4, {"process_start_time": 127.0, "resumed_from": 40})
+    )
     exporter.step_end(synthetic.step_record(41, generation=4, time=131.0))
     samples = _samples(exporter)
     assert samples["evergrad_steps_total", ()] == 21
     assert samples["evergrad_step", ()] == 41
-    assert samples["evergrad_lost_seconds_total", (("cause", "recompute"),)] == pytest.approx(1.0 + 0.5)
-    assert samples["evergrad_lost_seconds_total", (("cause", "downtime"),)] == pytest.approx(5.0 + 10.0)
+    assert samples["evergrad_lost_seconds_total", (("cause", "recompute"),)] == pytest.approx(
+        1.0 + 0.5
+    )
+    assert samples["evergrad_lost_seconds_total", (("cause", "downtime"),)] == pytest.approx(
+        5.0 + 10.0
+    )
     assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(18 * 0.5)
 
 
@@ -305,19 +381,33 @@ def test_counters_begin_at_zero_before_the_first_step(exporter: PrometheusExport
     for cause in CHANGES:
         assert samples["evergrad_world_changes_total", (("cause", cause),)] == 0
     for reason in TROUBLES:
-        assert samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", reason))] == 0
+        assert (
+            samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", reason))]
+            == 0
+        )
     assert ("evergrad_loss", (("dataset", ""), ("split", "train"))) not in samples
     assert ("evergrad_exit_code", ()) not in samples
 
 
 @pytest.mark.parametrize("what", ["loss", "grad"])
-def test_a_non_finite_step_is_counted_by_what_was_not_finite(exporter: PrometheusExporter, what: str) -> None:
-    exporter.event(Event(EventType.SKIPPED, 1.0, 5, 3, {"why": what, "message": "x", "in_a_row": 1}))
-    exporter.event(Event(EventType.NON_FINITE, 1.0, 5, 3, {"why": what, "message": "x", "in_a_row": 2}))
-    exporter.event(Event(EventType.SKIPPED, 1.0, 7, 3, {"why": "requested", "message": "x", "in_a_row": 0}))
+def test_a_non_finite_step_is_counted_by_what_was_not_finite(
+    exporter: PrometheusExporter, what: str
+) -> None:
+    exporter.event(
+        Event(EventType.SKIPPED, 1.0, 5, 3, {"why": what, "message": "x", "in_a_row": 1})
+    )
+    exporter.event(
+        Event(EventType.NON_FINITE, 1.0, 5, 3, {"why": what, "message": "x", "in_a_row": 2})
+    )
+    exporter.event(
+        Event(EventType.SKIPPED, 1.0, 7, 3, {"why": "requested", "message": "x", "in_a_row": 0})
+    )
     samples = _samples(exporter)
     assert samples["evergrad_nonfinite_total", (("what", what),)] == 2
-    assert sum(samples["evergrad_nonfinite_total", (("what", one),)] for one in ("loss", "grad")) == 2
+    assert (
+        sum(samples["evergrad_nonfinite_total", (("what", one),)] for one in ("loss", "grad"))
+        == 2
+    )
     assert samples["evergrad_skipped_steps_total", (("why", what),)] == 1
     assert samples["evergrad_skipped_steps_total", (("why", "requested"),)] == 1
 
@@ -327,7 +417,9 @@ def test_a_step_without_an_update_leaves_loss_and_norm_as_they_were(
 ) -> None:
     exporter.run_start(INFO)
     exporter.step_end(synthetic.step_record(1, loss=2.5, grad_norm=0.5))
-    exporter.step_end(synthetic.step_record(2, loss=math.nan, grad_norm=math.nan, tokens=0, skipped="loss"))
+    exporter.step_end(
+        synthetic.step_record(2, loss=math.nan, grad_norm=math.nan, tokens=0, skipped="loss")
+    )
     samples = _samples(exporter)
     assert samples["evergrad_loss", (("dataset", ""), ("split", "train"))] == 2.5
     assert samples["evergrad_grad_norm", ()] == 0.5
@@ -354,7 +446,10 @@ def test_names_of_a_hostile_run_are_escaped() -> None:
     try:
         families = list(text_string_to_metric_families(_scrape(exporter)))
         runs = {
-            sample.labels["run"] for family in families for sample in family.samples if "run" in sample.labels
+            sample.labels["run"]
+            for family in families
+            for sample in family.samples
+            if "run" in sample.labels
         }
         assert runs == {'a"b\\c\nd'}
     finally:
@@ -423,21 +518,32 @@ def test_a_failed_save_is_counted_by_the_trouble_it_names_and_never_by_its_text(
         exporter.event(Event(EventType.SAVE_FAILED, 101.0, 40, 3, fields))
     samples = _samples(exporter)
     counted = {
-        trouble: samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", trouble))]
+        trouble: samples[
+            "evergrad_checkpoint_failures_total", (("op", "save"), ("reason", trouble))
+        ]
         for trouble in TROUBLES
     }
     assert counted == dict.fromkeys(TROUBLES, 0) | {"no_space": 1, "other": 2}
 
 
-def test_the_documentation_lists_exactly_the_exported_metrics(exporter: PrometheusExporter) -> None:
+def test_the_documentation_lists_exactly_the_exported_metrics(
+    exporter: PrometheusExporter,
+) -> None:
     """And those the node's supervisor adds to the same endpoint."""
-    rows = re.findall(r"^\| `(evergrad_\w+)` \| (\w+) \|([^|]*)\|", DOCUMENT.read_text("utf-8"), re.MULTILINE)
-    documented = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    rows = re.findall(
+        r"^\| `(evergrad_\w+)` \| (\w+) \|([^|]*)\|", DOCUMENT.read_text("utf-8"), re.MULTILINE
+    )
+    documented = {
+        name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows
+    }
     exported = {}
     NodeMetrics("docs-lm", "0", exporter)
     for family in exporter.registry.collect():
         if family.name.startswith("evergrad_"):
             name = f"{family.name}_total" if family.type == "counter" else family.name
             collector = exporter.registry._names_to_collectors[name]
-            exported[name] = (family.type, tuple(label for label in collector._labelnames if label != "run"))
+            exported[name] = (
+                family.type,
+                tuple(label for label in collector._labelnames if label != "run"),
+            )
     assert documented == exported

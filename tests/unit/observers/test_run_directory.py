@@ -42,14 +42,18 @@ def _run_in_own_mount_namespace(script: str, directory: Path) -> str:
         str(directory),
     ]
     if subprocess.run([*command[:4], "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("this machine allows no mount namespaces, so no disk can be made full or read-only")
+        pytest.skip(
+            "this machine allows no mount namespaces, so no disk can be made full or read-only"
+        )
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_non_finite_floats_become_null_and_keys_keep_their_order() -> None:
-    text = dumps_strict({"b": math.nan, "a": [math.inf, -math.inf, 1.5], "c": {"d": (math.nan,)}})
+    text = dumps_strict(
+        {"b": math.nan, "a": [math.inf, -math.inf, 1.5], "c": {"d": (math.nan,)}}
+    )
     assert text == '{"b":null,"a":[null,null,1.5],"c":{"d":[null]}}'
 
 
@@ -64,13 +68,19 @@ def test_text_that_is_no_unicode_is_still_written(tmp_path: Path) -> None:
     assert read_json_object(tmp_path / "a.json") == {"name": "?"}
 
 
-def test_a_written_file_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_written_file_replaces_the_old_one_and_leaves_nothing_beside_it(
+    tmp_path: Path,
+) -> None:
     directory = RunDirectory(tmp_path / "runs" / "one")
     directory.create()
     directory.write_resolved({"spec": {"a": 1}})
     directory.write_resolved({"spec": {"a": 2}})
     assert directory.read_resolved() == {"spec": {"a": 2}}
-    assert sorted(path.name for path in directory.path.iterdir()) == ["checkpoints", "logs", "run.json"]
+    assert sorted(path.name for path in directory.path.iterdir()) == [
+        "checkpoints",
+        "logs",
+        "run.json",
+    ]
 
 
 def test_a_new_directory_has_nothing_to_read(tmp_path: Path) -> None:
@@ -113,7 +123,9 @@ def test_an_empty_stop_file_is_a_request_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"), [("{", "is not valid JSON"), ("[1]", "holds a list, not a JSON object")]
 )
-def test_a_broken_small_file_is_refused_with_its_path(tmp_path: Path, text: str, why: str) -> None:
+def test_a_broken_small_file_is_refused_with_its_path(
+    tmp_path: Path, text: str, why: str
+) -> None:
     directory = RunDirectory(tmp_path)
     directory.resolved.write_text(text)
     with pytest.raises(RunDirectoryError, match=why) as caught:
@@ -132,7 +144,9 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(RunDirectoryError, match="a file of that name is in the way"):
         RunDirectory(path).create()
-    with pytest.raises(RunDirectoryError, match="a part of the path is a file, not a directory"):
+    with pytest.raises(
+        RunDirectoryError, match="a part of the path is a file, not a directory"
+    ):
         RunDirectory(path / "below").create()
     with pytest.raises(RunDirectoryError, match="is a file, not a run directory"):
         RunDirectory(path).require_run()
@@ -193,15 +207,25 @@ for path in (disk / "run", disk / "other"):
 
 def test_every_known_cause_has_a_remedy() -> None:
     for number in (errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.ENAMETOOLONG):
-        error = run_directory_error(OSError(number, os.strerror(number)), "x", what="cannot be written")
+        error = run_directory_error(
+            OSError(number, os.strerror(number)), "x", what="cannot be written"
+        )
         assert isinstance(error, RunDirectoryError)
-        assert error.problems[0].why and error.problems[0].remedy and error.problems[0].path == "x"
+        assert (
+            error.problems[0].why and error.problems[0].remedy and error.problems[0].path == "x"
+        )
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT]
+)
 def test_trouble_of_a_moment_is_the_hosts_and_not_a_mistake(number: int) -> None:
-    error = run_directory_error(OSError(number, os.strerror(number)), "x", what="cannot be written")
-    assert isinstance(error, VolumeError) and error.exit_code == 70 and error.kind == "environment"
+    error = run_directory_error(
+        OSError(number, os.strerror(number)), "x", what="cannot be written"
+    )
+    assert (
+        isinstance(error, VolumeError) and error.exit_code == 70 and error.kind == "environment"
+    )
     assert str(error).startswith(f"x: cannot be written; {os.strerror(number)}. ")
 
 
@@ -210,7 +234,9 @@ def _lines(path: Path) -> tuple[list[dict[str, object]], int]:
     return [row for _, row in lines], lines.torn_bytes
 
 
-def test_a_torn_last_line_is_left_out_when_reading_and_cut_off_when_mending(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out_when_reading_and_cut_off_when_mending(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"a":1}\n{"a":2}\n{"a":3,"lo')
     assert _lines(path) == ([{"a": 1}, {"a": 2}], 10)
@@ -253,7 +279,8 @@ def test_a_broken_line_in_the_middle_is_refused_with_its_number(tmp_path: Path) 
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"a":1}\n{"a":\n{"a":3}\n')
     with pytest.raises(
-        RunDirectoryError, match=r"metrics\.jsonl line 2: is not a JSON object\. Remove the line"
+        RunDirectoryError,
+        match=r"metrics\.jsonl line 2: is not a JSON object\. Remove the line",
     ):
         _lines(path)
     path.write_bytes(b'{"a":1}\n[' * 1 + b"[" * 100_000 + b"\n")

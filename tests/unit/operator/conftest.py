@@ -7,7 +7,9 @@ from pathlib import Path
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
 for _name in ("simulated_run", "pod_security"):
     if _name not in sys.modules:
-        _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
+        _spec = importlib.util.spec_from_file_location(
+            _name, Path(__file__).with_name(f"{_name}.py")
+        )
         assert _spec is not None and _spec.loader is not None
         sys.modules[_name] = importlib.util.module_from_spec(_spec)
         _spec.loader.exec_module(sys.modules[_name])

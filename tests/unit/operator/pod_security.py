@@ -14,7 +14,11 @@ VOLUMES = {
     "projected",
     "secret",
 }
-SYSCTLS = {"kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.ip_unprivileged_port_start"}
+SYSCTLS = {
+    "kernel.shm_rmid_forced",
+    "net.ipv4.ip_local_port_range",
+    "net.ipv4.ip_unprivileged_port_start",
+}
 
 
 def violations(pod: Mapping[str, Any]) -> list[str]:
@@ -28,7 +32,9 @@ def violations(pod: Mapping[str, Any]) -> list[str]:
 
 def _containers(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [
-        one for key in ("containers", "initContainers", "ephemeralContainers") for one in spec.get(key, ())
+        one
+        for key in ("containers", "initContainers", "ephemeralContainers")
+        for one in spec.get(key, ())
     ]
 
 
@@ -63,7 +69,11 @@ def _of_pod(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_container(container: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[str]:
-    own, pod, name = container.get("securityContext", {}), spec.get("securityContext", {}), container["name"]
+    own, pod, name = (
+        container.get("securityContext", {}),
+        spec.get("securityContext", {}),
+        container["name"],
+    )
     if own.get("privileged"):
         yield f"{name}: privileged"
     if own.get("allowPrivilegeEscalation") is not False:
@@ -88,7 +98,7 @@ def _of_container(container: Mapping[str, Any], spec: Mapping[str, Any]) -> Iter
         if port.get("hostPort"):
             yield f"{name}: hostPort"
     for kind in ("livenessProbe", "readinessProbe", "startupProbe"):
-        if container.get(kind, {}).get("httpGet", {}).get("host") or container.get(kind, {}).get(
-            "tcpSocket", {}
-        ).get("host"):
+        if container.get(kind, {}).get("httpGet", {}).get("host") or container.get(
+            kind, {}
+        ).get("tcpSocket", {}).get("host"):
             yield f"{name}: {kind} names a host"

@@ -13,7 +13,13 @@ from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Decision
 from evergrad_operator.events import Event, derive_events
-from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
+from evergrad_operator.observe import (
+    ApplyFailure,
+    Observation,
+    Progress,
+    observe,
+    parse_progress,
+)
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import decide
 from evergrad_operator.spec import SpecCache
@@ -22,7 +28,9 @@ from evergrad_operator.times import format_time, parse_time
 from evergrad_operator.tokens import derive_token
 
 START = 1_900_000_000.0
-CONFIG = Config(trainer_image="registry.example/trainer:1", operator_image="registry.example/operator:1")
+CONFIG = Config(
+    trainer_image="registry.example/trainer:1", operator_image="registry.example/operator:1"
+)
 
 
 def make_run(name: str = "docs-lm", **spec: Any) -> dict[str, Any]:
@@ -62,7 +70,11 @@ class Simulation:
     """One run, its children, and what happens to them."""
 
     def __init__(
-        self, run: Mapping[str, Any] | None = None, *, config: Config = CONFIG, now: float = START
+        self,
+        run: Mapping[str, Any] | None = None,
+        *,
+        config: Config = CONFIG,
+        now: float = START,
     ) -> None:
         self.raw: dict[str, Any] = copy.deepcopy(dict(run or make_run()))
         self.config, self.now = config, now
@@ -87,10 +99,14 @@ class Simulation:
         """What the operator sees now. The coordinator notices who is gone."""
         if self.progress is not None:
             staying = [
-                pod["metadata"] for pod in self.pods.values() if "deletionTimestamp" not in pod["metadata"]
+                pod["metadata"]
+                for pod in self.pods.values()
+                if "deletionTimestamp" not in pod["metadata"]
             ]
             there = sum(one["labels"][names.LABEL_ROLE] == names.ROLE_NODE for one in staying)
-            self.progress = replace(self.progress, connected=min(self.progress.connected, there))
+            self.progress = replace(
+                self.progress, connected=min(self.progress.connected, there)
+            )
         return observe(
             self.specs.parse(self.raw),
             pods=copy.deepcopy(list(self.pods.values())),
@@ -100,7 +116,9 @@ class Simulation:
             failures=self.failures,
         )
 
-    def reconcile(self, *, is_status_lost: bool = False, refuse: ApplyFailure | None = None) -> Decision:
+    def reconcile(
+        self, *, is_status_lost: bool = False, refuse: ApplyFailure | None = None
+    ) -> Decision:
         """One pass.
 
         ``is_status_lost``: the operator dies before it writes. ``refuse``: what every new pod is answered.
@@ -109,7 +127,10 @@ class Simulation:
         self.decision = decide(seen, self.config, self.now)
         assert decide(self.look(), self.config, self.now) == self.decision
         self.plan = plan_children(
-            seen, self.decision, self.config, token=derive_token(b"k" * 32, self.raw["metadata"]["uid"])
+            seen,
+            self.decision,
+            self.config,
+            token=derive_token(b"k" * 32, self.raw["metadata"]["uid"]),
         )
         created = self._carry_out(self.plan, refuse)
         if not is_status_lost:
@@ -155,7 +176,9 @@ class Simulation:
                 {**old, **child, "metadata": {**metadata, "annotations": annotations}}
             )
         if plan.bounds is not None and self.progress is not None:
-            self.progress = replace(self.progress, min_nodes=plan.bounds.min, max_nodes=plan.bounds.max)
+            self.progress = replace(
+                self.progress, min_nodes=plan.bounds.min, max_nodes=plan.bounds.max
+            )
         for deletion in plan.delete:
             self._write()
             if deletion.kind == "Pod":
@@ -173,7 +196,10 @@ class Simulation:
         pod = copy.deepcopy(dict(pod))
         name = str(pod["metadata"]["name"])
         assert name not in self.pods, f"{name} exists"
-        pod["metadata"] |= {"uid": f"pod-{next(self._serials)}", "creationTimestamp": format_time(self.now)}
+        pod["metadata"] |= {
+            "uid": f"pod-{next(self._serials)}",
+            "creationTimestamp": format_time(self.now),
+        }
         pod["status"] = {"phase": "Pending"}
         self.pods[name] = pod
         self.created.append(name)
@@ -235,8 +261,15 @@ class Simulation:
             "message": message,
             "finishedAt": format_time(self.now),
         }
-        container = {"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": terminated}}
-        kept = [one for one in pod["status"].get("conditions", ()) if one["type"] == "DisruptionTarget"]
+        container = {
+            "name": pod["spec"]["containers"][0]["name"],
+            "state": {"terminated": terminated},
+        }
+        kept = [
+            one
+            for one in pod["status"].get("conditions", ())
+            if one["type"] == "DisruptionTarget"
+        ]
         phase = "Failed" if code else "Succeeded"
         pod["status"] = {"phase": phase, "containerStatuses": [container], "conditions": kept}
 
@@ -248,7 +281,12 @@ class Simulation:
 
     def unschedulable(self, name: str, message: str, reason: str = "Unschedulable") -> None:
         """The scheduler finds no place."""
-        condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+        condition = {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": reason,
+            "message": message,
+        }
         self.pods[name]["status"] = {"phase": "Pending", "conditions": [condition]}
 
     def delete(self, name: str, *, grace: float = 30.0) -> None:
@@ -271,15 +309,28 @@ class Simulation:
 
     def leave(self) -> None:
         """All pods that are being deleted save, and are gone."""
-        for name in [name for name, pod in self.pods.items() if "deletionTimestamp" in pod["metadata"]]:
+        for name in [
+            name for name, pod in self.pods.items() if "deletionTimestamp" in pod["metadata"]
+        ]:
             self.vanish(name)
 
     def train(self, step: int | None = 10, **fields: Any) -> None:
         """The group is up and says so."""
-        attempts = [pod for name, pod in self.pods.items() if name in self.live(role=names.ROLE_COORDINATOR)]
-        newest = max((int(pod["metadata"]["labels"][names.LABEL_ATTEMPT]) for pod in attempts), default=0)
+        attempts = [
+            pod
+            for name, pod in self.pods.items()
+            if name in self.live(role=names.ROLE_COORDINATOR)
+        ]
+        newest = max(
+            (int(pod["metadata"]["labels"][names.LABEL_ATTEMPT]) for pod in attempts), default=0
+        )
         nodes = {key: self.raw["spec"]["nodes"][key] for key in ("min", "max")}
-        values = {"step": step, "totalSteps": 100, "nodes": {**nodes, "ready": len(self.live())}, **fields}
+        values = {
+            "step": step,
+            "totalSteps": 100,
+            "nodes": {**nodes, "ready": len(self.live())},
+            **fields,
+        }
         self.progress = make_progress(newest, **values)
 
     def run(self, step: int | None = 10) -> "Simulation":

@@ -64,10 +64,15 @@ def happen(world: Simulation, event: tuple[Any, ...]) -> None:
 
 def check(world: Simulation) -> None:
     """What holds after every pass."""
-    live = [int(world.pods[name]["metadata"]["labels"]["evergrad.dev/index"]) for name in world.live()]
+    live = [
+        int(world.pods[name]["metadata"]["labels"]["evergrad.dev/index"])
+        for name in world.live()
+    ]
     assert len(set(live)) == len(live), "one live pod a node"
     if world.decision.action == Action.RUN:
-        assert all(index < world.raw["spec"]["nodes"]["max"] for index in live), "no node above the bounds"
+        assert all(index < world.raw["spec"]["nodes"]["max"] for index in live), (
+            "no node above the bounds"
+        )
     assert len(world.live(role="coordinator")) <= 1
     assert len(json.dumps(world.status).encode()) < 16 * 1024
     ends = {one["type"]: one["status"] for one in world.status["conditions"]}
@@ -107,7 +112,9 @@ def test_no_order_of_events_makes_two_pods_of_one_node_or_trains_a_run_that_is_o
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(EVENTS, st.one_of(st.none(), st.integers(0, 6))), max_size=12))
-def test_an_operator_that_dies_anywhere_breaks_nothing(events: list[tuple[Any, int | None]]) -> None:
+def test_an_operator_that_dies_anywhere_breaks_nothing(
+    events: list[tuple[Any, int | None]],
+) -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 3}))
     world.run()
     over: tuple[str, str | None] | None = None
@@ -176,7 +183,18 @@ def born(world: Simulation) -> None:
     world.raw.pop("status")
 
 
-CHANGES = [born, failing, preempted, without_coordinator, wrong, done, grown, shrunk, suspended, restarted]
+CHANGES = [
+    born,
+    failing,
+    preempted,
+    without_coordinator,
+    wrong,
+    done,
+    grown,
+    shrunk,
+    suspended,
+    restarted,
+]
 
 
 def follow(world: Simulation) -> tuple[list[str], list[str], dict[str, Any]]:
@@ -191,7 +209,9 @@ def follow(world: Simulation) -> tuple[list[str], list[str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(change.__name__))
-def test_an_operator_killed_between_any_two_writes_comes_to_the_same_children_and_status(change: Any) -> None:
+def test_an_operator_killed_between_any_two_writes_comes_to_the_same_children_and_status(
+    change: Any,
+) -> None:
     begun = Simulation().run()
     change(begun)
     expected = follow(copy.deepcopy(begun))

@@ -25,7 +25,9 @@ def begin() -> Simulation:
 def coordinators(world: Simulation) -> list[str]:
     """Those that are not being deleted."""
     pods = [world.store.get("pods", "ns", name) for name in world.pods("coordinator")]
-    return [pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    return [
+        pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"]
+    ]
 
 
 def test_a_coordinator_that_is_silent_for_ten_seconds_is_replaced_and_its_nodes_stay() -> None:
@@ -59,7 +61,9 @@ def test_the_next_coordinator_is_not_replaced_for_the_silence_of_the_last() -> N
 @pytest.mark.parametrize(
     "change",
     [
-        {"has_answered": False},  # perhaps no operator can reach it: it would be replaced for ever
+        {
+            "has_answered": False
+        },  # perhaps no operator can reach it: it would be replaced for ever
         {"has_timed_out": False},  # its host is alive, and the kubelet starts it again
         {"is_alone": False},  # the operator itself is cut off
         {"attempt": 7},
@@ -69,7 +73,13 @@ def test_the_next_coordinator_is_not_replaced_for_the_silence_of_the_last() -> N
 def test_a_coordinator_is_kept_while_it_may_be_well(change: dict[str, Any]) -> None:
     world = begin()
     silence = Silence(
-        0, 1000.0, "CoordinatorUnreachable", "no answer", has_answered=True, has_timed_out=True, is_alone=True
+        0,
+        1000.0,
+        "CoordinatorUnreachable",
+        "no answer",
+        has_answered=True,
+        has_timed_out=True,
+        is_alone=True,
     )
     world.coordinators.silence = lambda key: replace(silence, **change) if key == KEY else None  # type: ignore[method-assign]
     world.now += 1000
@@ -102,7 +112,8 @@ def test_an_operator_killed_while_it_replaces_a_silent_coordinator_makes_one_suc
 
 
 @pytest.mark.parametrize(
-    ("followed", "silent", "is_alone"), [(1, 1, True), (2, 1, True), (4, 3, False), (3, 3, False)]
+    ("followed", "silent", "is_alone"),
+    [(1, 1, True), (2, 1, True), (4, 3, False), (3, 3, False)],
 )
 def test_who_hears_hardly_anybody_takes_itself_for_the_one_that_is_cut_off(
     followed: int, silent: int, is_alone: bool

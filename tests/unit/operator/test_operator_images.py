@@ -47,7 +47,9 @@ BY_DIGEST = f"registry.example/trainer@{A}"
         (f"registry.example/trainer@{B}", f"registry.example/trainer@{A}", ""),
     ],
 )
-def test_a_digest_is_asked_for_where_a_registry_has_it(image: str, image_id: str, pinned: str) -> None:
+def test_a_digest_is_asked_for_where_a_registry_has_it(
+    image: str, image_id: str, pinned: str
+) -> None:
     assert pin_image(image, image_id) == pinned
 
 
@@ -60,8 +62,16 @@ def test_a_digest_is_asked_for_where_a_registry_has_it(image: str, image_id: str
         (f"r.example/x@{A}", f"docker-pullable://r.example/x@{A}", True),
         (f"r.example/x@{A}", f"r.example/x@{B}", False),
         # Imports by hand: the day does not count, the digest does.
-        (f"docker.io/library/import-2026-11-22@{A}", f"docker.io/library/import-2026-11-23@{A}", True),
-        (f"docker.io/library/import-2026-11-22@{A}", f"docker.io/library/import-2026-11-23@{B}", False),
+        (
+            f"docker.io/library/import-2026-11-22@{A}",
+            f"docker.io/library/import-2026-11-23@{A}",
+            True,
+        ),
+        (
+            f"docker.io/library/import-2026-11-22@{A}",
+            f"docker.io/library/import-2026-11-23@{B}",
+            False,
+        ),
         # A configuration's digest, an index's and a manifest's cannot be compared.
         (f"r.example/x@{A}", B, True),
         (f"r.example/x@{A}", f"docker.io/library/import-2026-11-22@{B}", True),

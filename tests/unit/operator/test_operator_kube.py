@@ -28,7 +28,9 @@ def config_map(name: str = "c", **data: str) -> dict[str, Any]:
     }
 
 
-def with_server(work: Callable[[FakeServer, Kube], Awaitable[None]], **options: Any) -> FakeServer:
+def with_server(
+    work: Callable[[FakeServer, Kube], Awaitable[None]], **options: Any
+) -> FakeServer:
     """Run ``work`` with a server and a client."""
 
     async def main() -> FakeServer:
@@ -98,7 +100,9 @@ def test_the_server_says_how_long_to_wait() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 403, 409, 422])
-def test_what_the_server_refuses_for_good_is_not_tried_again_and_its_words_are_kept(status: int) -> None:
+def test_what_the_server_refuses_for_good_is_not_tried_again_and_its_words_are_kept(
+    status: int,
+) -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
         server.answers = [refuse(status)]
         with pytest.raises(ApiError) as caught:
@@ -165,7 +169,10 @@ def test_a_slow_server_never_holds_up_the_event_loop() -> None:
             return await original(*arguments)
 
         server._serve = serve  # type: ignore[method-assign]
-        calls = [asyncio.create_task(kube.apply(config_map(str(number), a="1"))) for number in range(100)]
+        calls = [
+            asyncio.create_task(kube.apply(config_map(str(number), a="1")))
+            for number in range(100)
+        ]
         # The server answers in the same loop, and only when this has come to its end: a call that waited for
         # it would hang.
         for _ in range(100):
@@ -201,7 +208,9 @@ def test_without_the_lease_nothing_is_written_and_reading_goes_on() -> None:
     assert [method for method, _ in with_server(work, gate=Gate(0.0)).requests] == ["GET"]
 
 
-def test_a_write_whose_process_was_stopped_while_it_waited_for_a_connection_is_not_sent() -> None:
+def test_a_write_whose_process_was_stopped_while_it_waited_for_a_connection_is_not_sent() -> (
+    None
+):
     gate = Gate(10.0)
 
     async def work(server: FakeServer, kube: Kube) -> None:
@@ -238,8 +247,14 @@ def test_every_request_is_counted_by_verb_resource_and_code() -> None:
         await kube.apply(config_map(a="1"))
         await kube.get(POD, "ns", "p")
 
-    with_server(work, observer=lambda verb, resource, code, seconds: seen.append((verb, resource, code)))
-    assert seen == [("patch", "configmaps", "500"), ("patch", "configmaps", "200"), ("get", "pods", "404")]
+    with_server(
+        work, observer=lambda verb, resource, code, seconds: seen.append((verb, resource, code))
+    )
+    assert seen == [
+        ("patch", "configmaps", "500"),
+        ("patch", "configmaps", "200"),
+        ("get", "pods", "404"),
+    ]
 
 
 def in_pod(server: FakeServer, folder: Path, token: str) -> dict[str, str]:
@@ -252,7 +267,9 @@ def in_pod(server: FakeServer, folder: Path, token: str) -> dict[str, str]:
     return {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
 
 
-def test_a_rotated_token_is_taken_from_its_file_when_the_server_refuses_the_old_one(tmp_path: Path) -> None:
+def test_a_rotated_token_is_taken_from_its_file_when_the_server_refuses_the_old_one(
+    tmp_path: Path,
+) -> None:
     async def main() -> list[str]:
         server = FakeServer()
         await server.listen()
@@ -260,7 +277,9 @@ def test_a_rotated_token_is_taken_from_its_file_when_the_server_refuses_the_old_
         connection = await connect(in_pod(server, tmp_path, "first"), service_account=tmp_path)
         assert connection._loader is not None
         connection._loader.host = connection.configuration.host = server.url
-        kube = Kube(connection.build_client(), limits=FAST, on_unauthorized=connection.expire_token)
+        kube = Kube(
+            connection.build_client(), limits=FAST, on_unauthorized=connection.expire_token
+        )
         try:
             assert await kube.get(POD, "ns", "p") is None
             (tmp_path / "token").write_text("second")
@@ -274,7 +293,9 @@ def test_a_rotated_token_is_taken_from_its_file_when_the_server_refuses_the_old_
     assert asyncio.run(main()) == ["second"]
 
 
-def test_outside_a_cluster_the_kubeconfig_is_read_and_a_missing_one_is_said(tmp_path: Path) -> None:
+def test_outside_a_cluster_the_kubeconfig_is_read_and_a_missing_one_is_said(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(SettingsError, match="KUBECONFIG"):
         asyncio.run(connect({"KUBECONFIG": str(tmp_path / "none")}))
     path = tmp_path / "config"

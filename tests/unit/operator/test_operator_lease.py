@@ -52,7 +52,9 @@ def test_nothing_may_be_written_before_the_lease_is_held(clock: Clock) -> None:
     assert build_gate("a", clock).remaining() <= 0
 
 
-def test_the_first_gets_it_and_the_second_waits_its_whole_duration(clock: Clock, cluster: Any) -> None:
+def test_the_first_gets_it_and_the_second_waits_its_whole_duration(
+    clock: Clock, cluster: Any
+) -> None:
     first, second = build_gate("a", clock), build_gate("b", clock)
     assert asyncio.run(first._try(cluster))
     assert 10 < first.remaining() <= 15
@@ -65,7 +67,9 @@ def test_the_first_gets_it_and_the_second_waits_its_whole_duration(clock: Clock,
     assert cluster.store.get(*PLACE)["spec"]["leaseTransitions"] == 1
 
 
-def test_the_holder_is_out_of_time_before_anybody_can_take_over(clock: Clock, cluster: Any) -> None:
+def test_the_holder_is_out_of_time_before_anybody_can_take_over(
+    clock: Clock, cluster: Any
+) -> None:
     first, second = build_gate("a", clock), build_gate("b", clock)
     assert asyncio.run(first._try(cluster))
     taken_at = None
@@ -77,7 +81,9 @@ def test_the_holder_is_out_of_time_before_anybody_can_take_over(clock: Clock, cl
     assert taken_at < 1020
 
 
-def test_a_renewal_seen_by_the_candidate_begins_its_wait_anew(clock: Clock, cluster: Any) -> None:
+def test_a_renewal_seen_by_the_candidate_begins_its_wait_anew(
+    clock: Clock, cluster: Any
+) -> None:
     first, second = build_gate("a", clock), build_gate("b", clock)
     asyncio.run(first._try(cluster))
     for _ in range(10):
@@ -172,7 +178,9 @@ def test_a_renewal_that_hangs_does_not_outlive_the_lease(cluster: Any) -> None:
     virtual_time.run(main())
 
 
-def test_a_server_that_does_not_answer_does_not_end_the_waiting(clock: Clock, cluster: Any) -> None:
+def test_a_server_that_does_not_answer_does_not_end_the_waiting(
+    clock: Clock, cluster: Any
+) -> None:
     async def fail(*_: Any) -> Awaitable[Any]:
         raise ApiError(0, "Unreachable", "away")
 

@@ -9,7 +9,9 @@ from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror, slim_
 KEY = ("ns", "run")
 
 
-def pod(name: str = "run-0-0", *, uid: str = "u1", version: int = 10, **status: Any) -> dict[str, Any]:
+def pod(
+    name: str = "run-0-0", *, uid: str = "u1", version: int = 10, **status: Any
+) -> dict[str, Any]:
     labels = {"evergrad.dev/run": "run"}
     metadata = {
         "name": name,
@@ -21,10 +23,17 @@ def pod(name: str = "run-0-0", *, uid: str = "u1", version: int = 10, **status: 
     return {"metadata": metadata, "spec": {}, "status": status}
 
 
-def run(name: str = "run", *, uid: str = "r1", version: int = 10, claim: str | None = None) -> dict[str, Any]:
+def run(
+    name: str = "run", *, uid: str = "r1", version: int = 10, claim: str | None = None
+) -> dict[str, Any]:
     spec = {"storage": {"claimName": claim}} if claim else {}
     return {
-        "metadata": {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version)},
+        "metadata": {
+            "name": name,
+            "namespace": "ns",
+            "uid": uid,
+            "resourceVersion": str(version),
+        },
         "spec": spec,
     }
 
@@ -74,10 +83,15 @@ def test_a_list_prunes_what_the_watch_never_said_was_gone(mirror: Mirror) -> Non
     assert [one["metadata"]["name"] for one in mirror.pods(KEY)] == ["run-0-0"]
 
 
-def test_a_list_leaves_what_is_newer_than_itself_and_what_it_does_not_span(mirror: Mirror) -> None:
+def test_a_list_leaves_what_is_newer_than_itself_and_what_it_does_not_span(
+    mirror: Mirror,
+) -> None:
     mirror.see(PODS, pod("run-0-0", uid="a", version=60), is_watched=True)
     mirror.see(PODS, pod("run-1-0", uid="b", version=10), is_watched=True)
-    assert mirror.replace(PODS, [], version=50, covers=lambda namespace: namespace == "other") == set()
+    assert (
+        mirror.replace(PODS, [], version=50, covers=lambda namespace: namespace == "other")
+        == set()
+    )
     mirror.replace(PODS, [], version=50, covers=lambda namespace: True)
     assert [one["metadata"]["name"] for one in mirror.pods(KEY)] == ["run-0-0"]
 
@@ -85,8 +99,14 @@ def test_a_list_leaves_what_is_newer_than_itself_and_what_it_does_not_span(mirro
 def test_a_list_that_says_nothing_new_concerns_nobody(mirror: Mirror) -> None:
     mirror.see(PODS, pod(version=10), is_watched=True)
     mirror.see(RUNS, run(version=9), is_watched=True)
-    assert mirror.replace(PODS, [pod(version=10)], version=50, covers=lambda namespace: True) == set()
-    assert mirror.replace(RUNS, [run(version=9)], version=50, covers=lambda namespace: True) == set()
+    assert (
+        mirror.replace(PODS, [pod(version=10)], version=50, covers=lambda namespace: True)
+        == set()
+    )
+    assert (
+        mirror.replace(RUNS, [run(version=9)], version=50, covers=lambda namespace: True)
+        == set()
+    )
 
 
 def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(mirror: Mirror) -> None:
@@ -102,7 +122,12 @@ def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(mirror: Mir
         "spec": {},
         "status": {},
     }
-    assert mirror.see(CLAIMS, claim) == (("ns", "a"), ("ns", "apart"), ("ns", "b"), ("ns", "shared"))
+    assert mirror.see(CLAIMS, claim) == (
+        ("ns", "a"),
+        ("ns", "apart"),
+        ("ns", "b"),
+        ("ns", "shared"),
+    )
     mirror.see(RUNS, run("b", uid="b", version=11), is_deleted=True, is_watched=True)
     assert [one["metadata"]["name"] for one in mirror.others(("ns", "a"))] == ["shared"]
 
@@ -135,7 +160,9 @@ def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_con
 
 def test_children_are_kept_by_kind_and_name_and_go_with_a_list(mirror: Mirror) -> None:
     metadata = {**pod("run-config")["metadata"], "uid": "c", "resourceVersion": "5"}
-    mirror.see(CHILDREN, {"kind": "ConfigMap", "metadata": metadata, "data": {"much": "x" * 1000}})
+    mirror.see(
+        CHILDREN, {"kind": "ConfigMap", "metadata": metadata, "data": {"much": "x" * 1000}}
+    )
     assert list(mirror.children(KEY)) == [("ConfigMap", "run-config")]
     assert "data" not in mirror.children(KEY)["ConfigMap", "run-config"]
     assert mirror.replace(CHILDREN, [], version=9, covers=lambda namespace: True) == {KEY}
@@ -156,7 +183,10 @@ def test_an_answer_that_the_watch_does_not_show_makes_the_watch_late() -> None:
 
 def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
     raw = pod(
-        phase="Running", podIP="10.0.0.1", podIPs=[{"ip": "10.0.0.1"}], containerStatuses=[{"name": "node"}]
+        phase="Running",
+        podIP="10.0.0.1",
+        podIPs=[{"ip": "10.0.0.1"}],
+        containerStatuses=[{"name": "node"}],
     )
     raw["metadata"] |= {"managedFields": [1], "ownerReferences": [{"uid": "r1"}]}
     raw["spec"] = {
@@ -171,7 +201,9 @@ def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
         "podIP": "10.0.0.1",
         "containerStatuses": [{"name": "node"}],
     }
-    assert "managedFields" not in slim["metadata"] and slim["metadata"]["ownerReferences"] == [{"uid": "r1"}]
+    assert "managedFields" not in slim["metadata"] and slim["metadata"]["ownerReferences"] == [
+        {"uid": "r1"}
+    ]
 
 
 @pytest.mark.parametrize("resource", [RUNS, PODS])
@@ -198,11 +230,15 @@ def test_nothing_is_owed_of_what_is_gone(mirror: Mirror) -> None:
     mirror.see(RUNS, run(uid="old", version=13))
     now[0] = 180.0
     mirror.forget_pod(KEY, "run-0-0", "a")
-    mirror.replace(PODS, [pod("run-2-0", uid="c", version=12)], version=20, covers=lambda namespace: True)
+    mirror.replace(
+        PODS, [pod("run-2-0", uid="c", version=12)], version=20, covers=lambda namespace: True
+    )
     assert mirror.expectations.lag() == {PODS: 180.0, RUNS: 180.0}
     mirror.see(PODS, pod("run-2-0", uid="c", version=12), is_deleted=True, is_watched=True)
     mirror.see(PODS, pod("run-2-0", uid="c", version=14))  # its answer comes after its end
-    mirror.see(RUNS, run(uid="new", version=21), is_watched=True)  # nobody told of the end of the one before
+    mirror.see(
+        RUNS, run(uid="new", version=21), is_watched=True
+    )  # nobody told of the end of the one before
     now[0] = 360.0
     assert mirror.expectations.lag() == {PODS: 0.0, RUNS: 0.0}
 

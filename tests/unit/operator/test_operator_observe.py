@@ -72,7 +72,12 @@ def test_a_pod_is_read_into_values() -> None:
         1,
         3,
     )
-    assert (pod.is_live, pod.is_running, pod.is_ready, pod.is_leaving) == (True, True, True, False)
+    assert (pod.is_live, pod.is_running, pod.is_ready, pod.is_leaving) == (
+        True,
+        True,
+        True,
+        False,
+    )
     assert (pod.created_at, pod.node_name, pod.ip) == (START, "a", "10.0.0.1")
 
 
@@ -163,7 +168,9 @@ def test_no_status_of_a_pod_breaks_the_operator(status: dict[str, Any]) -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from(["memory", "conditions", "nodes", "coordinator", "progress", "attempts", "failures"]),
+        st.sampled_from(
+            ["memory", "conditions", "nodes", "coordinator", "progress", "attempts", "failures"]
+        ),
         ANYTHING,
     )
 )
@@ -183,8 +190,13 @@ def test_annotations_of_other_programs_and_broken_records_are_passed_over() -> N
         "run.evergrad.dev/e": "[" * 5000,
         "run.evergrad.dev/f": 3,
     }
-    claim = {"metadata": {"name": "docs-lm", "annotations": annotations}, "status": {"phase": "Bound"}}
-    seen = observe(parse_run(make_run()), children={("PersistentVolumeClaim", "docs-lm"): claim})
+    claim = {
+        "metadata": {"name": "docs-lm", "annotations": annotations},
+        "status": {"phase": "Bound"},
+    }
+    seen = observe(
+        parse_run(make_run()), children={("PersistentVolumeClaim", "docs-lm"): claim}
+    )
     assert seen.claim is not None
     assert list(seen.claim.records) == ["d"]
     assert (seen.claim.records["d"].epoch, seen.claim.records["d"].complete) == (-1, None)
@@ -213,14 +225,22 @@ def test_only_other_runs_in_the_same_folder_of_the_same_claim_matter() -> None:
         {"metadata": {"name": "broken"}, "spec": {"storage": {"claimName": 3}}},
     ]
     seen = observe(parse_run(run), others=others)
-    assert [(other.name, other.path) for other in seen.others] == [("there", "x/z"), ("shared", "x")]
+    assert [(other.name, other.path) for other in seen.others] == [
+        ("there", "x/z"),
+        ("shared", "x"),
+    ]
 
 
 def test_a_recipe_is_the_same_however_its_keys_are_ordered_and_with_its_nulls() -> None:
     run = make_run()
     training = run["spec"]["training"]
-    turned = dict(reversed(training.items())) | {"schedule": None, "logging": {"every": {"steps": 5}}}
-    run["spec"]["training"] = {key: value for key, value in training.items() if key != "schedule"}
+    turned = dict(reversed(training.items())) | {
+        "schedule": None,
+        "logging": {"every": {"steps": 5}},
+    }
+    run["spec"]["training"] = {
+        key: value for key, value in training.items() if key != "schedule"
+    }
     assert recipe_of(run) == recipe_of(make_run(training=turned))
     assert recipe_of(run) != recipe_of(make_run(training={**training, "horizon": {"steps": 3}}))
     one, other = ({"training": None, "script": {"command": [name]}} for name in "ab")
@@ -238,17 +258,25 @@ def test_a_coordinators_answer_is_read_into_values() -> None:
 
     raw = build_status(
         new_group(
-            Settings(run="docs-lm", min_nodes=2, max_nodes=3, expect=3, token="secret"), generation=0, now=0.0
+            Settings(run="docs-lm", min_nodes=2, max_nodes=3, expect=3, token="secret"),
+            generation=0,
+            now=0.0,
         ),
         now=1.0,
     )
     progress = parse_progress(raw, attempt=4)
-    assert (progress.attempt, progress.phase, progress.min_nodes, progress.max_nodes) == (4, "Waiting", 2, 3)
+    assert (progress.attempt, progress.phase, progress.min_nodes, progress.max_nodes) == (
+        4,
+        "Waiting",
+        2,
+        3,
+    )
     assert (progress.step, progress.loss, progress.last_failure) == (None, None, None)
 
 
 @pytest.mark.parametrize(
-    "raw", [{}, {"phase": 3, "nodes": {}}, {"phase": "Running"}, {"phase": "Running", "nodes": []}]
+    "raw",
+    [{}, {"phase": 3, "nodes": {}}, {"phase": "Running"}, {"phase": "Running", "nodes": []}],
 )
 def test_what_no_coordinator_says_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(ProgressError, match="another program") as refused:
@@ -275,5 +303,7 @@ def test_no_answer_on_a_coordinators_port_breaks_the_operator(fields: dict[str, 
     world = Simulation()
     world.reconcile()
     world.start()
-    world.progress = parse_progress({"phase": "Running", "nodes": {"min": 2, "max": 3}, **fields}, attempt=0)
+    world.progress = parse_progress(
+        {"phase": "Running", "nodes": {"min": 2, "max": 3}, **fields}, attempt=0
+    )
     world.reconcile()

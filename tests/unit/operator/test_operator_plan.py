@@ -61,7 +61,10 @@ def full() -> Simulation:
         storage={"claimName": "shared", "path": "runs/first"},
         image="registry.example/team/trainer@sha256:" + "0" * 64,
         imagePullPolicy="Always",
-        resources={"requests": {"cpu": "2"}, "limits": {"memory": "4Gi", "nvidia.com/gpu": "2"}},
+        resources={
+            "requests": {"cpu": "2"},
+            "limits": {"memory": "4Gi", "nvidia.com/gpu": "2"},
+        },
         template=FULL_TEMPLATE,
         failurePolicy={"maxFailuresWithoutProgress": 5},
     )
@@ -99,7 +102,9 @@ def script() -> Simulation:
         },
         training=None,
     )
-    return Simulation(run, config=Config(CONFIG.trainer_image, CONFIG.operator_image, network_policies=False))
+    return Simulation(
+        run, config=Config(CONFIG.trainer_image, CONFIG.operator_image, network_policies=False)
+    )
 
 
 WORLDS = {"minimal": minimal, "full": full, "script": script}
@@ -153,14 +158,22 @@ def test_the_check_of_restricted_pods_finds_what_it_looks_for() -> None:
     pod = json.loads(json.dumps(world.plan.create[1]))
     for change, said in [
         (lambda spec: spec.update(hostNetwork=True), "hostNetwork"),
-        (lambda spec: spec["volumes"].append({"name": "x", "hostPath": {"path": "/"}}), "volume x"),
+        (
+            lambda spec: spec["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
+            "volume x",
+        ),
         (lambda spec: spec["securityContext"].pop("runAsNonRoot"), "runAsNonRoot"),
         (lambda spec: spec["securityContext"].pop("seccompProfile"), "seccompProfile"),
         (
-            lambda spec: spec["containers"][0]["securityContext"].pop("allowPrivilegeEscalation"),
+            lambda spec: spec["containers"][0]["securityContext"].pop(
+                "allowPrivilegeEscalation"
+            ),
             "allowPrivilegeEscalation",
         ),
-        (lambda spec: spec["containers"][0]["securityContext"].update(capabilities={}), "capabilities"),
+        (
+            lambda spec: spec["containers"][0]["securityContext"].update(capabilities={}),
+            "capabilities",
+        ),
         (lambda spec: spec["containers"][0]["ports"][0].update(hostPort=1), "hostPort"),
     ]:
         broken = copy.deepcopy(pod)
@@ -240,7 +253,9 @@ def test_secrets_are_only_ever_referred_to() -> None:
         "name": "HF_TOKEN",
         "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}},
     }
-    assert variables["HOME"] == {"name": "HOME", "value": "/data"}, "the user's own value counts"
+    assert variables["HOME"] == {"name": "HOME", "value": "/data"}, (
+        "the user's own value counts"
+    )
 
 
 def test_labels_of_the_run_are_passed_on_by_an_allow_list_only() -> None:
@@ -260,7 +275,10 @@ def test_labels_of_the_run_are_passed_on_by_an_allow_list_only() -> None:
 def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone() -> None:
     world = full()
     world.reconcile()
-    groups = [pod["metadata"]["labels"].get("kueue.x-k8s.io/pod-group-name") for pod in world.plan.create[1:]]
+    groups = [
+        pod["metadata"]["labels"].get("kueue.x-k8s.io/pod-group-name")
+        for pod in world.plan.create[1:]
+    ]
     annotations = [pod["metadata"]["annotations"] for pod in world.plan.create[1:]]
     sizes = [one.get("kueue.x-k8s.io/pod-group-total-count") for one in annotations]
     # Without it Kueue keeps the quota of a group that has failed, is suspended or is deleted.
@@ -285,9 +303,10 @@ def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone
         world.leave()
     world.set_spec(suspend=False, nodes={"min": 3, "max": 3})
     world.reconcile()
-    assert {pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] for pod in world.plan.create[1:]} == {
-        "docs-lm-1"
-    }
+    assert {
+        pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"]
+        for pod in world.plan.create[1:]
+    } == {"docs-lm-1"}
     assert {
         pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"]
         for pod in world.plan.create[1:]
@@ -321,7 +340,11 @@ def test_children_are_owned_and_the_volume_is_not() -> None:
     assert world.plan.token is not None
     for child in (world.plan.token, *world.plan.apply, *world.plan.create):
         (owner,) = child["metadata"]["ownerReferences"]
-        assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("uid-docs-lm", True, True)
+        assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == (
+            "uid-docs-lm",
+            True,
+            True,
+        )
         assert child["metadata"]["namespace"] == "team"
         assert child["metadata"]["labels"]["evergrad.dev/run"] == "docs-lm"
     assert world.plan.claim is not None
@@ -347,10 +370,15 @@ def test_a_claim_that_an_earlier_run_left_is_taken_as_it_is() -> None:
         "storageClassName": "old",
         "volumeName": "v",
     }
-    world.children["PersistentVolumeClaim", "docs-lm"] = {"metadata": {"name": "docs-lm"}, "spec": spec}
+    world.children["PersistentVolumeClaim", "docs-lm"] = {
+        "metadata": {"name": "docs-lm"},
+        "spec": spec,
+    }
     world.reconcile()
     assert world.plan.claim is not None
-    assert world.plan.claim["spec"] == {key: value for key, value in spec.items() if key != "volumeName"}
+    assert world.plan.claim["spec"] == {
+        key: value for key, value in spec.items() if key != "volumeName"
+    }
 
 
 @pytest.mark.parametrize(
@@ -375,12 +403,17 @@ def test_a_volume_is_asked_for_as_many_hosts_as_the_run_has_nodes(
     world.reconcile()
     assert world.plan.claim is not None
     assert world.plan.claim["spec"]["accessModes"] == modes
-    pods = [pod for pod in world.plan.create if pod["metadata"]["labels"]["evergrad.dev/role"] == "node"]
+    pods = [
+        pod
+        for pod in world.plan.create
+        if pod["metadata"]["labels"]["evergrad.dev/role"] == "node"
+    ]
     assert len(pods) == nodes[1]
     for pod in pods:
         between = pod["spec"].get("affinity", {}).get("podAffinity", {})
         topologies = [
-            term["topologyKey"] for term in between.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+            term["topologyKey"]
+            for term in between.get("requiredDuringSchedulingIgnoredDuringExecution", [])
         ]
         assert topologies == (["kubernetes.io/hostname"] if is_on_one_host else [])
 
@@ -403,9 +436,13 @@ def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others
     world.reconcile()
     budgets = [child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"]
     of_nodes = [
-        one for one in budgets if one["spec"]["selector"]["matchLabels"]["evergrad.dev/role"] == "node"
+        one
+        for one in budgets
+        if one["spec"]["selector"]["matchLabels"]["evergrad.dev/role"] == "node"
     ]
-    assert [budget["spec"]["minAvailable"] for budget in of_nodes] == ([] if fewest is None else [fewest])
+    assert [budget["spec"]["minAvailable"] for budget in of_nodes] == (
+        [] if fewest is None else [fewest]
+    )
 
 
 @pytest.mark.parametrize(
@@ -430,7 +467,9 @@ def test_a_pod_lives_a_little_longer_than_its_node_has_to_leave(
 ) -> None:
     world = Simulation(make_run(**changes))
     world.reconcile()
-    spec = next(one for one in world.plan.create if one["metadata"]["name"] == "docs-lm-0-0")["spec"]
+    spec = next(one for one in world.plan.create if one["metadata"]["name"] == "docs-lm-0-0")[
+        "spec"
+    ]
     arguments = spec["containers"][0]["args"]
     assert spec["terminationGracePeriodSeconds"] == pod
     assert arguments[arguments.index("--grace") + 1] == str(node)
@@ -439,7 +478,10 @@ def test_a_pod_lives_a_little_longer_than_its_node_has_to_leave(
 def test_what_is_switched_off_or_not_needed_any_more_is_deleted() -> None:
     world = Simulation().run()
     world.config = Config(
-        CONFIG.trainer_image, CONFIG.operator_image, network_policies=False, disruption_budgets=False
+        CONFIG.trainer_image,
+        CONFIG.operator_image,
+        network_policies=False,
+        disruption_budgets=False,
     )
     world.reconcile()
     assert {(deletion.kind, deletion.name) for deletion in world.plan.delete} == {
@@ -484,7 +526,9 @@ def test_a_metrics_port_of_the_users_own_is_kept_and_any_free_port_is_not_declar
 def test_the_network_policy_lets_in_the_run_its_operator_and_its_metrics_only() -> None:
     world = full()
     world.reconcile()
-    policy = next(child for child in world.plan.apply if child["kind"] == "NetworkPolicy")["spec"]
+    policy = next(child for child in world.plan.apply if child["kind"] == "NetworkPolicy")[
+        "spec"
+    ]
     assert policy["policyTypes"] == ["Ingress"]
     own, operator, metrics = policy["ingress"]
     assert own == {"from": [{"podSelector": {"matchLabels": {"evergrad.dev/run": "docs-lm"}}}]}
@@ -499,14 +543,21 @@ def test_where_scraping_namespaces_are_named_they_reach_nodes_and_the_coordinato
     None
 ):
     world = Simulation(
-        make_run(), config=dataclasses.replace(CONFIG, metrics_from=("monitoring", "prometheus"))
+        make_run(),
+        config=dataclasses.replace(CONFIG, metrics_from=("monitoring", "prometheus")),
     )
     world.reconcile()
-    policy = next(child for child in world.plan.apply if child["kind"] == "NetworkPolicy")["spec"]
+    policy = next(child for child in world.plan.apply if child["kind"] == "NetworkPolicy")[
+        "spec"
+    ]
     *_, metrics = policy["ingress"]
     [peer] = metrics["from"]
     assert peer["namespaceSelector"]["matchExpressions"] == [
-        {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["monitoring", "prometheus"]}
+        {
+            "key": "kubernetes.io/metadata.name",
+            "operator": "In",
+            "values": ["monitoring", "prometheus"],
+        }
     ]
     assert [one["port"] for one in metrics["ports"]] == [29402, 29401]
     assert all("from" in rule for rule in policy["ingress"])
@@ -534,7 +585,9 @@ def coordinator_of(template: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_coordinator_may_be_where_the_nodes_may_and_counts_as_much() -> None:
     hosts = {
-        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": []}]}
+        "requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [{"matchExpressions": []}]
+        }
     }
     taint = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
     spec = coordinator_of(
@@ -571,17 +624,28 @@ def test_the_coordinator_keeps_away_from_nothing_and_needs_no_accelerators_runti
             "schedulerName": "volcano",
         }
     )["spec"]
-    assert not {"affinity", "topologySpreadConstraints", "runtimeClassName", "schedulerName"} & set(spec)
+    assert not {
+        "affinity",
+        "topologySpreadConstraints",
+        "runtimeClassName",
+        "schedulerName",
+    } & set(spec)
 
 
 def test_the_coordinator_bears_what_keeps_sidecars_out_and_hosts_in_use() -> None:
     metadata = coordinator_of(
         {
             "labels": {"sidecar.istio.io/inject": "false", "team": "research"},
-            "annotations": {"linkerd.io/inject": "disabled", "karpenter.sh/do-not-disrupt": "true"},
+            "annotations": {
+                "linkerd.io/inject": "disabled",
+                "karpenter.sh/do-not-disrupt": "true",
+            },
         }
     )["metadata"]
-    assert metadata["labels"].items() >= {"sidecar.istio.io/inject": "false", "team": "research"}.items()
+    assert (
+        metadata["labels"].items()
+        >= {"sidecar.istio.io/inject": "false", "team": "research"}.items()
+    )
     assert (
         metadata["annotations"].items()
         >= {"linkerd.io/inject": "disabled", "karpenter.sh/do-not-disrupt": "true"}.items()
@@ -589,10 +653,21 @@ def test_the_coordinator_bears_what_keeps_sidecars_out_and_hosts_in_use() -> Non
     assert metadata["labels"]["evergrad.dev/role"] == "coordinator"
 
 
-@pytest.mark.parametrize("kind", ["podAntiAffinity", "podAffinity", "topologySpreadConstraints"])
-def test_constraints_of_the_nodes_among_each_other_do_not_count_the_coordinator(kind: str) -> None:
-    selector = {"matchLabels": {"app": "lm"}, "matchExpressions": [{"key": "tier", "operator": "Exists"}]}
-    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector, "matchLabelKeys": ["round"]}
+@pytest.mark.parametrize(
+    "kind", ["podAntiAffinity", "podAffinity", "topologySpreadConstraints"]
+)
+def test_constraints_of_the_nodes_among_each_other_do_not_count_the_coordinator(
+    kind: str,
+) -> None:
+    selector = {
+        "matchLabels": {"app": "lm"},
+        "matchExpressions": [{"key": "tier", "operator": "Exists"}],
+    }
+    term = {
+        "topologyKey": "kubernetes.io/hostname",
+        "labelSelector": selector,
+        "matchLabelKeys": ["round"],
+    }
     preferred = [{"weight": 1, "podAffinityTerm": term}]
     chosen: dict[str, Any] = {
         "affinity": {kind: {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
@@ -604,10 +679,15 @@ def test_constraints_of_the_nodes_among_each_other_do_not_count_the_coordinator(
     assert {key: found[key] for key in labels if key in found} == {"team": "research"}
 
 
-def test_what_a_template_asks_for_a_training_pod_alone_is_not_asked_for_the_coordinator() -> None:
+def test_what_a_template_asks_for_a_training_pod_alone_is_not_asked_for_the_coordinator() -> (
+    None
+):
     metadata = coordinator_of(
         {
-            "labels": {"kueue.x-k8s.io/queue-name": "gpus", "scheduling.x-k8s.io/pod-group": "gang"},
+            "labels": {
+                "kueue.x-k8s.io/queue-name": "gpus",
+                "scheduling.x-k8s.io/pod-group": "gang",
+            },
             "annotations": {
                 "k8s.v1.cni.cncf.io/networks": "rdma",
                 "prometheus.io/port": "29402",
@@ -615,15 +695,21 @@ def test_what_a_template_asks_for_a_training_pod_alone_is_not_asked_for_the_coor
             },
         }
     )["metadata"]
-    assert all(key.startswith(("evergrad.dev/", "app.kubernetes.io/")) for key in metadata["labels"])
+    assert all(
+        key.startswith(("evergrad.dev/", "app.kubernetes.io/")) for key in metadata["labels"]
+    )
     assert list(metadata["annotations"]) == ["evergrad.dev/restart"]
 
 
 def budget_of_coordinator(world: Simulation) -> int:
-    return int(world.children["PodDisruptionBudget", "docs-lm.coordinator"]["spec"]["minAvailable"])
+    return int(
+        world.children["PodDisruptionBudget", "docs-lm.coordinator"]["spec"]["minAvailable"]
+    )
 
 
-def test_a_coordinator_is_not_evicted_while_its_group_changes_and_may_be_while_it_trains() -> None:
+def test_a_coordinator_is_not_evicted_while_its_group_changes_and_may_be_while_it_trains() -> (
+    None
+):
     world = Simulation(make_run(nodes={"min": 2, "max": 2}))
     world.reconcile()
     world.start()
@@ -647,7 +733,9 @@ def test_a_coordinator_is_not_evicted_while_its_group_changes_and_may_be_while_i
 
 def test_a_run_of_one_node_protects_its_coordinator_too() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 1})).run()
-    assert [name for kind, name in world.children if kind == "PodDisruptionBudget"] == ["docs-lm.coordinator"]
+    assert [name for kind, name in world.children if kind == "PodDisruptionBudget"] == [
+        "docs-lm.coordinator"
+    ]
     world.train(phase="Starting")
     world.settle()
     assert budget_of_coordinator(world) == 1

@@ -24,17 +24,29 @@ def begun(**spec: Any) -> Simulation:
 def test_a_user_error_ends_the_run_at_once_with_the_root_cause_and_a_remedy() -> None:
     world = begun()
     for name in ("docs-lm-1-0", "docs-lm-2-0"):
-        world.end(name, 64, message="error: spec.training.data.sources[0].path: docs.jsonl does not exist.")
+        world.end(
+            name,
+            64,
+            message="error: spec.training.data.sources[0].path: docs.jsonl does not exist.",
+        )
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.USER_ERROR)
-    assert "node 1 (pod docs-lm-1-0) ended with exit code 64: error: spec.training.data" in decision.message
+    assert (
+        "node 1 (pod docs-lm-1-0) ended with exit code 64: error: spec.training.data"
+        in decision.message
+    )
     assert "spec.restartNonce" in decision.message
     assert world.condition("Failed")["status"] == "True"
     assert world.condition("Failed")["reason"] == "UserError"
     assert world.condition("Stalled")["status"] == "True"
     assert "data.sources[0].path" in world.condition("Failed")["message"]
     assert world.status["lastFailure"]["exitCode"] == 64
-    assert world.created == ["docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"]
+    assert world.created == [
+        "docs-lm-coordinator-0",
+        "docs-lm-0-0",
+        "docs-lm-1-0",
+        "docs-lm-2-0",
+    ]
 
 
 def test_the_earliest_of_several_user_errors_is_told() -> None:
@@ -43,10 +55,15 @@ def test_the_earliest_of_several_user_errors_is_told() -> None:
     world.end("docs-lm-2-0", 64, message="the cause")
     world.age(1)
     world.end("docs-lm-0-0", 64, message="a consequence")
-    assert "node 2 (pod docs-lm-2-0) ended with exit code 64: the cause" in world.reconcile().message
+    assert (
+        "node 2 (pod docs-lm-2-0) ended with exit code 64: the cause"
+        in world.reconcile().message
+    )
 
 
-def test_others_of_a_failed_run_have_a_moment_to_end_by_themselves_and_keep_their_logs() -> None:
+def test_others_of_a_failed_run_have_a_moment_to_end_by_themselves_and_keep_their_logs() -> (
+    None
+):
     world = begun()
     world.end("docs-lm-1-0", 64)
     world.end("docs-lm-0-0", 64)
@@ -72,10 +89,15 @@ def test_exit_code_64_of_one_node_never_ends_a_run_whose_group_trains() -> None:
         world.start()
         world.reconcile()
         world.end(
-            f"docs-lm-1-{attempt}", 64, message="error: spec.training.data: the source cannot be opened"
+            f"docs-lm-1-{attempt}",
+            64,
+            message="error: spec.training.data: the source cannot be opened",
         )
         decision = world.settle()
-        assert (decision.phase, world.status["failures"]["withoutProgress"]) == (Phase.RUNNING, 0)
+        assert (decision.phase, world.status["failures"]["withoutProgress"]) == (
+            Phase.RUNNING,
+            0,
+        )
         assert world.condition("Stalled")["status"] == "False"
         world.age(300)
         world.reconcile()
@@ -158,7 +180,9 @@ def one_node(world: Simulation) -> None:
 @pytest.mark.parametrize(
     "story", [two_tries, two_hosts, one_host, one_node], ids=lambda story: story.__name__
 )
-def test_an_input_error_is_final_once_no_other_host_can_cure_it(story: Callable[[Simulation], None]) -> None:
+def test_an_input_error_is_final_once_no_other_host_can_cure_it(
+    story: Callable[[Simulation], None],
+) -> None:
     world = begun()
     story(world)
     decision = world.reconcile()
@@ -205,7 +229,10 @@ def test_a_host_fault_is_free_and_its_node_comes_back_at_once_elsewhere_if_it_ca
     assert world.reconcile().nodes_to_create == ((1, 1),)
     assert world.status["restarts"]["byCause"] == {"HostFault": 1}
     assert world.status["failures"]["withoutProgress"] == 0
-    assert world.status["lastFailure"]["message"] == "error: /volume: [Errno 116] Stale file handle"
+    assert (
+        world.status["lastFailure"]["message"]
+        == "error: /volume: [Errno 116] Stale file handle"
+    )
     affinity = world.pods["docs-lm-1-1"]["spec"]["affinity"]["nodeAffinity"]
     assert list(affinity) == ["preferredDuringSchedulingIgnoredDuringExecution"], (
         "a cluster of one host must do, too"
@@ -250,7 +277,9 @@ def test_many_hosts_that_fail_a_run_stall_it_and_never_end_it() -> None:
             world.end(name, 70, message=host_fault())
         waits.append(world.reconcile().requeue_after)
         assert world.status["phase"] != "Failed"
-        assert world.condition("Stalled")["status"] == str(attempt >= 5), "six in a row need a person"
+        assert world.condition("Stalled")["status"] == str(attempt >= 5), (
+            "six in a row need a person"
+        )
         world.age(300)
         world.reconcile()
         world.start()
@@ -287,7 +316,9 @@ def test_a_full_volume_is_no_fault_of_a_host() -> None:
     world.end(
         "docs-lm-1-0",
         70,
-        message=host_fault("error: /volume/run: 0.01 GiB are free and one checkpoint takes 0.02 GiB"),
+        message=host_fault(
+            "error: /volume/run: 0.01 GiB are free and one checkpoint takes 0.02 GiB"
+        ),
     )
     world.reconcile()
     assert world.status["restarts"]["byCause"] == {"VolumeFull": 1}
@@ -299,7 +330,11 @@ CAUSES: list[tuple[str, dict[str, Any], Cause]] = [
     ("end", {"code": 1, "message": "Traceback"}, Cause.WORKER_CRASH),
     ("end", {"code": 137}, Cause.WORKER_CRASH),
     ("end", {"code": 137, "reason": "OOMKilled"}, Cause.OUT_OF_MEMORY),
-    ("end", {"code": 70, "message": "OSError: [Errno 28] No space left on device"}, Cause.VOLUME_FULL),
+    (
+        "end",
+        {"code": 70, "message": "OSError: [Errno 28] No space left on device"},
+        Cause.VOLUME_FULL,
+    ),
     (
         "end",
         {"code": 128, "reason": "StartError", "message": 'exec: "evergrad": not found'},
@@ -327,7 +362,12 @@ def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(
         "exitCode": fields["code"],
         "at": world.status["attempts"][-1]["at"],
     }
-    counts = cause in (Cause.WORKER_CRASH, Cause.OUT_OF_MEMORY, Cause.VOLUME_FULL, Cause.START_ERROR)
+    counts = cause in (
+        Cause.WORKER_CRASH,
+        Cause.OUT_OF_MEMORY,
+        Cause.VOLUME_FULL,
+        Cause.START_ERROR,
+    )
     assert world.status["failures"]["withoutProgress"] == int(counts)
     assert [event.reason for event in world.events if event.type == "Warning"] == [cause]
 
@@ -358,7 +398,15 @@ def test_a_disruption_is_free_and_told_by_its_cause(reason: str, cause: Cause) -
 
 
 @pytest.mark.parametrize(
-    "reason", ["Evicted", "OutOfcpu", "NodeAffinity", "UnexpectedAdmissionError", "NodeLost", "Terminated"]
+    "reason",
+    [
+        "Evicted",
+        "OutOfcpu",
+        "NodeAffinity",
+        "UnexpectedAdmissionError",
+        "NodeLost",
+        "Terminated",
+    ],
 )
 def test_a_pod_that_the_kubelet_ends_or_refuses_is_free(reason: str) -> None:
     world = Simulation().run()
@@ -445,7 +493,9 @@ def test_failures_without_progress_end_the_run_after_the_budget() -> None:
         ({"code": 127, "reason": "ContainerCannotRun"}, "StartError"),
     ],
 )
-def test_the_reason_of_the_end_is_the_cause_of_the_last_failure(fields: dict[str, Any], reason: str) -> None:
+def test_the_reason_of_the_end_is_the_cause_of_the_last_failure(
+    fields: dict[str, Any], reason: str
+) -> None:
     world = Simulation().run()
     for _ in range(4):
         fail(world, **fields)
@@ -620,7 +670,10 @@ def test_the_coordinators_verdict_ends_the_run_with_its_words() -> None:
     ("fields", "reason"),
     [
         ({"reason": "UserError", "message": "bad shape"}, "UserError"),
-        ({"reason": "FailuresWithoutProgress", "lastFailure": {"cause": "out_of_memory"}}, "OutOfMemory"),
+        (
+            {"reason": "FailuresWithoutProgress", "lastFailure": {"cause": "out_of_memory"}},
+            "OutOfMemory",
+        ),
         ({"reason": "InternalError", "message": "No space left on device"}, "VolumeFull"),
         ({"reason": "InternalError"}, "WorkerCrash"),
     ],
@@ -634,7 +687,9 @@ def test_each_verdict_has_its_reason(fields: dict[str, Any], reason: str) -> Non
 
 def test_in_pod_restarts_are_counted_once_over_the_coordinators_lives() -> None:
     world = Simulation().run()
-    world.train(11, restarts={"worker_crash": 2, "scale_up": 5}, lostSeconds={"worker_crash": 3.7})
+    world.train(
+        11, restarts={"worker_crash": 2, "scale_up": 5}, lostSeconds={"worker_crash": 3.7}
+    )
     world.settle()
     world.train(
         12,
@@ -678,7 +733,11 @@ REFUSALS = [
         "QuotaExceeded",
     ),
     (403, "failed quota: q: must specify limits.cpu for: trainer", "AdmissionRefused"),
-    (403, 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false', "AdmissionRefused"),
+    (
+        403,
+        'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false',
+        "AdmissionRefused",
+    ),
     (403, "maximum memory usage per Container is 1Gi, but limit is 4Gi", "AdmissionRefused"),
     (403, 'no PriorityClass with name "high" was found', "AdmissionRefused"),
     (
@@ -690,19 +749,28 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("status", "message", "reason"), REFUSALS, ids=[row[1][:30] for row in REFUSALS])
+@pytest.mark.parametrize(
+    ("status", "message", "reason"), REFUSALS, ids=[row[1][:30] for row in REFUSALS]
+)
 def test_what_the_api_server_refuses_is_told_and_mended_by_itself(
     status: int, message: str, reason: str
 ) -> None:
     world = Simulation()
-    world.reconcile(refuse=ApplyFailure("Pod", "docs-lm-0-0", status, "Forbidden", message, START))
-    decision = world.reconcile(refuse=ApplyFailure("Pod", "docs-lm-0-0", status, "Forbidden", message, START))
+    world.reconcile(
+        refuse=ApplyFailure("Pod", "docs-lm-0-0", status, "Forbidden", message, START)
+    )
+    decision = world.reconcile(
+        refuse=ApplyFailure("Pod", "docs-lm-0-0", status, "Forbidden", message, START)
+    )
     assert (decision.phase, decision.reason) == (Phase.WAITING, reason)
     assert message in decision.message
     is_for_a_person = reason in ("AdmissionRefused", "InvalidObject")
     assert world.condition("Stalled")["status"] == str(is_for_a_person)
     expected = ("False", "UpToDate") if is_for_a_person else ("True", reason)
-    assert (world.condition("Reconciling")["status"], world.condition("Reconciling")["reason"]) == expected
+    assert (
+        world.condition("Reconciling")["status"],
+        world.condition("Reconciling")["reason"],
+    ) == expected
     assert world.condition("Ready")["status"] == "False"
     assert len(world.plan.create) == 4, "it is tried again; the edge sees to the pace"
     world.reconcile()
@@ -715,7 +783,9 @@ def test_what_the_api_server_refuses_is_told_and_mended_by_itself(
 
 def test_a_refusal_of_what_is_not_needed_any_more_is_not_told() -> None:
     world = Simulation().run()
-    world.failures = [ApplyFailure("Pod", "docs-lm-7-0", 403, "Forbidden", "exceeded quota", START)]
+    world.failures = [
+        ApplyFailure("Pod", "docs-lm-7-0", 403, "Forbidden", "exceeded quota", START)
+    ]
     seen = world.look()
     assert seen.failures
     assert "quota" not in world.reconcile().message
@@ -731,7 +801,10 @@ def test_a_quota_for_some_of_the_pods_leaves_a_smaller_run_that_trains() -> None
     world.train(20)
     decision = world.reconcile(refuse=refusal)
     assert (decision.phase, decision.is_blocked) == (Phase.RUNNING, False)
-    assert "2 of 3 nodes train; the API server refuses Pod docs-lm-2-1: exceeded quota" in decision.message
+    assert (
+        "2 of 3 nodes train; the API server refuses Pod docs-lm-2-1: exceeded quota"
+        in decision.message
+    )
     assert world.condition("PodsReady") | {"lastTransitionTime": ""} == {
         "type": "PodsReady",
         "status": "False",
@@ -767,10 +840,17 @@ def test_what_keeps_pods_from_starting_is_told_and_waited_for(
         getattr(world, how)(f"docs-lm-{index}-0", *arguments)
     world.progress = make_progress(0, phase="Waiting", nodes={"ready": 0})
     decision = world.settle()
-    assert (decision.phase, decision.reason, decision.is_blocked) == (Phase.WAITING, reason, False)
+    assert (decision.phase, decision.reason, decision.is_blocked) == (
+        Phase.WAITING,
+        reason,
+        False,
+    )
     assert "node 0 (pod docs-lm-0-0)" in decision.message
     assert arguments[0] in decision.message or arguments[-1] in decision.message
-    assert (world.condition("Reconciling")["status"], world.condition("Reconciling")["reason"]) == (
+    assert (
+        world.condition("Reconciling")["status"],
+        world.condition("Reconciling")["reason"],
+    ) == (
         "True",
         reason,
     )
@@ -832,14 +912,18 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize(("status", "message", "remedy"), RECORDS, ids=[str(row[0]) for row in RECORDS])
+@pytest.mark.parametrize(
+    ("status", "message", "remedy"), RECORDS, ids=[str(row[0]) for row in RECORDS]
+)
 def test_a_record_that_an_existing_claim_does_not_take_has_a_reason_and_a_remedy(
     status: int, message: str, remedy: str
 ) -> None:
     world = Simulation(make_run(storage={"claimName": "shared"}))
     claim = {"metadata": {"name": "shared"}, "status": {"phase": "Bound"}}
     world.children["PersistentVolumeClaim", "shared"] = claim
-    world.failures = [ApplyFailure("PersistentVolumeClaim", "shared", status, "Invalid", message, START)]
+    world.failures = [
+        ApplyFailure("PersistentVolumeClaim", "shared", status, "Invalid", message, START)
+    ]
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (Phase.WAITING, Reason.VOLUME_RECORD_REFUSED)
     assert message in decision.message and remedy in decision.message
@@ -898,7 +982,9 @@ def test_a_claim_that_cannot_be_used_is_told(claim: dict[str, Any], reason: str)
     assert world.plan.is_empty
 
 
-def test_young_pods_that_have_not_joined_are_starting_and_only_old_ones_are_waited_for() -> None:
+def test_young_pods_that_have_not_joined_are_starting_and_only_old_ones_are_waited_for() -> (
+    None
+):
     world = Simulation().run(10)
     world.age(1000)
     for name in world.live():
@@ -906,16 +992,25 @@ def test_young_pods_that_have_not_joined_are_starting_and_only_old_ones_are_wait
     world.reconcile()
     world.start()
     world.progress = make_progress(
-        0, phase="Waiting", reason="WaitingForNodes", message="0 nodes are here", nodes={"ready": 0}
+        0,
+        phase="Waiting",
+        reason="WaitingForNodes",
+        message="0 nodes are here",
+        nodes={"ready": 0},
     )
     assert (world.reconcile().phase, world.decision.reason) == (Phase.STARTING, Reason.STARTING)
     world.age(200)
-    assert (world.reconcile().phase, world.decision.reason) == (Phase.WAITING, Reason.WAITING_FOR_NODES)
+    assert (world.reconcile().phase, world.decision.reason) == (
+        Phase.WAITING,
+        Reason.WAITING_FOR_NODES,
+    )
     assert world.decision.message == "0 nodes are here"
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])
-def test_a_node_that_ends_by_itself_does_not_hide_the_rank_that_failed(is_told_first: bool) -> None:
+def test_a_node_that_ends_by_itself_does_not_hide_the_rank_that_failed(
+    is_told_first: bool,
+) -> None:
     world = Simulation().run()
     failure = {
         "cause": "user_error",

@@ -19,7 +19,9 @@ def kinds(world: Simulation) -> list[str]:
     return [f"{child['kind']}/{child['metadata']['name']}" for child in world.plan.apply]
 
 
-def record_of(world: Simulation, claim: str = "docs-lm", run: str = "docs-lm") -> dict[str, Any]:
+def record_of(
+    world: Simulation, claim: str = "docs-lm", run: str = "docs-lm"
+) -> dict[str, Any]:
     annotations = world.children["PersistentVolumeClaim", claim]["metadata"]["annotations"]
     found: dict[str, Any] = json.loads(annotations[names.claim_annotation(run)])
     return found
@@ -38,7 +40,12 @@ def test_a_new_run_gets_all_its_children_in_one_pass_and_nothing_in_the_next() -
         "Service/docs-lm-coordinator",
         "NetworkPolicy/docs-lm",
     ]
-    assert world.created == ["docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"]
+    assert world.created == [
+        "docs-lm-coordinator-0",
+        "docs-lm-0-0",
+        "docs-lm-1-0",
+        "docs-lm-2-0",
+    ]
     world.reconcile()
     assert world.plan.is_empty
     assert world.writes == 1
@@ -162,7 +169,11 @@ def test_fewer_nodes_leave_from_the_highest_index_down_and_count_as_no_restart()
     world.age(100)
     world.set_spec(nodes={"min": 1, "max": 2})
     decision = world.reconcile()
-    assert [pod.name for pod in decision.pods_to_delete] == ["docs-lm-4-0", "docs-lm-3-0", "docs-lm-2-0"]
+    assert [pod.name for pod in decision.pods_to_delete] == [
+        "docs-lm-4-0",
+        "docs-lm-3-0",
+        "docs-lm-2-0",
+    ]
     assert {pod.grace_seconds for pod in decision.pods_to_delete} == {None}
     assert world.plan.bounds == Bounds(1, 2, 3)
     world.reconcile()
@@ -176,7 +187,9 @@ def test_fewer_nodes_leave_from_the_highest_index_down_and_count_as_no_restart()
 
 def test_of_two_live_pods_of_one_index_the_newer_stays() -> None:
     world = Simulation().run()
-    twin = json.loads(json.dumps(world.pods["docs-lm-1-0"]).replace("docs-lm-1-0", "docs-lm-1-1"))
+    twin = json.loads(
+        json.dumps(world.pods["docs-lm-1-0"]).replace("docs-lm-1-0", "docs-lm-1-1")
+    )
     twin["metadata"]["labels"]["evergrad.dev/attempt"] = "1"
     world.pods["docs-lm-1-1"] = twin
     assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-1-0"]
@@ -196,7 +209,9 @@ def test_older_ended_pods_are_removed_and_the_newest_is_kept_for_its_logs() -> N
 
 def test_priority_and_template_apply_to_pods_made_later() -> None:
     world = Simulation().run()
-    world.set_spec(template={"priorityClassName": "high"}, resources={"limits": {"memory": "2Gi"}})
+    world.set_spec(
+        template={"priorityClassName": "high"}, resources={"limits": {"memory": "2Gi"}}
+    )
     world.settle()
     assert len(world.created) == 4
     world.age(100)
@@ -217,7 +232,11 @@ def test_suspension_lets_the_nodes_save_before_the_coordinator_goes() -> None:
     world.set_spec(suspend=True)
     decision = world.reconcile()
     assert (decision.action, decision.phase) == (Action.STOP, Phase.SUSPENDING)
-    assert [pod.name for pod in decision.pods_to_delete] == ["docs-lm-2-0", "docs-lm-1-0", "docs-lm-0-0"]
+    assert [pod.name for pod in decision.pods_to_delete] == [
+        "docs-lm-2-0",
+        "docs-lm-1-0",
+        "docs-lm-0-0",
+    ]
     assert world.reconcile().pods_to_delete == ()
     assert "docs-lm-coordinator-0" in world.live(role="coordinator")
     world.leave()
@@ -285,7 +304,9 @@ def test_a_ghost_on_a_lost_node_does_not_hold_a_suspension_up() -> None:
 
 
 @pytest.mark.parametrize("is_heard", [False, True])
-def test_a_run_suspended_before_its_coordinator_told_of_a_step_waits_for_its_words(is_heard: bool) -> None:
+def test_a_run_suspended_before_its_coordinator_told_of_a_step_waits_for_its_words(
+    is_heard: bool,
+) -> None:
     world = Simulation()
     world.reconcile()
     world.start()
@@ -323,7 +344,9 @@ def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:
     assert world.status["attempt"] == 1
 
 
-def test_a_run_that_stopped_before_a_step_that_is_not_finite_waits_for_a_person_and_goes_on_past_it() -> None:
+def test_a_run_that_stopped_before_a_step_that_is_not_finite_waits_for_a_person_and_goes_on_past_it() -> (
+    None
+):
     world = Simulation().run()
     world.train(812, phase="Stopped", reason="NonFinite", checkpointStep=812)
     for name in world.live():
@@ -345,9 +368,15 @@ def test_a_run_that_stopped_before_a_step_that_is_not_finite_waits_for_a_person_
         "True",
         "NonFinite",
     )
-    assert world.condition("Failed")["status"] == world.condition("Reconciling")["status"] == "False"
+    assert (
+        world.condition("Failed")["status"]
+        == world.condition("Reconciling")["status"]
+        == "False"
+    )
     assert world.status["failures"]["withoutProgress"] == 0
-    world.set_spec(restartNonce="go on", training={**world.raw["spec"]["training"], "skipSteps": [813]})
+    world.set_spec(
+        restartNonce="go on", training={**world.raw["spec"]["training"], "skipSteps": [813]}
+    )
     assert world.reconcile().action == Action.RUN
     assert "813" in json.dumps(world.children["ConfigMap", "docs-lm-config"])
     assert world.condition("Stalled")["status"] == "False"
@@ -398,12 +427,19 @@ def test_a_new_nonce_restarts_all_pods_gracefully_and_with_fresh_budgets() -> No
     world.set_spec(restartNonce="2")
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (Phase.RESTARTING, Reason.RESTARTING)
-    assert [pod.name for pod in decision.pods_to_delete] == ["docs-lm-2-0", "docs-lm-1-1", "docs-lm-0-0"]
+    assert [pod.name for pod in decision.pods_to_delete] == [
+        "docs-lm-2-0",
+        "docs-lm-1-1",
+        "docs-lm-0-0",
+    ]
     assert world.status["attempt"] == 1
     assert world.status["restartNonce"] == "2"
     world.reconcile()
     world.leave()
-    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-1-0", "docs-lm-coordinator-0"]
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == [
+        "docs-lm-1-0",
+        "docs-lm-coordinator-0",
+    ]
     world.leave()
     decision = world.reconcile()
     assert decision.nodes_to_create == ((0, 1), (1, 2), (2, 1))
@@ -490,7 +526,9 @@ def test_a_run_is_complete_when_its_nodes_have_ended_well() -> None:
     assert world.live(role="coordinator") == []
     assert record_of(world)["complete"] == {"at": world.status["completionTime"], "step": 100}
     assert world.status["restarts"]["total"] == 0
-    assert sorted(world.pods) == ["docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"], "kept for their logs"
+    assert sorted(world.pods) == ["docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"], (
+        "kept for their logs"
+    )
 
 
 def test_a_node_that_still_writes_the_report_is_waited_for() -> None:
@@ -565,7 +603,9 @@ def test_an_operator_that_dies_between_the_claims_record_and_the_status_complete
 # ---- conflicts ---------------------------------------------------------------------------------------------
 
 
-def shared(name: str, *, path: str | None = None, uid: str | None = None, **spec: Any) -> dict[str, Any]:
+def shared(
+    name: str, *, path: str | None = None, uid: str | None = None, **spec: Any
+) -> dict[str, Any]:
     storage = {"claimName": "shared", **({"path": path} if path else {})}
     run = make_run(name, storage=storage, **spec)
     run["metadata"]["uid"] = uid or f"uid-{name}"
@@ -574,7 +614,10 @@ def shared(name: str, *, path: str | None = None, uid: str | None = None, **spec
 
 def with_claim(run: dict[str, Any], *others: Simulation) -> Simulation:
     world = Simulation(run)
-    claim: dict[str, Any] = {"metadata": {"name": "shared", "annotations": {}}, "status": {"phase": "Bound"}}
+    claim: dict[str, Any] = {
+        "metadata": {"name": "shared", "annotations": {}},
+        "status": {"phase": "Bound"},
+    }
     for other in others:
         found = other.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
         claim["metadata"]["annotations"] |= found
@@ -587,7 +630,10 @@ def test_a_folder_that_another_run_has_is_refused() -> None:
     second = with_claim(shared("second", path="runs/one"), first)
     decision = second.settle()
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.OUTPUT_CONFLICT)
-    assert "runs/one on PersistentVolumeClaim shared holds the data of run first" in decision.message
+    assert (
+        "runs/one on PersistentVolumeClaim shared holds the data of run first"
+        in decision.message
+    )
     assert second.created == []
     assert (
         "run.evergrad.dev/second"
@@ -599,7 +645,10 @@ def test_a_folder_that_another_run_has_is_refused() -> None:
 @pytest.mark.parametrize(("one", "other"), [("runs", "runs/one"), ("runs/one", "runs")])
 def test_folders_in_one_another_are_a_conflict_too(one: str, other: str) -> None:
     first = with_claim(shared("first", path=one)).run()
-    assert with_claim(shared("second", path=other), first).settle().reason == Reason.OUTPUT_CONFLICT
+    assert (
+        with_claim(shared("second", path=other), first).settle().reason
+        == Reason.OUTPUT_CONFLICT
+    )
 
 
 def test_two_folders_of_one_volume_are_none() -> None:
@@ -644,7 +693,9 @@ def test_a_running_run_is_not_ended_by_an_older_one_that_wakes_up() -> None:
 def test_a_refused_run_keeps_nobody_else_out() -> None:
     refused = shared("refused", path="x")
     refused["metadata"]["creationTimestamp"] = "2030-03-17T17:40:00Z"
-    refused["status"] = {"conditions": [{"type": "Failed", "status": "True", "reason": "OutputConflict"}]}
+    refused["status"] = {
+        "conditions": [{"type": "Failed", "status": "True", "reason": "OutputConflict"}]
+    }
     world = with_claim(shared("other", path="x"))
     world.others = [refused]
     assert world.reconcile().action == Action.RUN
@@ -679,7 +730,11 @@ def test_a_run_that_was_extended_in_place_is_the_same_recipe_when_it_is_made_ane
 
 def test_sections_that_do_not_decide_the_result_may_differ() -> None:
     first = with_claim(shared("docs-lm")).run()
-    training = {**first.raw["spec"]["training"], "checkpoint": {"keep": 9}, "stop": {"afterStep": 3}}
+    training = {
+        **first.raw["spec"]["training"],
+        "checkpoint": {"keep": 9},
+        "stop": {"afterStep": 3},
+    }
     again = with_claim(shared("docs-lm", uid="later", training=training), first)
     assert again.reconcile().action == Action.RUN
 
@@ -693,7 +748,11 @@ def test_a_deadline_ends_the_run_with_its_state_saved() -> None:
     world.age(3600)
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.DEADLINE_EXCEEDED)
-    assert {pod.name for pod in decision.pods_to_delete} == {"docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"}
+    assert {pod.name for pod in decision.pods_to_delete} == {
+        "docs-lm-0-0",
+        "docs-lm-1-0",
+        "docs-lm-2-0",
+    }
     assert "1h after its start" in decision.message
     world.leave()
     assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
@@ -742,7 +801,12 @@ ABUSES: list[dict[str, Any]] = [
     {"template": {"volumes": [{"name": "evergrad-volume", "emptyDir": {}}]}},
     {
         "template": {
-            "volumes": [{"name": "a", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]
+            "volumes": [
+                {
+                    "name": "a",
+                    "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]},
+                }
+            ]
         }
     },
     {"template": {"volumeMounts": [{"name": "a", "mountPath": "/volume/x"}]}},
@@ -750,7 +814,9 @@ ABUSES: list[dict[str, Any]] = [
     {
         "template": {
             "volumes": [{"name": "a", "emptyDir": {}}],
-            "volumeMounts": [{"name": "a", "mountPath": "/x", "mountPropagation": "Bidirectional"}],
+            "volumeMounts": [
+                {"name": "a", "mountPath": "/x", "mountPropagation": "Bidirectional"}
+            ],
         }
     },
     {
@@ -780,9 +846,13 @@ def test_what_a_run_must_not_say_is_told_and_makes_nothing(spec: dict[str, Any])
     assert world.created == []
 
 
-def test_a_file_that_is_corrected_before_the_first_pod_starts_the_run_with_all_it_says() -> None:
+def test_a_file_that_is_corrected_before_the_first_pod_starts_the_run_with_all_it_says() -> (
+    None
+):
     wrong = {**TRAINING, "schedule": {"type": "wsd", "warmup": "150%"}}
-    world = Simulation(make_run(training=wrong, nodes={"min": 3, "max": 2}, image="registry.example/wrong:1"))
+    world = Simulation(
+        make_run(training=wrong, nodes={"min": 3, "max": 2}, image="registry.example/wrong:1")
+    )
     world.settle()
     status = world.raw["status"]
     assert (status["phase"], status["reason"]) == ("Waiting", "InvalidSpec")
@@ -794,7 +864,9 @@ def test_a_file_that_is_corrected_before_the_first_pod_starts_the_run_with_all_i
     assert not {"recipeHash", "image", "startTime"} & set(status), (
         "nothing is settled of a run that was refused"
     )
-    world.set_spec(training=TRAINING, nodes={"min": 2, "max": 2}, image="registry.example/right:1")
+    world.set_spec(
+        training=TRAINING, nodes={"min": 2, "max": 2}, image="registry.example/right:1"
+    )
     world.settle()
     assert world.created
     assert world.raw["status"]["image"] == "registry.example/right:1"
@@ -811,7 +883,9 @@ def test_a_wrong_change_of_a_run_that_trains_makes_no_pod_and_ends_none() -> Non
     assert world.settle().phase == Phase.RUNNING
 
 
-def test_other_settings_bring_all_pods_back_with_their_state_and_keep_image_and_budgets() -> None:
+def test_other_settings_bring_all_pods_back_with_their_state_and_keep_image_and_budgets() -> (
+    None
+):
     world = Simulation().run()
     image, created = world.status["image"], len(world.created)
     world.config = replace(world.config, trainer_image="registry.example/trainer:2")
@@ -823,7 +897,9 @@ def test_other_settings_bring_all_pods_back_with_their_state_and_keep_image_and_
     world.settle()
     assert len(world.created) == 2 * created
     assert (world.status["image"], world.status["attempt"]) == (image, 1)
-    manifest = json.loads(world.children["ConfigMap", "docs-lm-config"]["data"]["trainingrun.json"])
+    manifest = json.loads(
+        world.children["ConfigMap", "docs-lm-config"]["data"]["trainingrun.json"]
+    )
     assert manifest["spec"]["training"]["checkpoint"] == {"every": {"steps": 7}}
     world.set_spec(training={**TRAINING, "checkpoint": {"every": {"steps": "7"}}})
     assert world.settle().phase != Phase.RESTARTING, "the same setting, written otherwise"
@@ -867,7 +943,9 @@ def test_more_problems_than_a_status_holds_are_counted() -> None:
 
 
 def test_one_problem_that_is_too_long_is_cut() -> None:
-    text = list_problems([Problem("spec", "é" * 4000, remedy="Shorten it"), Problem("spec.image", "wrong")])
+    text = list_problems(
+        [Problem("spec", "é" * 4000, remedy="Shorten it"), Problem("spec.image", "wrong")]
+    )
     assert len(text.encode()) <= 4000
     assert text.endswith("… 1 more: `evergrad validate` of the file lists them.")
 

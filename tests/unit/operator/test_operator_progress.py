@@ -48,7 +48,9 @@ class Coordinator:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().split("content-length:")[1].split("\r\n")[0])
         self.tokens |= {
-            line.partition(": ")[2] for line in head.split("\r\n") if line.startswith("Authorization: ")
+            line.partition(": ")[2]
+            for line in head.split("\r\n")
+            if line.startswith("Authorization: ")
         }
         body = await reader.readexactly(length)
         self.requests.append(head.split("\r\n")[0] + body.decode())
@@ -58,7 +60,9 @@ class Coordinator:
         writer.close()
 
 
-def ask(coordinator: Coordinator, *, num_news: int = 1, **settings: Any) -> tuple[Coordinators, list[bool]]:
+def ask(
+    coordinator: Coordinator, *, num_news: int = 1, **settings: Any
+) -> tuple[Coordinators, list[bool]]:
     """What is known after so many news, and all that were told."""
     news: list[bool] = []
 
@@ -98,7 +102,9 @@ def test_progress_alone_is_news_but_not_urgent() -> None:
     coordinator = Coordinator(json.dumps({"phase": "Running", "step": 1}).encode())
 
     async def advance() -> None:
-        coordinator.body = json.dumps({"phase": "Running", "step": len(coordinator.requests)}).encode()
+        coordinator.body = json.dumps(
+            {"phase": "Running", "step": len(coordinator.requests)}
+        ).encode()
 
     original = coordinator._serve
 
@@ -126,7 +132,9 @@ def test_progress_alone_is_news_but_not_urgent() -> None:
         lambda: Coordinator(b"[" * 100_000),
     ],
 )
-def test_what_is_no_answer_is_none_and_is_asked_for_less_often(build: Callable[[], Coordinator]) -> None:
+def test_what_is_no_answer_is_none_and_is_asked_for_less_often(
+    build: Callable[[], Coordinator],
+) -> None:
     news: list[bool] = []
 
     async def main() -> tuple[Coordinators, list[float | None]]:
@@ -222,14 +230,20 @@ def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
             await known.post_bounds(KEY, Bounds(1, 2, 3))
         known.follow(KEY, "127.0.0.1", 0, token="t")
         await known.post_bounds(KEY, Bounds(1, 2, 3))
-        coordinator.head, coordinator.body = "HTTP/1.1 400 Bad Request", b"bounds: max is below min"
+        coordinator.head, coordinator.body = (
+            "HTTP/1.1 400 Bad Request",
+            b"bounds: max is below min",
+        )
         with pytest.raises(OperatorError, match="max is below min"):
             await known.post_bounds(KEY, Bounds(3, 2, 3))
         coordinator.close()
         await asyncio.sleep(0)
         return coordinator
 
-    assert asyncio.run(main()).requests[0] == 'POST /bounds HTTP/1.1{"min": 1, "max": 2, "maxFailures": 3}'
+    assert (
+        asyncio.run(main()).requests[0]
+        == 'POST /bounds HTTP/1.1{"min": 1, "max": 2, "maxFailures": 3}'
+    )
 
 
 def test_every_request_carries_the_runs_token() -> None:
@@ -279,7 +293,9 @@ def test_silence_is_measured_from_the_first_poll_that_failed_and_told_at_its_mar
     now, told, causes = [1000.0], list[float](), list[str]()
 
     async def main() -> None:
-        known = Coordinators(clock=lambda: now[0], on_news=lambda key, is_urgent: told.append(now[0]))
+        known = Coordinators(
+            clock=lambda: now[0], on_news=lambda key, is_urgent: told.append(now[0])
+        )
         known.on_failure = causes.append
         known.follow(KEY, "10.0.0.1", 3, token="t")
         is_well = True
@@ -287,7 +303,11 @@ def test_silence_is_measured_from_the_first_poll_that_failed_and_told_at_its_mar
         async def answer(key: Any, followed: Any) -> Answer:
             if is_well:
                 return Answer({"phase": "Running"}, followed.attempt, now[0])
-            error = failure if isinstance(failure, UnauthorizedError) else OperatorError("no answer")
+            error = (
+                failure
+                if isinstance(failure, UnauthorizedError)
+                else OperatorError("no answer")
+            )
             raise error from (None if error is failure else failure)
 
         known._read_status = answer  # type: ignore[method-assign]
@@ -301,7 +321,9 @@ def test_silence_is_measured_from_the_first_poll_that_failed_and_told_at_its_mar
             assert delay is not None
             now[0] += delay
         assert [
-            mark for mark in told if min(abs(mark - began - one) for one in (10, 15, 30, 60, 120)) > 0.5
+            mark
+            for mark in told
+            if min(abs(mark - began - one) for one in (10, 15, 30, 60, 120)) > 0.5
         ] == []
         assert len(told) == 5
         silence = known.silence(KEY)

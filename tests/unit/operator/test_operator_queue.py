@@ -19,7 +19,9 @@ def make_queue(**settings: Any) -> WorkQueue[Any]:
     return WorkQueue(clock=asyncio.get_running_loop().time, **settings)
 
 
-async def work_for(queue: WorkQueue[str], process: Work, seconds: float, *, workers: int = 4) -> None:
+async def work_for(
+    queue: WorkQueue[str], process: Work, seconds: float, *, workers: int = 4
+) -> None:
     task = asyncio.create_task(queue.run(process, workers=workers))
     await asyncio.sleep(seconds)
     await queue.close(seconds=1.0)
@@ -43,7 +45,9 @@ def test_a_key_that_is_added_many_times_before_its_turn_comes_once() -> None:
     assert done == ["a"]
 
 
-def test_a_key_that_is_added_while_it_is_worked_on_comes_again_afterwards_and_never_twice_at_a_time() -> None:
+def test_a_key_that_is_added_while_it_is_worked_on_comes_again_afterwards_and_never_twice_at_a_time() -> (
+    None
+):
     active, most, done = set[str](), [0], list[str]()
 
     async def main() -> None:
@@ -224,10 +228,14 @@ def test_nothing_is_kept_of_keys_that_are_dropped_while_they_are_worked_on() -> 
         return queue
 
     queue = virtual_time.run(main())
-    assert not (queue._last_end or queue._failures or queue._due or queue._heap or queue._dropped)
+    assert not (
+        queue._last_end or queue._failures or queue._due or queue._heap or queue._dropped
+    )
 
 
-def test_a_week_of_passes_of_runs_with_a_deadline_leaves_no_more_entries_than_there_are_runs() -> None:
+def test_a_week_of_passes_of_runs_with_a_deadline_leaves_no_more_entries_than_there_are_runs() -> (
+    None
+):
     week, now = 7 * 86_400.0, [0.0]
     keys = [f"run-{number}" for number in range(10)]
     left: set[str] = set()

@@ -15,7 +15,8 @@ QUIET_SECONDS = 180.0
 
 
 @pytest.fixture(
-    params=[False, True], ids=["the watch is quicker than the answer", "the answer is quicker than the watch"]
+    params=[False, True],
+    ids=["the watch is quicker than the answer", "the answer is quicker than the watch"],
 )
 def simulation(request: pytest.FixtureRequest) -> Simulation:
     simulation = Simulation()
@@ -88,7 +89,9 @@ def test_three_quiet_minutes_after_a_retried_status_write_that_changed_nothing(
         simulation.deliver()
         simulation.now += 31.0
         simulation.train(
-            phase="Stopped", reason="AllNodesLeft", nodes={"min": 1, "max": 2, "ready": 0, "connected": 0}
+            phase="Stopped",
+            reason="AllNodesLeft",
+            nodes={"min": 1, "max": 2, "ready": 0, "connected": 0},
         )
     assert tries and simulation.status["phase"] == "Suspended"
     stay_quiet(simulation)

@@ -24,7 +24,9 @@ def writes(simulation: Simulation, since: int = 0) -> list[tuple[str, str, str]]
 
 
 def conditions(simulation: Simulation) -> dict[str, tuple[str, str]]:
-    return {one["type"]: (one["status"], one["reason"]) for one in simulation.status["conditions"]}
+    return {
+        one["type"]: (one["status"], one["reason"]) for one in simulation.status["conditions"]
+    }
 
 
 def begin(simulation: Simulation) -> None:
@@ -42,7 +44,9 @@ def simulation() -> Simulation:
     return simulation
 
 
-def test_a_new_run_gets_all_its_children_in_one_go_and_one_status(simulation: Simulation) -> None:
+def test_a_new_run_gets_all_its_children_in_one_go_and_one_status(
+    simulation: Simulation,
+) -> None:
     simulation.reconcile()
     assert simulation.children() == [
         ("configmaps", "run-config"),
@@ -65,7 +69,9 @@ def test_two_reconciles_of_an_unchanged_run_write_nothing(simulation: Simulation
     assert simulation.store.writes[before:] == []
 
 
-def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(simulation: Simulation) -> None:
+def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     before = len(simulation.store.writes)
     simulation.start_operator()
@@ -75,7 +81,9 @@ def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(simu
 
 
 @pytest.mark.parametrize("labels", [{}, {"evergrad.dev/run": "run"}])
-def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(labels: dict[str, str]) -> None:
+def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(
+    labels: dict[str, str],
+) -> None:
     simulation = Simulation()
     theirs = {
         "metadata": {"name": "run-config", "namespace": "ns", "labels": labels},
@@ -119,7 +127,10 @@ def test_what_an_older_run_of_the_name_leaves_is_waited_for(simulation: Simulati
     simulation.settle()
     uid = simulation.store.get("trainingruns", *KEY)["metadata"]["uid"]
     assert (
-        simulation.store.get("configmaps", "ns", "run-config")["metadata"]["ownerReferences"][0]["uid"] == uid
+        simulation.store.get("configmaps", "ns", "run-config")["metadata"]["ownerReferences"][
+            0
+        ]["uid"]
+        == uid
     )
 
 
@@ -136,7 +147,12 @@ def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_wa
         "secondsAgo": 1,
     }
     running = simulation.coordinators.answers[KEY]
-    verdict = {**running, "phase": "Failed", "reason": "FailuresWithoutProgress", "lastFailure": failure}
+    verdict = {
+        **running,
+        "phase": "Failed",
+        "reason": "FailuresWithoutProgress",
+        "lastFailure": failure,
+    }
     simulation.coordinators.unheard[KEY] = verdict
     simulation.end_pod("run-0-0", 137)
     simulation.settle()
@@ -147,7 +163,9 @@ def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_wa
     assert "run-1-1" not in simulation.pods()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("configmaps", "run-config"), ("services", "run-coordinator")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("configmaps", "run-config"), ("services", "run-coordinator")]
+)
 def test_what_new_pods_need_is_there_again_before_they_are(
     simulation: Simulation, kind: str, name: str
 ) -> None:
@@ -158,11 +176,17 @@ def test_what_new_pods_need_is_there_again_before_they_are(
     before = len(simulation.store.writes)
     simulation.store.remove("pods", "ns", "run-0-0")
     simulation.settle()
-    made = [(write[1], write[2]) for write in writes(simulation, before) if write[1] != "trainingruns"]
+    made = [
+        (write[1], write[2])
+        for write in writes(simulation, before)
+        if write[1] != "trainingruns"
+    ]
     assert made == [(kind, name), ("pods", "run-0-1")]
 
 
-def test_an_operator_that_starts_again_over_a_complete_run_writes_nothing(simulation: Simulation) -> None:
+def test_an_operator_that_starts_again_over_a_complete_run_writes_nothing(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     complete(simulation)
     before = len(simulation.store.writes)
@@ -217,8 +241,13 @@ STORIES = [story_completes, story_loses_a_pod, story_is_suspended_and_resumed]
 
 def outcome(simulation: Simulation) -> Any:
     """What must be the same at the end, whatever happened on the way."""
-    pods = [(raw["metadata"]["name"], raw["status"]["phase"]) for raw in simulation.store.list("pods")]
-    conditions = [(one["type"], one["status"], one["reason"]) for one in simulation.status["conditions"]]
+    pods = [
+        (raw["metadata"]["name"], raw["status"]["phase"])
+        for raw in simulation.store.list("pods")
+    ]
+    conditions = [
+        (one["type"], one["status"], one["reason"]) for one in simulation.status["conditions"]
+    ]
     others = [child for child in simulation.children() if child[0] != "pods"]
     return (
         pods,
@@ -274,7 +303,9 @@ def test_an_operator_killed_before_or_after_any_of_its_writes_leads_to_the_same_
 
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.parametrize("status", [500, 409])
-def test_a_write_that_fails_once_anywhere_leads_to_the_same_end(story: Story, status: int) -> None:
+def test_a_write_that_fails_once_anywhere_leads_to_the_same_end(
+    story: Story, status: int
+) -> None:
     plain = Simulation()
     story(plain)
     expected, count = outcome(plain), len(writes(plain))
@@ -325,14 +356,19 @@ def test_trap_2_pods_whose_end_no_watch_told_of_are_replaced_after_a_list(
     simulation.settle()
     assert simulation.pods() == ["run-1-0"]
     changed = simulation.mirror.replace(
-        "pods", simulation.store.list("pods"), version=simulation.store.version, covers=lambda namespace: True
+        "pods",
+        simulation.store.list("pods"),
+        version=simulation.store.version,
+        covers=lambda namespace: True,
     )
     assert changed == {KEY}
     simulation.settle()
     assert simulation.pods() == ["run-0-1", "run-1-0"]
 
 
-def test_a_pod_that_somebody_created_meanwhile_is_taken_as_it_is(simulation: Simulation) -> None:
+def test_a_pod_that_somebody_created_meanwhile_is_taken_as_it_is(
+    simulation: Simulation,
+) -> None:
     def take_the_name(write: Write) -> None:
         if write.plural == "pods" and write.name == "run-0-0":
             simulation.store.before = lambda write: None
@@ -343,12 +379,17 @@ def test_a_pod_that_somebody_created_meanwhile_is_taken_as_it_is(simulation: Sim
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_pods_of_a_run_without_a_status_that_the_mirror_never_saw_are_found(simulation: Simulation) -> None:
+def test_pods_of_a_run_without_a_status_that_the_mirror_never_saw_are_found(
+    simulation: Simulation,
+) -> None:
     simulation.settle()
     simulation.start_operator()
     simulation.store.change("trainingruns", *KEY, {"status": None})
     simulation.mirror.replace(
-        "trainingruns", simulation.store.list("trainingruns"), version=10**9, covers=lambda namespace: True
+        "trainingruns",
+        simulation.store.list("trainingruns"),
+        version=10**9,
+        covers=lambda namespace: True,
     )
     for name in ("run-0-0", "run-1-0", "run-coordinator-0"):
         raw = simulation.store.get("pods", "ns", name)
@@ -410,9 +451,15 @@ def test_a_quota_that_refuses_pods_is_told_and_asked_again_seldom_and_then_the_r
     simulation: Simulation,
 ) -> None:
     def refuse(write: Write) -> None:
-        if write.plural == "pods" and write.verb == "create" and "coordinator" not in write.name:
+        if (
+            write.plural == "pods"
+            and write.verb == "create"
+            and "coordinator" not in write.name
+        ):
             tries.append(write.name)
-            raise RefusedError(403, "Forbidden", 'pods "run-0-0" is forbidden: exceeded quota: small')
+            raise RefusedError(
+                403, "Forbidden", 'pods "run-0-0" is forbidden: exceeded quota: small'
+            )
 
     tries: list[str] = []
     simulation.store.before = refuse
@@ -450,7 +497,10 @@ def test_a_run_whose_shape_is_wrong_is_told_once_in_its_status_and_by_one_event(
     for _ in range(5):
         assert simulation.reconcile() is None
     assert writes(simulation) == [("patch", "trainingruns", "run")]
-    assert (simulation.status["phase"], simulation.status["reason"]) == ("Waiting", "InvalidSpec")
+    assert (simulation.status["phase"], simulation.status["reason"]) == (
+        "Waiting",
+        "InvalidSpec",
+    )
     assert "spec.nodes.min" in simulation.status["message"]
     assert conditions(simulation)["Stalled"] == ("True", "InvalidSpec")
     assert conditions(simulation)["Ready"] == ("False", "InvalidSpec")
@@ -458,7 +508,9 @@ def test_a_run_whose_shape_is_wrong_is_told_once_in_its_status_and_by_one_event(
     assert event["reason"] == "InvalidSpec" and "spec.nodes.min" in event["message"]
 
 
-def test_a_run_of_the_same_name_never_gets_the_status_of_the_one_before(simulation: Simulation) -> None:
+def test_a_run_of_the_same_name_never_gets_the_status_of_the_one_before(
+    simulation: Simulation,
+) -> None:
     original = simulation.cluster.apply
 
     async def replace_first(body: Any, **options: Any) -> Any:
@@ -510,13 +562,17 @@ def test_a_replaced_node_that_ends_with_64_costs_the_group_that_trains_nothing(
     simulation.start_pods()
     simulation.settle()
     simulation.now += 1
-    simulation.end_pod("run-1-1", 64, message="hello.fingerprint.torch: 2.14; the group has 2.13")
+    simulation.end_pod(
+        "run-1-1", 64, message="hello.fingerprint.torch: 2.14; the group has 2.13"
+    )
     simulation.settle()
     assert simulation.status["phase"] == "Running"
     for _ in range(3):
         simulation.now += 11
         simulation.settle()
-    assert [raw for raw in simulation.store.list("pods") if raw["metadata"].get("deletionTimestamp")] == []
+    assert [
+        raw for raw in simulation.store.list("pods") if raw["metadata"].get("deletionTimestamp")
+    ] == []
     assert "run-1-2" in simulation.pods()
 
 
@@ -535,7 +591,9 @@ def test_no_pod_is_made_before_the_volume_has_the_runs_record() -> None:
     def refuse(write: Write) -> None:
         if write.plural == "persistentvolumeclaims":
             raise RefusedError(
-                422, "Invalid", "metadata.annotations: Too long: may not be more than 262144 bytes"
+                422,
+                "Invalid",
+                "metadata.annotations: Too long: may not be more than 262144 bytes",
             )
 
     simulation.create_run(storage={"claimName": "shared"})
@@ -544,7 +602,10 @@ def test_no_pod_is_made_before_the_volume_has_the_runs_record() -> None:
         simulation.settle()
         simulation.now += 61
     assert (simulation.pods(), simulation.pods("coordinator")) == ([], [])
-    assert (simulation.status["phase"], simulation.status["reason"]) == ("Waiting", "VolumeRecordRefused")
+    assert (simulation.status["phase"], simulation.status["reason"]) == (
+        "Waiting",
+        "VolumeRecordRefused",
+    )
     simulation.store.before = lambda write: None
     begin(simulation)
     assert simulation.status["phase"] == "Running"
@@ -552,14 +613,22 @@ def test_no_pod_is_made_before_the_volume_has_the_runs_record() -> None:
 
 def test_the_oldest_records_of_runs_that_are_gone_make_room_on_a_shared_volume() -> None:
     simulation = Simulation()
-    gone = [Record(f"gone-{number}", f"gone-{number}", "r", 0, "u", float(number)) for number in range(150)]
+    gone = [
+        Record(f"gone-{number}", f"gone-{number}", "r", 0, "u", float(number))
+        for number in range(150)
+    ]
     records = {f"run.evergrad.dev/{record.run}": build_record(record) for record in gone}
-    living = {"run.evergrad.dev/old": build_record(Record("old", "old", "r", 0, "u", 0.0)), "theirs": "stays"}
+    living = {
+        "run.evergrad.dev/old": build_record(Record("old", "old", "r", 0, "u", 0.0)),
+        "theirs": "stays",
+    }
     share(simulation, **records, **living)
     simulation.create_run("old", storage={"claimName": "shared"})
     simulation.create_run(storage={"claimName": "shared"})
     begin(simulation)
-    kept = simulation.store.get("persistentvolumeclaims", "ns", "shared")["metadata"]["annotations"]
+    kept = simulation.store.get("persistentvolumeclaims", "ns", "shared")["metadata"][
+        "annotations"
+    ]
     newest = {f"run.evergrad.dev/gone-{number}" for number in range(50, 150)}
     assert set(kept) == {"theirs", "run.evergrad.dev/old", "run.evergrad.dev/run", *newest}
     before = len(simulation.store.writes)
@@ -576,7 +645,11 @@ def inject(simulation: Simulation, name: str, ours: dict[str, Any]) -> None:
         "state": {"running": {"startedAt": "2027-01-15T08:00:00Z"}},
         "ready": True,
     }
-    container = {"name": raw["spec"]["containers"][0]["name"], "state": ours, "ready": "running" in ours}
+    container = {
+        "name": raw["spec"]["containers"][0]["name"],
+        "state": ours,
+        "ready": "running" in ours,
+    }
     status = {
         "phase": "Running",
         "podIP": "10.0.0.9",
@@ -606,10 +679,15 @@ def test_a_pod_whose_trainer_has_ended_is_replaced_and_deleted_whatever_its_side
     assert simulation.store.get("pods", "ns", "run-0-0")["metadata"]["deletionTimestamp"]
     simulation.reap()
     simulation.settle()
-    assert (simulation.pods(), simulation.status["restarts"]["total"]) == (["run-0-1", "run-1-0"], 1)
+    assert (simulation.pods(), simulation.status["restarts"]["total"]) == (
+        ["run-0-1", "run-1-0"],
+        1,
+    )
 
 
-def test_a_complete_run_leaves_no_pod_of_which_only_a_sidecar_runs(simulation: Simulation) -> None:
+def test_a_complete_run_leaves_no_pod_of_which_only_a_sidecar_runs(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     for name in simulation.pods():
         inject(simulation, name, {"terminated": {"exitCode": 0}})
@@ -632,7 +710,10 @@ def test_a_sidecar_that_is_listed_first_says_nothing_of_the_trainer_or_the_coord
     assert (simulation.status["phase"], simulation.status["nodes"]["running"]) == ("Running", 2)
     inject(simulation, "run-coordinator-0", {"terminated": {"exitCode": 1}})
     simulation.settle()
-    assert (set(simulation.store.objects), simulation.pods("coordinator")) == (before, ["run-coordinator-0"])
+    assert (set(simulation.store.objects), simulation.pods("coordinator")) == (
+        before,
+        ["run-coordinator-0"],
+    )
 
 
 @pytest.mark.parametrize("role", ["node", "coordinator"])
@@ -659,4 +740,6 @@ def test_a_pod_without_an_owner_belongs_to_no_run_whatever_its_labels_say(
         simulation.settle()
         simulation.now += 61
     assert {**simulation.status, "progress": {}} == {**before, "progress": {}}
-    assert simulation.store.get("pods", "ns", "copy")["metadata"].get("deletionTimestamp") is None
+    assert (
+        simulation.store.get("pods", "ns", "copy")["metadata"].get("deletionTimestamp") is None
+    )

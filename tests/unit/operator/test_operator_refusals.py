@@ -57,7 +57,9 @@ def grant(simulation: Simulation) -> None:
 
 
 def conditions(simulation: Simulation) -> dict[str, tuple[str, str]]:
-    return {one["type"]: (one["status"], one["reason"]) for one in simulation.status["conditions"]}
+    return {
+        one["type"]: (one["status"], one["reason"]) for one in simulation.status["conditions"]
+    }
 
 
 def count_reads(simulation: Simulation, passes: int) -> list[tuple[str, str]]:
@@ -88,7 +90,13 @@ ANSWERS = [
     ),
     (429, "TooManyRequests", "too many requests", "ApiUnavailable", "too many requests"),
     (401, "Unauthorized", "Unauthorized", "ApiUnavailable", "Unauthorized"),
-    (409, "Conflict", "the object has been modified", "Starting", "the object has been modified"),
+    (
+        409,
+        "Conflict",
+        "the object has been modified",
+        "Starting",
+        "the object has been modified",
+    ),
     (403, "Forbidden", QUOTA, "QuotaExceeded", "exceeded quota"),
     (404, "NotFound", "namespaces not found", "CreateFailed", "namespaces not found"),
 ]
@@ -132,13 +140,17 @@ def test_a_lost_pod_that_cannot_be_replaced_is_counted_and_told_after_one_pass(
     assert "run-1-1" in simulation.pods()
 
 
-@pytest.mark.parametrize(("plural", "kind"), [("configmaps", "ConfigMap"), ("services", "Service")])
+@pytest.mark.parametrize(
+    ("plural", "kind"), [("configmaps", "ConfigMap"), ("services", "Service")]
+)
 def test_a_child_that_cannot_be_made_is_told_and_the_rest_is_made(
     simulation: Simulation, plural: str, kind: str
 ) -> None:
     refuse(simulation, 500, "InternalError", WEBHOOK, plural=plural)
     simulation.reconcile()
-    assert simulation.status["reason"] == "WebhookFailed" and kind in simulation.status["message"]
+    assert (
+        simulation.status["reason"] == "WebhookFailed" and kind in simulation.status["message"]
+    )
     assert simulation.pods() == ["run-0-0", "run-1-0"]
     grant(simulation)
     simulation.settle()
@@ -155,7 +167,9 @@ def test_no_pod_is_made_before_the_volume_has_its_record(simulation: Simulation)
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_pod_of_somebody_else_with_a_name_of_the_run_is_told_and_the_other_pods_are_made() -> None:
+def test_a_pod_of_somebody_else_with_a_name_of_the_run_is_told_and_the_other_pods_are_made() -> (
+    None
+):
     simulation = Simulation()
     theirs = {
         "metadata": {"name": "run-0-0", "namespace": "ns", "labels": {"app": "other"}},
@@ -168,7 +182,10 @@ def test_a_pod_of_somebody_else_with_a_name_of_the_run_is_told_and_the_other_pod
     names = [name for plural, name in simulation.children() if plural == "pods"]
     assert names == ["run-0-0", "run-1-0", "run-coordinator-0"]
     assert simulation.status["reason"] == "NameTaken"
-    assert "Pod run-0-0 exists already and belongs to somebody else" in simulation.status["message"]
+    assert (
+        "Pod run-0-0 exists already and belongs to somebody else"
+        in simulation.status["message"]
+    )
     assert conditions(simulation)["Stalled"] == ("True", "NameTaken")
     simulation.store.remove("pods", "ns", "run-0-0")
     simulation.now += 60
@@ -184,7 +201,9 @@ def test_a_coordinator_that_takes_no_bounds_keeps_no_lost_pod_from_being_replace
 
     async def fail(key: Any, bounds: Any, **_: Any) -> None:
         assert "run-1-1" in simulation.pods()  # bounds come last
-        raise OperatorError("the coordinator at 10.0.0.1 did not answer POST /bounds: TimeoutError")
+        raise OperatorError(
+            "the coordinator at 10.0.0.1 did not answer POST /bounds: TimeoutError"
+        )
 
     simulation.coordinators.post_bounds = fail  # type: ignore[method-assign]
     simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"min": 1, "max": 3}}})
@@ -209,7 +228,8 @@ def test_a_pod_that_cannot_be_ended_is_told_and_ended_later(simulation: Simulati
     simulation.reconcile()
     assert simulation.status["phase"] == "Suspending"
     assert (
-        "could not delete Pod run-1-0: an admission webhook does not answer" in simulation.status["message"]
+        "could not delete Pod run-1-0: an admission webhook does not answer"
+        in simulation.status["message"]
     )
     is_leaving = {
         raw["metadata"]["name"]: "deletionTimestamp" in raw["metadata"]
@@ -249,7 +269,11 @@ def test_pods_that_cannot_be_listed_are_neither_made_nor_ended_and_that_is_told(
 def test_a_claim_that_cannot_be_looked_at_is_not_called_missing() -> None:
     simulation = Simulation()
     with simulation.by_others():
-        claim = {"metadata": {"name": "shared", "namespace": "ns"}, "spec": {}, "status": {"phase": "Bound"}}
+        claim = {
+            "metadata": {"name": "shared", "namespace": "ns"},
+            "spec": {},
+            "status": {"phase": "Bound"},
+        }
         simulation.store.create("persistentvolumeclaims", claim)
     simulation.start_operator()
     simulation.mirror.forget_claim("ns", "shared")
@@ -290,7 +314,9 @@ def test_a_webhook_that_never_answers_leaves_time_for_the_status(
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_refused_pod_that_is_wanted_no_more_is_not_asked_about_again(simulation: Simulation) -> None:
+def test_a_refused_pod_that_is_wanted_no_more_is_not_asked_about_again(
+    simulation: Simulation,
+) -> None:
     refuse(simulation, 403, "Forbidden", QUOTA, name="run-1")
     simulation.settle()
     simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"min": 1, "max": 1}}})
@@ -301,7 +327,9 @@ def test_a_refused_pod_that_is_wanted_no_more_is_not_asked_about_again(simulatio
     assert delay is None or delay >= 1.0
 
 
-def test_a_run_at_its_quota_reads_nothing_in_passes_that_only_carry_progress(simulation: Simulation) -> None:
+def test_a_run_at_its_quota_reads_nothing_in_passes_that_only_carry_progress(
+    simulation: Simulation,
+) -> None:
     tried = refuse(simulation, 403, "Forbidden", QUOTA, name="run-1")
     simulation.settle()
     simulation.start_pods()
@@ -315,7 +343,9 @@ def test_a_run_at_its_quota_reads_nothing_in_passes_that_only_carry_progress(sim
     before = len(tried)
     simulation.now += 60
     simulation.reconcile()
-    assert len(tried) == before + 1  # a minute later it is tried again, after a look at what there is
+    assert (
+        len(tried) == before + 1
+    )  # a minute later it is tried again, after a look at what there is
     assert ("list", "pods") in simulation.cluster.reads
 
 
@@ -344,9 +374,19 @@ def test_pods_that_were_refused_cause_no_pass_while_the_volumes_record_is_refuse
     simulation.create_run()
     refuse(simulation, 403, "Forbidden", QUOTA)
     simulation.settle()
-    refuse(simulation, 503, "ServiceUnavailable", "down", verb="patch", plural="persistentvolumeclaims")
+    refuse(
+        simulation,
+        503,
+        "ServiceUnavailable",
+        "down",
+        verb="patch",
+        plural="persistentvolumeclaims",
+    )
     simulation.store.change(
-        "persistentvolumeclaims", "ns", "run", {"metadata": {"annotations": {"run.evergrad.dev/run": ""}}}
+        "persistentvolumeclaims",
+        "ns",
+        "run",
+        {"metadata": {"annotations": {"run.evergrad.dev/run": ""}}},
     )
     for _ in range(20):
         delay = simulation.reconcile()

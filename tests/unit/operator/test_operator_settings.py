@@ -44,7 +44,11 @@ def test_namespaces_are_served_alone() -> None:
     [
         (["--no-lease"], {}, "--trainer-image"),
         ([*IMAGES, "--no-lease"], {}, "either --namespace"),
-        ([*IMAGES, "--no-lease", "--all-namespaces", "--namespace", "a"], {}, "either --namespace"),
+        (
+            [*IMAGES, "--no-lease", "--all-namespaces", "--namespace", "a"],
+            {},
+            "either --namespace",
+        ),
         ([*IMAGES, "--all-namespaces"], {}, "lease-namespace"),
         (
             [*IMAGES, "--all-namespaces", "--no-lease"],
@@ -66,7 +70,9 @@ def test_a_pods_containers_have_one_identity_and_other_processes_each_their_own(
     one, two = (parse_settings([*IMAGES, "--all-namespaces"], environ) for _ in range(2))
     assert one.identity == two.identity == "op_u"
     assert one.lease_namespace == one.config.operator_namespace == "system"
-    one, two = (parse_settings([*IMAGES, "--all-namespaces", "--no-lease"], {}) for _ in range(2))
+    one, two = (
+        parse_settings([*IMAGES, "--all-namespaces", "--no-lease"], {}) for _ in range(2)
+    )
     assert one.identity != two.identity
 
 
@@ -104,8 +110,17 @@ def test_trap_3_there_are_event_handlers_only_so_no_finalizer_is_ever_added() ->
 
     registry = build_registry(lambda *_: None, None, on_start=nothing, on_stop=nothing)  # type: ignore[arg-type]
     watched = registry._watching.get_all_handlers()
-    assert {handler.id for handler in watched} == {"trainingruns", "pods", "persistentvolumeclaims"}
-    for others in (registry._changing, registry._spawning, registry._indexing, registry._webhooks):
+    assert {handler.id for handler in watched} == {
+        "trainingruns",
+        "pods",
+        "persistentvolumeclaims",
+    }
+    for others in (
+        registry._changing,
+        registry._spawning,
+        registry._indexing,
+        registry._webhooks,
+    ):
         assert list(others.get_all_handlers()) == []
 
 
@@ -154,7 +169,9 @@ def test_nothing_that_waits_is_called_without_await() -> None:
     for name, tree in trees.items():
         assert calls(tree) & {"time.sleep", "requests.get", "subprocess.run"} == set(), name
         assert {
-            one for one in imported(tree) if one.split(".")[0] in ("requests", "urllib3", "subprocess")
+            one
+            for one in imported(tree)
+            if one.split(".")[0] in ("requests", "urllib3", "subprocess")
         } == set(), name
         assert {
             one
@@ -192,7 +209,9 @@ def test_kopf_hands_over_what_it_sees_and_nothing_else() -> None:
     async def nothing() -> None:
         return None
 
-    registry = build_registry(lambda *news: seen.append(news), None, on_start=nothing, on_stop=nothing)  # type: ignore[arg-type]
+    registry = build_registry(
+        lambda *news: seen.append(news), None, on_start=nothing, on_stop=nothing
+    )  # type: ignore[arg-type]
     (handler,) = [one for one in registry._watching.get_all_handlers() if one.id == "pods"]
     raw = {"metadata": {"name": "p"}}
     for kind in (None, "ADDED", "MODIFIED", "DELETED"):

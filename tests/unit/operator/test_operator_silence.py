@@ -22,7 +22,9 @@ def simulation() -> Simulation:
 
 def condition(simulation: Simulation) -> dict[str, Any]:
     found: dict[str, Any] = next(
-        one for one in simulation.status["conditions"] if one["type"] == "CoordinatorUnreachable"
+        one
+        for one in simulation.status["conditions"]
+        if one["type"] == "CoordinatorUnreachable"
     )
     return found
 
@@ -42,7 +44,9 @@ def test_a_coordinator_that_vanished_untold_is_replaced_after_fifteen_seconds_of
     assert simulation.pods() == ["run-0-0", "run-1-1"]
 
 
-def test_the_pods_of_a_silent_coordinator_are_listed_less_and_less_often(simulation: Simulation) -> None:
+def test_the_pods_of_a_silent_coordinator_are_listed_less_and_less_often(
+    simulation: Simulation,
+) -> None:
     simulation.fall_silent()
     simulation.cluster.reads.clear()
     listed = []
@@ -58,7 +62,10 @@ def test_the_pods_of_a_silent_coordinator_are_listed_less_and_less_often(simulat
 def test_a_coordinator_that_is_silent_for_a_minute_is_a_condition_until_it_answers(
     simulation: Simulation,
 ) -> None:
-    assert (condition(simulation)["status"], condition(simulation)["reason"]) == ("False", "NothingInTheWay")
+    assert (condition(simulation)["status"], condition(simulation)["reason"]) == (
+        "False",
+        "NothingInTheWay",
+    )
     simulation.fall_silent()
     simulation.now += 59
     simulation.reconcile()
@@ -93,7 +100,10 @@ def test_a_run_whose_coordinator_was_never_reached_does_not_say_starting_for_eve
     simulation.fall_silent()
     simulation.now += 61
     simulation.settle()
-    assert (simulation.status["phase"], simulation.status["reason"]) == ("Waiting", "CoordinatorUnreachable")
+    assert (simulation.status["phase"], simulation.status["reason"]) == (
+        "Waiting",
+        "CoordinatorUnreachable",
+    )
     stalled = next(one for one in simulation.status["conditions"] if one["type"] == "Stalled")
     assert stalled["status"] == "False"
     simulation.now += 300
@@ -102,7 +112,9 @@ def test_a_run_whose_coordinator_was_never_reached_does_not_say_starting_for_eve
     assert (stalled["status"], stalled["reason"]) == ("True", "CoordinatorUnreachable")
 
 
-def test_a_run_that_is_gone_although_nobody_told_of_it_is_looked_for(simulation: Simulation) -> None:
+def test_a_run_that_is_gone_although_nobody_told_of_it_is_looked_for(
+    simulation: Simulation,
+) -> None:
     missed: list[bool] = []
     simulation.reconciler.on_missing = lambda: missed.append(True)
     simulation.store.remove("trainingruns", *KEY, is_silent=True)

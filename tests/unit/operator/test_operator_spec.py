@@ -20,7 +20,13 @@ TRAINING: dict[str, Any] = FILE["spec"]["training"]
 
 def stored(spec: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
     """The file as the API server has it. ``spec`` replaces parts of its spec."""
-    added = {"namespace": "team", "uid": "u", "generation": 4, "managedFields": [{}], **metadata}
+    added = {
+        "namespace": "team",
+        "uid": "u",
+        "generation": 4,
+        "managedFields": [{}],
+        **metadata,
+    }
     return {
         **FILE,
         "metadata": {**FILE["metadata"], **added},
@@ -39,7 +45,10 @@ def test_the_example_is_read_into_the_manifests_own_models() -> None:
 
 
 def test_what_the_api_server_adds_is_read_too_and_is_no_problem() -> None:
-    times = {"creationTimestamp": "1970-01-01T00:01:00Z", "deletionTimestamp": "1970-01-01T00:02:00Z"}
+    times = {
+        "creationTimestamp": "1970-01-01T00:01:00Z",
+        "deletionTimestamp": "1970-01-01T00:02:00Z",
+    }
     run = parse_run(stored(**times, labels={"a": "b"}, annotations={"c": "d"}))
     assert (run.namespace, run.uid, run.generation) == ("team", "u", 4)
     assert (run.created_at, run.is_deleting) == (60.0, True)
@@ -55,21 +64,33 @@ def test_what_the_api_server_adds_is_read_too_and_is_no_problem() -> None:
         ({"claimName": "shared", "path": "runs/first"}, "shared", "runs/first"),
     ],
 )
-def test_a_run_has_a_folder_of_its_own_in_its_volume(storage: dict[str, Any], claim: str, path: str) -> None:
+def test_a_run_has_a_folder_of_its_own_in_its_volume(
+    storage: dict[str, Any], claim: str, path: str
+) -> None:
     run = parse_run(stored({"storage": storage}))
     assert (run.claim_name, run.volume_path) == (claim, path)
 
 
 def test_only_replicated_state_outlives_a_change_of_the_group() -> None:
     assert parse_run(FILE).parsed.recovery == "in-process"
-    assert parse_run(stored({"training": None, "script": {"command": ["x"]}})).parsed.recovery == "fresh"
+    assert (
+        parse_run(stored({"training": None, "script": {"command": ["x"]}})).parsed.recovery
+        == "fresh"
+    )
     sharded = {**TRAINING, "runtime": {"parallelism": "fsdp2"}}
     assert parse_run(stored({"training": sharded})).parsed.recovery == "fresh"
 
 
-@pytest.mark.parametrize(("given", "port"), [({}, None), ({"port": 0}, 0), ({"port": "9.1k"}, 9100)])
-def test_the_port_of_the_metrics_is_the_runs_or_nobodys(given: dict[str, Any], port: int | None) -> None:
-    assert parse_run(stored({"training": {**TRAINING, "metrics": given}})).parsed.metrics_port == port
+@pytest.mark.parametrize(
+    ("given", "port"), [({}, None), ({"port": 0}, 0), ({"port": "9.1k"}, 9100)]
+)
+def test_the_port_of_the_metrics_is_the_runs_or_nobodys(
+    given: dict[str, Any], port: int | None
+) -> None:
+    assert (
+        parse_run(stored({"training": {**TRAINING, "metrics": given}})).parsed.metrics_port
+        == port
+    )
     script = {"command": ["x"], "metrics": given}
     assert parse_run(stored({"training": None, "script": script})).parsed.metrics_port == port
 
@@ -83,7 +104,10 @@ def test_every_problem_that_validate_finds_is_known_before_the_first_pod() -> No
     )
     run = parse_run(wrong)
     _, expected = check_run({**FILE, "spec": wrong["spec"]})
-    assert [problem.path for problem in expected] == ["spec.training.schedule.warmup", "spec.nodes.max"]
+    assert [problem.path for problem in expected] == [
+        "spec.training.schedule.warmup",
+        "spec.nodes.max",
+    ]
     assert run.parsed.problems == run.find_obstacles(has_begun=False) == tuple(expected)
 
 
@@ -97,20 +121,32 @@ def test_an_envelope_that_is_unreadable_is_refused_with_all_problems() -> None:
     with pytest.raises(SpecError) as refused:
         parse_run(stored({"nodes": {"min": "many"}, "suspend": "yes"}))
     assert isinstance(refused.value, OperatorError)
-    assert [problem.path for problem in refused.value.problems] == ["spec.nodes.min", "spec.suspend"]
+    assert [problem.path for problem in refused.value.problems] == [
+        "spec.nodes.min",
+        "spec.suspend",
+    ]
     assert "spec.nodes.min: " in str(refused.value) and "spec.suspend: " in str(refused.value)
 
 
-def test_a_later_versions_rule_for_the_recipe_is_not_held_against_a_run_that_has_begun() -> None:
+def test_a_later_versions_rule_for_the_recipe_is_not_held_against_a_run_that_has_begun() -> (
+    None
+):
     wide = {**TRAINING, "schedule": {"type": "cosine", "warmup": "60%", "decay": "60%"}}
     run = parse_run(stored({"training": wide, "nodes": {"min": 2, "max": 1}}))
-    assert {problem.path.split(".")[1] for problem in run.parsed.problems} == {"training", "nodes"}
-    assert [problem.path for problem in run.find_obstacles(has_begun=True)] == ["spec.nodes.max"]
+    assert {problem.path.split(".")[1] for problem in run.parsed.problems} == {
+        "training",
+        "nodes",
+    }
+    assert [problem.path for problem in run.find_obstacles(has_begun=True)] == [
+        "spec.nodes.max"
+    ]
 
 
 def test_a_folder_outside_of_the_volume_is_an_obstacle_at_any_time() -> None:
     run = parse_run(stored({"storage": {"path": "../other"}}))
-    assert [problem.path for problem in run.find_obstacles(has_begun=True)] == ["spec.storage.path"]
+    assert [problem.path for problem in run.find_obstacles(has_begun=True)] == [
+        "spec.storage.path"
+    ]
 
 
 def test_values_are_frozen() -> None:
@@ -124,7 +160,9 @@ def test_values_are_frozen() -> None:
 # ---- once for each generation ------------------------------------------------------------------------------
 
 
-def test_a_spec_is_parsed_once_for_each_generation_of_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spec_is_parsed_once_for_each_generation_of_each_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parsed: list[str] = []
     original = module.parse_spec
 
@@ -142,7 +180,9 @@ def test_a_spec_is_parsed_once_for_each_generation_of_each_run(monkeypatch: pyte
     ):
         cache.parse(raw)
     assert parsed == ["u/4", "u/5", "v/4"]
-    assert cache.parse(stored(uid="v", labels={"a": "b"})).labels == {"a": "b"}, "metadata are not cached"
+    assert cache.parse(stored(uid="v", labels={"a": "b"})).labels == {"a": "b"}, (
+        "metadata are not cached"
+    )
     cache.forget(("team", "docs-lm"))
     cache.parse(stored(uid="v"))
     assert parsed[3:] == ["v/4"]

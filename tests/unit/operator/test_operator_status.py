@@ -59,10 +59,21 @@ def test_all_conditions_are_there_from_the_first_status_on() -> None:
 def test_a_run_that_trains_shows_what_people_want_to_see() -> None:
     world = Simulation(make_run(nodes={"min": 2, "max": 4})).run()
     world.end("docs-lm-3-0", 75)
-    fields = {"loss": 2.41319, "tokensPerSecond": 41234.5, "etaSeconds": 18734.2, "checkpointStep": 1200}
+    fields = {
+        "loss": 2.41319,
+        "tokensPerSecond": 41234.5,
+        "etaSeconds": 18734.2,
+        "checkpointStep": 1200,
+    }
     world.train(1200, totalSteps=20000, generation=7, updatedSecondsAgo=2.0, **fields)
     world.reconcile()
-    assert world.status["nodes"] == {"summary": "3/4", "min": 2, "max": 4, "ready": 3, "running": 3}
+    assert world.status["nodes"] == {
+        "summary": "3/4",
+        "min": 2,
+        "max": 4,
+        "ready": 3,
+        "running": 3,
+    }
     assert world.status["progress"] == {
         "generation": 7,
         "step": 1200,
@@ -115,7 +126,9 @@ def test_a_resumed_run_is_not_late_before_it_has_had_its_time() -> None:
         assert world.condition("Progressing")["status"] != "False"
 
 
-def test_a_group_that_is_up_again_after_waiting_for_nodes_is_not_late_before_it_has_had_its_time() -> None:
+def test_a_group_that_is_up_again_after_waiting_for_nodes_is_not_late_before_it_has_had_its_time() -> (
+    None
+):
     world = Simulation().run(10)
     world.train(10, phase="Waiting")
     world.settle()
@@ -168,7 +181,11 @@ def test_a_status_of_a_thousand_nodes_in_the_worst_disorder_is_below_16_kib() ->
         "message": message,
     }
     world.train(
-        10**9, totalSteps=10**9, restarts=causes, lostSeconds=causes, lastFailure={**failure, "secondsAgo": 1}
+        10**9,
+        totalSteps=10**9,
+        restarts=causes,
+        lostSeconds=causes,
+        lastFailure={**failure, "secondsAgo": 1},
     )
     for name, pod in list(world.pods.items()):
         if "coordinator" not in name and rng.random() < 0.5:
@@ -220,7 +237,9 @@ COUNTERS = st.dictionaries(st.text(max_size=100), NUMBERS, max_size=40)
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_whatever_a_coordinator_says_the_status_is_one_that_the_api_server_takes(data: st.DataObject) -> None:
+def test_whatever_a_coordinator_says_the_status_is_one_that_the_api_server_takes(
+    data: st.DataObject,
+) -> None:
     whole = (
         "generation",
         "step",
@@ -232,20 +251,29 @@ def test_whatever_a_coordinator_says_the_status_is_one_that_the_api_server_takes
         "updatedSecondsAgo",
     )
     said = {key: data.draw(NUMBERS, label=key) for key in (*whole, "worldSize", "maxFailures")}
-    said["nodes"] = {key: data.draw(NUMBERS, label=key) for key in ("min", "max", "ready", "connected")}
+    said["nodes"] = {
+        key: data.draw(NUMBERS, label=key) for key in ("min", "max", "ready", "connected")
+    }
     failure = {
         key: data.draw(NUMBERS, label=key)
         for key in ("rank", "step", "exitCode", "secondsAgo", "withoutProgress")
     }
     failure |= {
-        key: data.draw(st.text() | st.integers().map(str), label=key) for key in ("cause", "node", "message")
+        key: data.draw(st.text() | st.integers().map(str), label=key)
+        for key in ("cause", "node", "message")
     }
-    said |= {"restarts": data.draw(COUNTERS), "lostSeconds": data.draw(COUNTERS), "lastFailure": failure}
+    said |= {
+        "restarts": data.draw(COUNTERS),
+        "lostSeconds": data.draw(COUNTERS),
+        "lastFailure": failure,
+    }
     world = Simulation()
     world.reconcile()
     world.start()
     world.progress = make_progress(
-        0, phase=data.draw(st.sampled_from(["Running", "Failed", "Waiting", "Complete"])), **said
+        0,
+        phase=data.draw(st.sampled_from(["Running", "Failed", "Waiting", "Complete"])),
+        **said,
     )
     for _ in range(2):
         world.reconcile()
@@ -265,9 +293,19 @@ def test_every_status_fits_the_crds_schema() -> None:
         "message": "x",
         "secondsAgo": 1,
     }
-    fields = {"loss": 2.0, "tokensPerSecond": 3.0, "etaSeconds": 9, "checkpointStep": 1, "generation": 3}
+    fields = {
+        "loss": 2.0,
+        "tokensPerSecond": 3.0,
+        "etaSeconds": 9,
+        "checkpointStep": 1,
+        "generation": 3,
+    }
     world.train(
-        20, restarts={"worker_crash": 1}, lostSeconds={"worker_crash": 1.5}, lastFailure=failure, **fields
+        20,
+        restarts={"worker_crash": 1},
+        lostSeconds={"worker_crash": 1.5},
+        lastFailure=failure,
+        **fields,
     )
     world.reconcile()
     seen = [world.status]
@@ -298,7 +336,9 @@ def problems_with(value: Any, schema: dict[str, Any], path: str = "status") -> l
                 found += problems_with(item, others, f"{path}.{key}")
             else:
                 found.append(f"{path}.{key}: unknown")
-        found += [f"{path}.{key}: missing" for key in schema.get("required", ()) if key not in value]
+        found += [
+            f"{path}.{key}: missing" for key in schema.get("required", ()) if key not in value
+        ]
         if len(value) > schema.get("maxProperties", 10**9):
             found.append(f"{path}: too many")
     if isinstance(value, int) and not isinstance(value, bool):
@@ -315,7 +355,9 @@ def problems_with(value: Any, schema: dict[str, Any], path: str = "status") -> l
         if len(value) > schema.get("maxItems", 10**9):
             found.append(f"{path}: too many")
     if isinstance(value, str):
-        if len(value) > schema.get("maxLength", 10**9) or len(value) < schema.get("minLength", 0):
+        if len(value) > schema.get("maxLength", 10**9) or len(value) < schema.get(
+            "minLength", 0
+        ):
             found.append(f"{path}: length {len(value)}")
         if schema.get("format") == "date-time" and parse_time(value) is None:
             found.append(f"{path}: no time")
@@ -329,8 +371,14 @@ def problems_with(value: Any, schema: dict[str, Any], path: str = "status") -> l
 
 def test_what_is_equal_is_never_written() -> None:
     world = Simulation().run()
-    assert should_write(world.status, world.status, now=START, last_progress_write=None).write is False
-    assert should_write(world.status, world.status, now=START, last_progress_write=None).after is None
+    assert (
+        should_write(world.status, world.status, now=START, last_progress_write=None).write
+        is False
+    )
+    assert (
+        should_write(world.status, world.status, now=START, last_progress_write=None).after
+        is None
+    )
 
 
 def test_progress_alone_is_written_every_ten_seconds_and_a_transition_at_once() -> None:
@@ -356,7 +404,10 @@ def test_pods_that_start_one_after_the_other_are_counted_once_a_second() -> None
     world.start(names[0])
     world.reconcile()
     assert old["nodes"]["running"] != world.status["nodes"]["running"]
-    assert should_write(old, world.status, now=START + 0.25, last_progress_write=START).after == 0.75
+    assert (
+        should_write(old, world.status, now=START + 0.25, last_progress_write=START).after
+        == 0.75
+    )
     assert should_write(old, world.status, now=START + 1, last_progress_write=START).write
     world.end(names[1], 64)
     world.reconcile()
@@ -389,7 +440,9 @@ def test_the_status_is_written_seldom_while_a_run_trains() -> None:
             updatedSecondsAgo=0.3,
         )
         world.reconcile()
-        if should_write(stored, world.status, now=world.now, last_progress_write=written_at).write:
+        if should_write(
+            stored, world.status, now=world.now, last_progress_write=written_at
+        ).write:
             stored, written_at, writes = world.status, world.now, writes + 1
     assert writes <= 12
 
@@ -483,7 +536,15 @@ def test_a_rate_is_shown_the_same_after_it_was_read_back(rate: float) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0s"), (59, "59s"), (60, "1m"), (200, "3m20s"), (18734, "5h12m"), (187200, "2d4h"), (86400, "1d")],
+    [
+        (0, "0s"),
+        (59, "59s"),
+        (60, "1m"),
+        (200, "3m20s"),
+        (18734, "5h12m"),
+        (187200, "2d4h"),
+        (86400, "1d"),
+    ],
 )
 def test_a_duration_has_two_units_at_most(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
@@ -506,7 +567,9 @@ def test_progress_of_an_older_coordinator_is_not_believed() -> None:
     assert world.reconcile().phase != "Failed"
 
 
-def test_the_fleet_is_counted_whole_and_single_runs_leave_the_metrics_a_day_after_their_end() -> None:
+def test_the_fleet_is_counted_whole_and_single_runs_leave_the_metrics_a_day_after_their_end() -> (
+    None
+):
     over = {
         "metadata": {"name": "old"},
         "status": {"phase": "Complete", "completionTime": format_time(START)},

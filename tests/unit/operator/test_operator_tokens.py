@@ -32,14 +32,18 @@ def secrets_of(world: Simulation) -> list[dict[str, Any]]:
 
 
 def token_of(world: Simulation, name: str = "run") -> str:
-    return derive_token(KEY_OF_TOKENS, world.store.get("trainingruns", "ns", name)["metadata"]["uid"])
+    return derive_token(
+        KEY_OF_TOKENS, world.store.get("trainingruns", "ns", name)["metadata"]["uid"]
+    )
 
 
 def mounted(pod: dict[str, Any]) -> str:
     """The Secret that a pod's only container is pointed at by --token-file."""
     (container,) = pod["spec"]["containers"]
     path = container["args"][container["args"].index("--token-file") + 1]
-    mount = next(one for one in container["volumeMounts"] if path.startswith(f"{one['mountPath']}/"))
+    mount = next(
+        one for one in container["volumeMounts"] if path.startswith(f"{one['mountPath']}/")
+    )
     volume = next(one for one in pod["spec"]["volumes"] if one["name"] == mount["name"])
     assert (path, mount["readOnly"]) == ("/etc/evergrad/token/token", True)
     return str(volume["secret"]["secretName"])
@@ -70,14 +74,24 @@ def test_operators_that_start_together_agree_on_one_key() -> None:
             return found
 
     async def main() -> list[bytes]:
-        return list(await asyncio.gather(*(load_key(Slow(store), "system", "key") for _ in range(3))))
+        return list(
+            await asyncio.gather(*(load_key(Slow(store), "system", "key") for _ in range(3)))
+        )
 
     assert len(set(asyncio.run(main()))) == 1
     assert len(store.list("secrets")) == 1
 
 
 @pytest.mark.parametrize(
-    "data", [None, {}, {"key": ""}, {"key": "%%%"}, {"key": base64.b64encode(b"short").decode()}, {"key": 7}]
+    "data",
+    [
+        None,
+        {},
+        {"key": ""},
+        {"key": "%%%"},
+        {"key": base64.b64encode(b"short").decode()},
+        {"key": 7},
+    ],
 )
 def test_a_secret_without_a_key_is_said_and_never_taken_for_one(data: Any) -> None:
     store = Store()
@@ -95,14 +109,28 @@ def test_a_missing_right_to_the_key_is_said() -> None:
 
 
 def test_each_runs_token_is_an_hmac_of_its_uid() -> None:
-    assert derive_token(b"k" * 32, "uid-1") == hmac.new(b"k" * 32, b"uid-1", hashlib.sha256).hexdigest()
-    assert len({derive_token(key, uid) for key in (b"a" * 32, b"b" * 32) for uid in ("uid-1", "uid-2")}) == 4
+    assert (
+        derive_token(b"k" * 32, "uid-1")
+        == hmac.new(b"k" * 32, b"uid-1", hashlib.sha256).hexdigest()
+    )
+    assert (
+        len(
+            {
+                derive_token(key, uid)
+                for key in (b"a" * 32, b"b" * 32)
+                for uid in ("uid-1", "uid-2")
+            }
+        )
+        == 4
+    )
 
 
 # ---- the Secret of a run -----------------------------------------------------------------------------------
 
 
-def test_a_run_has_one_secret_of_its_own_that_all_its_pods_mount(simulation: Simulation) -> None:
+def test_a_run_has_one_secret_of_its_own_that_all_its_pods_mount(
+    simulation: Simulation,
+) -> None:
     simulation.settle()
     (secret,) = secrets_of(simulation)
     assert secret["stringData"] == {"token": token_of(simulation)}
@@ -114,7 +142,9 @@ def test_a_run_has_one_secret_of_its_own_that_all_its_pods_mount(simulation: Sim
     assert len(pods) == 3
 
 
-def test_the_secret_is_there_before_the_first_pod_and_goes_with_the_run(simulation: Simulation) -> None:
+def test_the_secret_is_there_before_the_first_pod_and_goes_with_the_run(
+    simulation: Simulation,
+) -> None:
     simulation.settle()
     order = [write.plural for write in simulation.store.writes]
     assert order.index("secrets") < order.index("pods")
@@ -127,7 +157,9 @@ def test_the_token_stands_in_no_other_object(simulation: Simulation) -> None:
     simulation.start_pods()
     simulation.train()
     simulation.settle()
-    others = [raw for (plural, _, _), raw in simulation.store.objects.items() if plural != "secrets"]
+    others = [
+        raw for (plural, _, _), raw in simulation.store.objects.items() if plural != "secrets"
+    ]
     assert token_of(simulation) not in json.dumps(others)
     assert KEY_OF_TOKENS.decode() not in json.dumps(others)
 
@@ -138,11 +170,15 @@ def test_no_secret_of_a_run_is_ever_read_listed_or_changed(simulation: Simulatio
     simulation.end_pod("run-1-0", 70)
     simulation.settle()
     assert [write.verb for write in simulation.store.writes if write.plural == "secrets"] != []
-    assert {write.verb for write in simulation.store.writes if write.plural == "secrets"} == {"create"}
+    assert {write.verb for write in simulation.store.writes if write.plural == "secrets"} == {
+        "create"
+    }
     assert "secrets" not in {plural for _, plural in simulation.cluster.reads}
 
 
-def test_a_namesake_that_was_deleted_a_moment_ago_leaves_no_token_behind(simulation: Simulation) -> None:
+def test_a_namesake_that_was_deleted_a_moment_ago_leaves_no_token_behind(
+    simulation: Simulation,
+) -> None:
     simulation.settle()
     (old,) = secrets_of(simulation)
     kept = ("secrets", "ns", old["metadata"]["name"])
@@ -173,14 +209,20 @@ def test_a_deleted_secret_is_back_before_the_next_pod(simulation: Simulation) ->
     assert back["stringData"] == secret["stringData"]
 
 
-def test_a_secret_that_is_deleted_before_a_pod_has_mounted_it_is_made_again(simulation: Simulation) -> None:
+def test_a_secret_that_is_deleted_before_a_pod_has_mounted_it_is_made_again(
+    simulation: Simulation,
+) -> None:
     simulation.settle()
     (secret,) = secrets_of(simulation)
     simulation.store.remove("secrets", "ns", secret["metadata"]["name"])
     waiting = {
-        "containerStatuses": [{"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}]
+        "containerStatuses": [
+            {"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}
+        ]
     }
-    simulation.store.change("pods", "ns", "run-0-0", {"spec": {"nodeName": "n1"}, "status": waiting})
+    simulation.store.change(
+        "pods", "ns", "run-0-0", {"spec": {"nodeName": "n1"}, "status": waiting}
+    )
     delay = simulation.settle()
     assert delay is not None and delay <= 30.0, "the next look comes by itself"
     assert secrets_of(simulation) == []
@@ -193,10 +235,14 @@ def test_a_secret_that_is_deleted_before_a_pod_has_mounted_it_is_made_again(simu
     assert len(simulation.store.writes) == before
 
 
-def test_no_pod_is_made_whose_secret_is_refused_and_the_status_says_why(simulation: Simulation) -> None:
+def test_no_pod_is_made_whose_secret_is_refused_and_the_status_says_why(
+    simulation: Simulation,
+) -> None:
     def refuse(write: Write) -> None:
         if write.plural == "secrets":
-            raise RefusedError(403, "Forbidden", "exceeded quota: secrets, requested: 1, used: 9, limited: 9")
+            raise RefusedError(
+                403, "Forbidden", "exceeded quota: secrets, requested: 1, used: 9, limited: 9"
+            )
 
     simulation.store.before = refuse
     simulation.settle()
@@ -208,7 +254,9 @@ def test_no_pod_is_made_whose_secret_is_refused_and_the_status_says_why(simulati
     assert len(simulation.store.list("pods")) == 3
 
 
-def test_a_quota_that_is_used_up_does_not_keep_a_run_from_replacing_its_pods(simulation: Simulation) -> None:
+def test_a_quota_that_is_used_up_does_not_keep_a_run_from_replacing_its_pods(
+    simulation: Simulation,
+) -> None:
     simulation.settle()
     simulation.start_pods()
     simulation.train()
@@ -216,7 +264,9 @@ def test_a_quota_that_is_used_up_does_not_keep_a_run_from_replacing_its_pods(sim
 
     def refuse(write: Write) -> None:
         if write.plural == "secrets":
-            raise RefusedError(403, "Forbidden", "exceeded quota: secrets, requested: 1, used: 9, limited: 9")
+            raise RefusedError(
+                403, "Forbidden", "exceeded quota: secrets, requested: 1, used: 9, limited: 9"
+            )
 
     simulation.store.before = refuse
     simulation.end_pod("run-1-0", 70)
@@ -238,7 +288,9 @@ def test_an_operator_killed_between_any_two_writes_makes_no_second_secret(
     world.start_operator()
     world.settle()
     assert len(secrets_of(world)) == 1
-    assert {mounted(pod) for pod in world.store.list("pods")} == {secrets_of(world)[0]["metadata"]["name"]}
+    assert {mounted(pod) for pod in world.store.list("pods")} == {
+        secrets_of(world)[0]["metadata"]["name"]
+    }
     assert len(world.store.list("pods")) == 3
 
 

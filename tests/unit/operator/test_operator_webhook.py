@@ -46,7 +46,9 @@ WRONG = {
 
 def ask(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> dict[str, Any]:
     request = {"uid": "r-1", "name": "docs-lm", "object": new, "oldObject": old, "dryRun": True}
-    answer = review({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request})
+    answer = review(
+        {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
+    )
     response: dict[str, Any] = answer["response"]
     assert response["uid"] == "r-1"
     return response
@@ -79,13 +81,19 @@ def test_a_name_that_the_api_server_has_yet_to_make_is_no_problem() -> None:
 
 def test_a_recipe_does_not_change_once_the_run_has_begun() -> None:
     old = make_object(status={"phase": "Running", "recipeHash": "a" * 64})
-    new = make_object(training={**TRAINING, "batching": {"globalBatchSize": 2048, "microBatchSize": 1}})
-    assert [problem.path for problem in find_problems(new, old)] == ["spec.training.batching.globalBatchSize"]
+    new = make_object(
+        training={**TRAINING, "batching": {"globalBatchSize": 2048, "microBatchSize": 1}}
+    )
+    assert [problem.path for problem in find_problems(new, old)] == [
+        "spec.training.batching.globalBatchSize"
+    ]
     longer = make_object(training={**TRAINING, "horizon": {"steps": 2000}})
     assert find_problems(longer, old) == ()
 
 
-def test_a_run_that_was_refused_may_be_corrected_as_a_whole_and_hears_all_that_is_left() -> None:
+def test_a_run_that_was_refused_may_be_corrected_as_a_whole_and_hears_all_that_is_left() -> (
+    None
+):
     old = make_object(status={"phase": "Waiting", "reason": "InvalidSpec"}, **WRONG)
     assert find_problems(make_object(), old) == ()
     half = make_object(nodes=WRONG["nodes"])
@@ -101,16 +109,22 @@ def test_a_run_that_was_refused_may_be_corrected_as_a_whole_and_hears_all_that_i
     ],
     ids=json.dumps,
 )
-def test_what_is_wrong_already_keeps_nobody_from_stopping_or_marking_a_run(change: dict[str, Any]) -> None:
+def test_what_is_wrong_already_keeps_nobody_from_stopping_or_marking_a_run(
+    change: dict[str, Any],
+) -> None:
     old = make_object(status={"phase": "Running", "recipeHash": "a" * 64}, **WRONG)
     assert find_problems(make_object(**{**WRONG, **change}), old) == ()
 
 
-def test_what_is_wrong_already_is_not_held_against_another_change_but_a_new_problem_is() -> None:
+def test_what_is_wrong_already_is_not_held_against_another_change_but_a_new_problem_is() -> (
+    None
+):
     old = make_object(status={"phase": "Running", "recipeHash": "a" * 64}, **WRONG)
     assert find_problems(make_object(**WRONG, restartNonce="again"), old) == ()
     worse = make_object(**WRONG, ttlSecondsAfterFinished=-1)
-    assert [problem.path for problem in find_problems(worse, old)] == ["spec.ttlSecondsAfterFinished"]
+    assert [problem.path for problem in find_problems(worse, old)] == [
+        "spec.ttlSecondsAfterFinished"
+    ]
 
 
 def test_a_run_that_is_being_deleted_may_always_lose_its_finalizers() -> None:
@@ -142,7 +156,10 @@ def test_a_certificate_is_renewed_in_time_under_the_same_authority() -> None:
     assert certificates.renew(first, NAMES, now=NOW + timedelta(days=200)) is None
     second = certificates.renew(first, NAMES, now=NOW + timedelta(days=250))
     assert second is not None and second.authority == first.authority
-    assert read(second.certificate).not_valid_after_utc > read(first.certificate).not_valid_after_utc
+    assert (
+        read(second.certificate).not_valid_after_utc
+        > read(first.certificate).not_valid_after_utc
+    )
 
 
 def test_a_new_authority_stands_before_the_old_one_which_other_replicas_still_serve() -> None:
@@ -177,7 +194,9 @@ def test_what_is_of_no_use_is_made_anew(broken: str) -> None:
 def test_an_authority_with_the_key_of_another_is_made_anew_once() -> None:
     bundle, other = (certificates.renew(None, NAMES, now=NOW) for _ in range(2))
     assert bundle is not None and other is not None
-    mended = certificates.renew(replace(bundle, authority_key=other.authority_key), NAMES, now=NOW)
+    mended = certificates.renew(
+        replace(bundle, authority_key=other.authority_key), NAMES, now=NOW
+    )
     assert mended is not None
     assert certificates.renew(mended, NAMES, now=NOW) is None
 
@@ -262,7 +281,9 @@ def test_the_holder_of_the_lease_makes_the_certificate_and_says_whom_to_trust_on
             await webhook.look()
         assert store.writes == ["create", "apply"]
         request = {"uid": "r", "object": make_object(**WRONG)}
-        status, answer = await post(webhook, store.trusted, json.dumps({"request": request}).encode())
+        status, answer = await post(
+            webhook, store.trusted, json.dumps({"request": request}).encode()
+        )
         assert (status, answer["response"]["allowed"], answers) == (200, False, [False])
         for nonsense in (b"", b"[]", b'{"request": 3}'):
             assert (await post(webhook, store.trusted, nonsense))[0] == 400
@@ -308,7 +329,9 @@ def test_a_standby_serves_what_the_holder_of_the_lease_has_made_and_writes_nothi
     asyncio.run(run())
 
 
-def test_a_certificate_of_another_is_read_from_its_files_and_nothing_is_written(tmp_path: Path) -> None:
+def test_a_certificate_of_another_is_read_from_its_files_and_nothing_is_written(
+    tmp_path: Path,
+) -> None:
     async def run() -> None:
         store = Store()
         webhook = make_webhook(store, files=str(tmp_path))
@@ -327,7 +350,9 @@ def test_a_certificate_of_another_is_read_from_its_files_and_nothing_is_written(
     asyncio.run(run())
 
 
-def test_whatever_is_missing_is_said_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_whatever_is_missing_is_said_once_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def run() -> None:
         store = Store()
         store.configuration = None
@@ -343,10 +368,14 @@ def test_whatever_is_missing_is_said_once_and_ends_nothing(caplog: pytest.LogCap
     assert "there is no ValidatingWebhookConfiguration evergrad" in caplog.text
 
 
-def test_files_that_do_not_belong_together_leave_the_certificate_that_is_served(tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_leave_the_certificate_that_is_served(
+    tmp_path: Path,
+) -> None:
     async def run() -> None:
         webhook = make_webhook(Store(), files=str(tmp_path))
-        first, second = (certificates.renew(None, NAMES, now=certificates.utc_now()) for _ in range(2))
+        first, second = (
+            certificates.renew(None, NAMES, now=certificates.utc_now()) for _ in range(2)
+        )
         assert first is not None and second is not None
         (tmp_path / "tls.crt").write_bytes(first.certificate)
         (tmp_path / "tls.key").write_bytes(first.key)
@@ -372,9 +401,15 @@ def test_an_object_that_no_list_of_runs_could_be_read_with_is_denied() -> None:
         webhook.on_review = answers.append
         await webhook.look()
         deep = '{"a":' * 9000 + "0" + "}" * 9000
-        review = f'{{"kind":"AdmissionReview","request":{{"uid":"r-7","object":{{"spec":{deep}}}}}}}'
+        review = (
+            f'{{"kind":"AdmissionReview","request":{{"uid":"r-7","object":{{"spec":{deep}}}}}}}'
+        )
         status, answer = await post(webhook, store.trusted, review.encode())
-        assert (status, answer["response"]["uid"], answer["response"]["allowed"]) == (200, "r-7", False)
+        assert (status, answer["response"]["uid"], answer["response"]["allowed"]) == (
+            200,
+            "r-7",
+            False,
+        )
         assert "nested too deeply" in answer["response"]["status"]["message"]
         assert answers == [False]
         await webhook.close()
@@ -382,7 +417,9 @@ def test_an_object_that_no_list_of_runs_could_be_read_with_is_denied() -> None:
     asyncio.run(run())
 
 
-def test_what_nobody_thought_of_does_not_end_the_operator(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nobody_thought_of_does_not_end_the_operator(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def run() -> None:
         store = Store()
         store.secrets["certificate"] = {"data": "no mapping"}

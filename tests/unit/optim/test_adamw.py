@@ -41,7 +41,11 @@ def train(model: Small, optimizer: torch.optim.Optimizer, steps: int) -> None:
 def test_matrices_are_decayed_and_vectors_are_not() -> None:
     model = Small()
     optimizer = build_adamw(model, SETTINGS)
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay = {
+        id(p): group["weight_decay"]
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     by_name = {name: decay[id(parameter)] for name, parameter in model.named_parameters()}
     assert by_name == {
         "embedding.weight": 0.5,
@@ -110,7 +114,9 @@ def test_a_shard_is_updated_to_the_bits_of_the_whole(third_of_three: DeviceMesh)
     for parameter, shard in zip(whole, shards, strict=True):
         assert torch.equal(shard.to_local(), part(parameter.detach()))
         mine, their = ours.state[shard], theirs.state[parameter]
-        assert all(torch.equal(mine[moment].to_local(), part(their[moment])) for moment in MOMENTS)
+        assert all(
+            torch.equal(mine[moment].to_local(), part(their[moment])) for moment in MOMENTS
+        )
         assert mine["step"] == their["step"] == 3
 
 

@@ -16,7 +16,9 @@ def make(total: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Weights, gradient and moments. Magnitudes are spread, so that roundings differ wherever they can."""
     source = torch.Generator().manual_seed(seed)
     weights, gradient, average = (
-        (torch.randn(total, generator=source) * torch.rand(total, generator=source).exp()).to(dtype)
+        (torch.randn(total, generator=source) * torch.rand(total, generator=source).exp()).to(
+            dtype
+        )
         for _ in range(3)
     )
     return [weights, gradient, average, average.float().square().to(dtype)]

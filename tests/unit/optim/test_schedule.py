@@ -33,7 +33,10 @@ def schedule(total: int = 100, **settings: Any) -> LearningRate:
             {"type": "wsd", "warmup": 10, "decay": "20%"},
             {1: 0.2, 10: 2.0, 50: 2.0, 80: 2.0, 81: 2.0, 91: 1.0, 100: 0.1, 101: 0.0},
         ),
-        ({"type": "wsd", "warmup": 0, "decay": 4}, {1: 2.0, 97: 2.0, 98: 1.5, 99: 1.0, 100: 0.5, 101: 0.0}),
+        (
+            {"type": "wsd", "warmup": 0, "decay": 4},
+            {1: 2.0, 97: 2.0, 98: 1.5, 99: 1.0, 100: 0.5, 101: 0.0},
+        ),
         ({"type": "wsd", "decay": 0}, {1: 2.0, 100: 2.0}),
     ],
     ids=lambda value: value.get("type", "") if "type" in value else "",
@@ -57,7 +60,9 @@ def test_one_step_and_a_warm_up_as_long_as_the_run_have_a_rate() -> None:
     assert schedule(4, type="wsd", warmup=4, decay=0)(2) == 1.0
 
 
-def test_an_override_keeps_the_shape_of_the_schedule_at_another_height_from_its_step_on() -> None:
+def test_an_override_keeps_the_shape_of_the_schedule_at_another_height_from_its_step_on() -> (
+    None
+):
     overrides = [
         StepOverride.model_validate({"fromStep": 30, "learningRate": 0.5}),
         StepOverride.model_validate({"fromStep": 40, "clipNorm": 2}),
@@ -72,4 +77,11 @@ def test_an_override_keeps_the_shape_of_the_schedule_at_another_height_from_its_
 
 def test_the_last_change_that_has_begun_counts() -> None:
     changes = ((3, 0.3), (7, 0.7))
-    assert [value_at(step, 0.0, changes) for step in (1, 2, 3, 6, 7, 99)] == [0.0, 0.0, 0.3, 0.3, 0.7, 0.7]
+    assert [value_at(step, 0.0, changes) for step in (1, 2, 3, 6, 7, 99)] == [
+        0.0,
+        0.0,
+        0.3,
+        0.3,
+        0.7,
+        0.7,
+    ]

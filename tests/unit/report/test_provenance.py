@@ -41,11 +41,20 @@ def test_each_process_appends_its_entry(tmp_path: Path, run: TrainingRun) -> Non
     directory = RunDirectory(tmp_path)
     for generation in (1, 2):
         entry = record_process(
-            directory, run=run, command=["evergrad", "run", "a b.yaml"], world_size=2, generation=generation
+            directory,
+            run=run,
+            command=["evergrad", "run", "a b.yaml"],
+            world_size=2,
+            generation=generation,
         )
         assert entry["command"] == "evergrad run 'a b.yaml'"
     first, second = read_processes(directory)
-    assert (first["generation"], second["generation"], second["world_size"], second["seed"]) == (
+    assert (
+        first["generation"],
+        second["generation"],
+        second["world_size"],
+        second["seed"],
+    ) == (
         1,
         2,
         2,
@@ -57,7 +66,9 @@ def test_each_process_appends_its_entry(tmp_path: Path, run: TrainingRun) -> Non
 def test_a_script_has_an_entry_without_a_seed(tmp_path: Path) -> None:
     run = TrainingRun.model_validate({**_RUN, "spec": {"script": {"command": ["train.py"]}}})
     assert (
-        record_process(RunDirectory(tmp_path), run=run, command=[], world_size=1, generation=1)["seed"]
+        record_process(RunDirectory(tmp_path), run=run, command=[], world_size=1, generation=1)[
+            "seed"
+        ]
         is None
     )
 
@@ -80,13 +91,20 @@ def test_the_commit_of_the_working_directory_is_recorded_with_its_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity = {
-        f"GIT_{who}_{what}": "someone" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+        f"GIT_{who}_{what}": "someone"
+        for who in ("AUTHOR", "COMMITTER")
+        for what in ("NAME", "EMAIL")
     }
     environment = os.environ | identity | {"GIT_CONFIG_GLOBAL": os.devnull}
 
     def git(*words: str) -> str:
         return subprocess.run(
-            ["git", *words], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+            ["git", *words],
+            cwd=tmp_path,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
 
     git("init", "-q")
@@ -117,7 +135,9 @@ def test_outside_a_checkout_or_without_git_there_is_no_commit(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"processes": 3}', '{"processes": [1]}'])
-def test_a_broken_file_is_refused_and_not_overwritten(tmp_path: Path, run: TrainingRun, text: str) -> None:
+def test_a_broken_file_is_refused_and_not_overwritten(
+    tmp_path: Path, run: TrainingRun, text: str
+) -> None:
     directory = RunDirectory(tmp_path)
     directory.provenance.write_text(text)
     with pytest.raises(RunDirectoryError, match=r"provenance\.json"):
@@ -156,7 +176,9 @@ def test_keys_that_only_look_like_secrets_are_not(key: str) -> None:
     assert not is_secret(key)
 
 
-def test_a_command_keeps_its_words_and_loses_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_keeps_its_words_and_loses_its_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     command = [
         "/home/ada/bin/evergrad", "run", "--set", "spec.training.horizon.tokens=20M", "--set", "spec.x.password=hunter2",
@@ -172,6 +194,8 @@ def test_a_command_keeps_its_words_and_loses_its_secrets(monkeypatch: pytest.Mon
     ]  # fmt: skip
 
 
-def test_a_home_directory_that_is_the_root_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_directory_that_is_the_root_hides_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/")
     assert hide_home("/data/run") == "/data/run"

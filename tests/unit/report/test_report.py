@@ -67,7 +67,9 @@ def _report(directory: RunDirectory) -> tuple[Page, str]:
 def _check_self_contained(html: str) -> None:
     page = Page(html)
     assert not [
-        tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object", "embed", "base", "form")
+        tag
+        for tag, _ in page.tags
+        if tag in ("script", "img", "iframe", "object", "embed", "base", "form")
     ]
     for tag, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")], tag
@@ -82,7 +84,9 @@ def _check_self_contained(html: str) -> None:
     assert set(re.findall(r'(?:url\(#|href="#)([^")]+)', html)) <= set(ids)
 
 
-def test_a_finished_run_shows_its_numbers_tables_and_plots(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_finished_run_shows_its_numbers_tables_and_plots(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
     run.write(synthetic.Process(last=200, resumed_from=50, downtime_seconds=30.0))
     page, markdown = _report(run.directory)
@@ -112,9 +116,14 @@ def test_a_finished_run_shows_its_numbers_tables_and_plots(tmp_path: Path, synth
     assert "| Training steps that were kept | 1m40s |" in markdown
 
 
-def test_the_figures_of_the_summary_are_the_run_s(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_the_figures_of_the_summary_are_the_run_s(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=200))
-    figures = {figure.title: (figure.value, figure.note) for figure in gather_facts(run.directory).figures}
+    figures = {
+        figure.title: (figure.value, figure.note)
+        for figure in gather_facts(run.directory).figures
+    }
     mean = np.mean([synthetic.step_record(step).loss for step in range(181, 201)])
     assert figures["Steps"] == ("200", "of 200")
     assert figures["Training loss"][0] == f"{mean:.4f}"
@@ -134,7 +143,12 @@ def test_hostile_names_are_shown_as_text(tmp_path: Path, synthetic: ModuleType) 
     log.event(Event(EventType.SAVE_FAILED, run.now, 90, 1, {"reason": HOSTILE, "failures": 1}))
     log.close()
     run.directory.write_resolved(
-        {"manifest": {"metadata": {"name": HOSTILE}, "spec": {"training": {"model": {"path": HOSTILE}}}}}
+        {
+            "manifest": {
+                "metadata": {"name": HOSTILE},
+                "spec": {"training": {"model": {"path": HOSTILE}}},
+            }
+        }
     )
     entry = {
         "command": HOSTILE,
@@ -155,21 +169,28 @@ def test_hostile_names_are_shown_as_text(tmp_path: Path, synthetic: ModuleType) 
 
 
 def test_markdown_special_characters_and_line_breaks_are_neutralised() -> None:
-    assert escape("a|b\n# *c* <d> `e` [f](g) \\") == "a\\|b \\# \\*c\\* &lt;d&gt; \\`e\\` \\[f\\](g) \\\\"
+    assert (
+        escape("a|b\n# *c* <d> `e` [f](g) \\")
+        == "a\\|b \\# \\*c\\* &lt;d&gt; \\`e\\` \\[f\\](g) \\\\"
+    )
 
 
 def test_the_configuration_is_folded_and_a_fence_inside_it_does_not_end_its_block(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=3, ended="killed"))
-    run.directory.write_resolved({"manifest": {"metadata": {"name": "x"}, "note": "```` and ```"}})
+    run.directory.write_resolved(
+        {"manifest": {"metadata": {"name": "x"}, "note": "```` and ```"}}
+    )
     page, markdown = _report(run.directory)
     assert ("details", {}) in page.tags
     assert "`````yaml\n" in markdown and markdown.count("`````") == 2
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 51])
-def test_short_runs_have_a_report(tmp_path: Path, synthetic: ModuleType, num_steps: int) -> None:
+def test_short_runs_have_a_report(
+    tmp_path: Path, synthetic: ModuleType, num_steps: int
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=num_steps, ended="killed"))
     page, markdown = _report(run.directory)
     assert "No end recorded" in page.text
@@ -202,7 +223,11 @@ def test_a_live_run_whose_last_line_is_half_written_has_a_report(
         ("stop_file", "Stopped", "stopped by the stop file after step 60"),
         ("after_step", "Stopped", "stopped after the requested step after step 60"),
         ("failed", "Failed", "SaveError: 3 saves in a row have failed."),
-        ("killed", "No end recorded", "running, or killed; last sign at 2026-02-02 02:40:36 UTC, step 60"),
+        (
+            "killed",
+            "No end recorded",
+            "running, or killed; last sign at 2026-02-02 02:40:36 UTC, step 60",
+        ),
         ("complete", "Complete", "reached step 60"),
     ],
 )
@@ -218,10 +243,18 @@ def test_a_run_in_several_worlds_shows_them_and_counts_no_restart(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(synthetic.World(last=90, cause="node_lost", detail="node 0 lost", world_size=1, ended="killed"))
     run.go_on(
         synthetic.World(
-            last=200, cause="node_joined", detail="node <0> joined", world_size=3, paused_seconds=60.0
+            last=90, cause="node_lost", detail="node 0 lost", world_size=1, ended="killed"
+        )
+    )
+    run.go_on(
+        synthetic.World(
+            last=200,
+            cause="node_joined",
+            detail="node <0> joined",
+            world_size=3,
+            paused_seconds=60.0,
         )
     )
     page, markdown = _report(run.directory)
@@ -235,8 +268,12 @@ def test_a_run_in_several_worlds_shows_them_and_counts_no_restart(
     assert "Changes of the world: last step before to first step after" in markdown
 
 
-def test_a_run_in_one_world_says_nothing_of_changes(tmp_path: Path, synthetic: ModuleType) -> None:
-    page, markdown = _report(synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57)).directory)
+def test_a_run_in_one_world_says_nothing_of_changes(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    page, markdown = _report(
+        synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57)).directory
+    )
     assert "Changes of the world" not in markdown + page.text
     assert "World size" not in page.text
 
@@ -252,28 +289,39 @@ def test_steps_lost_in_a_kill_and_not_yet_trained_again_are_no_progress(
     assert facts.superseded.step.tolist() == list(range(51, 58))
 
 
-def test_values_that_are_no_numbers_leave_gaps_and_a_warning(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_values_that_are_no_numbers_leave_gaps_and_a_warning(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     directory = RunDirectory(tmp_path)
     log = RunLog(directory)
     for step in range(1, 200):
         log.step_end(
             synthetic.step_record(
-                step, loss=math.nan if step % 5 == 0 else 2.0, grad_norm=math.nan, step_seconds=0.0
+                step,
+                loss=math.nan if step % 5 == 0 else 2.0,
+                grad_norm=math.nan,
+                step_seconds=0.0,
             )
         )
-    log.evaluation_end(EvaluationRecord(50, 1, "heldOut", math.nan, math.nan, 1, 1.0, synthetic.BEGIN))
+    log.evaluation_end(
+        EvaluationRecord(50, 1, "heldOut", math.nan, math.nan, 1, 1.0, synthetic.BEGIN)
+    )
     log.close()
     page, _ = _report(directory)
     assert "39 steps had a loss that is not a number" in page.text
     assert "NaN" not in page.text and ">nan" not in page.text
 
 
-def test_a_run_whose_every_loss_is_no_number_has_a_report(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_run_whose_every_loss_is_no_number_has_a_report(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     directory = RunDirectory(tmp_path)
     log = RunLog(directory)
     for step in range(1, 30):
         log.step_end(
-            synthetic.step_record(step, loss=math.nan, learning_rate=math.nan, step_seconds=math.nan)
+            synthetic.step_record(
+                step, loss=math.nan, learning_rate=math.nan, step_seconds=math.nan
+            )
         )
     log.close()
     page, markdown = _report(directory)
@@ -281,19 +329,25 @@ def test_a_run_whose_every_loss_is_no_number_has_a_report(tmp_path: Path, synthe
     assert "29" in markdown
 
 
-def test_an_exploding_loss_is_drawn_on_a_logarithmic_axis(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_an_exploding_loss_is_drawn_on_a_logarithmic_axis(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     directory = RunDirectory(tmp_path)
     log = RunLog(directory)
     for step in range(1, 100):
         log.step_end(
-            synthetic.step_record(step, loss=2.0 if step < 95 else 10.0**step, grad_norm=10.0 ** (step % 7))
+            synthetic.step_record(
+                step, loss=2.0 if step < 95 else 10.0**step, grad_norm=10.0 ** (step % 7)
+            )
         )
     log.close()
     page, _ = _report(directory)
     assert "Training loss" in page.text and "99" in page.text
 
 
-def test_the_same_files_give_the_same_report_but_for_its_time(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_the_same_files_give_the_same_report_but_for_its_time(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=60))
     first = write_report(run.directory.path, output=tmp_path / "a", now=1000.0)
     second = write_report(run.directory.path, output=tmp_path / "b", now=2000.0)
@@ -301,10 +355,15 @@ def test_the_same_files_give_the_same_report_but_for_its_time(tmp_path: Path, sy
         lines = [path.read_text().splitlines() for path in (left, right)]
         different = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
         assert len(different) == 1
-        assert "1970-01-01 00:16:40" in different[0][0] and "1970-01-01 00:33:20" in different[0][1]
+        assert (
+            "1970-01-01 00:16:40" in different[0][0]
+            and "1970-01-01 00:33:20" in different[0][1]
+        )
 
 
-def test_a_hundred_thousand_steps_make_a_page_of_ordinary_size(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_hundred_thousand_steps_make_a_page_of_ordinary_size(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     row = dumps_strict(record_row(synthetic.step_record(1)))
     head, rest = row.split(",", 1)
     assert head == '{"step":1'
@@ -314,7 +373,9 @@ def test_a_hundred_thousand_steps_make_a_page_of_ordinary_size(tmp_path: Path, s
     assert paths.html.stat().st_size < 400_000
 
 
-def test_long_tables_show_their_ends_and_say_what_is_left_out(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_long_tables_show_their_ends_and_say_what_is_left_out(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path, total_steps=300, save_every=2, evaluate_every=3).write(
         synthetic.Process(last=300)
     )
@@ -332,7 +393,9 @@ def test_metrics_of_a_recipe_have_a_plot_each_and_columns_in_the_table_of_evalua
     log = RunLog(run.directory)
     for step in (4, 5):
         log.step_end(synthetic.step_record(step, metrics={"kl": 0.5 * step}))
-    log.evaluation_end(EvaluationRecord(5, 1, "heldOut", 2.5, 12.2, 100, 1.0, run.now, {"accuracy": 0.625}))
+    log.evaluation_end(
+        EvaluationRecord(5, 1, "heldOut", 2.5, 12.2, 100, 1.0, run.now, {"accuracy": 0.625})
+    )
     log.close()
     facts = gather_facts(run.directory)
     plots = {plot.title: plot for plot in build_plots(facts)}
@@ -347,7 +410,9 @@ def test_many_evaluation_sets_are_all_in_the_table_and_six_in_the_plot(
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=30))
     log = RunLog(run.directory)
     for index in range(9):
-        log.evaluation_end(EvaluationRecord(30, 1, f"set-{index}", 2.0 + index, 7.4, 100, 1.0, run.now))
+        log.evaluation_end(
+            EvaluationRecord(30, 1, f"set-{index}", 2.0 + index, 7.4, 100, 1.0, run.now)
+        )
     log.close()
     page, markdown = _report(run.directory)
     assert "and 3 more sets in the table" in page.text
@@ -361,10 +426,14 @@ def test_a_bad_row_is_reported_with_its_line_and_no_report_is_written(tmp_path: 
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_report_that_cannot_be_written_names_the_path(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_report_that_cannot_be_written_names_the_path(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=1, ended="killed"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="file: cannot be created; a file of that name is in the way"):
+    with pytest.raises(
+        RunDirectoryError, match="file: cannot be created; a file of that name is in the way"
+    ):
         write_report(run.directory.path, output=tmp_path / "file")
 
 
@@ -389,9 +458,13 @@ def test_the_command_prints_where_the_report_is(
 def test_the_command_gives_the_figures_as_json(
     tmp_path: Path, synthetic: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=57, ended="killed"))
+    run = synthetic.RunWriter(tmp_path / "run").write(
+        synthetic.Process(last=57, ended="killed")
+    )
     run.write(synthetic.Process(last=60, resumed_from=50))
-    assert _run_command(str(run.directory.path), "--json", "--output", str(tmp_path / "out")) == 0
+    assert (
+        _run_command(str(run.directory.path), "--json", "--output", str(tmp_path / "out")) == 0
+    )
     summary: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert summary["html"] == str(tmp_path / "out" / "report.html")
     assert (summary["run"], summary["status"], summary["step"]) == ("docs-lm", "Complete", 60)
@@ -418,7 +491,9 @@ def test_thinning_keeps_every_spike_and_the_ends() -> None:
 
 
 def test_thinned_means_are_the_means_of_their_spans() -> None:
-    curve = means(np.arange(1, 1001), np.where(np.arange(1000) % 2 == 0, 1.0, np.nan), points=10)
+    curve = means(
+        np.arange(1, 1001), np.where(np.arange(1000) % 2 == 0, 1.0, np.nan), points=10
+    )
     assert curve.y.tolist() == [1.0] * 10
     assert curve.x.tolist() == [50.5 + 100 * index for index in range(10)]
 

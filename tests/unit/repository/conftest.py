@@ -24,7 +24,9 @@ def tracked(root: Path) -> list[Path]:
         "--others",
         "--exclude-standard",
     ]
-    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        command, cwd=root, check=True, capture_output=True, text=True
+    ).stdout
     files = [root / name for name in listed.split("\0") if name]
     return [file for file in files if file.is_file()]
 

@@ -110,10 +110,15 @@ def test_the_charts_crd_is_the_one_in_crds(root: Path) -> None:
 def test_the_versions_of_chart_and_packages_agree(root: Path) -> None:
     described = yaml.safe_load((root / "charts/evergrad/Chart.yaml").read_text())
     for package in ("coordinator", "operator", "trainer_image"):
-        assert f'\nversion = "{described["appVersion"]}"\n' in (root / package / "pyproject.toml").read_text()
+        assert (
+            f'\nversion = "{described["appVersion"]}"\n'
+            in (root / package / "pyproject.toml").read_text()
+        )
 
 
-def test_the_rendered_crd_differs_from_the_file_in_labels_and_annotations_only(root: Path) -> None:
+def test_the_rendered_crd_differs_from_the_file_in_labels_and_annotations_only(
+    root: Path,
+) -> None:
     (rendered,) = of_kind(chart.render({}), "CustomResourceDefinition")
     source = yaml.safe_load((root / "crds/trainingrun.yaml").read_text())
     assert rendered["spec"] == source["spec"]
@@ -121,7 +126,9 @@ def test_the_rendered_crd_differs_from_the_file_in_labels_and_annotations_only(r
     assert rendered["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
-def test_a_crd_that_is_not_kept_has_no_policy_and_one_that_is_not_wanted_is_not_rendered() -> None:
+def test_a_crd_that_is_not_kept_has_no_policy_and_one_that_is_not_wanted_is_not_rendered() -> (
+    None
+):
     (crd,) = of_kind(chart.render({"crds": {"keep": False}}), "CustomResourceDefinition")
     assert "helm.sh/resource-policy" not in crd["metadata"]["annotations"]
     assert of_kind(chart.render({"crds": {"install": False}}), "CustomResourceDefinition") == []
@@ -133,7 +140,9 @@ def test_the_operator_of_a_cluster_has_exactly_the_rights_of_the_table() -> None
     assert rights_of(role) == RIGHTS | REVIEWS
     assert rights_of(of_webhook) == OWN_WEBHOOK
     (webhook,) = of_kind(objects, "ValidatingWebhookConfiguration")
-    assert [rule["resourceNames"] for rule in of_webhook["rules"]] == [[webhook["metadata"]["name"]]]
+    assert [rule["resourceNames"] for rule in of_webhook["rules"]] == [
+        [webhook["metadata"]["name"]]
+    ]
     bindings = of_kind(objects, "ClusterRoleBinding")
     assert [one["roleRef"]["name"] for one in bindings] == [
         one["metadata"]["name"] for one in (role, of_webhook)
@@ -141,7 +150,11 @@ def test_the_operator_of_a_cluster_has_exactly_the_rights_of_the_table() -> None
     (account,) = of_kind(objects, "ServiceAccount")
     for binding in bindings:
         assert binding["subjects"] == [
-            {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": chart.NAMESPACE}
+            {
+                "kind": "ServiceAccount",
+                "name": account["metadata"]["name"],
+                "namespace": chart.NAMESPACE,
+            }
         ]
 
 
@@ -167,7 +180,9 @@ def test_a_namespaced_operator_serves_its_own_namespace_where_none_is_named() ->
 
 def test_the_lease_is_the_only_one_the_operator_may_change() -> None:
     objects = chart.render({})
-    (role,) = [one for one in of_kind(objects, "Role") if one["metadata"]["name"].endswith("-lease")]
+    (role,) = [
+        one for one in of_kind(objects, "Role") if one["metadata"]["name"].endswith("-lease")
+    ]
     create, change, *_ = role["rules"]
     assert (create["verbs"], create.get("resourceNames")) == (["create"], None)
     assert (change["verbs"], change["resourceNames"]) == (
@@ -225,16 +240,27 @@ def test_what_is_switched_off_can_still_be_found_and_deleted_but_not_made(
 
 def test_viewers_read_runs_editors_change_them_and_nobody_gets_pods_by_it() -> None:
     roles = {
-        one["metadata"]["name"].rpartition("-")[2]: one for one in of_kind(chart.render({}), "ClusterRole")
+        one["metadata"]["name"].rpartition("-")[2]: one
+        for one in of_kind(chart.render({}), "ClusterRole")
     }
     aggregated: dict[str, set[str]] = {"view": set(), "edit": set(), "admin": set()}
     for role, verbs in aggregated.items():
         for one in roles.values():
-            if one["metadata"]["labels"].get(f"rbac.authorization.k8s.io/aggregate-to-{role}") == "true":
-                assert {resource for _, resource in rights_of(one)} <= {"trainingruns", "trainingruns/status"}
+            if (
+                one["metadata"]["labels"].get(f"rbac.authorization.k8s.io/aggregate-to-{role}")
+                == "true"
+            ):
+                assert {resource for _, resource in rights_of(one)} <= {
+                    "trainingruns",
+                    "trainingruns/status",
+                }
                 verbs |= rights_of(one)[("evergrad.dev", "trainingruns")]
     read, change = {"get", "list", "watch"}, {"create", "update", "patch", "delete"}
-    assert aggregated == {"view": read, "edit": read | change, "admin": read | change | {"deletecollection"}}
+    assert aggregated == {
+        "view": read,
+        "edit": read | change,
+        "admin": read | change | {"deletecollection"},
+    }
 
 
 def test_every_pod_of_the_chart_passes_pod_security_restricted(rendering: list[Object]) -> None:
@@ -243,9 +269,9 @@ def test_every_pod_of_the_chart_passes_pod_security_restricted(rendering: list[O
         assert spec["securityContext"]["runAsUser"] > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
-        assert {next(key for key in volume if key != "name") for volume in spec.get("volumes", ())} <= {
-            "emptyDir"
-        }
+        assert {
+            next(key for key in volume if key != "name") for volume in spec.get("volumes", ())
+        } <= {"emptyDir"}
         for container in spec["containers"]:
             context = container["securityContext"]
             assert context["allowPrivilegeEscalation"] is False
@@ -253,10 +279,15 @@ def test_every_pod_of_the_chart_passes_pod_security_restricted(rendering: list[O
             assert context["capabilities"] == {"drop": ["ALL"]}
             assert {"cpu", "memory"} <= set(container["resources"]["requests"])
             assert "memory" in container["resources"]["limits"]
-            assert not container["image"].endswith(":latest") and ":" in container["image"].rpartition("/")[2]
+            assert (
+                not container["image"].endswith(":latest")
+                and ":" in container["image"].rpartition("/")[2]
+            )
 
 
-def test_one_operator_is_replaced_before_the_next_starts_and_more_are_spread_by_a_budget() -> None:
+def test_one_operator_is_replaced_before_the_next_starts_and_more_are_spread_by_a_budget() -> (
+    None
+):
     objects = chart.render({})
     assert of_kind(objects, "Deployment")[0]["spec"]["strategy"] == {"type": "Recreate"}
     assert of_kind(objects, "PodDisruptionBudget") == []
@@ -284,13 +315,19 @@ def test_the_operator_understands_the_settings_it_is_given(rendering: list[Objec
     assert settings.port == container["ports"][0]["containerPort"] == 8080
 
 
-def test_whom_runs_run_as_and_their_shared_memory_reach_the_operator_as_they_are_written() -> None:
+def test_whom_runs_run_as_and_their_shared_memory_reach_the_operator_as_they_are_written() -> (
+    None
+):
     assert "EVERGRAD_SHARED_MEMORY_SIZE" not in environment(chart.render({}))
     given = environment(
         chart.render({"runs": {"sharedMemorySize": "8Gi", "userId": 1000660000, "groupId": 0}})
     )
     config = parse_settings([], given).config
-    assert (config.shared_memory_size, config.user_id, config.group_id) == ("8Gi", 1000660000, 0)
+    assert (config.shared_memory_size, config.user_id, config.group_id) == (
+        "8Gi",
+        1000660000,
+        0,
+    )
 
 
 def test_the_operators_pods_carry_the_label_by_which_runs_let_them_in_under_any_name() -> None:
@@ -309,7 +346,9 @@ def test_a_digest_wins_over_a_tag() -> None:
     )
 
 
-def test_selectors_never_change_with_a_version_and_match_the_pods(rendering: list[Object]) -> None:
+def test_selectors_never_change_with_a_version_and_match_the_pods(
+    rendering: list[Object],
+) -> None:
     (deployment,) = of_kind(rendering, "Deployment")
     selector = deployment["spec"]["selector"]["matchLabels"]
     assert set(selector) == {
@@ -324,26 +363,34 @@ def test_selectors_never_change_with_a_version_and_match_the_pods(rendering: lis
         assert not selector.items() <= test["metadata"]["labels"].items()
 
 
-def test_every_object_carries_the_usual_labels_and_stands_in_a_namespace(rendering: list[Object]) -> None:
+def test_every_object_carries_the_usual_labels_and_stands_in_a_namespace(
+    rendering: list[Object],
+) -> None:
     for one in rendering:
         if "extra" in one["metadata"]["name"]:
             continue
-        assert {"app.kubernetes.io/managed-by", "app.kubernetes.io/instance", "helm.sh/chart"} <= set(
-            one["metadata"]["labels"]
-        )
+        assert {
+            "app.kubernetes.io/managed-by",
+            "app.kubernetes.io/instance",
+            "helm.sh/chart",
+        } <= set(one["metadata"]["labels"])
         assert ("namespace" in one["metadata"]) == (one["kind"] not in CLUSTER_SCOPED)
 
 
 def test_two_releases_in_two_namespaces_meet_in_the_crd_only() -> None:
     def names(namespace: str) -> set[tuple[str, str]]:
         objects = chart.render({"crds": {"install": namespace == "a"}}, namespace=namespace)
-        return {(one["kind"], one["metadata"]["name"]) for one in of_kind(objects, *CLUSTER_SCOPED)}
+        return {
+            (one["kind"], one["metadata"]["name"]) for one in of_kind(objects, *CLUSTER_SCOPED)
+        }
 
     assert names("a") & names("b") == set()
 
 
 def test_the_longest_names_stay_within_their_bounds() -> None:
-    for one in chart.render({"fullnameOverride": "a" * 200}, release="r" * 53, namespace="n" * 63):
+    for one in chart.render(
+        {"fullnameOverride": "a" * 200}, release="r" * 53, namespace="n" * 63
+    ):
         assert len(one["metadata"]["name"]) <= (253 if one["kind"] in CLUSTER_SCOPED else 63)
         assert all(len(value) <= 63 for value in one["metadata"]["labels"].values())
 
@@ -359,35 +406,52 @@ def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces()
     (expression,) = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
     assert expression["values"] == ["team-a"]
     (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
-    assert [rule["expression"] for rule in policy["spec"]["validations"]] == ["variables.maxNodes <= 3"]
+    assert [rule["expression"] for rule in policy["spec"]["validations"]] == [
+        "variables.maxNodes <= 3"
+    ]
 
 
-def test_the_admission_policy_reads_numbers_of_nodes_as_the_whole_numbers_that_the_crd_allows() -> None:
+def test_the_admission_policy_reads_numbers_of_nodes_as_the_whole_numbers_that_the_crd_allows() -> (
+    None
+):
     values = {"admissionPolicy": {"enabled": True, "maxNodes": 3}}
     (policy,) = of_kind(chart.render(values), "ValidatingAdmissionPolicy")
     (crd,) = of_kind(chart.render({}), "CustomResourceDefinition")
     (number,) = policy["spec"]["variables"]
     (version,) = crd["spec"]["versions"]
-    bounds = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["nodes"]["properties"]
+    bounds = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["nodes"][
+        "properties"
+    ]
     for bound in ("max", "min"):
-        assert f"has(object.spec.nodes.{bound}) ? object.spec.nodes.{bound}" in number["expression"]
+        assert (
+            f"has(object.spec.nodes.{bound}) ? object.spec.nodes.{bound}"
+            in number["expression"]
+        )
         assert bounds[bound]["type"] == "integer"
 
 
 def test_an_admission_policy_without_a_number_of_nodes_has_nothing_to_reckon() -> None:
-    objects = chart.render({"admissionPolicy": {"enabled": True, "allowedImages": ["registry.example.com/"]}})
+    objects = chart.render(
+        {"admissionPolicy": {"enabled": True, "allowedImages": ["registry.example.com/"]}}
+    )
     (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
     assert "variables" not in policy["spec"]
 
 
-def test_the_webhook_asks_the_operators_service_and_blocks_nothing_while_nobody_answers() -> None:
+def test_the_webhook_asks_the_operators_service_and_blocks_nothing_while_nobody_answers() -> (
+    None
+):
     objects = chart.render({})
     (configuration,) = of_kind(objects, "ValidatingWebhookConfiguration")
     (early,) = of_kind(objects, "MutatingWebhookConfiguration")
     (hook,) = configuration["webhooks"]
     assert {"reinvocationPolicy": "Never", **hook} == early["webhooks"][0]
     assert hook["name"] == WEBHOOK_NAME
-    assert (hook["failurePolicy"], hook["sideEffects"], hook["timeoutSeconds"]) == ("Ignore", "None", 5)
+    assert (hook["failurePolicy"], hook["sideEffects"], hook["timeoutSeconds"]) == (
+        "Ignore",
+        "None",
+        5,
+    )
     (rule,) = hook["rules"]
     # No subresource: status is the operator's own, and a run has no scale.
     assert (rule["resources"], rule["operations"]) == (["trainingruns"], ["CREATE", "UPDATE"])
@@ -398,7 +462,9 @@ def test_the_webhook_asks_the_operators_service_and_blocks_nothing_while_nobody_
         service["metadata"]["namespace"],
     )
     (port,) = [one for one in service["spec"]["ports"] if one["port"] == called["port"]]
-    (container,) = next(spec for name, spec in pod_specs(objects) if name == "evergrad")["containers"]
+    (container,) = next(spec for name, spec in pod_specs(objects) if name == "evergrad")[
+        "containers"
+    ]
     (target,) = [one for one in container["ports"] if one["name"] == port["targetPort"]]
     told = environment(objects)
     assert str(target["containerPort"]) == told["EVERGRAD_WEBHOOK_PORT"]
@@ -410,7 +476,11 @@ def test_the_webhook_asks_the_operators_service_and_blocks_nothing_while_nobody_
 def test_without_the_early_question_no_right_for_mutating_webhooks_is_given() -> None:
     objects = chart.render({"webhook": {"early": False}})
     assert of_kind(objects, "MutatingWebhookConfiguration") == []
-    (role,) = [one for one in of_kind(objects, "ClusterRole") if one["metadata"]["name"].endswith("-webhook")]
+    (role,) = [
+        one
+        for one in of_kind(objects, "ClusterRole")
+        if one["metadata"]["name"].endswith("-webhook")
+    ]
     assert {resource for _, resource in rights_of(role)} == {"validatingwebhookconfigurations"}
     assert environment(objects)["EVERGRAD_WEBHOOK_EARLY"] == "false"
 
@@ -424,11 +494,16 @@ def test_an_operator_of_namespaces_has_a_webhook_only_where_somebody_wants_one()
     (configuration,) = of_kind(objects, "ValidatingWebhookConfiguration")
     (expression,) = configuration["webhooks"][0]["namespaceSelector"]["matchExpressions"]
     assert expression["values"] == ["team-a", "team-b"]
-    assert of_kind(chart.render({"webhook": {"enabled": False}}), "ValidatingWebhookConfiguration") == []
+    assert (
+        of_kind(chart.render({"webhook": {"enabled": False}}), "ValidatingWebhookConfiguration")
+        == []
+    )
 
 
 @pytest.mark.parametrize("issuer", [{}, {"name": "company", "kind": "ClusterIssuer"}])
-def test_cert_manager_keeps_the_certificate_and_the_operator_then_has_no_right_to(issuer: Object) -> None:
+def test_cert_manager_keeps_the_certificate_and_the_operator_then_has_no_right_to(
+    issuer: Object,
+) -> None:
     objects = chart.render({"webhook": {"certManager": {"enabled": True, "issuerRef": issuer}}})
     (certificate,) = of_kind(objects, "Certificate")
     issuers = of_kind(objects, "Issuer")
@@ -442,18 +517,26 @@ def test_cert_manager_keeps_the_certificate_and_the_operator_then_has_no_right_t
     }
     called = configuration["webhooks"][0]["clientConfig"]["service"]
     assert certificate["spec"]["dnsNames"][0] == f"{called['name']}.{called['namespace']}.svc"
-    assert not any("webhook" in one["metadata"]["name"] for one in of_kind(objects, "ClusterRole"))
+    assert not any(
+        "webhook" in one["metadata"]["name"] for one in of_kind(objects, "ClusterRole")
+    )
     (spec,) = [spec for name, spec in pod_specs(objects) if name == "evergrad"]
     (volume,) = [one for one in spec["volumes"] if one["name"] == "webhook"]
     assert volume["secret"]["secretName"] == certificate["spec"]["secretName"]
-    (mount,) = [one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "webhook"]
+    (mount,) = [
+        one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "webhook"
+    ]
     assert environment(objects)["EVERGRAD_WEBHOOK_FILES"] == mount["mountPath"]
 
 
 def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> None:
-    assert chart.template(chart.MATRIX["everything"]) == chart.template(chart.MATRIX["everything"])
+    assert chart.template(chart.MATRIX["everything"]) == chart.template(
+        chart.MATRIX["everything"]
+    )
     templates = "".join(
-        file.read_text() for file in (root / "charts/evergrad/templates").rglob("*") if file.is_file()
+        file.read_text()
+        for file in (root / "charts/evergrad/templates").rglob("*")
+        if file.is_file()
     )
     assert re.findall(r"\b(?:lookup|rand\w+|now|genCA|uuidv4|latest)\b", templates) == []
 
@@ -492,7 +575,10 @@ def test_the_schema_lists_every_value_and_no_other(root: Path) -> None:
     def compare(found: Object, part: Object, path: str) -> None:
         if part.get("additionalProperties") is False:
             # Nothing of these two is a default; the rest is listed in full.
-            assert set(found) == set(part["properties"]) or path in {".strategy", ".resources"}, path
+            assert set(found) == set(part["properties"]) or path in {
+                ".strategy",
+                ".resources",
+            }, path
             for key, value in found.items():
                 if isinstance(value, dict):
                     compare(value, part["properties"][key], f"{path}.{key}")

@@ -62,7 +62,9 @@ def test_an_operator_that_stays_well_shows_nothing(watching: Any) -> None:
     assert watch.look() == watching.Found([], [])
 
 
-def test_a_restarted_container_is_seen_with_the_last_words_of_its_former_life(watching: Any) -> None:
+def test_a_restarted_container_is_seen_with_the_last_words_of_its_former_life(
+    watching: Any,
+) -> None:
     operator = Operator()
     watch = watching.OperatorWatch(operator)
     watch.look()
@@ -92,12 +94,17 @@ def test_only_errors_that_a_test_names_are_expected_and_each_is_judged_with_its_
     watch.look()
     operator.log += AWAY + DEFECT + READY
     found = watch.look()
-    assert [error.splitlines()[-1] for error in found.errors] == [AWAY.strip(), "KeyError: 'spec'"]
+    assert [error.splitlines()[-1] for error in found.errors] == [
+        AWAY.strip(),
+        "KeyError: 'spec'",
+    ]
     assert found.without([watching.API_AWAY], may_end=True) == [DEFECT.strip()]
     assert found.without([], may_end=True) == [AWAY.strip(), DEFECT.strip()]
 
 
-def test_errors_of_an_earlier_test_are_not_seen_again_and_a_rotated_log_is_read_whole(watching: Any) -> None:
+def test_errors_of_an_earlier_test_are_not_seen_again_and_a_rotated_log_is_read_whole(
+    watching: Any,
+) -> None:
     operator = Operator()
     watch = watching.OperatorWatch(operator)
     operator.log = READY * 9 + DEFECT

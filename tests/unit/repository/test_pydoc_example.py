@@ -17,9 +17,14 @@ def write_documents(root: Path, path: Path) -> str:
     ).stdout
 
 
-def test_the_documents_are_one_topic_a_line_in_a_fixed_order(root: Path, tmp_path: Path) -> None:
+def test_the_documents_are_one_topic_a_line_in_a_fixed_order(
+    root: Path, tmp_path: Path
+) -> None:
     said = write_documents(root, tmp_path / "documents.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "documents.jsonl").read_text("utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "documents.jsonl").read_text("utf-8").splitlines()
+    ]
     topics = [row["topic"] for row in rows]
     assert topics == sorted(set(topics))
     assert len(topics) > 70

@@ -6,11 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-PRODUCT = ("coordinator", "manifest", "operator", "cli", "trainer_image", "requirements", "examples")
+PRODUCT = (
+    "coordinator",
+    "manifest",
+    "operator",
+    "cli",
+    "trainer_image",
+    "requirements",
+    "examples",
+)
 
 
-def python_files(texts: dict[Path, str], root: Path, folders: tuple[str, ...]) -> dict[str, str]:
-    inside = {file.relative_to(root): text for file, text in texts.items() if file.suffix == ".py"}
+def python_files(
+    texts: dict[Path, str], root: Path, folders: tuple[str, ...]
+) -> dict[str, str]:
+    inside = {
+        file.relative_to(root): text for file, text in texts.items() if file.suffix == ".py"
+    }
     return {file.as_posix(): text for file, text in inside.items() if file.parts[0] in folders}
 
 
@@ -23,7 +35,12 @@ def test_the_standard_librarys_operator_is_found_from_the_root(root: Path) -> No
     # import path.
     code = "import collections, operator; operator.itemgetter(0); print(operator.__file__)"
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env={}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert not Path(result.stdout.strip()).is_relative_to(root / "operator")
 
@@ -33,7 +50,11 @@ def test_the_readmes_tree_names_every_top_folder_and_only_those_that_exist(
 ) -> None:
     tree = (root / "README.md").read_text().partition("## The tree")[2].split("```")[1]
     named = set(re.findall(r"^([\w.]+)/  ", tree, re.MULTILINE))
-    folders = {file.relative_to(root).parts[0] for file in tracked if len(file.relative_to(root).parts) > 1}
+    folders = {
+        file.relative_to(root).parts[0]
+        for file in tracked
+        if len(file.relative_to(root).parts) > 1
+    }
     assert named == folders
 
 
@@ -49,7 +70,10 @@ def test_the_tree_of_contributing_names_every_module_and_folder_of_the_packages_
     root: Path,
 ) -> None:
     result = subprocess.run(
-        [sys.executable, root / "docs" / "tree.py", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, root / "docs" / "tree.py", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (result.returncode, result.stdout) == (0, "")
     tree = (root / "CONTRIBUTING.md").read_text().partition("<!-- tree")[2].split("```")[1]
@@ -91,24 +115,34 @@ def test_no_file_names_a_path_of_a_machine_or_the_host_of_a_package_index(
 
 
 def test_no_tracked_file_is_large(tracked: list[Path], root: Path) -> None:
-    assert [str(file.relative_to(root)) for file in tracked if file.stat().st_size > 2_000_000] == []
+    assert [
+        str(file.relative_to(root)) for file in tracked if file.stat().st_size > 2_000_000
+    ] == []
 
 
-def test_modules_of_the_product_stay_below_500_lines(texts: dict[Path, str], root: Path) -> None:
+def test_modules_of_the_product_stay_below_500_lines(
+    texts: dict[Path, str], root: Path
+) -> None:
     files = python_files(texts, root, PRODUCT)
     assert "trainer_image/evergrad_trainer/errors.py" in files
     assert {
-        name: len(text.splitlines()) for name, text in files.items() if len(text.splitlines()) > 500
+        name: len(text.splitlines())
+        for name, text in files.items()
+        if len(text.splitlines()) > 500
     } == {}
 
 
-def test_functions_of_the_product_stay_below_60_lines(texts: dict[Path, str], root: Path) -> None:
+def test_functions_of_the_product_stay_below_60_lines(
+    texts: dict[Path, str], root: Path
+) -> None:
     too_long = []
     for name, text in python_files(texts, root, PRODUCT).items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
-                too_long += [f"{name}:{node.lineno} {node.name}: {size} lines"] if size > 60 else []
+                too_long += (
+                    [f"{name}:{node.lineno} {node.name}: {size} lines"] if size > 60 else []
+                )
     assert too_long == []
 
 
@@ -118,14 +152,21 @@ def test_the_coordinator_imports_the_standard_library_and_itself_only(
     foreign = []
     for name, text in python_files(texts, root, ("coordinator",)).items():
         for node in ast.walk(ast.parse(text)):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            )
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             tops = {module.partition(".")[0] for module in modules}
-            foreign += [f"{name}: {top}" for top in tops - sys.stdlib_module_names - {"evergrad_coordinator"}]
+            foreign += [
+                f"{name}: {top}"
+                for top in tops - sys.stdlib_module_names - {"evergrad_coordinator"}
+            ]
     assert foreign == []
 
 
-def test_nothing_of_the_product_reads_or_writes_pickles(texts: dict[Path, str], root: Path) -> None:
+def test_nothing_of_the_product_reads_or_writes_pickles(
+    texts: dict[Path, str], root: Path
+) -> None:
     hits = []
     for name, text in python_files(texts, root, PRODUCT).items():
         for node in ast.walk(ast.parse(text)):
@@ -138,7 +179,8 @@ def test_nothing_of_the_product_reads_or_writes_pickles(texts: dict[Path, str], 
             # These stand for scripts of other people, who save as the library says; what they load is never
             # executed.
             is_harmless = (
-                called in {"torch.load", "torch.save"} and keywords.get("weights_only", "True") == "True"
+                called in {"torch.load", "torch.save"}
+                and keywords.get("weights_only", "True") == "True"
             )
             if is_harmless and name.startswith("examples/scripts/"):
                 continue

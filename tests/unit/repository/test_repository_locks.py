@@ -17,7 +17,9 @@ LOCKS = ("trainer.txt", "torch.txt", "torch-cpu.txt", "operator.txt", "dev.txt")
 
 @pytest.fixture(scope="module")
 def locks(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("requirements_locks", root / "requirements" / "locks.py")
+    spec = importlib.util.spec_from_file_location(
+        "requirements_locks", root / "requirements" / "locks.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -37,7 +39,9 @@ def normalised(name: str) -> str:
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_every_pin_is_exact_and_carries_hashes(lock: str, root: Path, locks: ModuleType) -> None:
+def test_every_pin_is_exact_and_carries_hashes(
+    lock: str, root: Path, locks: ModuleType
+) -> None:
     text = (root / "requirements" / lock).read_text()
     pins = locks.parse_lock(text)
     starts = [line for line in text.splitlines() if line and not line.startswith((" ", "#"))]
@@ -56,7 +60,9 @@ def test_no_package_stands_in_two_locks_except_torchs_two_builds_and_what_operat
     trainer, torch, torch_cpu, operator, dev = (set(one) for one in pins)
     assert torch & torch_cpu == {"torch"} == torch_cpu
     assert trainer & (torch | dev) == torch & dev == operator & (torch | dev) == set()
-    assert [name for name in trainer & operator if pins[0][name].text != pins[3][name].text] == []
+    assert [
+        name for name in trainer & operator if pins[0][name].text != pins[3][name].text
+    ] == []
 
 
 def test_both_builds_of_torch_are_the_same_release(root: Path, locks: ModuleType) -> None:
@@ -70,14 +76,18 @@ def test_both_builds_of_torch_are_the_same_release(root: Path, locks: ModuleType
     assert locks.hashes(cpu.text).isdisjoint(locks.hashes(index.text))
 
 
-def test_what_only_cuda_needs_stands_apart_and_only_for_linux(root: Path, locks: ModuleType) -> None:
+def test_what_only_cuda_needs_stands_apart_and_only_for_linux(
+    root: Path, locks: ModuleType
+) -> None:
     cuda = [
         pin
         for pin in locks.parse_lock((root / "requirements" / "torch.txt").read_text())
         if pin.name != "torch"
     ]
     assert {"triton", "nvidia-nccl-cu13"} <= {pin.name for pin in cuda}
-    assert [pin.name for pin in cuda if "sys_platform == 'linux'" not in pin.text.splitlines()[0]] == []
+    assert [
+        pin.name for pin in cuda if "sys_platform == 'linux'" not in pin.text.splitlines()[0]
+    ] == []
     other = (root / "requirements" / "trainer.txt").read_text() + (
         root / "requirements" / "dev.txt"
     ).read_text()
@@ -86,7 +96,11 @@ def test_what_only_cuda_needs_stands_apart_and_only_for_linux(root: Path, locks:
 
 @pytest.mark.parametrize(
     ("source", "own_locks"),
-    [("trainer.in", ("trainer.txt", "torch.txt")), ("operator.in", ("operator.txt",)), ("dev.in", LOCKS)],
+    [
+        ("trainer.in", ("trainer.txt", "torch.txt")),
+        ("operator.in", ("operator.txt",)),
+        ("dev.in", LOCKS),
+    ],
 )
 def test_what_an_in_file_names_is_locked(
     source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType
@@ -109,17 +123,29 @@ def test_what_an_in_file_names_is_locked(
     ],
 )
 def test_a_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(
-    folders: tuple[str, ...], source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType
+    folders: tuple[str, ...],
+    source: str,
+    own_locks: tuple[str, ...],
+    root: Path,
+    locks: ModuleType,
 ) -> None:
-    projects = [tomllib.loads((root / one / "pyproject.toml").read_text())["project"] for one in folders]
+    projects = [
+        tomllib.loads((root / one / "pyproject.toml").read_text())["project"] for one in folders
+    ]
     lines = [line for project in projects for line in project["dependencies"]]
     published = [Requirement(line) for line in lines if not line.startswith("evergrad-")]
     assert {normalised(one.name) for one in published} == {
         normalised(one.name) for one in named(root / "requirements" / source)
     }
-    pins = [pin for lock in own_locks for pin in locks.parse_lock((root / "requirements" / lock).read_text())]
+    pins = [
+        pin
+        for lock in own_locks
+        for pin in locks.parse_lock((root / "requirements" / lock).read_text())
+    ]
     for wanted in published:
-        versions = {pin.version for pin in pins if normalised(pin.name) == normalised(wanted.name)}
+        versions = {
+            pin.version for pin in pins if normalised(pin.name) == normalised(wanted.name)
+        }
         assert versions
         assert all(version in wanted.specifier for version in versions), wanted
 
@@ -160,7 +186,8 @@ torch==2.13.0 \\
 def test_one_resolution_is_cut_into_four_files_without_losing_a_pin(locks: ModuleType) -> None:
     parts = locks.split_lock(locks.parse_lock(LOCK))
     names = {
-        file: [f"{pin.name}=={pin.version}" for pin in locks.parse_lock(text)] for file, text in parts.items()
+        file: [f"{pin.name}=={pin.version}" for pin in locks.parse_lock(text)]
+        for file, text in parts.items()
     }
     assert names == {
         "trainer.txt": ["numpy==2.4", "numpy==2.5", "sympy==1.14"],
@@ -177,7 +204,9 @@ def wheel_name(version: str, *, python: str | None = None) -> str:
     return f"torch-{version}+cpu-{tag}-{tag}-{system}_{platform.machine()}.whl"
 
 
-def test_a_folder_with_a_fitting_cpu_build_is_offered_to_pip(tmp_path: Path, locks: ModuleType) -> None:
+def test_a_folder_with_a_fitting_cpu_build_is_offered_to_pip(
+    tmp_path: Path, locks: ModuleType
+) -> None:
     (tmp_path / wheel_name("2.13.0")).touch()
     chosen = locks.choose_torch(tmp_path, locked_version="2.13.0", installed_version=None)
     assert chosen[:2] == ["--find-links", str(tmp_path)]

@@ -11,10 +11,17 @@ TARGETS = {"install", "run", "test", "verify", "lint", "generate", "bench", "loc
 def make(root: Path, *arguments: str) -> str:
     # Not a child of the make that runs these tests: its flags and job server are not ours.
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MAKE") and name != "MFLAGS"
     }
     return subprocess.run(
-        ["make", *arguments], cwd=root, env=environment, check=True, capture_output=True, text=True
+        ["make", *arguments],
+        cwd=root,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
 
 
@@ -30,7 +37,9 @@ def test_make_alone_shows_the_help(root: Path) -> None:
     assert make(root) == make(root, "help")
 
 
-def test_verify_checks_generated_files_lint_types_directions_and_tests_in_this_order(root: Path) -> None:
+def test_verify_checks_generated_files_lint_types_directions_and_tests_in_this_order(
+    root: Path,
+) -> None:
     plan = make(root, "--dry-run", "verify")
     steps = [
         "evergrad_manifest.generate --check",
@@ -45,7 +54,9 @@ def test_verify_checks_generated_files_lint_types_directions_and_tests_in_this_o
 
 
 def test_python_started_by_make_never_has_the_root_on_its_import_path(root: Path) -> None:
-    assert re.search(r"^export PYTHONSAFEPATH := 1$", (root / "Makefile").read_text(), re.MULTILINE)
+    assert re.search(
+        r"^export PYTHONSAFEPATH := 1$", (root / "Makefile").read_text(), re.MULTILINE
+    )
 
 
 def test_ci_runs_verify_and_is_a_sound_script(root: Path) -> None:

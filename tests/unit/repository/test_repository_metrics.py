@@ -11,8 +11,12 @@ from evergrad_operator.metrics import PREFIX, Facts, FactsCollector, Metrics
 
 
 def test_every_metric_of_the_operator_is_in_the_reference_with_its_type(root: Path) -> None:
-    facts = Facts(**{field.name: 0 if field.type in (int, float) else {} for field in fields(Facts)})
+    facts = Facts(
+        **{field.name: 0 if field.type in (int, float) else {} for field in fields(Facts)}
+    )
     families = [*Metrics().registry.collect(), *FactsCollector(facts).collect()]
-    exported = {family.name + "_total" * (family.type == "counter"): family.type for family in families}
+    exported = {
+        family.name + "_total" * (family.type == "counter"): family.type for family in families
+    }
     page = (root / "docs/reference/operator-metrics.md").read_text()
     assert dict(re.findall(rf"^\| `({PREFIX}\w+)` \| (\w+) \|", page, re.MULTILINE)) == exported

@@ -79,6 +79,10 @@ def test_no_modules_of_the_product_import_each_other(
     assert readability.find_circles(product) == []
 
 
-def test_no_further_class_is_longer_than_250_lines(readability: ModuleType, product: dict[str, str]) -> None:
-    classes = [one for where, text in product.items() for one in readability.find_classes(where, text)]
+def test_no_further_class_is_longer_than_250_lines(
+    readability: ModuleType, product: dict[str, str]
+) -> None:
+    classes = [
+        one for where, text in product.items() for one in readability.find_classes(where, text)
+    ]
     assert {one.name for one in classes if one.lines > 250} <= LARGE_CLASSES

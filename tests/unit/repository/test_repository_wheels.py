@@ -24,7 +24,9 @@ PACKAGES = {
 
 
 @pytest.fixture(scope="module")
-def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], zipfile.ZipFile]:
+def wheel(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], zipfile.ZipFile]:
     """folder → the wheel built from a copy of it, so that no build product appears in the tree."""
     built: dict[str, Path] = {}
 
@@ -35,7 +37,9 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
             shutil.copytree(
                 root / folder,
                 place / "source",
-                ignore=lambda path, names: ignored(path, [n for n in names if Path(path, n).is_dir()]),
+                ignore=lambda path, names: ignored(
+                    path, [n for n in names if Path(path, n).is_dir()]
+                ),
             )
             command = [
                 sys.executable,
@@ -51,7 +55,11 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
             ]
             environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
             subprocess.run(
-                [*command, str(place / "source")], check=True, capture_output=True, cwd=place, env=environment
+                [*command, str(place / "source")],
+                check=True,
+                capture_output=True,
+                cwd=place,
+                env=environment,
             )
             (built[folder],) = place.glob("*.whl")
         return zipfile.ZipFile(built[folder])
@@ -74,7 +82,10 @@ def test_a_wheel_holds_its_package_and_nothing_else(
     packages = {package, "evergrad"} if folder == "trainer_image" else {package}
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == packages
     for one in packages:
-        sources = {path.relative_to(root / folder).as_posix() for path in (root / folder / one).rglob("*.py")}
+        sources = {
+            path.relative_to(root / folder).as_posix()
+            for path in (root / folder / one).rglob("*.py")
+        }
         assert sources
         assert sources - names == set()
         assert f"{one}/py.typed" in names
@@ -99,7 +110,9 @@ def test_the_operators_wheel_asks_for_coordinator_and_manifest_and_never_for_tor
     assert "evergrad-coordinator==0.1.0" in asked
 
 
-def test_the_coordinators_wheel_asks_for_nothing(wheel: Callable[[str], zipfile.ZipFile]) -> None:
+def test_the_coordinators_wheel_asks_for_nothing(
+    wheel: Callable[[str], zipfile.ZipFile],
+) -> None:
     with wheel("coordinator") as archive:
         assert requirements(archive) == []
 
@@ -116,7 +129,9 @@ def test_the_trainers_wheel_carries_its_data_files_and_its_commands(
     data = {name for name in data if not name.endswith((".py", ".pyc", ".md"))}
     with wheel("trainer_image") as archive:
         assert data - set(archive.namelist()) == set()
-        (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        (entry_points,) = (
+            name for name in archive.namelist() if name.endswith("entry_points.txt")
+        )
         assert "run = evergrad_trainer.cli.run" in archive.read(entry_points).decode()
 
 
@@ -124,7 +139,9 @@ def test_the_command_lines_wheel_brings_the_command_and_never_asks_for_torch(
     wheel: Callable[[str], zipfile.ZipFile],
 ) -> None:
     with wheel("cli") as archive:
-        (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        (entry_points,) = (
+            name for name in archive.namelist() if name.endswith("entry_points.txt")
+        )
         assert "evergrad = evergrad_cli.main:main" in archive.read(entry_points).decode()
         asked = requirements(archive)
     assert [one for one in asked if one.startswith(("torch", "numpy", "transformers"))] == []
@@ -132,7 +149,8 @@ def test_the_command_lines_wheel_brings_the_command_and_never_asks_for_torch(
 
 def test_all_five_carry_the_same_version_and_licence(root: Path) -> None:
     projects = [
-        tomllib.loads((root / folder / "pyproject.toml").read_text())["project"] for folder in PACKAGES
+        tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]
+        for folder in PACKAGES
     ]
     assert len({project["version"] for project in projects}) == 1
     assert {project["license"] for project in projects} == {"Apache-2.0"}

@@ -10,7 +10,12 @@ from torch import nn
 
 from evergrad_manifest.training import Optimizer
 from evergrad_trainer.optim.adamw import build_adamw
-from evergrad_trainer.state.providers import KeptTensors, ModuleState, OptimizerState, module_tensors
+from evergrad_trainer.state.providers import (
+    KeptTensors,
+    ModuleState,
+    OptimizerState,
+    module_tensors,
+)
 from evergrad_trainer.state.registry import (
     MAX_VALUES_BYTES,
     MODEL,
@@ -85,8 +90,12 @@ def copy_state(source: Registry, target: Registry) -> None:
 
 def test_checkpoints_have_the_names_they_always_had() -> None:
     registry, _ = build(Small())
-    moments = {f"optimizer.{name}.{moment}" for name in NAMES for moment in ("exp_avg", "exp_avg_sq")}
-    assert set(registry.tensors()) == {f"model.{name}" for name in NAMES} | moments | {"model.count"}
+    moments = {
+        f"optimizer.{name}.{moment}" for name in NAMES for moment in ("exp_avg", "exp_avg_sq")
+    }
+    assert set(registry.tensors()) == {f"model.{name}" for name in NAMES} | moments | {
+        "model.count"
+    }
     assert registry.values() == {"optimizer": {"step": 0.0}}
 
 
@@ -101,7 +110,10 @@ def test_a_frozen_parameter_is_held_and_has_no_moments() -> None:
     model = Small()
     model.embedding.weight.requires_grad_(False)
     tensors = build(model)[0].tensors()
-    assert "model.embedding.weight" in tensors and "optimizer.embedding.weight.exp_avg" not in tensors
+    assert (
+        "model.embedding.weight" in tensors
+        and "optimizer.embedding.weight.exp_avg" not in tensors
+    )
 
 
 OPTIMIZERS = {
@@ -113,7 +125,9 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_given_to_another_process_goes_on_bit_for_bit_with_any_optimizer(name: str) -> None:
+def test_a_state_given_to_another_process_goes_on_bit_for_bit_with_any_optimizer(
+    name: str,
+) -> None:
     model, other = Small(), Small()
     first, optimizer = build(model, OPTIMIZERS[name](model))
     second, resumed = build(other, OPTIMIZERS[name](other))
@@ -125,7 +139,9 @@ def test_a_state_given_to_another_process_goes_on_bit_for_bit_with_any_optimizer
     train(other, resumed, 2)
     assert first.values() == second.values()
     mine, theirs = first.tensors(), second.tensors()
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert mine.keys() == theirs.keys() and all(
+        torch.equal(mine[key], theirs[key]) for key in mine
+    )
 
 
 def test_scalars_that_differ_between_parameters_are_kept_apart() -> None:
@@ -134,7 +150,8 @@ def test_scalars_that_differ_between_parameters_are_kept_apart() -> None:
     optimizer.state[model.head.bias]["step"].fill_(7.0)
     values = registry.values()
     assert (
-        values["optimizer"]["step"]["head.bias"] == 7.0 and values["optimizer"]["step"]["head.weight"] == 0.0
+        values["optimizer"]["step"]["head.bias"] == 7.0
+        and values["optimizer"]["step"]["head.weight"] == 0.0
     )
     other, fresh = build(Small())
     other.load_values(values)
@@ -157,7 +174,8 @@ def test_kept_tensors_are_held_and_reset() -> None:
     average = torch.ones(3)
     registry = Registry()
     registry.register(
-        "kept", KeptTensors({"average": average}, initial=lambda: {"average": torch.full((3,), 2.0)})
+        "kept",
+        KeptTensors({"average": average}, initial=lambda: {"average": torch.full((3,), 2.0)}),
     )
     assert registry.tensors()["kept.average"] is average
     registry.reset()
@@ -179,7 +197,9 @@ def test_a_name_is_unique_and_has_no_dot(name: str) -> None:
 def test_too_many_values_are_refused_by_the_name_of_their_provider() -> None:
     registry = Registry()
     registry.register("observers", Notes(text="x" * MAX_VALUES_BYTES))
-    with pytest.raises(ValueError, match=r"state of 'observers': 262,156 bytes of values; at most 262,144"):
+    with pytest.raises(
+        ValueError, match=r"state of 'observers': 262,156 bytes of values; at most 262,144"
+    ):
         registry.values()
 
 
@@ -202,7 +222,9 @@ def test_values_survive_the_layout_of_a_manifest() -> None:
 
 
 @pytest.mark.parametrize(("counted", "step"), [({"updates": 5}, 5.0), ({}, 8.0)])
-def test_an_older_manifest_gives_adam_the_number_of_updates(counted: dict[str, int], step: float) -> None:
+def test_an_older_manifest_gives_adam_the_number_of_updates(
+    counted: dict[str, int], step: float
+) -> None:
     extra = {"step": 8, "evaluated_step": 8, "best": None, **counted, "cursor": {"docs": 3}}
     values = from_extra(extra)
     assert values["optimizer"] == {"step": step} and values["cursor"] == {"docs": 3}

@@ -32,7 +32,9 @@ class Asking(BaseObserver):
 class Steps:
     """Steps that compute nothing; what this rank raises, all have raised."""
 
-    def run(self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool) -> StepOutcome:
+    def run(
+        self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool
+    ) -> StepOutcome:
         assert len(flags) == NUM_FLAGS
         phases = dict.fromkeys(("data", "forward_backward", "communication", "optimizer"), 0.0)
         return StepOutcome(step, 1.0, {}, 4, "0" * 16, 0.1, 1.0, flags, phases, 0.0)

@@ -75,9 +75,14 @@ def test_a_newcomer_whose_copy_fails_does_not_end_a_run_that_has_made_steps(
     assert not isinstance(caught.value, InputError)
 
 
-@pytest.mark.parametrize(("has_trained", "expected"), [(False, TaskInputError), (True, TaskError)])
+@pytest.mark.parametrize(
+    ("has_trained", "expected"), [(False, TaskInputError), (True, TaskError)]
+)
 def test_so_it_is_with_a_file_that_cannot_be_imported_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_trained: bool, expected: type[Exception]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_trained: bool,
+    expected: type[Exception],
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "lacking.py").write_text("import a_library_of_one_host_only\n", "utf-8")
@@ -91,7 +96,9 @@ def test_a_collective_that_fails_under_the_tasks_code_is_no_error_of_it(tmp_path
     path.write_text("def loss(gather):\n    return gather()\n", "utf-8")
     below = tmp_path / "torch/distributed/gather.py"
     below.parent.mkdir(parents=True)
-    below.write_text("def gather():\n    raise RuntimeError('Connection closed by peer [::1]:5')\n", "utf-8")
+    below.write_text(
+        "def gather():\n    raise RuntimeError('Connection closed by peer [::1]:5')\n", "utf-8"
+    )
     loss, gather = load(path).loss, load(below).gather
     with pytest.raises(RuntimeError, match="closed by peer"):
         calling(Code(tmp_path), lambda: loss(gather))
@@ -114,7 +121,9 @@ def test_a_worker_that_is_started_later_never_trains_another_version_of_the_task
     with pytest.raises(TaskInputError, match=r"spawned.py:2: ZeroDivisionError"):
         open_plan(plan)
     (tmp_path / "spawned_table.py").write_text("TABLE = 2\n", "utf-8")
-    with pytest.raises(HostError, match=r"spawned.py: .* has changed since this node started; two versions"):
+    with pytest.raises(
+        HostError, match=r"spawned.py: .* has changed since this node started; two versions"
+    ):
         open_plan(plan)
     sys.modules.pop("spawned_table", None)
 
@@ -136,6 +145,8 @@ class Task(Pretrain):
 """
     (tmp_path / "falling.py").write_text(text, "utf-8")
     training = Training.model_validate({**MANIFEST, "recipe": "falling:Task"})
-    with pytest.raises(TaskInputError, match=r"spec.training.recipe: stages end at steps that rise"):
+    with pytest.raises(
+        TaskInputError, match=r"spec.training.recipe: stages end at steps that rise"
+    ):
         open_recipe(training, cast(Any, None), tmp_path)
     del sys.modules["falling"]

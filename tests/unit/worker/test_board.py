@@ -25,11 +25,14 @@ from evergrad.board_file import (
 )
 from evergrad_trainer.worker.board import NodeBoard
 
-NOTICE = Notice(newest_generation=7, own_generation=6, contact=12.5, lease_seconds=10.0, is_draining=True)
+NOTICE = Notice(
+    newest_generation=7, own_generation=6, contact=12.5, lease_seconds=10.0, is_draining=True
+)
 
 
 def run_with_board(
-    directory: Path, body: Callable[[NodeBoard, list[dict[str, object]]], Coroutine[Any, Any, None]]
+    directory: Path,
+    body: Callable[[NodeBoard, list[dict[str, object]]], Coroutine[Any, Any, None]],
 ) -> None:
     """Runs ``body`` with a started board whose coordinator grants generation 6 only."""
 
@@ -54,7 +57,9 @@ async def ask(directory: Path, *messages: dict[str, object] | bytes) -> dict[str
     instead."""
     reader, writer = await asyncio.open_unix_connection(directory / SOCKET_NAME)
     for message in messages:
-        writer.write(message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n")
+        writer.write(
+            message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n"
+        )
     try:
         line = await reader.readline()
     except ConnectionResetError:
@@ -75,7 +80,9 @@ def test_a_record_with_one_wrong_byte_is_no_record(offset: int) -> None:
         decode_notice(bytes(record))
 
 
-@pytest.mark.parametrize("length", [0, 1, board_file.RECORD_BYTES - 1, board_file.RECORD_BYTES + 1])
+@pytest.mark.parametrize(
+    "length", [0, 1, board_file.RECORD_BYTES - 1, board_file.RECORD_BYTES + 1]
+)
 def test_a_record_of_another_length_is_no_record(length: int) -> None:
     with pytest.raises(BoardError):
         decode_notice((encode_notice(NOTICE) * 2)[:length])
@@ -105,13 +112,17 @@ def test_readers_see_whole_records_while_the_board_is_written(tmp_path: Path) ->
     run_with_board(tmp_path, body)
     assert len(seen) > 10
     assert all(one.newest_generation == one.own_generation == one.contact for one in seen)
-    assert [one.newest_generation for one in seen] == sorted(one.newest_generation for one in seen)
+    assert [one.newest_generation for one in seen] == sorted(
+        one.newest_generation for one in seen
+    )
 
 
 def test_a_report_reaches_the_node_as_it_was_sent(tmp_path: Path) -> None:
     async def body(_: NodeBoard, reports: list[dict[str, object]]) -> None:
         answer = await ask(
-            tmp_path, {"type": "report", "step": 3, "loss": 0.5}, {"type": "commit", "generation": 6}
+            tmp_path,
+            {"type": "report", "step": 3, "loss": 0.5},
+            {"type": "commit", "generation": 6},
         )
         assert answer == {"granted": True}
         assert reports == [{"step": 3, "loss": 0.5}]
@@ -119,12 +130,14 @@ def test_a_report_reaches_the_node_as_it_was_sent(tmp_path: Path) -> None:
     run_with_board(tmp_path, body)
 
 
-@pytest.mark.parametrize("text", ['{"type": "report"}', '{"type": "report", "step": NaN, "loss": ["x"]}'])
+@pytest.mark.parametrize(
+    "text", ['{"type": "report"}', '{"type": "report", "step": NaN, "loss": ["x"]}']
+)
 def test_a_report_of_odd_values_costs_its_sender_nothing(tmp_path: Path, text: str) -> None:
     async def body(_: NodeBoard, reports: list[dict[str, object]]) -> None:
-        assert await ask(tmp_path, text.encode() + b"\n", {"type": "commit", "generation": 6}) == {
-            "granted": True
-        }
+        assert await ask(
+            tmp_path, text.encode() + b"\n", {"type": "commit", "generation": 6}
+        ) == {"granted": True}
         assert len(reports) == 1
 
     run_with_board(tmp_path, body)
@@ -185,7 +198,10 @@ def test_workers_are_told_the_directory_and_their_generation(tmp_path: Path) -> 
     async def body(board: NodeBoard, _: list[dict[str, object]]) -> None:
         assert board.environment == {"EVERGRAD_BOARD": str(tmp_path)}
         board.announce(newest_generation=6, own_generation=6, contact=1.0, is_draining=False)
-        assert board.environment == {"EVERGRAD_BOARD": str(tmp_path), "EVERGRAD_GENERATION": "6"}
+        assert board.environment == {
+            "EVERGRAD_BOARD": str(tmp_path),
+            "EVERGRAD_GENERATION": "6",
+        }
 
     run_with_board(tmp_path, body)
 
@@ -199,7 +215,9 @@ def test_a_closed_board_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_worker_that_connects_while_the_board_is_closed_is_hung_up_on(tmp_path: Path, turns: int) -> None:
+def test_a_worker_that_connects_while_the_board_is_closed_is_hung_up_on(
+    tmp_path: Path, turns: int
+) -> None:
     async def body(board: NodeBoard, _: list[dict[str, object]]) -> None:
         with socket.socket(socket.AF_UNIX) as worker:
             worker.connect(str(tmp_path / SOCKET_NAME))
@@ -210,7 +228,10 @@ def test_a_worker_that_connects_while_the_board_is_closed_is_hung_up_on(tmp_path
                 await asyncio.sleep(0)
             await board.close()
             with contextlib.suppress(ConnectionResetError):
-                assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(worker, 1), 10) == b""
+                assert (
+                    await asyncio.wait_for(asyncio.get_running_loop().sock_recv(worker, 1), 10)
+                    == b""
+                )
 
     run_with_board(tmp_path, body)
     gc.collect()

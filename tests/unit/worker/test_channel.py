@@ -89,6 +89,9 @@ def test_an_observation_with_a_loss_that_is_no_number_arrives() -> None:
     ours, theirs = channel_pair()
     ours.observe("step_end", {"loss": float("nan"), "metrics": {"kl": float("-inf")}})
     record = theirs.receive(60.0)
-    assert isinstance(record, say.Observed) and str(record.record) == "{'loss': nan, 'metrics': {'kl': -inf}}"
+    assert (
+        isinstance(record, say.Observed)
+        and str(record.record) == "{'loss': nan, 'metrics': {'kl': -inf}}"
+    )
     ours.close()
     theirs.close()

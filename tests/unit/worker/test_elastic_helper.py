@@ -36,7 +36,9 @@ class Node:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self.board = NodeBoard(directory, on_report=self.reports.append, may_commit=self._may_commit)
+        self.board = NodeBoard(
+            directory, on_report=self.reports.append, may_commit=self._may_commit
+        )
         asyncio.run_coroutine_threadsafe(self.board.start(), self._loop).result(SECONDS)
         self.announce()
 
@@ -85,12 +87,24 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Starts a script after ``from evergrad.elastic import *``; every process ends with the test."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start_one(code: str, *, node: Node | None = None, **variables: str) -> "subprocess.Popen[str]":
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("EVERGRAD_")}
-        environment |= {**(node.board.environment if node else {}), "PYTHONSAFEPATH": "1", **variables}
+    def start_one(
+        code: str, *, node: Node | None = None, **variables: str
+    ) -> "subprocess.Popen[str]":
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("EVERGRAD_")
+        }
+        environment |= {
+            **(node.board.environment if node else {}),
+            "PYTHONSAFEPATH": "1",
+            **variables,
+        }
         code = "import os, signal, sys, time\nfrom evergrad.elastic import *\n" + code
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, text=True, **pipes
+        )
         processes.append(process)
         return process
 
@@ -118,8 +132,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_without_evergrad_all_is_harmless(start: Callable[..., "subprocess.Popen[str]"]) -> None:
-    code, output = end_of(start("print(report(1, loss=2.0), should_stop(), may_commit(), generation())"))
+def test_without_evergrad_all_is_harmless(
+    start: Callable[..., "subprocess.Popen[str]"],
+) -> None:
+    code, output = end_of(
+        start("print(report(1, loss=2.0), should_stop(), may_commit(), generation())")
+    )
     assert (code, output) == (0, "None False True 0\n")
 
 
@@ -138,7 +156,9 @@ def test_the_helper_imports_no_torch(start: Callable[..., "subprocess.Popen[str]
     assert end_of(start("print('torch' in sys.modules)")) == (0, "False\n")
 
 
-def test_reports_carry_rank_and_generation(start: Callable[..., "subprocess.Popen[str]"], node: Node) -> None:
+def test_reports_carry_rank_and_generation(
+    start: Callable[..., "subprocess.Popen[str]"], node: Node
+) -> None:
     script = start(
         "report(3, total_steps=9, loss=0.5, tokens_per_second=7.0, checkpoint_step=2); report(4)",
         node=node,
@@ -203,7 +223,8 @@ def test_reports_to_a_node_that_is_gone_are_dropped(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(
-        "report(1); print('up', flush=True); sys.stdin.read(1); report(2); report(3); print('on')", node=node
+        "report(1); print('up', flush=True); sys.stdin.read(1); report(2); report(3); print('on')",
+        node=node,
     )
     assert wait_for_line(script) == "up"
     node.close_board()
@@ -228,9 +249,12 @@ def test_nobody_may_commit_under_a_lost_lease_or_without_a_node(
     assert end_of(start("print(may_commit())", **variables)) == (0, "False\n")
 
 
-def test_draining_is_a_request_to_stop(start: Callable[..., "subprocess.Popen[str]"], node: Node) -> None:
+def test_draining_is_a_request_to_stop(
+    start: Callable[..., "subprocess.Popen[str]"], node: Node
+) -> None:
     script = start(
-        "print(should_stop(), flush=True)\nwhile not should_stop(): time.sleep(0.01)\nsys.exit(75)", node=node
+        "print(should_stop(), flush=True)\nwhile not should_stop(): time.sleep(0.01)\nsys.exit(75)",
+        node=node,
     )
     assert wait_for_line(script) == "False"
     until(lambda: node.board.has_guard(GENERATION))
@@ -256,7 +280,8 @@ def test_a_newer_group_alone_kills_nobody_and_nor_does_draining(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(
-        "should_stop(); print('up', flush=True); sys.stdin.read(1); time.sleep(0.5); print('on')", node=node
+        "should_stop(); print('up', flush=True); sys.stdin.read(1); time.sleep(0.5); print('on')",
+        node=node,
     )
     assert wait_for_line(script) == "up"
     node.announce(newest=GENERATION + 1)
@@ -270,7 +295,9 @@ def test_a_worker_that_does_not_come_to_its_boundary_leaves_at_the_deadline(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(
-        f"should_stop(); print('up', flush=True); {STUCK_IN_C}", node=node, EVERGRAD_STOP_SECONDS="0.3"
+        f"should_stop(); print('up', flush=True); {STUCK_IN_C}",
+        node=node,
+        EVERGRAD_STOP_SECONDS="0.3",
     )
     assert wait_for_line(script) == "up"
     script.send_signal(signal.SIGTERM)

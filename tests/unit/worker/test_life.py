@@ -24,7 +24,9 @@ def test_a_world_that_breaks_is_given_up_wherever_it_breaks_and_the_life_goes_on
         assert life.phase == Phase.IDLE
 
 
-@pytest.mark.parametrize("before", [(), (Phase.SETUP,), (Phase.SETUP, Phase.GIVING_UP), (Phase.DEPARTING,)])
+@pytest.mark.parametrize(
+    "before", [(), (Phase.SETUP,), (Phase.SETUP, Phase.GIVING_UP), (Phase.DEPARTING,)]
+)
 def test_an_error_ends_a_life_in_any_state_and_only_once(before: tuple[Phase, ...]) -> None:
     life = Life(Held.FRESH)
     for phase in (*before, Phase.FAILED):
@@ -47,7 +49,9 @@ def test_an_error_ends_a_life_in_any_state_and_only_once(before: tuple[Phase, ..
         ([Phase.ENDED], Phase.FAILED),
     ],
 )
-def test_what_the_table_does_not_have_is_an_error_of_this_program(before: list[Phase], after: Phase) -> None:
+def test_what_the_table_does_not_have_is_an_error_of_this_program(
+    before: list[Phase], after: Phase
+) -> None:
     life = Life(Held.DIRTY)
     for phase in before:
         life.enter(phase)

@@ -44,7 +44,9 @@ NCCL = (
         f"ended with exit code 70; it said: error: rank 1: {LOST_WORDS}",
     ],
 )
-def test_what_collectives_say_of_a_lost_peer_is_known_and_never_in_a_world_of_one(text: str) -> None:
+def test_what_collectives_say_of_a_lost_peer_is_known_and_never_in_a_world_of_one(
+    text: str,
+) -> None:
     assert is_lost_peer(text, world_size=2)
     assert not is_lost_peer(text, world_size=1)
 

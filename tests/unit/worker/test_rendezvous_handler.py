@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 
 from evergrad_coordinator.protocol import (
     Boundary,
@@ -37,7 +41,13 @@ from evergrad_coordinator.protocol import (
     Welcome,
 )
 from evergrad_trainer.torchrun import agent_loop, rendezvous
-from evergrad_trainer.torchrun.agent_workers import SeenEnd, WorkerWatch, build_broken, classify, read_message
+from evergrad_trainer.torchrun.agent_workers import (
+    SeenEnd,
+    WorkerWatch,
+    build_broken,
+    classify,
+    read_message,
+)
 from evergrad_trainer.torchrun.rendezvous import (
     EvergradRendezvousHandler,
     _Silence,
@@ -180,14 +190,21 @@ class Rendezvous(threading.Thread):
 
 
 def join(
-    handler: EvergradRendezvousHandler, generation: int = 7, *, node_rank: int = 1, num_nodes: int = 2
+    handler: EvergradRendezvousHandler,
+    generation: int = 7,
+    *,
+    node_rank: int = 1,
+    num_nodes: int = 2,
 ) -> RendezvousInfo:
     """Takes part in a group."""
     client = FakeClient.newest
     rendezvous = Rendezvous(handler)
     client.say(plan(generation))
     until(
-        lambda: any(isinstance(one, Ready) and one.generation == generation for one in client.sent), "ready"
+        lambda: any(
+            isinstance(one, Ready) and one.generation == generation for one in client.sent
+        ),
+        "ready",
     )
     client.say(go(generation, node_rank=node_rank, num_nodes=num_nodes))
     return rendezvous.wait()
@@ -207,7 +224,9 @@ def go(generation: int, *, node_rank: int = 1, num_nodes: int = 2, port: int = 5
 def test_arguments_become_settings(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
-    given = parse_settings(parameters(lease="4", token_file=str(token), timeout=900), {"EVERGRAD_NODE": "9"})
+    given = parse_settings(
+        parameters(lease="4", token_file=str(token), timeout=900), {"EVERGRAD_NODE": "9"}
+    )
     assert (given.run, given.node, given.host, given.port, given.address) == (
         "run",
         "2",
@@ -227,7 +246,9 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
         ({"EVERGRAD_NODE": "3", "JOB_COMPLETION_INDEX": "4"}, "3"),
     ],
 )
-def test_the_nodes_index_comes_from_the_environment_too(environment: dict[str, str], node: str) -> None:
+def test_the_nodes_index_comes_from_the_environment_too(
+    environment: dict[str, str], node: str
+) -> None:
     assert parse_settings(parameters(node=""), environment).node == node
 
 
@@ -247,7 +268,10 @@ def test_an_address_of_version_6_is_taken_without_its_brackets() -> None:
         ({"lease": "0"}, "--rdzv-conf lease: '0'"),
         ({"token_file": "/nowhere"}, "token_file: /nowhere cannot be read"),
         ({"token_file": ""}, "--rdzv-conf token_file: missing"),
-        ({"join_timeout": "0"}, "--rdzv-conf join_timeout: '0' is no number of seconds above zero."),
+        (
+            {"join_timeout": "0"},
+            "--rdzv-conf join_timeout: '0' is no number of seconds above zero.",
+        ),
         (
             {"colour": "red"},
             "--rdzv-conf colour: no such key. The keys are join_timeout, lease, node, token_file.",
@@ -281,7 +305,9 @@ def test_torch_finds_the_backend_and_loading_it_is_cheap() -> None:
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     ).stdout
-    assert output == "True ['evergrad_trainer.torchrun', 'evergrad_trainer.torchrun.rendezvous']\n"
+    assert (
+        output == "True ['evergrad_trainer.torchrun', 'evergrad_trainer.torchrun.rendezvous']\n"
+    )
 
 
 # ---- from plan to group ------------------------------------------------------------------------------------
@@ -290,11 +316,20 @@ def test_torch_finds_the_backend_and_loading_it_is_cheap() -> None:
 def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandler) -> None:
     client = FakeClient.newest
     first = client.hello()
-    assert (first.run, first.node, first.workers, first.recovery, first.had) == ("run", "2", 1, "fresh", None)
+    assert (first.run, first.node, first.workers, first.recovery, first.had) == (
+        "run",
+        "2",
+        1,
+        "fresh",
+        None,
+    )
     info = join(handler, 7, node_rank=1, num_nodes=2)
     assert (info.rank, info.world_size) == (1, 2)
     assert info.bootstrap_store_info is not None
-    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == ("10.0.0.1", 5)
+    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == (
+        "10.0.0.1",
+        5,
+    )
     ready = client.heard(Ready)[0]
     assert (ready.generation, ready.workers) == (7, 1)
     with socket.create_connection(("127.0.0.1", ready.port), timeout=60):
@@ -341,7 +376,10 @@ def test_a_spare_says_that_it_is_out_and_waits(handler: EvergradRendezvousHandle
     ],
 )
 def test_the_coordinators_exit_code_is_the_agents(
-    handler: EvergradRendezvousHandler, capfd: pytest.CaptureFixture[str], message: End | Refused, code: int
+    handler: EvergradRendezvousHandler,
+    capfd: pytest.CaptureFixture[str],
+    message: End | Refused,
+    code: int,
 ) -> None:
     FakeClient.newest.say(message)
     rendezvous = Rendezvous(handler)
@@ -367,7 +405,9 @@ def test_a_rendezvous_without_a_coordinator_says_so_and_gives_up_after_torchs_jo
     ]
     silence.check(20.0, now=150.0)
     assert "has not answered for 20 s; still trying. Check" in capsys.readouterr().err
-    with pytest.raises(RendezvousTimeoutError, match=r"127\.0\.0\.1:29400 has not answered for 35 s"):
+    with pytest.raises(
+        RendezvousTimeoutError, match=r"127\.0\.0\.1:29400 has not answered for 35 s"
+    ):
         silence.check(36.0, now=151.0)
 
 
@@ -451,7 +491,9 @@ def test_a_rendezvous_that_was_asked_for_is_none(handler: EvergradRendezvousHand
     rendezvous.wait()
 
 
-def test_workers_that_stop_in_order_are_given_the_time_for_it(handler: EvergradRendezvousHandler) -> None:
+def test_workers_that_stop_in_order_are_given_the_time_for_it(
+    handler: EvergradRendezvousHandler,
+) -> None:
     join(handler)
     with socket.socket(socket.AF_UNIX) as worker:
         worker.connect(os.path.join(os.environ["EVERGRAD_BOARD"], "socket"))
@@ -500,7 +542,9 @@ def test_the_last_progress_is_said_before_the_vote_that_may_end_the_run(
     assert kinds.index(Progress) < kinds.index(Done)
 
 
-def test_a_run_that_fails_while_we_wait_for_its_end_fails_us(handler: EvergradRendezvousHandler) -> None:
+def test_a_run_that_fails_while_we_wait_for_its_end_fails_us(
+    handler: EvergradRendezvousHandler,
+) -> None:
     store = join(handler).store
     store.add("barrier", 1)
     FakeClient.newest.say(End(70, "failed"))
@@ -539,14 +583,18 @@ def test_a_signal_is_reported_at_once_and_the_node_leaves_in_order(
     assert not any(isinstance(message, Broken) for message in client.sent)
 
 
-def test_a_node_that_is_told_to_leave_says_so_and_is_gone(handler: EvergradRendezvousHandler) -> None:
+def test_a_node_that_is_told_to_leave_says_so_and_is_gone(
+    handler: EvergradRendezvousHandler,
+) -> None:
     client = FakeClient.newest
     client.say(Leave(8, save=False))
     assert client.heard(Left) == [Left(8, is_saved=False)]
     assert handler.is_closed()
 
 
-def test_a_closed_handler_leaves_no_directory_behind(handler: EvergradRendezvousHandler) -> None:
+def test_a_closed_handler_leaves_no_directory_behind(
+    handler: EvergradRendezvousHandler,
+) -> None:
     directory = Path(os.environ["EVERGRAD_BOARD"])
     assert directory.is_dir()
     handler.shutdown()
@@ -563,7 +611,15 @@ def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
     join(handler)
     take = handler._link.loop.members.take_report
     client.call(
-        take, {"step": 3, "rank": 0, "generation": 7, "total_steps": 9, "loss": 1, "tokens_per_second": 2.5}
+        take,
+        {
+            "step": 3,
+            "rank": 0,
+            "generation": 7,
+            "total_steps": 9,
+            "loss": 1,
+            "tokens_per_second": 2.5,
+        },
     )
     client.call(take, {"step": 99, "rank": 1, "generation": 7})
     client.call(take, {"step": 98, "rank": 0, "generation": 6})
@@ -573,22 +629,29 @@ def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
     progress = client.heard(Progress)
     assert all(one.step < 10 for one in progress)
     first = next(one for one in progress if one.step == 4)
-    assert (first.total_steps, first.loss, first.tokens_per_second, first.checkpoint_step) == (9, 1.0, 2.5, 4)
+    assert (first.total_steps, first.loss, first.tokens_per_second, first.checkpoint_step) == (
+        9,
+        1.0,
+        2.5,
+        4,
+    )
     assert first.eta_seconds is not None
     until(lambda: client.heard(Progress)[-1].step == 5, "the newest step")
     assert handler._link.loop.members.reports.step == 5
 
 
-def test_only_the_own_generation_is_asked_for_commits(handler: EvergradRendezvousHandler) -> None:
+def test_only_the_own_generation_is_asked_for_commits(
+    handler: EvergradRendezvousHandler,
+) -> None:
     join(handler)
     link = handler._link
     assert link.loop._loop is not None
 
     def ask(generation: int) -> bool:
         assert link.loop._loop is not None
-        return asyncio.run_coroutine_threadsafe(link.loop._may_commit(generation), link.loop._loop).result(
-            SECONDS
-        )
+        return asyncio.run_coroutine_threadsafe(
+            link.loop._may_commit(generation), link.loop._loop
+        ).result(SECONDS)
 
     assert ask(7)
     assert not ask(6)
@@ -615,7 +678,9 @@ def run_watched(directory: Path, code: str, **variables: str) -> list[SeenEnd]:
             **variables,
         }
         environment["TORCHELASTIC_ERROR_FILE"] = str(directory / "error.json")
-        worker = subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE)
+        worker = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE
+        )
         try:
             finding = asyncio.create_task(watch.find())
             if "MASTER_PORT" in variables:
@@ -626,7 +691,10 @@ def run_watched(directory: Path, code: str, **variables: str) -> list[SeenEnd]:
             assert worker.stdin is not None
             worker.stdin.close()
             deadline = time.monotonic() + SECONDS
-            while not (watch.are_gone or "MASTER_PORT" in variables) and time.monotonic() < deadline:
+            while (
+                not (watch.are_gone or "MASTER_PORT" in variables)
+                and time.monotonic() < deadline
+            ):
                 await asyncio.sleep(0.005)
         finally:
             watch.close()
@@ -662,7 +730,10 @@ def test_children_that_are_no_workers_of_this_group_are_left_alone(tmp_path: Pat
 def test_the_message_is_that_of_the_error_file(tmp_path: Path) -> None:
     error = {"message": {"message": "ValueError: no", "extraInfo": {"timestamp": "1"}}}
     (tmp_path / "error.json").write_text(json.dumps(error))
-    assert run_watched(tmp_path, "import sys; sys.stdin.read(); sys.exit(1)")[0].message == "ValueError: no"
+    assert (
+        run_watched(tmp_path, "import sys; sys.stdin.read(); sys.exit(1)")[0].message
+        == "ValueError: no"
+    )
 
 
 def test_without_an_error_file_the_message_is_the_end_of_the_log(tmp_path: Path) -> None:
@@ -690,11 +761,18 @@ def test_without_an_error_file_the_message_is_the_end_of_the_log(tmp_path: Path)
         (1, "torch.OutOfMemoryError: CUDA out of memory.", 2, "out_of_memory"),
     ],
 )
-def test_a_failure_has_a_cause(exit_code: int | None, message: str, world_size: int, cause: str) -> None:
+def test_a_failure_has_a_cause(
+    exit_code: int | None, message: str, world_size: int, cause: str
+) -> None:
     end = SeenEnd(rank=1, exit_code=exit_code, at=10.0, message=message)
     assert classify(end, world_size=world_size) == cause
     broken = build_broken(7, end=end, world_size=world_size, step=4, now=12.5)
-    assert (broken.rank, broken.step, broken.exit_code, broken.time_since) == (1, 4, exit_code, 2.5)
+    assert (broken.rank, broken.step, broken.exit_code, broken.time_since) == (
+        1,
+        4,
+        exit_code,
+        2.5,
+    )
     assert broken.is_final == (exit_code == 64)
 
 

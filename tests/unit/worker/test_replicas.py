@@ -40,7 +40,9 @@ def test_equal_states_have_equal_numbers_whatever_their_order() -> None:
     assert hash_state({}) == 0
 
 
-@pytest.mark.parametrize("name", [name for name, tensor in make_state().items() if tensor.numel()])
+@pytest.mark.parametrize(
+    "name", [name for name, tensor in make_state().items() if tensor.numel()]
+)
 def test_every_single_bit_changes_the_number(name: str) -> None:
     state = make_state()
     whole = hash_state(state)
@@ -104,11 +106,14 @@ def test_the_rank_whose_state_differs_is_named() -> None:
     own = hash_state(state)
     compare_states(state, Ranks(own, own), step=7)  # type: ignore[arg-type]
     with pytest.raises(
-        DivergedError, match=r"the state after step 7 differs between ranks; by majority that of rank 1"
+        DivergedError,
+        match=r"the state after step 7 differs between ranks; by majority that of rank 1",
     ) as raised:
         compare_states(state, Ranks(own + 1, own), step=7)  # type: ignore[arg-type]
     assert raised.value.ranks == (1,)
-    with pytest.raises(DivergedError, match="one of ranks 0 and 1 is wrong, and two cannot tell which"):
+    with pytest.raises(
+        DivergedError, match="one of ranks 0 and 1 is wrong, and two cannot tell which"
+    ):
         compare_states(state, Ranks(own + 1), step=7)  # type: ignore[arg-type]
 
 
@@ -124,7 +129,9 @@ def test_a_rank_that_was_fed_is_compared_with_its_source_alone() -> None:
 
 def test_ranks_at_different_steps_are_told_with_their_steps() -> None:
     compare_steps([4, 4])
-    with pytest.raises(DivergedError, match=r"rank 0: 31, rank 1: 1, rank 2: 31.*by majority that of rank 1"):
+    with pytest.raises(
+        DivergedError, match=r"rank 0: 31, rank 1: 1, rank 2: 31.*by majority that of rank 1"
+    ):
         compare_steps([31, 1, 31])
 
 

@@ -58,7 +58,9 @@ def test_any_other_value_is_left_out_with_its_reason_and_costs_no_other(value: A
     assert left_out["loss"].startswith("loss: ") and len(left_out["loss"]) < 200
 
 
-@pytest.mark.parametrize("value", [*ODD, 2.5, 10**30, -2], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [*ODD, 2.5, 10**30, -2], ids=lambda value: type(value).__name__
+)
 def test_a_step_is_a_whole_number_that_a_coordinator_takes(value: Any) -> None:
     assert read_values({"step": value, "loss": 1.0}) == (
         {"loss": 1.0},
@@ -67,18 +69,29 @@ def test_a_step_is_a_whole_number_that_a_coordinator_takes(value: Any) -> None:
 
 
 def test_a_whole_number_may_be_a_float_or_a_tensor() -> None:
-    values = {"step": torch.tensor(4), "total_steps": 8.0, "checkpoint_step": np.int64(-1), "loss": None}
+    values = {
+        "step": torch.tensor(4),
+        "total_steps": 8.0,
+        "checkpoint_step": np.int64(-1),
+        "loss": None,
+    }
     assert read_values(values) == ({"step": 4, "total_steps": 8, "checkpoint_step": -1}, {})
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
 def test_no_value_makes_a_message_that_cannot_be_sent(value: Any) -> None:
-    odd = dict.fromkeys(("step", "total_steps", "loss", "tokens_per_second", "checkpoint_step"), value)
+    odd = dict.fromkeys(
+        ("step", "total_steps", "loss", "tokens_per_second", "checkpoint_step"), value
+    )
     metrics, reports = NodeMetrics("r", "0"), WorkerReports()
     reports.begin(3)
     good = {"generation": 3, "rank": 0, "step": 5, "loss": 0.5, "checkpoint_step": 4}
     for report in (good, {**good, **odd}, {**good, "step": 6}):
-        for message in (metrics.report(report), *reports.take(report, now=1.0), *reports.flush(now=1.0)):
+        for message in (
+            metrics.report(report),
+            *reports.take(report, now=1.0),
+            *reports.flush(now=1.0),
+        ):
             assert message is not None
             encode(message)
     progress = metrics.progress
@@ -86,7 +99,9 @@ def test_no_value_makes_a_message_that_cannot_be_sent(value: Any) -> None:
     assert (progress.step, progress.loss, progress.checkpoint_step) == (6, 0.5, 4)
 
 
-def test_a_report_without_a_readable_step_keeps_its_other_values(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_without_a_readable_step_keeps_its_other_values(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     metrics = NodeMetrics("r", "0")
     assert metrics.report({"generation": 3, "step": "five", "loss": 0.5}) is None
     metrics.report({"generation": 3, "step": 5})
@@ -100,5 +115,7 @@ def test_a_report_without_a_readable_step_keeps_its_other_values(caplog: pytest.
 def test_a_torchrun_agent_reports_a_checkpoint_beside_a_loss_that_is_not_finite() -> None:
     reports = WorkerReports()
     reports.begin(3)
-    said = reports.take({"generation": 3, "rank": 0, "step": 9, "loss": NAN, "checkpoint_step": 8}, now=1.0)
+    said = reports.take(
+        {"generation": 3, "rank": 0, "step": 9, "loss": NAN, "checkpoint_step": 8}, now=1.0
+    )
     assert said == [Progress(3, step=9, checkpoint_step=8), Boundary(3, 8)]

@@ -40,20 +40,35 @@ def adopt(*rows: dict[str, Any]) -> Progress:
 
 
 def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
-    progress = Progress(finished_steps=8, resumed_step=3, saved_step=6, steps_here=5, evaluated_step=4)
+    progress = Progress(
+        finished_steps=8, resumed_step=3, saved_step=6, steps_here=5, evaluated_step=4
+    )
     told = describe_standing(progress, checkpoints(), held_step=8)
-    assert (told["step"], told["standing"], told["begun"], told["steps_here"], told["record"]) == (
+    assert (
+        told["step"],
+        told["standing"],
+        told["begun"],
+        told["steps_here"],
+        told["record"],
+    ) == (
         8,
         3,
         6,
         5,
         None,
     )
-    assert describe_standing(progress, checkpoints(published=6, failures=2), held_step=-1)["standing"] == 6
+    assert (
+        describe_standing(progress, checkpoints(published=6, failures=2), held_step=-1)[
+            "standing"
+        ]
+        == 6
+    )
     assert describe_standing(progress, checkpoints(failures=2), held_step=-1)["failures"] == 2
 
 
-def test_everybody_remembers_what_those_with_the_newest_step_remember(synthetic: ModuleType) -> None:
+def test_everybody_remembers_what_those_with_the_newest_step_remember(
+    synthetic: ModuleType,
+) -> None:
     record = asdict(synthetic.step_record(8))
     progress = adopt(
         row(-1),
@@ -94,7 +109,9 @@ def test_a_save_is_lost_when_nobody_has_seen_it_stand(
     assert progress.is_save_lost == is_lost
 
 
-@pytest.mark.parametrize(("step", "standing", "is_kept"), [(8, 5, False), (8, 6, True), (6, 5, True)])
+@pytest.mark.parametrize(
+    ("step", "standing", "is_kept"), [(8, 5, False), (8, 6, True), (6, 5, True)]
+)
 def test_a_best_whose_save_was_lost_is_forgotten_unless_its_state_is_still_there(
     step: int, standing: int, is_kept: bool
 ) -> None:

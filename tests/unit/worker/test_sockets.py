@@ -19,7 +19,10 @@ def listener() -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def connect(listener: socket.socket) -> Iterator[Pair]:
-    with socket.create_connection(listener.getsockname()) as ours, listener.accept()[0] as theirs:
+    with (
+        socket.create_connection(listener.getsockname()) as ours,
+        listener.accept()[0] as theirs,
+    ):
         yield ours, theirs
 
 
@@ -47,7 +50,9 @@ def test_connections_are_found_and_nothing_else(listener: socket.socket) -> None
             assert connected_sockets() - before == {one.fileno() for one in pair}
 
 
-def test_a_cut_frees_both_ends_and_spares_older_connections_and_listeners(listener: socket.socket) -> None:
+def test_a_cut_frees_both_ends_and_spares_older_connections_and_listeners(
+    listener: socket.socket,
+) -> None:
     with connect(listener) as old:
         outside = connected_sockets()
         with connect(listener) as new:

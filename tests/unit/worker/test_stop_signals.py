@@ -89,4 +89,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck(number: signal.Signals) ->
         process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 76
-    assert "interrupted twice: leaving at once, state since the last checkpoint is not saved" in errors
+    assert (
+        "interrupted twice: leaving at once, state since the last checkpoint is not saved"
+        in errors
+    )

@@ -110,7 +110,11 @@ class Outcome:
             for name, value in os.environ.items()
             if not name.startswith(("EVERGRAD_", "TORCHELASTIC_"))
         }
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONSAFEPATH": "1",
+            "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
+        }
         command = [
             PYTHON,
             str(directory / "agent.py"),
@@ -127,7 +131,12 @@ class Outcome:
             str(directory),
         ]
         ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
         )
         self.exit_code, self.output = ended.returncode, ended.stdout + ended.stderr
         self.agent: dict[str, Any] = json.loads((directory / "agent.json").read_text())
@@ -140,31 +149,41 @@ class Outcome:
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One agent of two workers and no restart to spend: asked to restart once, then its workers end well."""
     plan = {"ends": ["sleep", "well"], "rank": 1, "nodes": 3, "exit": 1}
-    return Outcome(tmp_path_factory.mktemp("restarted"), plan, "--nproc-per-node=2", "--max-restarts=0")
+    return Outcome(
+        tmp_path_factory.mktemp("restarted"), plan, "--nproc-per-node=2", "--max-restarts=0"
+    )
 
 
-def test_a_node_that_waits_restarts_the_workers_without_spending_a_restart(restarted: Outcome) -> None:
+def test_a_node_that_waits_restarts_the_workers_without_spending_a_restart(
+    restarted: Outcome,
+) -> None:
     assert restarted.exit_code == 0, restarted.output
     assert restarted.agent["rendezvous"] == 2
     assert restarted.worker("sleep")["TORCHELASTIC_RESTART_COUNT"] == "0"
     assert restarted.worker("well")["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 
-def test_the_agents_store_is_used_for_the_exit_barrier_and_for_nothing_else(restarted: Outcome) -> None:
+def test_the_agents_store_is_used_for_the_exit_barrier_and_for_nothing_else(
+    restarted: Outcome,
+) -> None:
     used = restarted.agent["store"]
     assert [name for name in used if name not in ("timeout", "set_timeout")] == ["add", "wait"]
 
 
 def test_identical_workers_are_ranked_by_node_without_a_store(restarted: Outcome) -> None:
     ranks = [restarted.worker("well", local_rank) for local_rank in (0, 1)]
-    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["GROUP_RANK"]) for one in ranks] == [
+    assert [
+        (one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["GROUP_RANK"]) for one in ranks
+    ] == [
         ("2", "0", "6", "1"),
         ("3", "1", "6", "1"),
     ]
 
 
 @pytest.mark.parametrize("exit_code", [0, 64])
-def test_a_system_exit_out_of_the_rendezvous_is_the_agents_exit_code(tmp_path: Path, exit_code: int) -> None:
+def test_a_system_exit_out_of_the_rendezvous_is_the_agents_exit_code(
+    tmp_path: Path, exit_code: int
+) -> None:
     plan = {"ends": ["sleep-once"], "rank": 0, "nodes": 1, "exit": exit_code}
     outcome = Outcome(tmp_path, plan, "--nproc-per-node=1", "--max-restarts=0")
     assert outcome.exit_code == exit_code, outcome.output
@@ -180,7 +199,9 @@ def test_workers_are_clients_of_the_store_that_the_agent_holds(tmp_path: Path) -
     assert outcome.worker("join")["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
-def test_a_failed_worker_asks_for_the_next_rendezvous_and_spends_a_restart(tmp_path: Path) -> None:
+def test_a_failed_worker_asks_for_the_next_rendezvous_and_spends_a_restart(
+    tmp_path: Path,
+) -> None:
     plan = {"ends": ["fail", "well"], "rank": 0, "nodes": 1, "exit": 1}
     outcome = Outcome(tmp_path, plan, "--nproc-per-node=1", "--max-restarts=1")
     assert outcome.exit_code == 0, outcome.output

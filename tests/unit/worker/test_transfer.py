@@ -22,7 +22,12 @@ from evergrad_trainer.world import World
         ([4, 5, -1], (StateTransfer(1, 0), StateTransfer(1, 2))),
         (
             [5, -1, 5, -1, -1, 3],
-            (StateTransfer(0, 1), StateTransfer(2, 3), StateTransfer(0, 4), StateTransfer(2, 5)),
+            (
+                StateTransfer(0, 1),
+                StateTransfer(2, 3),
+                StateTransfer(0, 4),
+                StateTransfer(2, 5),
+            ),
         ),
     ],
 )
@@ -75,7 +80,9 @@ def make_state(seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
-def test_a_straggler_then_holds_the_source_s_bits(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+def test_a_straggler_then_holds_the_source_s_bits(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
     monkeypatch.setattr(transfer, "_CHUNK_BYTES", chunk_bytes)
     wire, source, stale_rank = Wire(), make_state(1), make_state(2)
     untouched = {name: tensor.clone() for name, tensor in source.items()}
@@ -103,13 +110,18 @@ def test_what_one_rank_reads_goes_from_rank_to_rank(
         return True
 
     states = [make_state(seed) for seed in (2, 3, 4)]
-    assert all(pass_along(state, wire.world(rank, of=3), fill=fill) for rank, state in enumerate(states))
+    assert all(
+        pass_along(state, wire.world(rank, of=3), fill=fill)
+        for rank, state in enumerate(states)
+    )
     assert all(one.empty() for one in wire.sent.values())
     assert sorted(filled) == sorted(stored)
     assert all(torch.equal(state[name], stored[name]) for state in states for name in stored)
 
 
-def test_a_read_that_fails_in_the_middle_is_known_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_in_the_middle_is_known_to_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(transfer, "_CHUNK_BYTES", 1)
     wire, left = Wire(), [True, True, False]
     answers = [

@@ -70,7 +70,9 @@ def begin(generation: int) -> say.Go:
 def awaited(watchdog: Watchdog, *, step: int) -> "list[Any]":
     """A list that gets the order, which another thread waits for."""
     orders: list[Any] = []
-    threading.Thread(target=lambda: orders.append(watchdog.await_order(step=step)), daemon=True).start()
+    threading.Thread(
+        target=lambda: orders.append(watchdog.await_order(step=step)), daemon=True
+    ).start()
     return orders
 
 
@@ -122,7 +124,9 @@ def test_a_soft_change_is_a_wish_for_the_next_boundary_and_cuts_nothing(pair: Pa
     assert not pair.watchdog.is_changing()
 
 
-def test_a_change_that_can_wait_does_so_once_however_often_it_is_planned_anew(pair: Pair) -> None:
+def test_a_change_that_can_wait_does_so_once_however_often_it_is_planned_anew(
+    pair: Pair,
+) -> None:
     pair.watchdog.enter(1, Interrupt())
     pair.supervisor.send(say.Plan(2, hard=False, patience_seconds=3600.0))
     pair.settle()
@@ -162,7 +166,9 @@ def test_a_hard_change_heard_before_a_group_of_older_number_is_entered_gives_it_
     pair.watchdog.leave()
 
 
-def test_a_hard_change_for_the_group_s_own_or_an_older_number_is_no_reason_to_leave(pair: Pair) -> None:
+def test_a_hard_change_for_the_group_s_own_or_an_older_number_is_no_reason_to_leave(
+    pair: Pair,
+) -> None:
     interrupt = Interrupt()
     pair.watchdog.enter(5, interrupt)
     for generation in (4, 5):
@@ -187,19 +193,27 @@ def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(pair: 
         pair.supervisor.send(say.Plan(2, hard=True))
         pair.settle()
         # Made while the group is given up, as a group that is still being set up does.
-        with socket.create_connection(listener.getsockname()) as late, listener.accept()[0] as other:
+        with (
+            socket.create_connection(listener.getsockname()) as late,
+            listener.accept()[0] as other,
+        ):
             late.settimeout(60)
             assert late.recv(1) == b""
             del other
         pair.watchdog.leave()
-        with socket.create_connection(listener.getsockname()) as next_one, listener.accept()[0] as other:
+        with (
+            socket.create_connection(listener.getsockname()) as next_one,
+            listener.accept()[0] as other,
+        ):
             pair.settle()
             other.sendall(b"x")
             next_one.settimeout(60)
             assert next_one.recv(1) == b"x"
 
 
-def test_the_end_of_the_supervisor_is_the_end_of_the_process(pair: Pair, exits: list[int]) -> None:
+def test_the_end_of_the_supervisor_is_the_end_of_the_process(
+    pair: Pair, exits: list[int]
+) -> None:
     assert exits == []
     pair.supervisor.close()
     assert until(lambda: exits == [ExitCode.INTERNAL])

@@ -34,7 +34,12 @@ from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import FileEntry, InvalidCheckpointError
 from evergrad_trainer.checkpoint.staging import Snapshot, StagedTensor, view_bytes
 from evergrad_trainer.checkpoint.store import Attempts, Library, ShardReader, ShardWriter
-from evergrad_trainer.checkpoint.tensor_table import StoredChunk, Table, build_metadata, build_table
+from evergrad_trainer.checkpoint.tensor_table import (
+    StoredChunk,
+    Table,
+    build_metadata,
+    build_table,
+)
 
 SLAB_BYTES = 32 * 2**20
 """Most extra memory that reading into a strided or remote tensor takes (or one row of it, if that
@@ -75,7 +80,9 @@ class SnapshotPlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """DCP's plan, unless ranks hold different states: then ValueError."""
         signatures = [plan.planner_data for plan in all_plans]
-        strangers = [str(rank) for rank, signature in enumerate(signatures) if signature != signatures[0]]
+        strangers = [
+            str(rank) for rank, signature in enumerate(signatures) if signature != signatures[0]
+        ]
         if strangers:
             raise ValueError(f"ranks {', '.join(strangers)} hold other tensors than rank 0")
         return super().create_global_plan(all_plans)
@@ -88,7 +95,9 @@ class SnapshotPlanner(DefaultSavePlanner):
 class StoreWriter(StorageWriter):
     """Writes this rank's part into one file of an attempt; rank 0 opens the attempt and has it published."""
 
-    def __init__(self, attempts: Attempts, *, version: Version, rank: int, publish: Publish) -> None:
+    def __init__(
+        self, attempts: Attempts, *, version: Version, rank: int, publish: Publish
+    ) -> None:
         self._attempts = attempts
         self._version = version
         self._rank = rank
@@ -123,7 +132,9 @@ class StoreWriter(StorageWriter):
         """Rank 0, every shard durable: publish, and hand the outcome to all ranks inside the metadata DCP
         broadcasts."""
         written = [result for of_rank in results for result in of_rank]
-        table = build_table(metadata, ((result.index.fqn, result.storage_data[0]) for result in written))
+        table = build_table(
+            metadata, ((result.index.fqn, result.storage_data[0]) for result in written)
+        )
         entries = {result.storage_data[1].name: result.storage_data[1] for result in written}
         self.outcome = self._publish(
             str(self.attempt), table, tuple(entries[name] for name in sorted(entries))
@@ -142,7 +153,10 @@ class StoreWriter(StorageWriter):
             entry = shard.finish()
         finally:
             shard.abandon()
-        return [_describe(item, offset, entry) for item, offset in zip(plan.items, offsets, strict=True)]
+        return [
+            _describe(item, offset, entry)
+            for item, offset in zip(plan.items, offsets, strict=True)
+        ]
 
 
 class StoreReader(StorageReader):
@@ -154,7 +168,9 @@ class StoreReader(StorageReader):
         self._name = name
         self._table = table
         self._places = {
-            (key, chunk.offsets): chunk for key, tensor in table.items() for chunk in tensor.chunks
+            (key, chunk.offsets): chunk
+            for key, tensor in table.items()
+            for chunk in tensor.chunks
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -185,11 +201,17 @@ class StoreReader(StorageReader):
             for item in plan.items:
                 place = self._find(item)
                 if place.file not in shards:
-                    shards[place.file] = stack.enter_context(self._library.open_shard(self._name, place.file))
+                    shards[place.file] = stack.enter_context(
+                        self._library.open_shard(self._name, place.file)
+                    )
                 target = planner.resolve_tensor(item).detach()
                 dtype = self._table[item.storage_index.fqn].dtype
                 _read_box(
-                    shards[place.file], place, dtype=dtype, starts=tuple(item.storage_offsets), target=target
+                    shards[place.file],
+                    place,
+                    dtype=dtype,
+                    starts=tuple(item.storage_offsets),
+                    target=target,
                 )
                 planner.commit_tensor(item, target)
         future: Future[None] = Future()
@@ -230,7 +252,9 @@ def _describe(item: WriteItem, offset: int, entry: FileEntry) -> WriteResult:
     if data is None or data.chunk is None:
         raise TypeError(f"{item.index.fqn}: only tensors are stored")
     size = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-    place = StoredChunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes), entry.name, offset, size)
+    place = StoredChunk(
+        tuple(data.chunk.offsets), tuple(data.chunk.sizes), entry.name, offset, size
+    )
     return WriteResult(index=item.index, size_in_bytes=size, storage_data=(place, entry))
 
 
@@ -252,7 +276,12 @@ def _read_box(
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize
     first = place.offset + starts[0] * row_bytes
     whole_rows = tuple(target.shape[1:]) == sizes[1:]
-    if whole_rows and target.is_contiguous() and target.dtype == dtype and target.device.type == "cpu":
+    if (
+        whole_rows
+        and target.is_contiguous()
+        and target.dtype == dtype
+        and target.device.type == "cpu"
+    ):
         shard.read_into(view_bytes(target), first)
         return
     rows = max(1, min(SLAB_BYTES // row_bytes, target.shape[0]))

@@ -17,7 +17,15 @@ AFTER_RENAME = "after-rename"
 RETENTION = "retention"
 """Rank 0, an old checkpoint renamed into the trash and not yet deleted."""
 
-POINTS = (MID_SHARD, BEFORE_FSYNC, AFTER_SHARDS, BEFORE_MANIFEST, BEFORE_RENAME, AFTER_RENAME, RETENTION)
+POINTS = (
+    MID_SHARD,
+    BEFORE_FSYNC,
+    AFTER_SHARDS,
+    BEFORE_MANIFEST,
+    BEFORE_RENAME,
+    AFTER_RENAME,
+    RETENTION,
+)
 
 
 class FaultPoints(Protocol):

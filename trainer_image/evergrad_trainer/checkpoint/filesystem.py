@@ -22,7 +22,11 @@ from evergrad_trainer.checkpoint.faults import (
     NoFaults,
 )
 from evergrad_trainer.checkpoint.generations import check_fence, claim_generation
-from evergrad_trainer.checkpoint.layout import Version, parse_attempt_name, parse_checkpoint_name
+from evergrad_trainer.checkpoint.layout import (
+    Version,
+    parse_attempt_name,
+    parse_checkpoint_name,
+)
 from evergrad_trainer.checkpoint.manifest import (
     FileEntry,
     InvalidCheckpointError,
@@ -67,7 +71,12 @@ def filesystem_store(directory: Path, *, medium: Medium | None = None) -> Store:
     medium = medium or Medium()
     library = FilesystemLibrary(directory, medium)
     attempts = FilesystemAttempts(directory, library=library, medium=medium)
-    return Store(attempts=attempts, library=library, fence=FilesystemFence(directory), faults=medium.faults)
+    return Store(
+        attempts=attempts,
+        library=library,
+        fence=FilesystemFence(directory),
+        faults=medium.faults,
+    )
 
 
 class FilesystemFence:
@@ -101,7 +110,9 @@ class ShardSource:
 class FilesystemAttempts:
     """Attempt directories under ``.tmp/`` and their publication by rename."""
 
-    def __init__(self, directory: Path, *, library: "FilesystemLibrary", medium: Medium) -> None:
+    def __init__(
+        self, directory: Path, *, library: "FilesystemLibrary", medium: Medium
+    ) -> None:
         self._directory = directory
         self._library = library
         self._medium = medium
@@ -117,9 +128,15 @@ class FilesystemAttempts:
     def create_shard(self, attempt: str, rank: int) -> ShardFile:
         """Create ``rank``'s file."""
         path = self._path(attempt) / layout.shard_name(rank)
-        descriptor = _open_seen(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._medium.stale_seconds)
+        descriptor = _open_seen(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._medium.stale_seconds
+        )
         return ShardFile(
-            descriptor, path, rank=rank, faults=self._faults, block_bytes=self._medium.block_bytes
+            descriptor,
+            path,
+            rank=rank,
+            faults=self._faults,
+            block_bytes=self._medium.block_bytes,
         )
 
     def write_document(self, attempt: str, name: str, data: bytes) -> FileEntry:
@@ -151,7 +168,10 @@ class FilesystemAttempts:
     def discard(self, attempt: str) -> None:
         """Remove an attempt's directory."""
         if not files.remove_tree(self._path(attempt)):
-            _log.warning("%s: could not be removed entirely; the next start tries again", self._path(attempt))
+            _log.warning(
+                "%s: could not be removed entirely; the next start tries again",
+                self._path(attempt),
+            )
 
     def clean(self, generation: int) -> None:
         """Remove attempts of smaller generations, and what is left in the trash."""
@@ -185,12 +205,16 @@ class FilesystemLibrary:
 
     def scan(self) -> list[Candidate]:
         """All published names, newest first."""
-        names = {path.name for path in _entries(self._directory) if parse_checkpoint_name(path.name)}
+        names = {
+            path.name for path in _entries(self._directory) if parse_checkpoint_name(path.name)
+        }
         hint = self.latest()
         if hint is not None and (self._directory / hint).is_dir():
             names.add(hint)  # a listing on a network volume may be older than the hint
         return sorted(
-            (self.describe(name) for name in names), key=lambda candidate: candidate.version, reverse=True
+            (self.describe(name) for name in names),
+            key=lambda candidate: candidate.version,
+            reverse=True,
         )
 
     def describe(self, name: str) -> Candidate:
@@ -206,7 +230,9 @@ class FilesystemLibrary:
         """Names in quarantine."""
         return sorted(path.name for path in _entries(self._directory / layout.QUARANTINE))
 
-    def validate(self, name: str, *, checksums: bool, meter: files.Meter | None = None) -> Manifest:
+    def validate(
+        self, name: str, *, checksums: bool, meter: files.Meter | None = None
+    ) -> Manifest:
         """Check sizes, then hashes (of the small files always), several files at a time."""
         manifest = self.read_manifest(name)
         if meter is not None:
@@ -214,9 +240,12 @@ class FilesystemLibrary:
         for file in manifest.files:
             self._check_size(name, file)
         hashed = [file for file in manifest.files if checksums or file.name == layout.TENSORS]
-        with ThreadPoolExecutor(max_workers=HASH_THREADS, thread_name_prefix="checkpoint-hash") as pool:
+        with ThreadPoolExecutor(
+            max_workers=HASH_THREADS, thread_name_prefix="checkpoint-hash"
+        ) as pool:
             hashes = pool.map(
-                lambda file: files.hash_file(self._directory / name / file.name, meter=meter), hashed
+                lambda file: files.hash_file(self._directory / name / file.name, meter=meter),
+                hashed,
             )
             for file, found in zip(hashed, hashes, strict=True):
                 if found != file.hash:
@@ -238,7 +267,9 @@ class FilesystemLibrary:
         manifest = decode_manifest(data)
         named = parse_checkpoint_name(name)
         if named is not None and named.step != manifest.version.step:
-            raise InvalidCheckpointError(f"file {layout.MANIFEST}: is of step {manifest.version.step}")
+            raise InvalidCheckpointError(
+                f"file {layout.MANIFEST}: is of step {manifest.version.step}"
+            )
         return manifest
 
     def read_document(self, name: str, file: FileEntry) -> bytes:
@@ -252,7 +283,9 @@ class FilesystemLibrary:
     def open_shard(self, name: str, file: str) -> Iterator[ShardSource]:
         """Open a file for reading."""
         try:
-            descriptor = _open_seen(self._directory / name / file, os.O_RDONLY, self._stale_seconds)
+            descriptor = _open_seen(
+                self._directory / name / file, os.O_RDONLY, self._stale_seconds
+            )
         except FileNotFoundError as error:
             raise InvalidCheckpointError(f"file {file}: is missing") from error
         try:
@@ -272,7 +305,8 @@ class FilesystemLibrary:
         self._faults.reached(RETENTION, 0)
         if not files.remove_tree(self._directory / trashed):
             _log.warning(
-                "%s: could not be removed entirely; the next start tries again", self._directory / trashed
+                "%s: could not be removed entirely; the next start tries again",
+                self._directory / trashed,
             )
 
     def mark_latest(self, name: str, version: Version) -> None:
@@ -301,7 +335,9 @@ class FilesystemLibrary:
         except FileNotFoundError as error:
             raise InvalidCheckpointError(f"file {file.name}: is missing") from error
         if found != file.bytes:
-            raise InvalidCheckpointError(f"file {file.name}: has {found} bytes, {file.bytes} were written")
+            raise InvalidCheckpointError(
+                f"file {file.name}: has {found} bytes, {file.bytes} were written"
+            )
 
     def _read(self, name: str, file: str, *, patient: bool) -> bytes:
         stale_seconds = self._stale_seconds if patient else 0.0

@@ -10,7 +10,11 @@ from typing import Final
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.files import fsync_directory, write_new
-from evergrad_trainer.checkpoint.layout import GENERATIONS, generation_name, parse_generation_name
+from evergrad_trainer.checkpoint.layout import (
+    GENERATIONS,
+    generation_name,
+    parse_generation_name,
+)
 from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
 from evergrad_trainer.volume import retry, volume_error
 
@@ -43,7 +47,11 @@ def claim_exactly(directory: Path, generation: int) -> None:
     Raises FencedError if it or a newer one is claimed already, VolumeError if the directory cannot be
     written, RunDirectoryError if it can be none.
     """
-    path, mine, has_begun = directory / GENERATIONS / generation_name(generation), _claim(), False
+    path, mine, has_begun = (
+        directory / GENERATIONS / generation_name(generation),
+        _claim(),
+        False,
+    )
 
     def claim() -> None:
         nonlocal has_begun
@@ -110,12 +118,21 @@ def _create_next(claims: Path) -> int:
 
 def _claim() -> bytes:
     return (
-        json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode() + b"\n"
+        json.dumps(
+            {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        ).encode()
+        + b"\n"
     )
 
 
 _NOT_RECORDED: Final = "this start cannot be recorded"
-_NO_DIRECTORY: Final = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+_NO_DIRECTORY: Final = (
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+)
 
 
 def _not_recorded(directory: Path, error: OSError) -> RunDirectoryError | VolumeError:
@@ -123,5 +140,7 @@ def _not_recorded(directory: Path, error: OSError) -> RunDirectoryError | Volume
     this host's."""
     if error.errno in _NO_DIRECTORY:
         remedy = "Give the run a directory that can be written and has free space"
-        return RunDirectoryError(Problem(str(directory), _NOT_RECORDED, why=str(error), remedy=remedy))
+        return RunDirectoryError(
+            Problem(str(directory), _NOT_RECORDED, why=str(error), remedy=remedy)
+        )
     return volume_error(error, directory, _NOT_RECORDED)

@@ -177,7 +177,9 @@ class CheckpointManager:
             return
         library = self._store.library
         try:
-            found = [candidate for candidate in library.scan() if candidate.version.step == step]
+            found = [
+                candidate for candidate in library.scan() if candidate.version.step == step
+            ]
             if found:
                 library.mark_best(found[0].name, found[0].version)
         except OSError as error:
@@ -219,7 +221,9 @@ class CheckpointManager:
             try:
                 self._store.attempts.clean(world.generation)
             except OSError as error:
-                _log.warning("what an earlier process left behind could not be removed: %s", error)
+                _log.warning(
+                    "what an earlier process left behind could not be removed: %s", error
+                )
         search = Search(
             self._store.library,
             checksums=self._settings.verify == "always",
@@ -237,7 +241,9 @@ class CheckpointManager:
                 "quarantined_as": passed.quarantined_as,
             }
             self._on_event(EventType.FALLBACK, fields)
-        self._on_event(EventType.RESTORED, {"checkpoint": restored.path.name, "seconds": restored.seconds})
+        self._on_event(
+            EventType.RESTORED, {"checkpoint": restored.path.name, "seconds": restored.seconds}
+        )
         return restored
 
     def is_fenced(self) -> bool:
@@ -249,7 +255,9 @@ class CheckpointManager:
         """The error to end with once all ranks have agreed that one of them is fenced."""
         why = f"this process is generation {self._membership.world.generation}"
         return self._fenced or FencedError(
-            Problem(str(self._directory), "a newer process has claimed this run directory", why=why)
+            Problem(
+                str(self._directory), "a newer process has claimed this run directory", why=why
+            )
         )
 
     def close(self) -> None:
@@ -275,7 +283,9 @@ class CheckpointManager:
 
     def _stage(self, state: Mapping[str, torch.Tensor], world: World) -> SnapshotPlanner:
         try:
-            return SnapshotPlanner(self._stager.stage(state, rank=world.rank, world_size=world.size))
+            return SnapshotPlanner(
+                self._stager.stage(state, rank=world.rank, world_size=world.size)
+            )
         except (MemoryError, RuntimeError) as error:
             # The others are already on their way into the exchange; they learn of it there.
             return SnapshotPlanner(Snapshot({}, ""), failure=error)
@@ -293,7 +303,9 @@ class CheckpointManager:
                 f"{self._directory}: {self._failures} saves in a row have failed; the last one: "
                 f"{outcome.reason}"
             )
-            raise SaveError(text, ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL)
+            raise SaveError(
+                text, ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL
+            )
         return outcome
 
     def _join(self, flight: _Flight) -> None:

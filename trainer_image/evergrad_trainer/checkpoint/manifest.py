@@ -82,7 +82,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of ``manifest.json``, with a checksum over all fields so that a flipped bit in
     them is seen."""
     return (
-        json.dumps({**_to_json(manifest), "checksum": manifest.checksum}, indent=1, allow_nan=False).encode()
+        json.dumps(
+            {**_to_json(manifest), "checksum": manifest.checksum}, indent=1, allow_nan=False
+        ).encode()
         + b"\n"
     )
 
@@ -98,7 +100,9 @@ def decode_manifest(data: bytes) -> Manifest:
         raw = json.loads(data)
         manifest_format = raw["format"]
     except (ValueError, TypeError, KeyError) as error:
-        raise InvalidCheckpointError(f"file {MANIFEST}: is not a manifest ({error!r})") from error
+        raise InvalidCheckpointError(
+            f"file {MANIFEST}: is not a manifest ({error!r})"
+        ) from error
     if isinstance(manifest_format, int) and manifest_format > FORMAT:
         raise UnknownFormatError(
             f"file {MANIFEST}: has format {manifest_format}, this program knows up to {FORMAT}"
@@ -106,7 +110,9 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         manifest = _from_json(raw)
     except (ValueError, TypeError, KeyError) as error:
-        raise InvalidCheckpointError(f"file {MANIFEST}: is not a manifest ({error!r})") from error
+        raise InvalidCheckpointError(
+            f"file {MANIFEST}: is not a manifest ({error!r})"
+        ) from error
     if raw.get("checksum") != manifest.checksum:
         raise InvalidCheckpointError(f"file {MANIFEST}: checksum differs")
     return manifest
@@ -118,7 +124,9 @@ def _encode(raw: dict[str, Any]) -> bytes:
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     fields = {
-        name: value for name, value in vars(manifest).items() if name not in ("version", "identity", "files")
+        name: value
+        for name, value in vars(manifest).items()
+        if name not in ("version", "identity", "files")
     }
     return {
         "format": FORMAT,
@@ -156,6 +164,12 @@ def _integer(value: Any) -> int:
 
 def _plain_name(value: Any) -> str:
     # A name with a separator could reach outside the checkpoint's own directory.
-    if not isinstance(value, str) or not value or value in (".", "..") or "/" in value or "\0" in value:
+    if (
+        not isinstance(value, str)
+        or not value
+        or value in (".", "..")
+        or "/" in value
+        or "\0" in value
+    ):
         raise ValueError(f"{value!r} is not a plain file name")
     return value

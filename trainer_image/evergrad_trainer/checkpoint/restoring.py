@@ -133,11 +133,15 @@ def load_newest(
                 _report_fallback(rejected, choice)
             path = Path(search.library.locate(choice.checkpoint))
             seconds = time.monotonic() - started
-            return Restored(choice.step, choice.generation, path, choice.extra, seconds), rejected
+            return Restored(
+                choice.step, choice.generation, path, choice.extra, seconds
+            ), rejected
         rejected.append(Rejected(choice.checkpoint, choice.step, "; ".join(failures), None))
 
 
-def read_state(library: Library, name: str, table: Table, state: Mapping[str, torch.Tensor]) -> None:
+def read_state(
+    library: Library, name: str, table: Table, state: Mapping[str, torch.Tensor]
+) -> None:
     """Fill ``state`` from a checkpoint in place, on this rank alone.
 
     Raises InvalidCheckpointError or OSError.
@@ -147,7 +151,12 @@ def read_state(library: Library, name: str, table: Table, state: Mapping[str, to
     try:
         # Which bytes a rank needs follows from its own tensors: no exchange, so nothing hangs if a peer fails
         # to read.
-        dcp_load(dict(state), storage_reader=StoreReader(library, name, table), planner=planner, no_dist=True)
+        dcp_load(
+            dict(state),
+            storage_reader=StoreReader(library, name, table),
+            planner=planner,
+            no_dist=True,
+        )
     except CheckpointException as error:
         raise error.failures[0][0] from None
 
@@ -161,7 +170,9 @@ def open_table(library: Library, name: str, manifest: Manifest, *, prefix: str =
     return {key: tensor for key, tensor in table.items() if key.startswith(prefix)}
 
 
-def compare_tensors(table: Table, state: Mapping[str, torch.Tensor], *, where: str) -> list[Problem]:
+def compare_tensors(
+    table: Table, state: Mapping[str, torch.Tensor], *, where: str
+) -> list[Problem]:
     """What keeps ``table`` from filling ``state``: keys on one side only, other shapes, integers
     for floats."""
     shapes = [
@@ -172,7 +183,9 @@ def compare_tensors(table: Table, state: Mapping[str, torch.Tensor], *, where: s
     dtypes = [
         f"{key} (stored {table[key].dtype}, wanted {value.dtype})"
         for key, value in state.items()
-        if key in table and value.dtype != table[key].dtype and not _converts(table[key].dtype, value.dtype)
+        if key in table
+        and value.dtype != table[key].dtype
+        and not _converts(table[key].dtype, value.dtype)
     ]
     found = {
         "tensors are missing": [key for key in state if key not in table],
@@ -182,7 +195,9 @@ def compare_tensors(table: Table, state: Mapping[str, torch.Tensor], *, where: s
     }
     remedy = "Use a checkpoint of the same model"
     return [
-        Problem(where, what, why=_shorten(names), remedy=remedy) for what, names in found.items() if names
+        Problem(where, what, why=_shorten(names), remedy=remedy)
+        for what, names in found.items()
+        if names
     ]
 
 
@@ -210,7 +225,9 @@ def _choose_together(search: Search, tried: list[Rejected], world: World) -> _Ch
             if chosen:
                 answer = asdict(chosen[0])
             elif not thread.is_alive():
-                answer = asdict(_Choice(trouble="the checkpoints could not be validated: see rank 0's log"))
+                answer = asdict(
+                    _Choice(trouble="the checkpoints could not be validated: see rank 0's log")
+                )
             elif time.monotonic() - since > STALL_SECONDS:
                 where = search.library.locate("")
                 why = (
@@ -234,7 +251,9 @@ def _load_parts(
             _read(search, choice, table, state)
     except (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError) as error:
         failure = f"rank {world.rank}: {error}"
-    answers = world.gather_json({"problems": [asdict(problem) for problem in problems], "failure": failure})
+    answers = world.gather_json(
+        {"problems": [asdict(problem) for problem in problems], "failure": failure}
+    )
     _raise_problems(next((answer["problems"] for answer in answers if answer["problems"]), []))
     return [answer["failure"] for answer in answers if answer["failure"]][:3]
 
@@ -260,14 +279,18 @@ def _load_and_pass_along(
         return not failure
 
     # All replicas have the same tensors, so that rank 0's comparison speaks for all.
-    opened = world.broadcast_json({"problems": [asdict(problem) for problem in problems], "failure": failure})
+    opened = world.broadcast_json(
+        {"problems": [asdict(problem) for problem in problems], "failure": failure}
+    )
     _raise_problems(opened["problems"])
     if not opened["failure"] and pass_along(state, world, fill=fill):
         return []
     return [f"rank 0: {world.broadcast_json(failure)}"]
 
 
-def _open(search: Search, choice: _Choice, state: Mapping[str, torch.Tensor]) -> tuple[Table, list[Problem]]:
+def _open(
+    search: Search, choice: _Choice, state: Mapping[str, torch.Tensor]
+) -> tuple[Table, list[Problem]]:
     """The chosen checkpoint's table, and what keeps it from filling ``state``.
 
     Raises InvalidCheckpointError or OSError.
@@ -282,7 +305,9 @@ def _open(search: Search, choice: _Choice, state: Mapping[str, torch.Tensor]) ->
     return table, problems
 
 
-def _read(search: Search, choice: _Choice, table: Table, state: Mapping[str, torch.Tensor]) -> None:
+def _read(
+    search: Search, choice: _Choice, table: Table, state: Mapping[str, torch.Tensor]
+) -> None:
     """Raises InvalidCheckpointError; OSError or VolumeError where the volume cannot be read."""
     retry(
         lambda: read_state(search.library, choice.checkpoint, table, state),
@@ -295,11 +320,15 @@ def _choose(search: Search, tried: list[Rejected]) -> _Choice:
     """Rank 0's part: never raises, so that the others are not left waiting."""
     where = search.library.locate("")
     try:
-        return retry(lambda: _search(search, tried), where=where, what="the checkpoints cannot be listed")
+        return retry(
+            lambda: _search(search, tried), where=where, what="the checkpoints cannot be listed"
+        )
     except VolumeError as error:
         return _Choice(trouble=str(error))
     except OSError as error:
-        return _Choice(trouble=str(volume_error(error, where, "the checkpoints cannot be listed")))
+        return _Choice(
+            trouble=str(volume_error(error, where, "the checkpoints cannot be listed"))
+        )
     except UnknownFormatError as error:
         return _refuse([Problem(search.library.locate(""), "cannot be read", why=str(error))])
 
@@ -325,7 +354,12 @@ def _search(search: Search, tried: list[Rejected]) -> _Choice:
         passed = [asdict(_set_aside(search, *rejection)) for rejection in damaged]
         version = manifest.version
         return _Choice(
-            candidate.name, version.step, version.generation, manifest.checksum, manifest.extra, passed
+            candidate.name,
+            version.step,
+            version.generation,
+            manifest.checksum,
+            manifest.extra,
+            passed,
         )
     if unread := [error for _, error in damaged if isinstance(error, OSError | VolumeError)]:
         # They may be whole: to call them lost would be to begin anew.
@@ -358,7 +392,9 @@ def _validate(search: Search, name: str) -> Manifest:
 
 
 def _candidates(search: Search) -> list[Candidate]:
-    return search.library.scan() if search.only is None else [search.library.describe(search.only)]
+    return (
+        search.library.scan() if search.only is None else [search.library.describe(search.only)]
+    )
 
 
 def _refuse(problems: list[Problem]) -> _Choice:
@@ -378,7 +414,9 @@ def _set_aside(
         try:
             moved = search.library.quarantine(candidate.name)
         except OSError as refusal:
-            _log.warning("%s could not be set aside: %s", search.library.locate(candidate.name), refusal)
+            _log.warning(
+                "%s could not be set aside: %s", search.library.locate(candidate.name), refusal
+            )
     return Rejected(candidate.name, candidate.version.step, str(error), moved)
 
 

@@ -13,18 +13,26 @@ def choose_best(candidates: Sequence[Candidate], pointer: str | None) -> str | N
     The manifests count too, because a kill between publishing and writing the pointer must not unpin the new
     best.
     """
-    marked = [candidate for candidate in candidates if candidate.name == pointer or _was_best(candidate)]
+    marked = [
+        candidate
+        for candidate in candidates
+        if candidate.name == pointer or _was_best(candidate)
+    ]
     return max(marked, key=_version).name if marked else None
 
 
-def choose_removals(valid: Sequence[Candidate], *, keep: int, pinned: Collection[str]) -> list[str]:
+def choose_removals(
+    valid: Sequence[Candidate], *, keep: int, pinned: Collection[str]
+) -> list[str]:
     """Names to remove so that the ``keep`` newest of the ``valid`` candidates and all ``pinned`` ones stay;
     oldest first.
 
     Candidates that do not validate must not be passed: they neither count nor are removed.
     """
     ordered = sorted(valid, key=_version, reverse=True)
-    return [candidate.name for candidate in reversed(ordered[keep:]) if candidate.name not in pinned]
+    return [
+        candidate.name for candidate in reversed(ordered[keep:]) if candidate.name not in pinned
+    ]
 
 
 def _version(candidate: Candidate) -> Version:

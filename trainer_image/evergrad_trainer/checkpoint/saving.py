@@ -130,11 +130,15 @@ class BackgroundSave:
         self._thread.join(timeout_seconds)
 
     def _work(self) -> None:
-        if self._yields and sys.platform == "linux":  # elsewhere threads have no priority of their own
+        if (
+            self._yields and sys.platform == "linux"
+        ):  # elsewhere threads have no priority of their own
             with contextlib.suppress(OSError):
                 thread = threading.get_native_id()
                 os.setpriority(
-                    os.PRIO_PROCESS, thread, max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+                    os.PRIO_PROCESS,
+                    thread,
+                    max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)),
                 )
         self._outcome = self._run()
 
@@ -145,7 +149,9 @@ def ignore_solo_warning() -> None:
     Main thread only: filters are the process's.
     """
     warnings.filterwarnings(
-        "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
+        "ignore",
+        message="torch.distributed is disabled, unavailable or uninitialized",
+        category=UserWarning,
     )
 
 
@@ -156,11 +162,17 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
     """
     started = time.monotonic()
     publish = functools.partial(_publish, store, order)
-    writer = StoreWriter(store.attempts, version=order.version, rank=order.rank, publish=publish)
+    writer = StoreWriter(
+        store.attempts, version=order.version, rank=order.rank, publish=publish
+    )
     failed = Outcome()
     try:
         metadata = dcp_save(
-            {}, storage_writer=writer, planner=planner, process_group=order.group, no_dist=order.group is None
+            {},
+            storage_writer=writer,
+            planner=planner,
+            process_group=order.group,
+            no_dist=order.group is None,
         )
         told = metadata.storage_data
     except CheckpointException as error:
@@ -189,7 +201,9 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
         bytes=told["bytes"],
         seconds=time.monotonic() - started,
     )
-    return Outcome(published, kept=_settle(store, order, told["checkpoint"]) if order.rank == 0 else 0)
+    return Outcome(
+        published, kept=_settle(store, order, told["checkpoint"]) if order.rank == 0 else 0
+    )
 
 
 def _publish(
@@ -230,10 +244,14 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
 def _retire(store: Store, order: SaveOrder, published: str) -> int:
     candidates = store.library.scan()
     valid = [
-        candidate for candidate in candidates if candidate.name == published or _is_whole(store, candidate)
+        candidate
+        for candidate in candidates
+        if candidate.name == published or _is_whole(store, candidate)
     ]
     pinned = {published, choose_best(valid, store.library.best())}
-    removals = choose_removals(valid, keep=order.keep, pinned={name for name in pinned if name is not None})
+    removals = choose_removals(
+        valid, keep=order.keep, pinned={name for name in pinned if name is not None}
+    )
     for name in removals:
         store.library.remove(name)
     return len(valid) - len(removals)
@@ -250,7 +268,8 @@ def _is_whole(store: Store, candidate: Candidate) -> bool:
 def _describe_failures(error: CheckpointException) -> Outcome:
     failures = sorted(error.failures.items())
     reason = "; ".join(
-        f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, (failure, _) in failures[:3]
+        f"rank {rank}: {str(failure) or type(failure).__name__}"
+        for rank, (failure, _) in failures[:3]
     )
     if len(failures) > 3:
         reason += f"; and {len(failures) - 3} ranks more"
@@ -288,5 +307,7 @@ def trouble_of(error: BaseException) -> Trouble:
 
 
 def _libraries() -> dict[str, str]:
-    packages = {name: importlib.metadata.version(name) for name in ("evergrad-trainer", "numpy")}
+    packages = {
+        name: importlib.metadata.version(name) for name in ("evergrad-trainer", "numpy")
+    }
     return {"python": platform.python_version(), "torch": str(torch.__version__), **packages}

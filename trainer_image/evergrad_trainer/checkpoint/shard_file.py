@@ -75,7 +75,9 @@ class ShardFile:
 
     def abandon(self) -> None:
         """Give memory and descriptor back, without fsync if it is not finished."""
-        with contextlib.suppress(BufferError):  # an error on its way may still hold a part of it
+        with contextlib.suppress(
+            BufferError
+        ):  # an error on its way may still hold a part of it
             self._block.release()
             self._memory.close()
         if self._descriptor >= 0:

@@ -77,20 +77,27 @@ class HostStager:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
-    def stage(self, state: Mapping[str, torch.Tensor], *, rank: int, world_size: int) -> Snapshot:
+    def stage(
+        self, state: Mapping[str, torch.Tensor], *, rank: int, world_size: int
+    ) -> Snapshot:
         """Snapshot ``state`` by value. The previous snapshot's memory is overwritten: its save must have
         ended.
 
         Replicated tensors are copied only by the rank that writes them. Raises MemoryError or RuntimeError if
         there is no memory for the copy.
         """
-        replicated = {key: value.nbytes for key, value in state.items() if not isinstance(value, DTensor)}
+        replicated = {
+            key: value.nbytes for key, value in state.items() if not isinstance(value, DTensor)
+        }
         owners = assign_owners(replicated, world_size)
         sources = {
-            key: value for key, value in state.items() if owners.get(key, rank) == rank and _takes_part(value)
+            key: value
+            for key, value in state.items()
+            if owners.get(key, rank) == rank and _takes_part(value)
         }
         locals_ = {
-            key: value.to_local() if isinstance(value, DTensor) else value for key, value in sources.items()
+            key: value.to_local() if isinstance(value, DTensor) else value
+            for key, value in sources.items()
         }
         data = self._copy(locals_)
         tensors = {key: _describe(source, data[key]) for key, source in sources.items()}
@@ -110,7 +117,9 @@ class HostStager:
         copies = {}
         for key, source in sources.items():
             place = (
-                self._buffer[starts[key] : starts[key] + source.nbytes].view(source.dtype).view(source.shape)
+                self._buffer[starts[key] : starts[key] + source.nbytes]
+                .view(source.dtype)
+                .view(source.shape)
             )
             copies[key] = _copy_into(place, source)
         for device in devices:
@@ -147,5 +156,7 @@ def _describe(source: torch.Tensor, data: torch.Tensor) -> StagedTensor:
 
 
 def _sign(state: Mapping[str, torch.Tensor]) -> str:
-    described = "\n".join(sorted(f"{key} {value.dtype} {tuple(value.shape)}" for key, value in state.items()))
+    described = "\n".join(
+        sorted(f"{key} {value.dtype} {tuple(value.shape)}" for key, value in state.items())
+    )
     return hash_bytes(described.encode())

@@ -55,7 +55,9 @@ def build_table(metadata: Metadata, stored: Iterable[tuple[str, StoredChunk]]) -
     for key, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
             raise TypeError(f"{key}: only tensors are stored")
-        table[key] = StoredTensor(tensor.properties.dtype, tuple(tensor.size), tuple(chunks[key]))
+        table[key] = StoredTensor(
+            tensor.properties.dtype, tuple(tensor.size), tuple(chunks[key])
+        )
     return table
 
 
@@ -96,10 +98,14 @@ def decode_table(data: bytes) -> Table:
     try:
         table = {key: _decode_tensor(tensor) for key, tensor in json.loads(data).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidCheckpointError(f"file {TENSORS}: is not a table of tensors ({error!r})") from error
+        raise InvalidCheckpointError(
+            f"file {TENSORS}: is not a table of tensors ({error!r})"
+        ) from error
     for key, tensor in table.items():
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
-            raise InvalidCheckpointError(f"file {TENSORS}: the chunks of {key} do not add up to its shape")
+            raise InvalidCheckpointError(
+                f"file {TENSORS}: the chunks of {key} do not add up to its shape"
+            )
     return table
 
 

@@ -30,7 +30,11 @@ WEIGHTS = "model."
 
 
 def load_weights(
-    path: Path, state: Mapping[str, torch.Tensor], *, world: World | None = None, checksums: bool = True
+    path: Path,
+    state: Mapping[str, torch.Tensor],
+    *,
+    world: World | None = None,
+    checksums: bool = True,
 ) -> Restored:
     """Load another run's weights into the ``model.`` tensors of ``state`` in place; floats of another width
     are converted.
@@ -57,7 +61,9 @@ def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.T
     Raises CheckpointError if the checkpoint does not validate.
     """
     with _validated(checkpoint, prefix) as (library, table):
-        state = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in table.items()}
+        state = {
+            key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in table.items()
+        }
         read_state(library, checkpoint.resolve().name, table, state)
     return state
 
@@ -82,7 +88,9 @@ def _validated(checkpoint: Path, prefix: str) -> Iterator[tuple[Library, Table]]
         manifest = library.validate(checkpoint.name, checksums=True)
         yield library, open_table(library, checkpoint.name, manifest, prefix=prefix)
     except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
-        raise CheckpointError(Problem(str(checkpoint), "cannot be loaded", why=str(error))) from error
+        raise CheckpointError(
+            Problem(str(checkpoint), "cannot be loaded", why=str(error))
+        ) from error
 
 
 def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
@@ -101,7 +109,9 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
         try:
             library.validate(candidate.name, checksums=True)
         except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
-            problems.append(Problem(str(directory / candidate.name), "cannot be loaded", why=str(error)))
+            problems.append(
+                Problem(str(directory / candidate.name), "cannot be loaded", why=str(error))
+            )
         else:
             return directory / candidate.name
     what = "holds no checkpoint" if step is None else f"holds no checkpoint of step {step}"

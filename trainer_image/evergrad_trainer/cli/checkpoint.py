@@ -48,14 +48,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify = _add_action(
         actions, "verify", _verify, "check sizes and checksums; exit 64 unless all are whole"
     )
-    verify.add_argument("--step", type=int, help="only the checkpoints of this step (default: all)")
+    verify.add_argument(
+        "--step", type=int, help="only the checkpoints of this step (default: all)"
+    )
     export = _add_action(actions, "export", _export, "write a transformers directory")
-    export.add_argument("--step", type=int, help="which step (default: the newest that validates)")
     export.add_argument(
-        "--output", type=Path, required=True, metavar="DIRECTORY", help="where to; must not exist"
+        "--step", type=int, help="which step (default: the newest that validates)"
     )
     export.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="convert (default: as trained)"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIRECTORY",
+        help="where to; must not exist",
+    )
+    export.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="convert (default: as trained)",
     )
 
 
@@ -86,7 +96,12 @@ def _list(args: argparse.Namespace) -> int:
     ]
     set_aside = library.set_aside()
     if args.json:
-        print(json.dumps({"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside}, indent=1))
+        print(
+            json.dumps(
+                {"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside},
+                indent=1,
+            )
+        )
         return ExitCode.DONE
     for line in _render(rows):
         print(line)
@@ -97,11 +112,14 @@ def _list(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     library = _open_library(args.run_directory)
-    found = [candidate for candidate in library.scan() if args.step in (None, candidate.version.step)]
+    found = [
+        candidate for candidate in library.scan() if args.step in (None, candidate.version.step)
+    ]
     reasons = {candidate.name: _find_fault(library, candidate) for candidate in found}
     if args.json:
         results = [
-            {"checkpoint": name, "valid": not reason, "reason": reason} for name, reason in reasons.items()
+            {"checkpoint": name, "valid": not reason, "reason": reason}
+            for name, reason in reasons.items()
         ]
         print(json.dumps({"checkpoints": results}, indent=1))
     else:
@@ -109,7 +127,9 @@ def _verify(args: argparse.Namespace) -> int:
             print(f"{name}: {reason or 'valid'}")
     if not found:
         what = (
-            "there is no checkpoint" if args.step is None else f"there is no checkpoint of step {args.step}"
+            "there is no checkpoint"
+            if args.step is None
+            else f"there is no checkpoint of step {args.step}"
         )
         raise CheckpointError(Problem(str(args.run_directory), what))
     return ExitCode.USER_ERROR if any(reasons.values()) else ExitCode.DONE
@@ -118,8 +138,13 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from evergrad_trainer.export import export_checkpoint
 
-    result = export_checkpoint(args.run_directory, step=args.step, output=args.output, dtype=args.dtype)
-    facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}
+    result = export_checkpoint(
+        args.run_directory, step=args.step, output=args.output, dtype=args.dtype
+    )
+    facts = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(result).items()
+    }
     if args.json:
         print(json.dumps(facts, indent=1))
     else:
@@ -174,7 +199,9 @@ def _render(rows: list[Row]) -> list[str]:
     ]
     for row in rows:
         marks = " ".join(
-            mark for mark, is_set in (("latest", row.is_latest), ("best", row.is_best)) if is_set
+            mark
+            for mark, is_set in (("latest", row.is_latest), ("best", row.is_best))
+            if is_set
         )
         if row.bytes is None or row.finished is None:
             lines.append(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")

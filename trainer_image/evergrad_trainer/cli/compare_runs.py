@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", type=Path, metavar="A", help="run directory")
     parser.add_argument("b", type=Path, metavar="B", help="run directory")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-5, help="largest relative difference of losses (default: 1e-5)"
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        help="largest relative difference of losses (default: 1e-5)",
     )
     parser.add_argument(
         "--exact",
@@ -40,9 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="losses, gradient norms and learning rates must be equal bit by bit",
     )
     parser.add_argument(
-        "--steps", metavar="FROM:TO", help="compare only these steps, both included; either may be left out"
+        "--steps",
+        metavar="FROM:TO",
+        help="compare only these steps, both included; either may be left out",
     )
-    parser.add_argument("--json", action="store_true", help="print the comparison as one JSON document")
+    parser.add_argument(
+        "--json", action="store_true", help="print the comparison as one JSON document"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -58,7 +65,12 @@ def execute(args: argparse.Namespace) -> int:
     if not (comparison.num_compared or comparison.only_in_a or comparison.only_in_b):
         where = f"--steps {args.steps}" if args.steps else "both runs"
         raise InputError(
-            Problem(where, "there is no step to compare", "", "Compare runs that have trained these steps")
+            Problem(
+                where,
+                "there is no step to compare",
+                "",
+                "Compare runs that have trained these steps",
+            )
         )
     if args.json:
         print(dumps_strict(_as_json(args, rules, comparison), indent=2))
@@ -73,15 +85,26 @@ def _rules(args: argparse.Namespace) -> "Rules":
     if not (math.isfinite(args.tolerance) and args.tolerance >= 0):
         raise InputError(
             Problem(
-                "--tolerance", f"{args.tolerance} is not a finite number of at least 0", "", "Use e.g. 1e-5"
+                "--tolerance",
+                f"{args.tolerance} is not a finite number of at least 0",
+                "",
+                "Use e.g. 1e-5",
             )
         )
     if args.steps is None:
         return Rules(args.tolerance, args.exact)
     first, colon, last = args.steps.partition(":")
     bounds = [int(text) if text.strip().isdecimal() else None for text in (first, last)]
-    is_wrong = any(text.strip() and bound is None for text, bound in zip((first, last), bounds, strict=True))
-    if not colon or is_wrong or bounds == [None, None] or (None not in bounds and bounds[0] > bounds[1]):  # type: ignore[operator]
+    is_wrong = any(
+        text.strip() and bound is None
+        for text, bound in zip((first, last), bounds, strict=True)
+    )
+    if (
+        not colon
+        or is_wrong
+        or bounds == [None, None]
+        or (None not in bounds and bounds[0] > bounds[1])
+    ):  # type: ignore[operator]
         raise InputError(
             Problem(
                 "--steps",
@@ -111,7 +134,9 @@ def _read(path: Path) -> "History":
     return read_history(directory)
 
 
-def _as_json(args: argparse.Namespace, rules: "Rules", comparison: "Comparison") -> dict[str, Any]:
+def _as_json(
+    args: argparse.Namespace, rules: "Rules", comparison: "Comparison"
+) -> dict[str, Any]:
     return {
         "equal": comparison.is_equal,
         "a": str(args.a),
@@ -132,11 +157,16 @@ def _as_json(args: argparse.Namespace, rules: "Rules", comparison: "Comparison")
             "only_in_b": comparison.evaluations_only_in_b,
         },
         "changes": {"a": comparison.changes_a, "b": comparison.changes_b},
-        "repeated_steps": {"a": comparison.repeats_a.__dict__, "b": comparison.repeats_b.__dict__},
+        "repeated_steps": {
+            "a": comparison.repeats_a.__dict__,
+            "b": comparison.repeats_b.__dict__,
+        },
     }
 
 
-def _as_text(args: argparse.Namespace, rules: "Rules", comparison: "Comparison") -> Iterable[str]:
+def _as_text(
+    args: argparse.Namespace, rules: "Rules", comparison: "Comparison"
+) -> Iterable[str]:
     yield f"A  {args.a}"
     yield f"B  {args.b}"
     span = (
@@ -154,7 +184,10 @@ def _as_text(args: argparse.Namespace, rules: "Rules", comparison: "Comparison")
     for name, missing in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if missing:
             yield f"differs  steps only in {name}: {_ranges(missing)}"
-    for name, keys in (("A", comparison.evaluations_only_in_a), ("B", comparison.evaluations_only_in_b)):
+    for name, keys in (
+        ("A", comparison.evaluations_only_in_a),
+        ("B", comparison.evaluations_only_in_b),
+    ):
         if keys:
             shown = _shortened([f"{where} at {step:,}" for step, where in keys])
             yield f"differs  evaluations only in {name}: {shown}"
@@ -175,7 +208,11 @@ def _verdict(rules: "Rules", comparison: "Comparison") -> str:
 def _difference(difference: "Difference") -> str:
     what = f"{difference.where}: {difference.field}" if difference.where else difference.field
     relative = difference.largest_relative
-    size = f", at most {relative:.3g} relative" if relative is not None and math.isfinite(relative) else ""
+    size = (
+        f", at most {relative:.3g} relative"
+        if relative is not None and math.isfinite(relative)
+        else ""
+    )
     kind = "differs" if difference.counts else "  note "
     many = _number(difference.num_steps, "step")
     return (
@@ -199,7 +236,9 @@ def _repeats(name: str, repeats: "Repeats") -> Iterable[str]:
 
 
 def _ranges(found: Sequence[tuple[int, int]]) -> str:
-    return _shortened([f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in found])
+    return _shortened(
+        [f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in found]
+    )
 
 
 def _shortened(texts: Sequence[str]) -> str:

@@ -18,7 +18,11 @@ from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem,
 from evergrad_manifest.reading.arguments import load_from
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
-from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
+from evergrad_trainer.cli.run_arguments import (
+    add_run_arguments,
+    machine_and_workers,
+    run_directory_of,
+)
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.host_trouble import describe_host_trouble, is_host_trouble
 from evergrad_trainer.machine import Machine
@@ -49,13 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--join", required=True, metavar="HOST:PORT", help="where the run's coordinator listens"
     )
     parser.add_argument(
-        "--node", type=int, metavar="INDEX", help="number of this node; ranks follow it (default: a free one)"
+        "--node",
+        type=int,
+        metavar="INDEX",
+        help="number of this node; ranks follow it (default: a free one)",
     )
     parser.add_argument(
-        "--address", metavar="IP", help="where other nodes reach this one (default: as the coordinator does)"
+        "--address",
+        metavar="IP",
+        help="where other nodes reach this one (default: as the coordinator does)",
     )
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="the file with the run's token, its coordinator's"
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="the file with the run's token, its coordinator's",
     )
     parser.add_argument(
         "--base-directory",
@@ -76,7 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how workers are started (auto)",
     )
     parser.add_argument(
-        "--termination-log", type=Path, metavar="FILE", help="gets the root cause of a failure, 4 KiB at most"
+        "--termination-log",
+        type=Path,
+        metavar="FILE",
+        help="gets the root cause of a failure, 4 KiB at most",
     )
 
 
@@ -157,10 +172,17 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
 
 def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
     """A pod that was given accelerators and sees none must not train on its processor. Raises HostError."""
-    asked = [name for name in run.spec.resources.limits if name.startswith(_ACCELERATOR_PREFIXES)]
+    asked = [
+        name for name in run.spec.resources.limits if name.startswith(_ACCELERATOR_PREFIXES)
+    ]
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     # Elsewhere, as on a laptop with the same file, nobody has given any.
-    if asked and not wants_cpu and machine.num_accelerators == 0 and "KUBERNETES_SERVICE_HOST" in os.environ:
+    if (
+        asked
+        and not wants_cpu
+        and machine.num_accelerators == 0
+        and "KUBERNETES_SERVICE_HOST" in os.environ
+    ):
         raise HostError(
             f"no accelerator is visible; spec.resources.limits asks for {asked[0]}. Check the "
             "driver of this host."
@@ -212,25 +234,36 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         problems.append(
             Problem(
-                "--join", f"{args.join!r} is not HOST:PORT", "", "Give the address that evergrad run prints"
+                "--join",
+                f"{args.join!r} is not HOST:PORT",
+                "",
+                "Give the address that evergrad run prints",
             )
         )
     if args.node is not None and args.node < 0:
         problems.append(
-            Problem("--node", f"{args.node} is below 0", "", "Give the number of this node, from 0")
+            Problem(
+                "--node", f"{args.node} is below 0", "", "Give the number of this node, from 0"
+            )
         )
     if args.workers is not None and args.workers < 1:
-        problems.append(Problem("--workers", f"{args.workers} is below 1", "", "Give a positive number"))
+        problems.append(
+            Problem("--workers", f"{args.workers} is below 1", "", "Give a positive number")
+        )
     token = ""
     if args.token_file is None:
-        problems.append(Problem("--token-file", "is missing", "", "Give the file that evergrad run prints"))
+        problems.append(
+            Problem("--token-file", "is missing", "", "Give the file that evergrad run prints")
+        )
     else:
         try:
             token = read_token(args.token_file)
         except (OSError, ValueError) as error:
             what, is_of_host = f"{args.token_file} cannot be read", is_host_trouble(error)
             problems.append(
-                Problem("--token-file", what, str(error), "Check the path", is_of_host=is_of_host)
+                Problem(
+                    "--token-file", what, str(error), "Check the path", is_of_host=is_of_host
+                )
             )
     raise_if(problems, ConfigurationError)
     return NodeSettings(
@@ -256,5 +289,7 @@ def _own_address(host: str, port: int) -> str:
     except OSError as error:
         why = f"{error.strerror or error}".lower()
         raise ConfigurationError(
-            Problem("--join", f"{host} cannot be reached", why, "Check the name, or give --address")
+            Problem(
+                "--join", f"{host} cannot be reached", why, "Check the name, or give --address"
+            )
         ) from error

@@ -13,7 +13,12 @@ from evergrad_trainer.cli.run_arguments import RunRequest, machine_and_workers
 from evergrad_trainer.cli.script_runs import prepare_script
 from evergrad_trainer.node.chaos import DisturbedNodes, run_disturbed
 from evergrad_trainer.node.fingerprint import fingerprint
-from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, LocalNodes, run_local
+from evergrad_trainer.node.local import (
+    CoordinatorSettings,
+    LocalCoordinator,
+    LocalNodes,
+    run_local,
+)
 from evergrad_trainer.node.run import (
     choose_start_method,
     prepare_process,
@@ -35,7 +40,9 @@ COORDINATOR = "coordinator"
 """Folder of a local coordinator's files in a run directory."""
 
 
-def run_nodes(request: RunRequest, plan: "SessionPlan", *, num_workers: int, num_accelerators: int) -> int:
+def run_nodes(
+    request: RunRequest, plan: "SessionPlan", *, num_workers: int, num_accelerators: int
+) -> int:
     """Train a typed run on the nodes that were asked for (default 1) of this machine; returns the
     exit code."""
     num_nodes = request.num_nodes or 1
@@ -43,14 +50,21 @@ def run_nodes(request: RunRequest, plan: "SessionPlan", *, num_workers: int, num
     method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
     coordinator = LocalCoordinator(
-        coordinator_settings(plan.run, directory, num_nodes=num_nodes, recovery=plan.run.recovery)
+        coordinator_settings(
+            plan.run, directory, num_nodes=num_nodes, recovery=plan.run.recovery
+        )
     )
 
     nodes: LocalNodes
 
     def be_node(index: int) -> int:
         settings = _node_settings(
-            plan.run, plan.base_directory, directory, coordinator, index, recovery=plan.run.recovery
+            plan.run,
+            plan.base_directory,
+            directory,
+            coordinator,
+            index,
+            recovery=plan.run.recovery,
         )
         settings = dataclasses.replace(settings, is_only_node=request.num_nodes is None)
         own = plan if nodes.starts[index] == 1 else started_later(plan)
@@ -77,17 +91,25 @@ def run_script(request: RunRequest) -> int:
 
     def serve() -> int:
         world_size = num_workers * num_nodes
-        record_process(directory, run=run, command=tuple(sys.argv), world_size=world_size, generation=0)
+        record_process(
+            directory, run=run, command=tuple(sys.argv), world_size=world_size, generation=0
+        )
         coordinator = LocalCoordinator(
             coordinator_settings(run, directory.path, num_nodes=num_nodes, recovery="fresh")
         )
 
         def be_node(index: int) -> int:
-            own = _node_settings(run, base, directory.path, coordinator, index, recovery="fresh")
-            return run_script_node(run.script, base, with_grace_of(run.script, own), num_workers=num_workers)
+            own = _node_settings(
+                run, base, directory.path, coordinator, index, recovery="fresh"
+            )
+            return run_script_node(
+                run.script, base, with_grace_of(run.script, own), num_workers=num_workers
+            )
 
         grace_seconds = max(LocalNodes.grace_seconds, float(run.script.grace_period_seconds))
-        return run_local(coordinator, LocalNodes(be_node, num_nodes, grace_seconds=grace_seconds))
+        return run_local(
+            coordinator, LocalNodes(be_node, num_nodes, grace_seconds=grace_seconds)
+        )
 
     return prepare_script(loaded, directory, serve)()
 
@@ -109,7 +131,9 @@ def coordinator_settings(
         expect=num_nodes,
         recovery=recovery,
         state=state / "generation",
-        first_generation=newest_generation(checkpoints) if (checkpoints / "gen").is_dir() else 0,
+        first_generation=newest_generation(checkpoints)
+        if (checkpoints / "gen").is_dir()
+        else 0,
         log=directory / "logs" / "coordinator.log",
         max_failures=run.spec.failure_policy.max_failures_without_progress,
         extra=(*(("--hold-joins",) if recovery == "fresh" else ()), *_limits(run)),

@@ -82,11 +82,16 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     check_model_unchanged(directory, standing, model.describe())
     if standing.recorded is not None:
         check_unchanged(
-            standing.recorded, training, base_directory=base, prepared_directory=prepared_directory
+            standing.recorded,
+            training,
+            base_directory=base,
+            prepared_directory=prepared_directory,
         )
 
     # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
-    prepared = prepare_with_progress(training, base_directory=base, prepared_directory=prepared_directory)
+    prepared = prepare_with_progress(
+        training, base_directory=base, prepared_directory=prepared_directory
+    )
     check_tokenizer_unchanged(standing, prepared)
     # A node whose copy of a task fails must not end a run that others train.
     has_trained = request.is_one_of_many and has_steps(directory)
@@ -103,7 +108,9 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         prepared=prepared,
         model=model,
         numbers=numbers,
-        threads=threads_per_worker(training, cores=request.machine.cores, num_workers=request.num_workers),
+        threads=threads_per_worker(
+            training, cores=request.machine.cores, num_workers=request.num_workers
+        ),
         stop_after_steps=request.stop_after_steps,
         command=tuple(sys.argv),
         process_start=process_start_time(),

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.reading.arguments import load_from
-from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
+from evergrad_trainer.cli.run_arguments import (
+    add_run_arguments,
+    machine_and_workers,
+    run_directory_of,
+)
 from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -46,7 +50,10 @@ def execute(args: argparse.Namespace) -> int:
     is_fine = all(finding.level != "error" for finding in findings)
     if args.json:
         print(
-            json.dumps({"fine": is_fine, "findings": [_to_json(finding) for finding in findings]}, indent=2)
+            json.dumps(
+                {"fine": is_fine, "findings": [_to_json(finding) for finding in findings]},
+                indent=2,
+            )
         )
     else:
         for finding in findings:

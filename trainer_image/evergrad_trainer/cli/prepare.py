@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=_positive, metavar="N", help="helper processes (default: one a core)"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON document: what was prepared, and where"
+        "--json",
+        action="store_true",
+        help="print one JSON document: what was prepared, and where",
     )
 
 
@@ -73,7 +75,8 @@ def execute(args: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         print(
-            "interrupted; finished chunks are kept, and the next prepare goes on from there", file=sys.stderr
+            "interrupted; finished chunks are kept, and the next prepare goes on from there",
+            file=sys.stderr,
         )
         return int(ExitCode.STOPPED_SAVED)
     directory = resolve_prepared_directory(
@@ -90,7 +93,9 @@ def execute(args: argparse.Namespace) -> int:
 
 def _say_nothing_to_prepare(name: str, *, as_json: bool) -> None:
     text = f"{name} is a script, which reads its data itself: there is nothing to prepare"
-    print(json.dumps({"sources": [], "evaluation": []}, indent=2) if as_json else text, flush=True)
+    print(
+        json.dumps({"sources": [], "evaluation": []}, indent=2) if as_json else text, flush=True
+    )
     if as_json:
         print(text, file=sys.stderr)
 
@@ -120,11 +125,22 @@ def prepare_with_progress(
         )
     for source in (*prepared.sources, *prepared.evaluation):
         if source.malformed:
-            lines = "malformed line was skipped" if source.malformed == 1 else "malformed lines were skipped"
-            reasons = _reasons(
-                {reason: number for reason, number in source.skipped.items() if reason not in HARMLESS}
+            lines = (
+                "malformed line was skipped"
+                if source.malformed == 1
+                else "malformed lines were skipped"
             )
-            print(f"warning: {source.path}: {count(source.malformed)} {lines} ({reasons})", file=shown)
+            reasons = _reasons(
+                {
+                    reason: number
+                    for reason, number in source.skipped.items()
+                    if reason not in HARMLESS
+                }
+            )
+            print(
+                f"warning: {source.path}: {count(source.malformed)} {lines} ({reasons})",
+                file=shown,
+            )
     return prepared
 
 
@@ -132,7 +148,8 @@ def describe_prepared(prepared: Prepared) -> list[str]:
     """One line a source."""
     width = max(len(source.name) for source in (*prepared.sources, *prepared.evaluation))
     return [
-        f"{source.name:<{width}}  {_describe(source)}" for source in (*prepared.sources, *prepared.evaluation)
+        f"{source.name:<{width}}  {_describe(source)}"
+        for source in (*prepared.sources, *prepared.evaluation)
     ]
 
 
@@ -150,12 +167,15 @@ def _describe(source: PreparedSource) -> str:
         parts.append(f"lines passed over: {_reasons(source.skipped)}")
     if source.repaired:
         parts.append(f"half surrogate pairs replaced in {_plural(source.repaired, 'document')}")
-    return ", ".join(parts) + (" (prepared before)" if source.reused and source.documents is not None else "")
+    return ", ".join(parts) + (
+        " (prepared before)" if source.reused and source.documents is not None else ""
+    )
 
 
 def _reasons(skipped: Mapping[str, int]) -> str:
     return ", ".join(
-        f"{count(number)} {IN_WORDS[Reason(reason)]}" for reason, number in sorted(skipped.items())
+        f"{count(number)} {IN_WORDS[Reason(reason)]}"
+        for reason, number in sorted(skipped.items())
     )
 
 
@@ -239,10 +259,18 @@ class _Bar:
             TransferSpeedColumn,
         )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+        )
         console = Console(file=stream, highlight=False)
         self._progress = Progress(
-            *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True
+            *columns,
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
         )
         self._task = self._progress.add_task("", total=None)
         self._phase = ""
@@ -255,7 +283,9 @@ class _Bar:
             self._phase = progress.phase
             self._progress.reset(self._task, total=progress.bytes_total)
         description = f"{_VERBS[progress.phase]} {progress.source}"
-        self._progress.update(self._task, description=description, completed=progress.bytes_done)
+        self._progress.update(
+            self._task, description=description, completed=progress.bytes_done
+        )
         self._progress.start()
 
     def close(self) -> None:

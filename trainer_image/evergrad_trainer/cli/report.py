@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="DIR", help="where to write (default: the run directory)"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the paths and the run's figures as one JSON document"
+        "--json",
+        action="store_true",
+        help="print the paths and the run's figures as one JSON document",
     )
 
 

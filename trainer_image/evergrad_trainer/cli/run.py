@@ -34,19 +34,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What decides how this process trains; what is trained stands in the manifest."""
     add_run_arguments(parser)
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="an elastic run of N nodes, all of them on this machine"
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="an elastic run of N nodes, all of them on this machine",
     )
     parser.add_argument(
-        "--chaos", type=int, metavar="SEED", help="with --nodes: kill and freeze processes at random"
+        "--chaos",
+        type=int,
+        metavar="SEED",
+        help="with --nodes: kill and freeze processes at random",
     )
     parser.add_argument(
-        "--stop-after-steps", type=int, metavar="N", help="stop, state saved, after N steps of this process"
+        "--stop-after-steps",
+        type=int,
+        metavar="N",
+        help="stop, state saved, after N steps of this process",
     )
     parser.add_argument(
-        "--extend", action="store_true", help="let the manifest's horizon be longer than the run's was"
+        "--extend",
+        action="store_true",
+        help="let the manifest's horizon be longer than the run's was",
     )
     parser.add_argument(
-        "--no-preflight", action="store_true", help="train although preflight's estimates say it cannot work"
+        "--no-preflight",
+        action="store_true",
+        help="train although preflight's estimates say it cannot work",
     )
 
 
@@ -72,7 +85,9 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.worker.run import run_session
 
     forks_above = None if _is_launched() else 1 if request.num_nodes is None else 0
-    machine, num_workers = machine_and_workers(request.num_workers, loaded.run, forks_above=forks_above)
+    machine, num_workers = machine_and_workers(
+        request.num_workers, loaded.run, forks_above=forks_above
+    )
     asked = PlanRequest(
         loaded,
         directory,
@@ -96,7 +111,9 @@ def execute(args: argparse.Namespace) -> int:
     # Several processes are several members of one elastic run, whether they are on one node or on many.
     from evergrad_trainer.cli.nodes import run_nodes
 
-    return run_nodes(request, plan, num_workers=num_workers, num_accelerators=machine.num_accelerators)
+    return run_nodes(
+        request, plan, num_workers=num_workers, num_accelerators=machine.num_accelerators
+    )
 
 
 def _read_request(args: argparse.Namespace) -> RunRequest:
@@ -116,7 +133,9 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
     ]
     if args.chaos is not None and args.nodes is None:
         problems.append(
-            Problem("--chaos", "needs several nodes", "there is nobody to go on", "Add --nodes 3")
+            Problem(
+                "--chaos", "needs several nodes", "there is nobody to go on", "Add --nodes 3"
+            )
         )
     raise_if(problems, ConfigurationError)
     return RunRequest(

@@ -15,7 +15,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The manifest's arguments, ``--run-directory`` and ``--workers``."""
     add_manifest_arguments(parser)
     parser.add_argument(
-        "--run-directory", type=Path, metavar="DIR", help="where everything is written (default: runs/<name>)"
+        "--run-directory",
+        type=Path,
+        metavar="DIR",
+        help="where everything is written (default: runs/<name>)",
     )
     parser.add_argument(
         "--workers",
@@ -87,4 +90,6 @@ def machine_and_workers(
     num_workers = asked or run.spec.workers_per_node or max(1, accelerators)
     may_touch = forks_above is None or num_workers <= forks_above
     memory = accelerator_memory_bytes() if accelerators and may_touch else None
-    return observe_machine(num_accelerators=accelerators, accelerator_memory_bytes=memory), num_workers
+    return observe_machine(
+        num_accelerators=accelerators, accelerator_memory_bytes=memory
+    ), num_workers

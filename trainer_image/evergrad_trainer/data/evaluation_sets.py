@@ -15,7 +15,12 @@ class EvaluationSet:
     """All items of one or several sources, or ``limit`` of them spread evenly, b a batch."""
 
     def __init__(
-        self, name: str, sources: Sequence[Source], *, micro_batch_size: int, limit: int | None = None
+        self,
+        name: str,
+        sources: Sequence[Source],
+        *,
+        micro_batch_size: int,
+        limit: int | None = None,
     ) -> None:
         self.name = name
         self._sources = tuple(sources)
@@ -31,10 +36,18 @@ class EvaluationSet:
             raise IndexError(f"batch {index} of {self.num_batches} of {self.name}")
         first = index * self._micro_batch_size
         samples = tuple(
-            map(self._sample, range(first, min(first + self._micro_batch_size, self.num_samples)))
+            map(
+                self._sample,
+                range(first, min(first + self._micro_batch_size, self.num_samples)),
+            )
         )
-        rows = self._fill_up(read_rows(self._sources, samples), missing=self._micro_batch_size - len(samples))
-        total = sum(sample_hash(first + place, sample) for place, sample in enumerate(samples)) % 2**64
+        rows = self._fill_up(
+            read_rows(self._sources, samples), missing=self._micro_batch_size - len(samples)
+        )
+        total = (
+            sum(sample_hash(first + place, sample) for place, sample in enumerate(samples))
+            % 2**64
+        )
         return Batch(tensors=rows.tensors, weight=rows.weight, samples=samples, hash=total)
 
     def _fill_up(self, rows: Rows, *, missing: int) -> Rows:
@@ -43,7 +56,9 @@ class EvaluationSet:
             return rows
         fill = self._sources[0].fill
         tensors = {
-            name: functional.pad(tensor, (*[0] * (2 * tensor.ndim - 1), missing), value=fill.get(name, 0))
+            name: functional.pad(
+                tensor, (*[0] * (2 * tensor.ndim - 1), missing), value=fill.get(name, 0)
+            )
             for name, tensor in rows.tensors.items()
         }
         return Rows(tensors, rows.weight)

@@ -31,7 +31,9 @@ def quantise_weights(weights: Sequence[float]) -> list[int]:
     total = sum(exact)
     wanted = [weight * PERIOD / total for weight in exact]
     shares = [math.floor(share) for share in wanted]
-    by_remainder = sorted(range(len(shares)), key=lambda source: (shares[source] - wanted[source], source))
+    by_remainder = sorted(
+        range(len(shares)), key=lambda source: (shares[source] - wanted[source], source)
+    )
     for source in by_remainder[: PERIOD - sum(shares)]:
         shares[source] += 1
     problems = [
@@ -72,7 +74,9 @@ def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
         picks = np.arange(share, dtype=np.int64)
         release = -(-(picks * scale + 1) * PERIOD // (share * scale))
         deadline = ((picks + 1) * scale - 1) * PERIOD // (share * scale)
-        for position, key in zip(release.tolist(), (deadline * count + source).tolist(), strict=True):
+        for position, key in zip(
+            release.tolist(), (deadline * count + source).tolist(), strict=True
+        ):
             arrivals[position].append(key)
     order = np.empty(PERIOD, dtype=np.int64)
     waiting: list[int] = []
@@ -93,7 +97,9 @@ class Located:
 
     def ids(self) -> tuple[SampleId, ...]:
         """The same as sample ids."""
-        return tuple(map(SampleId, self.sources.tolist(), self.epochs.tolist(), self.windows.tolist()))
+        return tuple(
+            map(SampleId, self.sources.tolist(), self.epochs.tolist(), self.windows.tolist())
+        )
 
 
 class Mixture:
@@ -126,7 +132,9 @@ class Mixture:
         # Plain integers: for the few positions of a slot this is several times quicker than arrays.
         period, within = divmod(position, PERIOD)
         source = int(self._source_at[within])
-        epoch, index = divmod(period * self.shares[source] + int(self._rank_at[within]), self.sizes[source])
+        epoch, index = divmod(
+            period * self.shares[source] + int(self._rank_at[within]), self.sizes[source]
+        )
         return SampleId(source, epoch, self._permutation(source, epoch)(index))
 
     def locate_many(self, positions: Integers) -> Located:

@@ -61,7 +61,9 @@ def sample_hash(position: int, sample: SampleId) -> int:
     return absorb(position, sample.source, sample.epoch, sample.window)
 
 
-def sample_hashes(positions: Integers, sources: Integers, epochs: Integers, windows: Integers) -> Integers:
+def sample_hashes(
+    positions: Integers, sources: Integers, epochs: Integers, windows: Integers
+) -> Integers:
     """``sample_hash`` of every element."""
     state = np.zeros_like(positions)
     for values in (positions, sources, epochs, windows):

@@ -61,10 +61,14 @@ class Prefetcher:
         if self._is_closed:
             return
         self._ready = {key: result for key, result in self._ready.items() if key in upcoming}
-        self._wanted = deque(key for key in upcoming if key not in self._ready and key != self._reading)
+        self._wanted = deque(
+            key for key in upcoming if key not in self._ready and key != self._reading
+        )
         if self._wanted:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="evergrad-prefetch", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._serve, name="evergrad-prefetch", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
 

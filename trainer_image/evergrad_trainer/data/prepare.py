@@ -12,7 +12,12 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation.durable import disk_errors
 from evergrad_trainer.data.preparation.pool import Pool, build_pool
 from evergrad_trainer.data.preparation.progress import OnProgress, PrepareProgress, Reporter
-from evergrad_trainer.data.preparation.publish import Preparation, Recipe, compute_fingerprint, publish
+from evergrad_trainer.data.preparation.publish import (
+    Preparation,
+    Recipe,
+    compute_fingerprint,
+    publish,
+)
 from evergrad_trainer.data.preparation.scan_cache import scan_cached
 from evergrad_trainer.data.preparation.sources import (
     SMALLEST_CHUNK,
@@ -40,7 +45,9 @@ __all__ = ["PrepareProgress", "check_unchanged", "prepare", "resolve_prepared_di
 _HELD_OUT: Final = "spec.training.data.heldOut"
 
 
-def resolve_prepared_directory(training: Training, *, base_directory: Path, default: Path) -> Path:
+def resolve_prepared_directory(
+    training: Training, *, base_directory: Path, default: Path
+) -> Path:
     """``data.preparedDirectory``, relative to the manifest's directory, else ``default``."""
     named = training.data.prepared_directory
     return base_directory / named if named is not None else default
@@ -60,14 +67,25 @@ def prepare(
     ``workers``: helper processes, by default one a core. Raises DataError for whatever is wrong with files,
     lines or the tokenizer.
     """
-    root = resolve_prepared_directory(training, base_directory=base_directory, default=prepared_directory)
-    sources, evaluation = training_files(training, base_directory), evaluation_files(training, base_directory)
+    root = resolve_prepared_directory(
+        training, base_directory=base_directory, default=prepared_directory
+    )
+    sources, evaluation = (
+        training_files(training, base_directory),
+        evaluation_files(training, base_directory),
+    )
     raise_if(
-        [problem for source in (*sources, *evaluation) for problem in source_problems(source)], DataError
+        [problem for source in (*sources, *evaluation) for problem in source_problems(source)],
+        DataError,
     )
     tokenizer = load_tokenizer(training.tokenizer, base_directory)
     report = Reporter(on_progress)
-    recipe = Recipe(tokenizer, training.data.malformed, training.data.held_out, training.reproducibility.seed)
+    recipe = Recipe(
+        tokenizer,
+        training.data.malformed,
+        training.data.held_out,
+        training.reproducibility.seed,
+    )
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         scans = _scan_all([*sources, *evaluation], root, report)
@@ -98,7 +116,9 @@ def check_unchanged(
     For a run that is resumed, before ``prepare`` makes anything of the new content. Reads only files that
     look touched.
     """
-    root = resolve_prepared_directory(training, base_directory=base_directory, default=prepared_directory)
+    root = resolve_prepared_directory(
+        training, base_directory=base_directory, default=prepared_directory
+    )
     pairs = (
         *zip(training_files(training, base_directory), recorded.sources, strict=False),
         *zip(evaluation_files(training, base_directory), recorded.evaluation, strict=False),
@@ -112,14 +132,19 @@ def check_unchanged(
             what = "its content changed since this run was prepared"
             why = f"the fingerprint was {before.content_hash} and is {now.content_hash}"
             remedy = (
-                "Restore the file to go on with this run, or train the new content under another run name"
+                "Restore the file to go on with this run, or train the new content under another "
+                "run name"
             )
             problems.append(Problem(str(source.path), what, why, remedy))
     raise_if(problems, DataError)
 
 
 def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def _scan_all(sources: Sequence[SourceFile], root: Path, report: Reporter) -> list[Scan]:
@@ -132,14 +157,20 @@ def _scan_all(sources: Sequence[SourceFile], root: Path, report: Reporter) -> li
     return scans
 
 
-def _build_preparation(source: SourceFile, scan: Scan, recipe: Recipe, root: Path) -> Preparation:
+def _build_preparation(
+    source: SourceFile, scan: Scan, recipe: Recipe, root: Path
+) -> Preparation:
     return Preparation(source, scan, recipe, root, compute_fingerprint(source, scan, recipe))
 
 
 def _prepare_all(
     preparations: Sequence[Preparation], report: Reporter, *, workers: int
 ) -> list[PreparedSource]:
-    found = {one.fingerprint: open_published(one.final) for one in preparations if one.source.type == "jsonl"}
+    found = {
+        one.fingerprint: open_published(one.final)
+        for one in preparations
+        if one.source.type == "jsonl"
+    }
     missing = {
         one.fingerprint: one
         for one in preparations
@@ -173,7 +204,10 @@ class _LazyPool:
             size = sum(one.scan.stat.size for one in self._pending)
             tokenizer = self._pending[0].recipe.tokenizer
             self._pool = build_pool(
-                tokenizer, workers=min(self._workers, chunks), pending_bytes=size, smallest=SMALLEST_CHUNK
+                tokenizer,
+                workers=min(self._workers, chunks),
+                pending_bytes=size,
+                smallest=SMALLEST_CHUNK,
             )
         return self._pool
 
@@ -233,7 +267,9 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
     if total - held_out < 2:
         what = f"holds {total} tokens and {held_out} would be held out"
         raise DataError(
-            Problem(str(path), what, "none would remain for training", f"Lower {_HELD_OUT}.fraction")
+            Problem(
+                str(path), what, "none would remain for training", f"Lower {_HELD_OUT}.fraction"
+            )
         )
     cut = total - held_out
     return TokenSequence(source.dtype, (Shard(path, 0, cut),)), TokenSequence(

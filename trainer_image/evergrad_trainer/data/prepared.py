@@ -99,7 +99,11 @@ class Prepared:
         """The inverse of ``to_json``."""
         sources = tuple(map(_source_from_json, value["sources"]))
         return Prepared(
-            **{**value, "sources": sources, "evaluation": tuple(map(_source_from_json, value["evaluation"]))}
+            **{
+                **value,
+                "sources": sources,
+                "evaluation": tuple(map(_source_from_json, value["evaluation"])),
+            }
         )
 
 
@@ -151,11 +155,15 @@ def open_published(directory: Path) -> Published | None:
             return None
         raise DataError(_damaged(directory, directory / INDEX, "is missing")) from None
     except (OSError, ValueError) as error:
-        raise DataError(_damaged(directory, directory / INDEX, f"cannot be read ({error})")) from error
+        raise DataError(
+            _damaged(directory, directory / INDEX, f"cannot be read ({error})")
+        ) from error
     try:
         published = _parse_index(directory, json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(_damaged(directory, directory / INDEX, f"is not an index ({error})")) from error
+        raise DataError(
+            _damaged(directory, directory / INDEX, f"is not an index ({error})")
+        ) from error
     raise_if(sequence_problems(directory, published.train, published.held_out), DataError)
     return published
 
@@ -165,7 +173,8 @@ def _parse_index(directory: Path, index: dict[str, Any]) -> Published:
         raise ValueError(f"format {index['format']}, not {FORMAT}")
     dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"
     streams = {
-        name: _parse_stream(directory, name, dtype, stream) for name, stream in index["streams"].items()
+        name: _parse_stream(directory, name, dtype, stream)
+        for name, stream in index["streams"].items()
     }
     held_out = index["streams"].get(HELD_OUT)
     return Published(
@@ -179,9 +188,16 @@ def _parse_index(directory: Path, index: dict[str, Any]) -> Published:
     )
 
 
-def _parse_stream(directory: Path, name: str, dtype: Dtype, stream: dict[str, Any]) -> TokenSequence:
+def _parse_stream(
+    directory: Path, name: str, dtype: Dtype, stream: dict[str, Any]
+) -> TokenSequence:
     shards = (
-        Shard(tokens_path(directory, name, number), 0, int(tokens), documents_path(directory, name, number))
+        Shard(
+            tokens_path(directory, name, number),
+            0,
+            int(tokens),
+            documents_path(directory, name, number),
+        )
         for number, tokens in stream["shards"]
     )
     return TokenSequence(dtype, tuple(shards))
@@ -200,9 +216,14 @@ def documents_path(directory: Path, stream: str, number: int) -> Path:
 def sequence_problems(directory: Path, *sequences: TokenSequence | None) -> list[Problem]:
     """The first files of prepared data that are missing or have another size than the index says."""
     files = (
-        (shard, WIDTH[sequence.dtype]) for sequence in sequences if sequence for shard in sequence.shards
+        (shard, WIDTH[sequence.dtype])
+        for sequence in sequences
+        if sequence
+        for shard in sequence.shards
     )
-    problems = (_shard_problem(directory, shard, shard.tokens * width) for shard, width in files)
+    problems = (
+        _shard_problem(directory, shard, shard.tokens * width) for shard, width in files
+    )
     return list(islice(filter(None, problems), _MOST_PROBLEMS))
 
 

@@ -32,7 +32,9 @@ class TrainingStream:
         self.slots_per_step = batching.global_batch_size // batching.micro_batch_size
         self._batching = batching
         self._ends = _ends_of(stages)
-        self._orders = [_StageOrder(stage, _seed_of(seed, number)) for number, stage in enumerate(stages)]
+        self._orders = [
+            _StageOrder(stage, _seed_of(seed, number)) for number, stage in enumerate(stages)
+        ]
         # A sample's source is its place among the sources of all stages, one stage after the other.
         self._first_source = [0]
         for order in self._orders:
@@ -56,7 +58,9 @@ class TrainingStream:
         first = (step - 1) * whole + slot * size
         # Positions within the stage: a stage's order does not depend on what came before it.
         skipped = self._steps_before(number) * whole
-        located = [order.mixture.locate(position - skipped) for position in range(first, first + size)]
+        located = [
+            order.mixture.locate(position - skipped) for position in range(first, first + size)
+        ]
         rows = order.read(located)
         samples = tuple(SampleId(offset + one.source, one.epoch, one.window) for one in located)
         total = sum(map(sample_hash, range(first, first + size), samples)) % 2**64
@@ -87,7 +91,8 @@ class TrainingStream:
             counts = order.mixture.cursor(done * self._batching.global_batch_size)
             prefix = f"{number}/" if len(self._orders) > 1 else ""
             found |= {
-                f"{prefix}{name}": count for (name, _), count in zip(order.sources, counts, strict=True)
+                f"{prefix}{name}": count
+                for (name, _), count in zip(order.sources, counts, strict=True)
             }
         return found
 
@@ -123,7 +128,9 @@ class _StageOrder:
 
     def __init__(self, stage: Stage, seed: int) -> None:
         self.stage = stage
-        self.sources: list[tuple[str, Source]] = [(name, one) for name, (one, _) in stage.sources.items()]
+        self.sources: list[tuple[str, Source]] = [
+            (name, one) for name, (one, _) in stage.sources.items()
+        ]
         self.mixture = Mixture(
             [len(source) for _, source in self.sources],
             weights=[weight for _, weight in stage.sources.values()],
@@ -155,7 +162,9 @@ def _ends_of(stages: Sequence[Stage]) -> list[int]:
     ends = [stage.until for stage in stages[:-1]]
     known = [end for end in ends if end is not None]
     if not stages or len(known) < len(ends) or sorted({0, *known}) != [0, *known]:
-        raise ValueError(f"stages end at steps that rise, and only the last one is open; these end at {ends}")
+        raise ValueError(
+            f"stages end at steps that rise, and only the last one is open; these end at {ends}"
+        )
     return known
 
 

@@ -49,7 +49,9 @@ class TokenReader:
     threads.
     """
 
-    def __init__(self, sequence: TokenSequence, *, sequence_length: int, end_of_document: int) -> None:
+    def __init__(
+        self, sequence: TokenSequence, *, sequence_length: int, end_of_document: int
+    ) -> None:
         self.num_tokens = sequence.tokens
         self.num_windows = count_windows(self.num_tokens, sequence_length)
         self._shards = sequence.shards
@@ -81,7 +83,11 @@ class TokenReader:
         begin = window * self._length
         index = bisect_right(self._starts, begin) - 1
         first = begin - self._starts[index]
-        return self._shards[index], first, min(first + self._length + 1, self._shards[index].tokens)
+        return (
+            self._shards[index],
+            first,
+            min(first + self._length + 1, self._shards[index].tokens),
+        )
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""
@@ -95,7 +101,9 @@ class TokenReader:
             shard, offset = self._shards[index], begin - self._starts[index]
             here = min(count, shard.tokens - offset)
             size = here * self._width
-            self._files.read(shard.path, target[filled : filled + size], (shard.start + offset) * self._width)
+            self._files.read(
+                shard.path, target[filled : filled + size], (shard.start + offset) * self._width
+            )
             filled, begin, count, index = filled + size, begin + here, count - here, index + 1
 
 
@@ -116,9 +124,13 @@ class _Files:
         shortest: int | None = None
         while True:
             try:
-                size = retry(lambda: self._fill(path, target, offset), where=path, what="cannot be read")
+                size = retry(
+                    lambda: self._fill(path, target, offset), where=path, what="cannot be read"
+                )
             except FileNotFoundError as error:
-                raise DataError(_unreadable(path, f"cannot be read ({error.strerror})")) from error
+                raise DataError(
+                    _unreadable(path, f"cannot be read ({error.strerror})")
+                ) from error
             except OSError as error:
                 raise volume_error(error, path, "cannot be read") from error
             if size is None:
@@ -126,7 +138,8 @@ class _Files:
             if size == shortest:
                 raise DataError(
                     _unreadable(
-                        path, f"ends at byte {size}; a sample needs those up to {offset + len(target)}"
+                        path,
+                        f"ends at byte {size}; a sample needs those up to {offset + len(target)}",
                     )
                 )
             # A client of a network volume may know an old size until the file is opened again.

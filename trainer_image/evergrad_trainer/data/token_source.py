@@ -27,11 +27,18 @@ class TokenSource:
     fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX}
 
     def __init__(
-        self, source: PreparedSource, sequence: TokenSequence, *, sequence_length: int, end_of_document: int
+        self,
+        source: PreparedSource,
+        sequence: TokenSequence,
+        *,
+        sequence_length: int,
+        end_of_document: int,
     ) -> None:
         self.fingerprint = source.fingerprint
         self._file_name = source.path.name
-        self._reader = TokenReader(sequence, sequence_length=sequence_length, end_of_document=end_of_document)
+        self._reader = TokenReader(
+            sequence, sequence_length=sequence_length, end_of_document=end_of_document
+        )
 
     def __len__(self) -> int:
         return self._reader.num_windows
@@ -58,5 +65,7 @@ class TokenSource:
         documents = read_documents(shard.documents)
         within = np.searchsorted(documents[:, 0], [first, end - 1], side="right") - 1
         lines = documents[within, 1].tolist()
-        where = f"line {lines[0]}" if lines[0] == lines[1] else f"lines {lines[0]} to {lines[1]}"
+        where = (
+            f"line {lines[0]}" if lines[0] == lines[1] else f"lines {lines[0]} to {lines[1]}"
+        )
         return f"{self._file_name}, {where}"

@@ -33,7 +33,14 @@ _BATCH: Final = 64
 _FILE = "tokenizer.json"
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _OTHER_FILES = (
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+    *(
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "tokenizer.model",
+        "spiece.model",
+    ),
     *("sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json"),
 )
 
@@ -125,7 +132,9 @@ class ByteTokenizer:
         """A BPE without merges over GPT-2's printable names of the 256 bytes."""
         names = {name: byte for byte, name in _byte_names().items()}
         backend = Backend(models.BPE(vocab=names, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([AddedToken(BYTE_END_TOKEN, special=True, normalized=False)])
         directory.mkdir(parents=True, exist_ok=True)
@@ -136,7 +145,9 @@ class ByteTokenizer:
             "clean_up_tokenization_spaces": False,
             "model_max_length": 10**30,
         }
-        (directory / _CONFIG_FILES[0]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (directory / _CONFIG_FILES[0]).write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _utf8(texts: Sequence[str]) -> list[bytes]:
@@ -192,7 +203,9 @@ class BackendTokenizer:
         for one in ids:
             one.append(self.end_of_document)
         lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-        return np.fromiter(chain.from_iterable(ids), dtype=self.dtype, count=int(lengths.sum())), lengths
+        return np.fromiter(
+            chain.from_iterable(ids), dtype=self.dtype, count=int(lengths.sum())
+        ), lengths
 
     def decode(self, ids: Iterable[int]) -> str:
         wanted = [one for one in ids if one != self.end_of_document]
@@ -251,13 +264,18 @@ def load_directory(directory: Path) -> BackendTokenizer:
             str(error),
             "Copy the file again, or save it with a current transformers",
         ) from error
-    return _build(backend, directory=directory, end_token=_read_end_token(directory), decisive=[path])
+    return _build(
+        backend, directory=directory, end_token=_read_end_token(directory), decisive=[path]
+    )
 
 
 def load_json(text: str, *, end_of_document: int, identity: str) -> BackendTokenizer:
     """The tokenizer written by ``to_json``, for a helper process without the library's threads."""
     return BackendTokenizer(
-        Backend.from_str(text), end_of_document=end_of_document, identity=identity, in_batches=True
+        Backend.from_str(text),
+        end_of_document=end_of_document,
+        identity=identity,
+        in_batches=True,
     )
 
 
@@ -273,7 +291,10 @@ def _build(
             else f"its eos_token {end_token!r} is not in the vocabulary"
         )
         raise _problem(
-            directory, "the tokenizer has no end of document", why, "Set eos_token in tokenizer_config.json"
+            directory,
+            "the tokenizer has no end of document",
+            why,
+            "Set eos_token in tokenizer_config.json",
         )
     # Saved settings of some other use: a document is never cut or filled up.
     backend.no_truncation()
@@ -282,7 +303,9 @@ def _build(
     for path in decisive:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     files = [
-        directory / name for name in (_FILE, *_CONFIG_FILES, *_OTHER_FILES) if (directory / name).is_file()
+        directory / name
+        for name in (_FILE, *_CONFIG_FILES, *_OTHER_FILES)
+        if (directory / name).is_file()
     ]
     return BackendTokenizer(
         backend, end_of_document=end, identity=f"files-{digest.hexdigest()}-{end}", files=files
@@ -297,7 +320,9 @@ def _read_end_token(directory: Path) -> str | None:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise _problem(path, "is not valid JSON", str(error), "Copy the file again") from error
+            raise _problem(
+                path, "is not valid JSON", str(error), "Copy the file again"
+            ) from error
         token = config.get("eos_token") if isinstance(config, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
@@ -308,7 +333,11 @@ def _read_end_token(directory: Path) -> str | None:
 def _load_with_transformers(directory: Path) -> BackendTokenizer:
     """Older directories without a tokenizer.json: transformers converts them, offline and without
     their code."""
-    found = [directory / name for name in (*_CONFIG_FILES, *_OTHER_FILES) if (directory / name).is_file()]
+    found = [
+        directory / name
+        for name in (*_CONFIG_FILES, *_OTHER_FILES)
+        if (directory / name).is_file()
+    ]
     if not found:
         raise _problem(
             directory,
@@ -320,10 +349,15 @@ def _load_with_transformers(directory: Path) -> BackendTokenizer:
 
     remedy = f"Load it with transformers once and save it again with save_pretrained, which writes a {_FILE}"
     try:
-        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         raise _problem(
-            directory, "transformers cannot load this tokenizer", str(error).partition("\n")[0], remedy
+            directory,
+            "transformers cannot load this tokenizer",
+            str(error).partition("\n")[0],
+            remedy,
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Backend):

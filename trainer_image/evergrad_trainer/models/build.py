@@ -98,7 +98,9 @@ def build_model(
     else:
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
         with _without_initialisation(not with_weights):
-            model = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                plan.config, dtype=dtype, attn_implementation="sdpa"
+            )
             # Skipping the initialisation skips this too; a tied weight is one tensor, and is saved as one.
             model.tie_weights()
     model.config.use_cache = False
@@ -116,7 +118,11 @@ def count_parameters(plan: ModelPlan) -> int:
     except Exception as error:
         # Shapes that do not fit show only when the layers are made.
         raise ModelError(
-            Problem(f"{_FIELD}.config", _one_line(error), f"a {plan.name} model cannot be built from it")
+            Problem(
+                f"{_FIELD}.config",
+                _one_line(error),
+                f"a {plan.name} model cannot be built from it",
+            )
         ) from error
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -140,7 +146,10 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     known = set(CONFIG_MAPPING[model_type]().to_dict())
     problems = [
         _unknown(
-            f"{_FIELD}.config.{key}", key, sorted(known), f"a {model_type} configuration has no such key"
+            f"{_FIELD}.config.{key}",
+            key,
+            sorted(known),
+            f"a {model_type} configuration has no such key",
         )
         for key in values
         if key not in known
@@ -153,7 +162,9 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
         # transformers raises whatever its model's own checks raise: all of it is about the user's values.
         raise ModelError(
             Problem(
-                f"{_FIELD}.config", _one_line(error), f"transformers refuses this {model_type} configuration"
+                f"{_FIELD}.config",
+                _one_line(error),
+                f"transformers refuses this {model_type} configuration",
             )
         ) from error
     return config
@@ -193,7 +204,9 @@ def find_weights(directory: Path) -> Path | None:
     """
     if any(directory.glob("*.safetensors")):
         return directory
-    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    pickled = sorted(
+        path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES
+    )
     if pickled:
         raise ModelError(
             Problem(
@@ -258,7 +271,9 @@ def _unknown(path: str, name: str, known: list[str], why: str) -> Problem:
         path,
         f"unknown name {name!r}",
         why,
-        f"Did you mean {near[0]!r}?" if near else "Check transformers' documentation of this model",
+        f"Did you mean {near[0]!r}?"
+        if near
+        else "Check transformers' documentation of this model",
     )
 
 

@@ -67,7 +67,9 @@ class _Recorder(TorchDispatchMode):
         self.fills: list[_Fill] = []
         self.is_replayable = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         target = args[0] if args else None
         if func._schema.is_mutable and isinstance(target, torch.Tensor) and target.is_meta:
             self.is_replayable &= func.overloadpacket in _REPLAYABLE and not kwargs
@@ -121,7 +123,9 @@ class DeferredModel:
 
         A draw that is overwritten later is made all the same: the numbers of those after it depend on it.
         """
-        generator = torch.Generator().manual_seed(keyed_seed(self._seed, 0, 0, Purpose.INITIAL_WEIGHTS))
+        generator = torch.Generator().manual_seed(
+            keyed_seed(self._seed, 0, 0, Purpose.INITIAL_WEIGHTS)
+        )
         first = {fill.key: index for index, fill in enumerate(self._fills) if fill.is_whole}
         last = {fill.key: index for index, fill in enumerate(self._fills)}
         values: dict[int, torch.Tensor] = {}
@@ -133,7 +137,9 @@ class DeferredModel:
             if whole is None:
                 whole = torch.empty(fill.length, dtype=fill.dtype)
             part = whole.as_strided(*fill.part)
-            fill.operation(part, *fill.arguments, **({"generator": generator} if fill.is_draw else {}))
+            fill.operation(
+                part, *fill.arguments, **({"generator": generator} if fill.is_draw else {})
+            )
             if is_kept:
                 values[fill.key] = whole
             if is_kept and index == last[fill.key]:
@@ -197,7 +203,9 @@ def defer_model(
     if with_weights:
         directory = plan.weights
         deferred.weights = (
-            deferred.initial_weights() if directory is None else deferred.stored_weights(directory)
+            deferred.initial_weights()
+            if directory is None
+            else deferred.stored_weights(directory)
         )
     return None if with_weights and deferred.weights is None else deferred
 
@@ -214,7 +222,9 @@ def _parameters_without_memory() -> Iterator[None]:
         register(self, name, parameter)
         if parameter is not None and not parameter.is_meta:
             attributes = vars(parameter)
-            moved = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            moved = nn.Parameter(
+                parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+            )
             vars(moved).update(attributes)
             self._parameters[name] = moved
 

@@ -15,7 +15,11 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 def router_coefficient(config: "PreTrainedConfig") -> float:
     """Weight of the router loss in the loss of a token; 0 for a model that computes none."""
     text = config.get_text_config()
-    return float(_coefficient(text) or 0.0) if getattr(text, "output_router_logits", False) else 0.0
+    return (
+        float(_coefficient(text) or 0.0)
+        if getattr(text, "output_router_logits", False)
+        else 0.0
+    )
 
 
 def check_experts(config: "PreTrainedConfig", *, where: str) -> Iterator[Problem]:
@@ -41,5 +45,10 @@ def check_experts(config: "PreTrainedConfig", *, where: str) -> Iterator[Problem
 
 def _coefficient(config: Any) -> float | None:
     return next(
-        (float(value) for name in _COEFFICIENTS if (value := getattr(config, name, None)) is not None), None
+        (
+            float(value)
+            for name in _COEFFICIENTS
+            if (value := getattr(config, name, None)) is not None
+        ),
+        None,
     )

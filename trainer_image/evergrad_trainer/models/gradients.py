@@ -42,13 +42,19 @@ class _Bucket:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(
+            sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
+        )
         sizes = [p.numel() for p in parameters]
-        self.views = [part.view_as(p) for part, p in zip(self.flat.split(sizes), parameters, strict=True)]
+        self.views = [
+            part.view_as(p) for part, p in zip(self.flat.split(sizes), parameters, strict=True)
+        ]
         self.missing = 0
 
 
-def _partition(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
+def _partition(
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int
+) -> list[list[torch.nn.Parameter]]:
     """Parameters in reverse order (about that of the backward pass), cut where a bucket is full or the type
     changes."""
     buckets: list[list[torch.nn.Parameter]] = []
@@ -93,7 +99,9 @@ class BucketedSum:
                 parameter.grad = None
             return
         if not self._buckets:
-            self._buckets = [_Bucket(part) for part in _partition(self._parameters, self._bucket_bytes)]
+            self._buckets = [
+                _Bucket(part) for part in _partition(self._parameters, self._bucket_bytes)
+            ]
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         for bucket in self._buckets:
             bucket.flat.zero_()
@@ -132,7 +140,10 @@ class BucketedSum:
             return
         self._bucket_of[parameter].missing -= 1  # type: ignore[index]
         # Every rank must start the same bucket next, whatever the order its own gradients arrive in.
-        while len(self._works) < len(self._buckets) and self._buckets[len(self._works)].missing == 0:
+        while (
+            len(self._works) < len(self._buckets)
+            and self._buckets[len(self._works)].missing == 0
+        ):
             self._reduce(self._buckets[len(self._works)])
 
     def _reduce(self, bucket: _Bucket) -> None:
@@ -151,7 +162,11 @@ class ExactSum:
     GRID_BITS = 44
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int, slots_per_step: int
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        bucket_bytes: int,
+        slots_per_step: int,
     ) -> None:
         self._parameters = tuple(parameters)
         self._partition = _partition(self._parameters, bucket_bytes)
@@ -164,7 +179,9 @@ class ExactSum:
         self._world = world
         if not self._sums:
             self._sums = [
-                torch.zeros(sum(p.numel() for p in part) + 1, dtype=torch.int64, device=part[0].device)
+                torch.zeros(
+                    sum(p.numel() for p in part) + 1, dtype=torch.int64, device=part[0].device
+                )
                 for part in self._partition
             ]
         for total in self._sums:
@@ -199,7 +216,9 @@ class ExactSum:
             raise NonFiniteError(self._out_of_range())
         for total, part in zip(self._sums, self._partition, strict=True):
             flat = (total[:-1].double() / self._scale).to(part[0].dtype)
-            for parameter, values in zip(part, flat.split([p.numel() for p in part]), strict=True):
+            for parameter, values in zip(
+                part, flat.split([p.numel() for p in part]), strict=True
+            ):
                 parameter.grad = values.view_as(parameter)
 
     def forget(self) -> None:
@@ -223,7 +242,9 @@ class ShardedSum:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._parameters = tuple(
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        )
 
     def begin(self, world: World) -> None:
         for parameter in self._parameters:

@@ -62,7 +62,12 @@ def checkpoint_bytes(facts: ModelFacts, training: Training) -> int:
 
 
 def memory_of(
-    facts: ModelFacts, training: Training, *, world_size: int, on_accelerator: bool, compiles: bool
+    facts: ModelFacts,
+    training: Training,
+    *,
+    world_size: int,
+    on_accelerator: bool,
+    compiles: bool,
 ) -> Need:
     """What each of ``world_size`` processes needs to train the model as ``training`` says."""
     runtime = training.runtime
@@ -78,7 +83,9 @@ def memory_of(
         state = each * facts.parameters // world_size
         # Gathered in the products' type; a block's gradients are whole until they are reduced, in the
         # weights' type.
-        gathered = GROUPS_GATHERED * block * product + 2 * block * weight + tables * (product + weight)
+        gathered = (
+            GROUPS_GATHERED * block * product + 2 * block * weight + tables * (product + weight)
+        )
     else:
         exact = 8 if training.reproducibility.elastic == "exact" else 0
         casts = 2 if runtime.precision == "bf16-autocast" else 0
@@ -118,7 +125,11 @@ def largest_fit(
     def fits(factor: float) -> bool:
         one = facts.scaled(factor)
         need = memory_of(
-            one, training, world_size=world_size, on_accelerator=on_accelerator, compiles=compiles
+            one,
+            training,
+            world_size=world_size,
+            on_accelerator=on_accelerator,
+            compiles=compiles,
         )
         return need.total <= available
 

@@ -16,7 +16,9 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return max((list(modules) for modules in lists), key=len, default=[])
 
 
-def shard(model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn.Module] = ()) -> None:
+def shard(
+    model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn.Module] = ()
+) -> None:
     """Shard ``model`` in place over all ranks, block by block (FSDP2). Gradients are summed, not averaged.
 
     In a world of one there is nothing to share, and the model stays as it is.
@@ -30,13 +32,17 @@ def shard(model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn
     # What is gathered has the type of the products, which halves traffic and memory; sums over ranks keep the
     # type of the weights, which are fp32 but in pure bf16.
     policy = {
-        "bf16-autocast": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "bf16-autocast": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
         "bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
     }.get(precision, MixedPrecisionPolicy())
     blocks = blocks or transformer_blocks(model)
     for block in blocks:
         # The last one is the first that the backward pass needs: it would be gathered again at once.
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not blocks[-1])
+        fully_shard(
+            block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not blocks[-1]
+        )
     embedding, head = (
         find() if (find := getattr(model, name, None)) else None
         for name in ("get_input_embeddings", "get_output_embeddings")
@@ -77,7 +83,9 @@ def build_gradient_sum(
     """How this run sums its gradients."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     on_accelerator = parameters[0].device.type == "cuda"
-    bucket_bytes = training.runtime.bucket_size or default_bucket_bytes(on_accelerator=on_accelerator)
+    bucket_bytes = training.runtime.bucket_size or default_bucket_bytes(
+        on_accelerator=on_accelerator
+    )
     if is_sharded:
         return ShardedSum(model)
     if training.reproducibility.elastic == "exact":

@@ -32,7 +32,9 @@ def load_model_directory(
             )
         )
     source = load_directory(directory, torch.float32, config=config)
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in source.named_parameters()}
+    tensors = {
+        f"model.{name}": parameter.detach() for name, parameter in source.named_parameters()
+    }
     with torch.no_grad():
         for key, target in state.items():
             if key.startswith("model.") and key in tensors:
@@ -43,5 +45,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if isinstance(target, DTensor):
-        source = distribute_tensor(source.to(target.device), target.device_mesh, target.placements)
+        source = distribute_tensor(
+            source.to(target.device), target.device_mesh, target.placements
+        )
     target.copy_(source)

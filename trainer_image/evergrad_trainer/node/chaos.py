@@ -92,7 +92,9 @@ def plan_events(seed: int, kind: str = "") -> Iterator[Event]:
             delay = 0.0 if source.random() < 0.4 else source.uniform(0.0, 1.6)
             second = _draw(source, delay_seconds=delay)
             disturbances += [second] if second.kind != "lose_all" else []
-        yield Event(source.uniform(0.0, 0.6), tuple(disturbances), awaits_all=source.random() < 0.5)
+        yield Event(
+            source.uniform(0.0, 0.6), tuple(disturbances), awaits_all=source.random() < 0.5
+        )
 
 
 def _draw(source: random.Random, *, delay_seconds: float) -> Disturbance:
@@ -101,7 +103,9 @@ def _draw(source: random.Random, *, delay_seconds: float) -> Disturbance:
     length = source.uniform(1.0, 2.5) if source.random() < 0.7 else source.uniform(3.2, 6.0)
     # Some live long, as most do in a cluster: what they hold must not grow.
     pick = source.random() ** 0.6
-    return Disturbance(kind, pick, round(length, 3) if kind in _FREEZES else 0.0, round(delay_seconds, 3))
+    return Disturbance(
+        kind, pick, round(length, 3) if kind in _FREEZES else 0.0, round(delay_seconds, 3)
+    )
 
 
 def choose_victim(pick: float, alive: Mapping[int, int], whole: Set[int]) -> int | None:
@@ -130,7 +134,9 @@ class DisturbedNodes(LocalNodes):
             self._thaw(pid)
         super().poll()
         # One that was killed before it could leave is replaced like any other that is lost.
-        self.away = {index for index in self.away if (self.nodes[index].process.exitcode or 0) >= 0}
+        self.away = {
+            index for index in self.away if (self.nodes[index].process.exitcode or 0) >= 0
+        }
         if self.away.issuperset(self.ended):
             # Left as they were asked to: they will be replaced like lost ones.
             for index in [index for index, code in self.ended.items() if code != ExitCode.DONE]:
@@ -159,7 +165,9 @@ class DisturbedNodes(LocalNodes):
         return {
             node.index: node.process.pid
             for node in self.nodes.values()
-            if node.process.exitcode is None and node.process.pid is not None and node.index not in self.away
+            if node.process.exitcode is None
+            and node.process.pid is not None
+            and node.index not in self.away
         }
 
     def workers(self, index: int) -> list[int]:
@@ -167,7 +175,9 @@ class DisturbedNodes(LocalNodes):
         group."""
         pid = self.nodes[index].process.pid or 0
         with contextlib.suppress(OSError):
-            children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split())
+            children = map(
+                int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
+            )
             return sorted(child for child in children if os.getpgid(child) != os.getpgid(pid))
         return []
 
@@ -202,15 +212,19 @@ class Tally:
         """Seconds by cause."""
         causes = sorted({*self.lost_before, *self.lost_seconds})
         return {
-            cause: self.lost_before.get(cause, 0.0) + self.lost_seconds.get(cause, 0.0) for cause in causes
+            cause: self.lost_before.get(cause, 0.0) + self.lost_seconds.get(cause, 0.0)
+            for cause in causes
         }
 
 
 def describe_tally(tally: Tally, *, repeated: int) -> str:
     """The summary's line."""
-    kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(tally.kinds.items()))
+    kinds = ", ".join(
+        f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(tally.kinds.items())
+    )
     lost = ", ".join(
-        f"{cause.replace('_', ' ')} {seconds:.1f}" for cause, seconds in tally.total_lost().items()
+        f"{cause.replace('_', ' ')} {seconds:.1f}"
+        for cause, seconds in tally.total_lost().items()
     )
     return (
         f"chaos: {tally.num_events} events ({kinds or 'none'}), generation {tally.generation}, "
@@ -319,9 +333,9 @@ class Chaos:
         self._steps.add(int(status["step"]))
         alive = self._nodes.alive()
         if self._event.awaits_all:
-            is_whole = len(running) == min(len(alive), int(status["nodes"]["max"])) and len(alive) == len(
-                self._nodes.nodes
-            )
+            is_whole = len(running) == min(len(alive), int(status["nodes"]["max"])) and len(
+                alive
+            ) == len(self._nodes.nodes)
         else:
             is_whole = len(running) >= min(2, self._nodes.num_nodes)
         if not is_whole or len(self._steps) < (2 if self._needs_generation else 3):
@@ -331,7 +345,9 @@ class Chaos:
 
     def _running(self, status: dict[str, Any]) -> list[int]:
         alive = self._nodes.alive()
-        members = [int(one["node"]) for one in status["nodes"]["members"] if one["state"] == "running"]
+        members = [
+            int(one["node"]) for one in status["nodes"]["members"] if one["state"] == "running"
+        ]
         return [alive[index] for index in members if index in alive]
 
     # ---- disturbance ---------------------------------------------------------------------------------------
@@ -399,7 +415,9 @@ class Chaos:
         alive = self._nodes.alive()
         index = choose_victim(one.pick, alive, self._whole)
         if index is None or len(alive) != 2:
-            self._tell("would starve a newcomer, but there are not two nodes that hold the state")
+            self._tell(
+                "would starve a newcomer, but there are not two nodes that hold the state"
+            )
             return
         self._source = next(pid for other, pid in alive.items() if other != index)
         self._tell(f"kills node {index} (pid {alive[index]})")
@@ -412,17 +430,27 @@ class Chaos:
         """Until a group of two forms anew: its members bring each other to one state before they say that
         they are up."""
         status = self._look()
-        if status is not None and status["generation"] >= self._needs_generation and status["worldSize"] == 2:
+        if (
+            status is not None
+            and status["generation"] >= self._needs_generation
+            and status["worldSize"] == 2
+        ):
             self._starving = None
             self._todo.append((now + one.seconds, Disturbance("kill_source", one.pick)))
         elif now - self._began > _PATIENCE_SECONDS:
             self._starving = None
 
     def _hit(self, one: Disturbance) -> None:
-        alive = {index: pid for index, pid in self._nodes.alive().items() if pid not in self._nodes.frozen}
+        alive = {
+            index: pid
+            for index, pid in self._nodes.alive().items()
+            if pid not in self._nodes.frozen
+        }
         index = choose_victim(one.pick, alive, self._whole)
         if index is None:
-            self._tell(f"would {one.kind.replace('_', ' ')}, but spares the last that holds the state")
+            self._tell(
+                f"would {one.kind.replace('_', ' ')}, but spares the last that holds the state"
+            )
             return
         pid, workers = alive[index], self._nodes.workers(index)
         if one.kind == "leave":
@@ -432,7 +460,9 @@ class Chaos:
             self._expect_generation({pid})
             os.kill(pid, signal.SIGKILL)
         elif one.kind == "freeze_supervisor" or (one.kind == "freeze_node" and not workers):
-            self._tell(f"freezes the supervisor of node {index} (pid {pid}) for {one.seconds:.1f} s")
+            self._tell(
+                f"freezes the supervisor of node {index} (pid {pid}) for {one.seconds:.1f} s"
+            )
             self._nodes.freeze([pid], seconds=one.seconds)
         elif one.kind == "freeze_node":
             self._tell(
@@ -445,7 +475,9 @@ class Chaos:
 
     def _hit_worker(self, one: Disturbance, index: int, worker: int) -> None:
         if one.kind == "freeze_worker":
-            self._tell(f"freezes a worker of node {index} (pid {worker}) for {one.seconds:.1f} s")
+            self._tell(
+                f"freezes a worker of node {index} (pid {worker}) for {one.seconds:.1f} s"
+            )
             self._nodes.freeze([worker], seconds=one.seconds)
             return
         self._tell(f"kills a worker of node {index} (pid {worker})")
@@ -468,14 +500,19 @@ class Chaos:
         _say(f"event {self.tally.num_events}: {text}")
 
 
-def run_disturbed(seed: int, coordinator: LocalCoordinator, nodes: DisturbedNodes, *, directory: Path) -> int:
+def run_disturbed(
+    seed: int, coordinator: LocalCoordinator, nodes: DisturbedNodes, *, directory: Path
+) -> int:
     """``run_local`` with disturbances; prints a summary at the end. Returns the run's exit code."""
     chaos = Chaos(seed, coordinator, nodes)
     try:
         return run_local(coordinator, nodes, on_tick=chaos.tick)
     finally:
         print(
-            describe_tally(chaos.tally, repeated=count_repeated(RunDirectory(directory).metrics)), flush=True
+            describe_tally(
+                chaos.tally, repeated=count_repeated(RunDirectory(directory).metrics)
+            ),
+            flush=True,
         )
 
 

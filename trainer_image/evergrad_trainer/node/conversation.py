@@ -107,7 +107,9 @@ class Conversation:
         try:
             return self._client.send(message)
         except ProtocolError as error:
-            _log.warning("node %s could not say %r: %s", self._settings.node, message.TYPE, error)
+            _log.warning(
+                "node %s could not say %r: %s", self._settings.node, message.TYPE, error
+            )
             return True
 
     def remember(self, message: Message) -> None:

@@ -69,7 +69,11 @@ def decide_why(exit_code: int, *, was_asked: bool) -> Why:
         return Why.LEASE_LOST
     if exit_code == ExitCode.DONE:
         return Why.DONE
-    return Why.RUN_STOP if exit_code in (ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED) else Why.FAILED
+    return (
+        Why.RUN_STOP
+        if exit_code in (ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
+        else Why.FAILED
+    )
 
 
 def describe_lasting_end(worker: Worker, exit_code: int, *, place: str) -> WorkerEnd:
@@ -82,7 +86,9 @@ def describe_lasting_end(worker: Worker, exit_code: int, *, place: str) -> Worke
     return _describe_silent(worker, exit_code, world_size=1, place=place)
 
 
-def describe_worker_end(worker: Worker, exit_code: int, *, was_asked: bool, world_size: int) -> WorkerEnd:
+def describe_worker_end(
+    worker: Worker, exit_code: int, *, was_asked: bool, world_size: int
+) -> WorkerEnd:
     """The end of a worker that lives for one group of ``world_size``."""
     why = decide_why(exit_code, was_asked=was_asked)
     if why is Why.LEASE_LOST:
@@ -97,13 +103,17 @@ def describe_worker_end(worker: Worker, exit_code: int, *, was_asked: bool, worl
     return replace(end, is_final=exit_code == ExitCode.USER_ERROR)
 
 
-def _describe_silent(worker: Worker, exit_code: int, *, world_size: int, place: str = "") -> WorkerEnd:
+def _describe_silent(
+    worker: Worker, exit_code: int, *, world_size: int, place: str = ""
+) -> WorkerEnd:
     """The end of a worker that failed without a word."""
     oom = worker.was_oom_killed()
     text = describe_end(exit_code, was_oom=oom) + place
     if worker.last_lines is not None and exit_code > 0:
         text = f"{text}; it said: {worker.last_lines()}"
-    cause: BreakCause = "out_of_memory" if oom else "stuck" if worker.was_killed else "worker_crash"
+    cause: BreakCause = (
+        "out_of_memory" if oom else "stuck" if worker.was_killed else "worker_crash"
+    )
     if is_lost_peer(text, world_size=world_size):
         cause = "peer_lost"
     kind = ErrorKind.PEER if cause == "peer_lost" else ErrorKind.INTERNAL

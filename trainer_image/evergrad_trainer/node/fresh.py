@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.protocol import Done, Go, Result, Up
-from evergrad_trainer.node.ends import HostTrouble, Why, WorkerEnd, build_broken, describe_worker_end
+from evergrad_trainer.node.ends import (
+    HostTrouble,
+    Why,
+    WorkerEnd,
+    build_broken,
+    describe_worker_end,
+)
 from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker import channel as say
@@ -75,7 +81,9 @@ class FreshWorkers:
     def start(self) -> None:
         """Nothing to start before a group begins."""
 
-    def change(self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False) -> None:
+    def change(
+        self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False
+    ) -> None:
         """Leave the running group: in order if it is whole and its workers know how, at once otherwise.
 
         Workers that stop in order save by themselves, so ``order.saves`` says nothing new to them.
@@ -83,8 +91,13 @@ class FreshWorkers:
         self._generation = max(order.generation, self._generation)
         self._answered = min(self._answered, order.generation - 1)
         if self._workers:
-            in_order = not order.hard and self._go is not None and self._can_stop(self._go.generation)
-            self._stop(self._grace_seconds if in_order else _HARD_SECONDS, is_asking=not self._is_stopping)
+            in_order = (
+                not order.hard and self._go is not None and self._can_stop(self._go.generation)
+            )
+            self._stop(
+                self._grace_seconds if in_order else _HARD_SECONDS,
+                is_asking=not self._is_stopping,
+            )
         self._check_ready()
 
     def begin(self, go: Go) -> None:
@@ -136,7 +149,9 @@ class FreshWorkers:
             del self._workers[worker.local_rank]
         worker.state = "ended"
         world_size = 1 if self._go is None else self._go.world_size
-        end = describe_worker_end(worker, exit_code, was_asked=self._is_stopping, world_size=world_size)
+        end = describe_worker_end(
+            worker, exit_code, was_asked=self._is_stopping, world_size=world_size
+        )
         self._ends[worker.local_rank] = end
         if end.why is Why.ASKED:
             self._are_saved = self._are_saved and end.is_saved
@@ -153,7 +168,9 @@ class FreshWorkers:
         """Whether this host tries once more."""
         pause = self._trouble.note(end.step)
         if pause is None:
-            self._tell(NoWorkers(f"workers failed again and again; the last one: {end.text}", end.kind))
+            self._tell(
+                NoWorkers(f"workers failed again and again; the last one: {end.text}", end.kind)
+            )
             return False
         self._ready_at = time.monotonic() + pause
         return True

@@ -181,7 +181,9 @@ class LocalNodes:
         sys.stderr.flush()
         self.starts[index] += 1
         process = multiprocessing.get_context("fork").Process(
-            target=_node_main, args=(self.main, index, os.getpid()), name=f"evergrad-node-{index}"
+            target=_node_main,
+            args=(self.main, index, os.getpid()),
+            name=f"evergrad-node-{index}",
         )
         process.start()
         self.ended.pop(index, None)
@@ -199,7 +201,11 @@ class LocalNodes:
                 node.lost_at = now
                 if code in _FINAL:
                     self.ended[node.index] = code
-            elif self.is_replacing and node.index not in self.ended and now - node.lost_at > _REPLACE_SECONDS:
+            elif (
+                self.is_replacing
+                and node.index not in self.ended
+                and now - node.lost_at > _REPLACE_SECONDS
+            ):
                 self.start_node(node.index)
 
     @property
@@ -231,7 +237,8 @@ class _Stops:
         self.is_told = False
         self._is_armed = True
         self._previous = {
-            number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._take)
+            for number in (signal.SIGTERM, signal.SIGINT)
         }
 
     def disarm(self) -> None:
@@ -251,7 +258,10 @@ class _Stops:
 
 
 def run_local(
-    coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Callable[[], None] = lambda: None
+    coordinator: LocalCoordinator,
+    nodes: LocalNodes,
+    *,
+    on_tick: Callable[[], None] = lambda: None,
 ) -> int:
     """Run a coordinator and its nodes to the end of the run; the run's exit code.
 
@@ -273,7 +283,8 @@ def run_local(
         nodes.start()
         if not _follow(coordinator, nodes, stops, on_tick):
             print(
-                "the nodes do not leave: ended, state since the last checkpoint is not saved", file=sys.stderr
+                "the nodes do not leave: ended, state since the last checkpoint is not saved",
+                file=sys.stderr,
             )
             return int(ExitCode.STOPPED_UNSAVED)
         code = coordinator.wait(_END_SECONDS)
@@ -298,7 +309,11 @@ def _follow(
     they were asked."""
     over_at: float | None = None
     while not nodes.are_over and (over_at is None or time.monotonic() - over_at < _END_SECONDS):
-        sentinels = [node.process.sentinel for node in nodes.nodes.values() if node.process.exitcode is None]
+        sentinels = [
+            node.process.sentinel
+            for node in nodes.nodes.values()
+            if node.process.exitcode is None
+        ]
         multiprocessing.connection.wait(sentinels, timeout=0.05)
         nodes.poll()
         code = coordinator.poll()

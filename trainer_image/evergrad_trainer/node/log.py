@@ -51,7 +51,10 @@ async def warn_of_silence(seconds_since_contact: Callable[[], float], *, address
         if away >= SAY_SECONDS:
             was_there = math.isfinite(away)
             _log.warning(
-                "%s", describe_silence(address, seconds=away if was_there else waited, was_there=was_there)
+                "%s",
+                describe_silence(
+                    address, seconds=away if was_there else waited, was_there=was_there
+                ),
             )
 
 

@@ -43,7 +43,9 @@ class NodeMetrics:
         self._pace = Pace()
         self.progress: Progress | None = None
         """Where training is, as rank 0 said last; None where rank 0 never was on this node."""
-        self._series: _Series | None = None if exporter is None else _Series(exporter, run, node)
+        self._series: _Series | None = (
+            None if exporter is None else _Series(exporter, run, node)
+        )
 
     def tell(self, kind: str, record: dict[str, Any]) -> None:
         """A record of rank 0."""

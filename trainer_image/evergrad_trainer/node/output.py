@@ -20,7 +20,13 @@ class WorkerOutput:
     """Reads one worker's pipe to its end. ``rank`` is asked for each line: it changes with the group."""
 
     def __init__(
-        self, descriptor: int, *, path: Path, node: str, rank: Callable[[], int], is_forwarded: bool
+        self,
+        descriptor: int,
+        *,
+        path: Path,
+        node: str,
+        rank: Callable[[], int],
+        is_forwarded: bool,
     ) -> None:
         """Must be made inside a running event loop.
 

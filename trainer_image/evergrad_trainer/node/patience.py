@@ -37,7 +37,9 @@ class Patience:
             self.asked_at = now
         self._last_check = now
 
-    def why_kill(self, worker: Worker, now: float, *, is_asked: bool, is_only_holder: bool) -> str | None:
+    def why_kill(
+        self, worker: Worker, now: float, *, is_asked: bool, is_only_holder: bool
+    ) -> str | None:
         """What is wrong with a worker that must be replaced.
 
         ``is_asked``: to leave at once, and it has not answered yet.

@@ -20,7 +20,11 @@ class WorkerProcesses:
     """
 
     def __init__(
-        self, settings: NodeSettings, tasks: TaskWatch, *, worker_group: Callable[[], WorkerGroup]
+        self,
+        settings: NodeSettings,
+        tasks: TaskWatch,
+        *,
+        worker_group: Callable[[], WorkerGroup],
     ) -> None:
         self._settings = settings
         self._tasks = tasks

@@ -65,7 +65,9 @@ class RecordReader:
             return
         self._sender.note(progress)
         if kind == "event" and record.get("type") == EventType.SAVE:
-            self._sender.note_checkpoint(progress.generation, saved_step(parse_event_row(record)))
+            self._sender.note_checkpoint(
+                progress.generation, saved_step(parse_event_row(record))
+            )
 
     def take_report(self, report: dict[str, object]) -> None:
         """A script's own report, in whatever values; only the world's rank 0 speaks for the run."""

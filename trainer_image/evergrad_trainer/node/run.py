@@ -30,7 +30,13 @@ from evergrad_trainer.node.scripts import can_fork, run_script
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.supervisor import Supervisor
 from evergrad_trainer.node.worker_group import Bounds, InProcessWorkers, WorkerGroup
-from evergrad_trainer.node.workers import Captures, StartMethod, Worker, WorkerOrder, start_worker
+from evergrad_trainer.node.workers import (
+    Captures,
+    StartMethod,
+    Worker,
+    WorkerOrder,
+    start_worker,
+)
 from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import Relay
@@ -68,7 +74,9 @@ def choose_start_method(
         _log.warning("workers are spawned, not forked: this process has touched an accelerator")
         return "spawn"
     if num_accelerators and not _can_use_accelerator_after_fork():
-        _log.warning("workers are spawned, not forked: a forked process cannot use the accelerator here")
+        _log.warning(
+            "workers are spawned, not forked: a forked process cannot use the accelerator here"
+        )
         return "spawn"
     return "fork"
 
@@ -97,21 +105,31 @@ def run_node(
     metrics = _build_metrics(plan.run.training.metrics, settings)
     serve = _serve_in_process if settings.recovery == "in-process" else _serve_fresh
     with speaking_as(settings.node):
-        return asyncio.run(serve(plan, settings, metrics, num_workers=num_workers, start_method=start_method))
+        return asyncio.run(
+            serve(plan, settings, metrics, num_workers=num_workers, start_method=start_method)
+        )
 
 
-def run_script_node(script: Script, base_directory: Path, settings: NodeSettings, *, num_workers: int) -> int:
+def run_script_node(
+    script: Script, base_directory: Path, settings: NodeSettings, *, num_workers: int
+) -> int:
     """Be a node of a script's run until it is over; returns the exit code."""
     metrics = _build_metrics(script.metrics, settings)
     with speaking_as(settings.node):
-        return asyncio.run(_serve_script(script, base_directory, settings, metrics, num_workers=num_workers))
+        return asyncio.run(
+            _serve_script(script, base_directory, settings, metrics, num_workers=num_workers)
+        )
 
 
-async def _run(supervisor: Supervisor, worker_group: WorkerGroup, settings: NodeSettings) -> int:
+async def _run(
+    supervisor: Supervisor, worker_group: WorkerGroup, settings: NodeSettings
+) -> int:
     """Serve to the end; a node that finds no coordinator waits for it, but not without a word."""
     address = f"{settings.coordinator_host}:{settings.coordinator_port}"
     # Before anything is forked: it beats while this process imports, forks and waits for disks.
-    beat = Beat(settings.run, settings.node, supervisor.conversation.incarnation, token=settings.token)
+    beat = Beat(
+        settings.run, settings.node, supervisor.conversation.incarnation, token=settings.token
+    )
     heartbeat = Heartbeat(settings.coordinator_host, settings.coordinator_port, beat)
     heartbeat.start()
     watches = [
@@ -140,8 +158,12 @@ async def _serve_in_process(
 
     def start(local_rank: int, serial: int) -> Worker:
         own = plan if serial <= num_workers else started_later(plan)
-        target = functools.partial(run_worker, own, node=int(settings.node), local_rank=local_rank)
-        order = WorkerOrder(local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}")
+        target = functools.partial(
+            run_worker, own, node=int(settings.node), local_rank=local_rank
+        )
+        order = WorkerOrder(
+            local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}"
+        )
         return supervisor.adopt(start_worker(target, order, variables={}))
 
     worker_group = InProcessWorkers(
@@ -149,7 +171,9 @@ async def _serve_in_process(
         num_workers=num_workers,
         report=supervisor.take,
         describe_place=functools.partial(_describe_place, open_plan(plan).data.train),
-        bounds=Bounds(_SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)),
+        bounds=Bounds(
+            _SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)
+        ),
     )
     return await _run(supervisor, worker_group, settings)
 
@@ -166,8 +190,12 @@ async def _serve_fresh(
     captures = _captures(settings)
 
     def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
-        target = functools.partial(_run_fresh, plan, generation=supervisor.conversation.known_generation)
-        order = WorkerOrder(local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}")
+        target = functools.partial(
+            _run_fresh, plan, generation=supervisor.conversation.known_generation
+        )
+        order = WorkerOrder(
+            local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}"
+        )
         return supervisor.adopt(start_worker(target, order, variables=variables))
 
     worker_group = FreshWorkers(
@@ -180,10 +208,14 @@ async def _serve_fresh(
     return await _run(supervisor, worker_group, settings)
 
 
-def _run_fresh(plan: SessionPlan, channel: Channel, heartbeat: WorkerHeartbeat, *, generation: int) -> int:
+def _run_fresh(
+    plan: SessionPlan, channel: Channel, heartbeat: WorkerHeartbeat, *, generation: int
+) -> int:
     """One worker of a typed run whose world lasts as long as itself."""
     gc.disable()  # until its first step is done
-    return run_session(plan, generation=generation, relay=Relay(channel.observe), tell=channel.send)
+    return run_session(
+        plan, generation=generation, relay=Relay(channel.observe), tell=channel.send
+    )
 
 
 def _captures(settings: NodeSettings) -> Captures:
@@ -206,7 +238,12 @@ def stop_seconds(grace_seconds: float) -> float:
 
 
 async def _serve_script(
-    script: Script, base_directory: Path, settings: NodeSettings, metrics: NodeMetrics, *, num_workers: int
+    script: Script,
+    base_directory: Path,
+    settings: NodeSettings,
+    metrics: NodeMetrics,
+    *,
+    num_workers: int,
 ) -> int:
     reason = can_fork()
     if reason is not None:
@@ -266,7 +303,10 @@ def _describe_place(stream: TrainingStream, step: int, slot: int) -> str:
 def _build_metrics(metrics: Metrics, settings: NodeSettings) -> NodeMetrics:
     hurry = threading.Event()
     return NodeMetrics(
-        settings.run, settings.node, _build_exporter(metrics, settings, hurry=hurry), hurry=hurry
+        settings.run,
+        settings.node,
+        _build_exporter(metrics, settings, hurry=hurry),
+        hurry=hurry,
     )
 
 
@@ -276,7 +316,11 @@ def _build_exporter(
     if metrics.port is None:
         return None
     # Nodes of one machine share its ports: each takes the next one.
-    port = metrics.port + int(settings.node) if metrics.port and settings.shares_host else metrics.port
+    port = (
+        metrics.port + int(settings.node)
+        if metrics.port and settings.shares_host
+        else metrics.port
+    )
     before = read_before(RunDirectory(settings.run_directory))
     return PrometheusExporter(
         settings.run,

@@ -21,7 +21,15 @@ from evergrad_trainer.worker.channel import Channel, Failed, fit_text
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 
 _log = logging.getLogger(__name__)
-_WORTH_PRELOADING = ("torch", "numpy", "transformers", "accelerate", "datasets", "torchvision", "lightning")
+_WORTH_PRELOADING = (
+    "torch",
+    "numpy",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "torchvision",
+    "lightning",
+)
 _LAST_FRAMES = 12
 
 
@@ -32,7 +40,9 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
     Only well-known libraries: importing the user's own modules in another process than the worker could do
     anything.
     """
-    path = program_path(script.program, base_directory) if script.program.kind == "file" else None
+    path = (
+        program_path(script.program, base_directory) if script.program.kind == "file" else None
+    )
     wanted = {"torch"} | (_imports_of(path) if path is not None else set())
     loaded = []
     for name in _WORTH_PRELOADING:
@@ -45,7 +55,12 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
 
 
 def run_script(
-    channel: Channel, heartbeat: WorkerHeartbeat, *, script: Script, base_directory: Path, is_warm: bool
+    channel: Channel,
+    heartbeat: WorkerHeartbeat,
+    *,
+    script: Script,
+    base_directory: Path,
+    is_warm: bool,
 ) -> int:
     """Be one worker of a script; returns its exit code.
 
@@ -93,7 +108,11 @@ def _tell(channel: Channel, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error)[-_LAST_FRAMES:])[-MAX_TEXT:]
     said = fit_text(f"{error}\n{text}")
     kind = kind_of_script_error(error)
-    channel.send(Failed(-1, -1, 1, type(error).__name__, said, is_final=False, is_agreed=False, kind=kind))
+    channel.send(
+        Failed(
+            -1, -1, 1, type(error).__name__, said, is_final=False, is_agreed=False, kind=kind
+        )
+    )
 
 
 def _exit_code(stop: SystemExit) -> int:

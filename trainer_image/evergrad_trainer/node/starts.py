@@ -42,7 +42,10 @@ class WorkerStarts:
     @property
     def warm(self) -> list[Worker]:
         """Workers that could take part in a group, by local rank."""
-        return sorted((one for one in self.workers.values() if one.is_warm), key=lambda one: one.local_rank)
+        return sorted(
+            (one for one in self.workers.values() if one.is_warm),
+            key=lambda one: one.local_rank,
+        )
 
     def start_all(self) -> None:
         for local_rank in range(self._num_workers):
@@ -66,7 +69,11 @@ class WorkerStarts:
 
     def stop_waiting(self, now: float) -> bool:
         """Wait no longer for workers that hang in their start; whether this is the moment."""
-        if self.has_started or self._first_warm_at is None or now - self._first_warm_at < _SIBLINGS_SECONDS:
+        if (
+            self.has_started
+            or self._first_warm_at is None
+            or now - self._first_warm_at < _SIBLINGS_SECONDS
+        ):
             return False
         self.has_started = True
         return True
@@ -91,7 +98,9 @@ class WorkerStarts:
             is_of_host = end.kind is ErrorKind.ENVIRONMENT
             pause = self._trouble.note(end.step) if is_of_host else RESTART_SECONDS
         if pause is None:
-            return NoWorkers(f"workers failed again and again; the last one: {end.text}", end.kind)
+            return NoWorkers(
+                f"workers failed again and again; the last one: {end.text}", end.kind
+            )
         self._due.append((time.monotonic() + pause, worker.local_rank))
         return None
 

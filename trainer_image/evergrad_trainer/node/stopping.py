@@ -46,7 +46,9 @@ class StopRequests:
         os.set_blocking(self._write_end, False)
         self._previous: dict[int, object] = {}
         self._previous_wakeup = -1
-        self._thread = threading.Thread(target=self._listen, name="evergrad-signals", daemon=True)
+        self._thread = threading.Thread(
+            target=self._listen, name="evergrad-signals", daemon=True
+        )
 
     def install(self) -> None:
         """Start listening. Only for the main thread."""
@@ -69,7 +71,9 @@ class StopRequests:
 
     def _listen(self) -> None:
         while True:
-            timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            timeout = (
+                None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            )
             if not select.select([self._read_end], [], [], timeout)[0]:
                 self._end_at_once("its time is over")
                 continue
@@ -89,10 +93,14 @@ class StopRequests:
         if self._is_last:
             # The loop has not done it. Workers die with this process.
             os.write(
-                2, b"evergrad: the node does not answer; it is ended without a word to its coordinator\n"
+                2,
+                b"evergrad: the node does not answer; it is ended without a word to its coordinator\n",
             )
             os._exit(int(ExitCode.STOPPED_UNSAVED))
-        os.write(2, f"evergrad: the node leaves at once, since {why}; what was not saved is lost\n".encode())
+        os.write(
+            2,
+            f"evergrad: the node leaves at once, since {why}; what was not saved is lost\n".encode(),
+        )
         self._is_last, self._deadline = True, time.monotonic() + _LAST_SECONDS
         self._call(self._on_last)
 

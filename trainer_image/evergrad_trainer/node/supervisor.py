@@ -77,7 +77,9 @@ def open_store(address: str) -> TCPStore:
     try:
         return TCPStore(address, 0, is_master=True, wait_for_workers=False)
     except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
-        raise HostError(f"{address}: no store of a group can be opened here; {error}") from error
+        raise HostError(
+            f"{address}: no store of a group can be opened here; {error}"
+        ) from error
 
 
 class NodeEnd:
@@ -104,7 +106,9 @@ class NodeEnd:
             kind = ErrorKind.ENVIRONMENT if is_host_trouble(error) else ErrorKind.INTERNAL
             text = str(error) if is_known else f"{type(error).__name__}: {error}"
             where = f"node {self._settings.node}: the supervisor's {where} failed"
-            self.note(error.kind if isinstance(error, EvergradError) else kind, f"{where}: {text}")
+            self.note(
+                error.kind if isinstance(error, EvergradError) else kind, f"{where}: {text}"
+            )
 
     def write(self) -> int:
         """Leave the cause where Kubernetes looks for it; the exit code."""
@@ -118,7 +122,11 @@ class Supervisor:
     """Runs until the node's part in the run is over. One event loop, one thread."""
 
     def __init__(
-        self, settings: NodeSettings, *, metrics: NodeMetrics, on_tick: Callable[[], None] = lambda: None
+        self,
+        settings: NodeSettings,
+        *,
+        metrics: NodeMetrics,
+        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_tick`` is called some times a second, and after each change of the group."""
         self._settings = settings
@@ -133,7 +141,9 @@ class Supervisor:
         )
         self._end = NodeEnd(settings)
         self._tasks = TaskWatch(self._fail)
-        self._processes = WorkerProcesses(settings, self._tasks, worker_group=lambda: self._workers)
+        self._processes = WorkerProcesses(
+            settings, self._tasks, worker_group=lambda: self._workers
+        )
         self._progress = ProgressSender(self.conversation.send)
         self._records = RecordReader(metrics, self._progress)
         self._store: TCPStore | None = None
@@ -161,10 +171,15 @@ class Supervisor:
         stops.install()
         try:
             self._tasks.call(worker_group.start)
-            self._tasks.begin(self._converse(), "conversation with the coordinator", is_endless=True)
+            self._tasks.begin(
+                self._converse(), "conversation with the coordinator", is_endless=True
+            )
             self._tasks.begin(self._tick(), "tick", is_endless=True)
             await self._end.over.wait()
-            began, seconds = time.monotonic(), _KILLED_SECONDS if self._end.is_hurried else _KILL_SECONDS
+            began, seconds = (
+                time.monotonic(),
+                _KILLED_SECONDS if self._end.is_hurried else _KILL_SECONDS,
+            )
             while not worker_group.is_empty and time.monotonic() - began < seconds:
                 await asyncio.sleep(0.01)
         finally:
@@ -211,8 +226,12 @@ class Supervisor:
                 self._tasks.begin(self._send_after_reports(report), "last words")
             case WorkersLeft():
                 self._progress.flush()
-                self.conversation.send(Left(self.conversation.known_generation, report.is_saved))
-                self._stop(ExitCode.STOPPED_SAVED if report.is_saved else ExitCode.STOPPED_UNSAVED)
+                self.conversation.send(
+                    Left(self.conversation.known_generation, report.is_saved)
+                )
+                self._stop(
+                    ExitCode.STOPPED_SAVED if report.is_saved else ExitCode.STOPPED_UNSAVED
+                )
             case NoWorkers():
                 where = f"node {self._settings.node} on host {socket.gethostname()}"
                 self._end.note(report.kind, f"{where}: {report.message}")
@@ -229,7 +248,9 @@ class Supervisor:
             return
         self._store = open_store(self._settings.address)
         self._progress.flush()
-        self.conversation.send(Ready(report.generation, report.workers, self._store.port, report.step))
+        self.conversation.send(
+            Ready(report.generation, report.workers, self._store.port, report.step)
+        )
 
     def _take_broken(self, message: Broken) -> None:
         self._metrics.broken(message.cause)
@@ -265,9 +286,13 @@ class Supervisor:
             case Plan():
                 self.is_draining = not message.hard
                 self._on_tick()
-                order = say.Plan(message.generation, message.hard, message.patience_seconds, message.saves)
+                order = say.Plan(
+                    message.generation, message.hard, message.patience_seconds, message.saves
+                )
                 why, is_only_holder = message.reason, message.is_only_holder
-                self._workers.change(order, cause=message.cause, detail=why, is_only_holder=is_only_holder)
+                self._workers.change(
+                    order, cause=message.cause, detail=why, is_only_holder=is_only_holder
+                )
             case Go():
                 self.is_draining = False
                 if message.first_rank != 0:
@@ -276,13 +301,19 @@ class Supervisor:
                 self._on_tick()
                 last = message.first_rank + message.workers - 1
                 ranks = str(last) if message.workers == 1 else f"{message.first_rank}-{last}"
-                self._say(f"generation {message.generation}: ranks {ranks} of {message.world_size}")
+                self._say(
+                    f"generation {message.generation}: ranks {ranks} of {message.world_size}"
+                )
             case Leave():
                 self._workers.depart(message.generation, save=message.save)
             case End():
                 if message.message and message.exit_code != ExitCode.DONE:
                     # The run's verdict, which is no trouble of this host.
-                    kind = ErrorKind.INPUT if message.exit_code == ExitCode.USER_ERROR else ErrorKind.INTERNAL
+                    kind = (
+                        ErrorKind.INPUT
+                        if message.exit_code == ExitCode.USER_ERROR
+                        else ErrorKind.INTERNAL
+                    )
                     self._end.note(kind, self._end.cause or message.message)
                     print(message.message, file=sys.stderr, flush=True)
                 self._stop(message.exit_code)
@@ -322,7 +353,9 @@ class Supervisor:
             away = self.conversation.seconds_since_contact
             # Workers that have ended well cannot be ruled by others, and the place they had vouches for their
             # end.
-            is_training = self._workers.place is not None and not self.conversation.has_said(Done)
+            is_training = self._workers.place is not None and not self.conversation.has_said(
+                Done
+            )
             if not self._is_cut_off and is_training and away > self.conversation.lease_seconds:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
                 self._is_cut_off = True
@@ -335,14 +368,18 @@ class Supervisor:
         if self._leaving_since is None or self._is_leaving_alone:
             return
         waited = time.monotonic() - self._leaving_since
-        is_cut_off = not self.conversation.is_connected and min(away, waited) > _UNREACHABLE_SECONDS
+        is_cut_off = (
+            not self.conversation.is_connected and min(away, waited) > _UNREACHABLE_SECONDS
+        )
         if is_cut_off or waited > self._settings.grace_seconds:
             self._is_leaving_alone = True
             if self._workers.place is None:
                 self._workers.depart(None, save=True)
             else:
                 self._workers.change(
-                    say.Plan(say.LOCAL_GENERATION, hard=False), cause="node_left", detail="preemption"
+                    say.Plan(say.LOCAL_GENERATION, hard=False),
+                    cause="node_left",
+                    detail="preemption",
                 )
 
     # ---- the end -------------------------------------------------------------------------------------------
@@ -360,7 +397,11 @@ class Supervisor:
         self._end.exit_code = int(exit_code)
         self._tasks.expect_ends()
         self._end.over.set()
-        end = self._workers.kill if self._end.is_hurried else lambda: self._workers.finish(int(exit_code))
+        end = (
+            self._workers.kill
+            if self._end.is_hurried
+            else lambda: self._workers.finish(int(exit_code))
+        )
         self._tasks.call(end)
 
     def _say(self, text: str) -> None:

@@ -16,7 +16,9 @@ class TaskWatch:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    def begin(self, work: Coroutine[object, object, None], name: str, *, is_endless: bool = False) -> None:
+    def begin(
+        self, work: Coroutine[object, object, None], name: str, *, is_endless: bool = False
+    ) -> None:
         """Run ``work`` beside the others. It has failed, too, if it ends although it is ``is_endless``."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)

@@ -111,7 +111,9 @@ class InProcessWorkers:
         """Start all workers."""
         self._starts.start_all()
 
-    def change(self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False) -> None:
+    def change(
+        self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False
+    ) -> None:
         """Ask all workers to leave the running group. ``is_only_holder``: no other node holds a state."""
         if order.generation < self._change.generation:
             return
@@ -127,7 +129,9 @@ class InProcessWorkers:
 
     def begin(self, go: Go) -> None:
         """All nodes are ready: give the ranks out."""
-        chosen = [one for one in self._starts.warm if one.ready_generation == go.generation][: go.workers]
+        chosen = [one for one in self._starts.warm if one.ready_generation == go.generation][
+            : go.workers
+        ]
         if len(chosen) < go.workers:
             message = "a worker was lost before the group began"
             self._tell(Broken(go.generation, "setup_failed", message=message))
@@ -137,7 +141,8 @@ class InProcessWorkers:
             worker.state, worker.inside_generation, worker.rank = "inside", go.generation, rank
             group = (go.generation, rank, go.world_size, go.address, go.port)
             worker.channel.send(
-                say.Go(*group, self._setup_seconds, cause=self._cause, detail=self._detail), wait=False
+                say.Go(*group, self._setup_seconds, cause=self._cause, detail=self._detail),
+                wait=False,
             )
 
     def depart(self, generation: int | None, *, save: bool) -> None:
@@ -146,12 +151,16 @@ class InProcessWorkers:
         Without a ``generation`` no coordinator has planned it.
         """
         self._starts.are_over = self._is_departing = True
-        holders = sorted(self._starts.warm, key=lambda worker: (-worker.step, worker.local_rank))
+        holders = sorted(
+            self._starts.warm, key=lambda worker: (-worker.step, worker.local_rank)
+        )
         # Until the worker that saves says that it has.
         self._are_saved = not (save and holders)
         for number, worker in enumerate(holders):
             number_given = say.LOCAL_GENERATION if generation is None else generation
-            order = say.Leave(number_given, save and number == 0, is_planned=generation is not None)
+            order = say.Leave(
+                number_given, save and number == 0, is_planned=generation is not None
+            )
             worker.channel.send(order, wait=False)
             if save and number == 0:
                 self._saver = worker
@@ -192,7 +201,11 @@ class InProcessWorkers:
                 if self._change.generation > self._answered:
                     worker.channel.send(self._change, wait=False)
             case say.Ready():
-                worker.state, worker.ready_generation, worker.step = "idle", record.generation, record.step
+                worker.state, worker.ready_generation, worker.step = (
+                    "idle",
+                    record.generation,
+                    record.step,
+                )
                 if self._inside is not None and self._inside.generation < record.generation:
                     self._inside = None
                 self._check_ready()
@@ -205,7 +218,9 @@ class InProcessWorkers:
                 if self._inside is not None and self._inside.generation == record.generation:
                     # Whoever asks for this node's place in a group hears that it has none.
                     self._inside = None
-                cause: BreakCause = "numeric" if record.kind == ErrorKind.NUMERIC else "peer_lost"
+                cause: BreakCause = (
+                    "numeric" if record.kind == ErrorKind.NUMERIC else "peer_lost"
+                )
                 self._tell(
                     Broken(
                         record.generation,
@@ -237,7 +252,11 @@ class InProcessWorkers:
             self._starts.has_started = True
             if self.capacity:
                 self._tell(Capacity(self.capacity))
-        if was_inside and self._inside is not None and worker.inside_generation == self._inside.generation:
+        if (
+            was_inside
+            and self._inside is not None
+            and worker.inside_generation == self._inside.generation
+        ):
             self._inside = None
         end = self._describe(worker, exit_code)
         if was_inside or end.is_final:
@@ -254,15 +273,21 @@ class InProcessWorkers:
         now = time.monotonic()
         self._starts.start_due(now)
         if self._starts.stop_waiting(now):
-            _log.warning("only %d workers have started so far: the node joins with them", self.capacity)
+            _log.warning(
+                "only %d workers have started so far: the node joins with them", self.capacity
+            )
             self._tell(Capacity(self.capacity))
         self._patience.check_clock(now, self._starts.workers.values())
         for worker in self._starts.warm:
             worker.channel.send(say.Ping(), wait=False)
             is_asked = self._change.hard and worker.ready_generation < self._change.generation
-            why = self._patience.why_kill(worker, now, is_asked=is_asked, is_only_holder=self._is_only_holder)
+            why = self._patience.why_kill(
+                worker, now, is_asked=is_asked, is_only_holder=self._is_only_holder
+            )
             if why is not None:
-                _log.warning("worker %d (pid %d) %s and is replaced", worker.local_rank, worker.pid, why)
+                _log.warning(
+                    "worker %d (pid %d) %s and is replaced", worker.local_rank, worker.pid, why
+                )
                 worker.kill()
 
     # ---- within --------------------------------------------------------------------------------------------
@@ -270,7 +295,9 @@ class InProcessWorkers:
     def _check_ready(self) -> None:
         generation = self._change.generation
         warm = self._starts.warm
-        if generation <= self._answered or any(worker.ready_generation < generation for worker in warm):
+        if generation <= self._answered or any(
+            worker.ready_generation < generation for worker in warm
+        ):
             return
         self._answered = generation
         # Without a warm worker too: the others wait to hear that nobody of this node is in the old group.

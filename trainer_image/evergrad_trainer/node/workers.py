@@ -75,7 +75,11 @@ class Worker:
         """Whether it was SIGKILL, not ours, and the kernel killed somebody in this container for want of
         memory meanwhile."""
         now = count_oom_kills()
-        is_more = now is not None and self.oom_kills_before is not None and now > self.oom_kills_before
+        is_more = (
+            now is not None
+            and self.oom_kills_before is not None
+            and now > self.oom_kills_before
+        )
         return is_more and not self.was_killed and self.process.exitcode == -signal.SIGKILL
 
     def send_signal(self, number: int) -> None:
@@ -124,7 +128,13 @@ def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, 
     if write_end is not None:
         os.close(write_end)
     return Worker(
-        order.local_rank, order.serial, process, ours, heartbeat, read_end, oom_kills_before=count_oom_kills()
+        order.local_rank,
+        order.serial,
+        process,
+        ours,
+        heartbeat,
+        read_end,
+        oom_kills_before=count_oom_kills(),
     )
 
 
@@ -168,7 +178,10 @@ def _worker_main(start: _Start) -> None:
     fall_silent()
     name_process(f"evergrad-w{start.order.name}")
     _forget_parent(
-        keep=(start.channel.socket.fileno(), None if start.output is None else start.output.number)
+        keep=(
+            start.channel.socket.fileno(),
+            None if start.output is None else start.output.number,
+        )
     )
     os.environ.update(start.variables)
     run_and_exit(lambda: _run_target(start))
@@ -188,7 +201,10 @@ def _forget_parent(*, keep: tuple[int | None, ...]) -> None:
     be closed."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_IGN if number in (signal.SIGTERM, signal.SIGINT) else signal.SIG_DFL)
+        signal.signal(
+            number,
+            signal.SIG_IGN if number in (signal.SIGTERM, signal.SIGINT) else signal.SIG_DFL,
+        )
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2 and descriptor not in keep and _is_foreign(descriptor):
             os.close(descriptor)
@@ -199,7 +215,10 @@ def _is_foreign(number: int) -> bool:
         kind = os.readlink(f"/proc/self/fd/{number}")
     except OSError:
         return False
-    return kind.startswith("socket:") or kind in ("anon_inode:[eventpoll]", "anon_inode:[pidfd]")
+    return kind.startswith("socket:") or kind in (
+        "anon_inode:[eventpoll]",
+        "anon_inode:[pidfd]",
+    )
 
 
 def name_process(name: str) -> None:

@@ -10,7 +10,11 @@ from torch.nn import functional
 
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.models.experts import router_coefficient
-from evergrad_trainer.objectives.linear_cross_entropy import find_head, linear_cross_entropy, without
+from evergrad_trainer.objectives.linear_cross_entropy import (
+    find_head,
+    linear_cross_entropy,
+    without,
+)
 
 LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -35,7 +39,11 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
             outputs = model(input_ids=input_ids, use_cache=False)
         if head is not None and chunk_tokens is not None:
             loss = linear_cross_entropy(
-                outputs.logits, head.weight, labels, chunk_tokens=chunk_tokens, ignore_index=IGNORE_INDEX
+                outputs.logits,
+                head.weight,
+                labels,
+                chunk_tokens=chunk_tokens,
+                ignore_index=IGNORE_INDEX,
             )
         else:
             logits = outputs.logits.flatten(0, 1).float()
@@ -44,7 +52,9 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
             )
         if coefficient and model.training:
             # A mean over the tokens, made a sum like the other one.
-            loss = loss + coefficient * outputs.aux_loss.float() * (labels != IGNORE_INDEX).sum()
+            loss = (
+                loss + coefficient * outputs.aux_loss.float() * (labels != IGNORE_INDEX).sum()
+            )
         return loss
 
     return loss_sum

@@ -34,13 +34,17 @@ class _ChunkedLoss(torch.autograd.Function):
             rows = slice(begin, begin + chunk_tokens)
             part, targets = hidden[rows], labels[rows]
             logits = functional.linear(part, weight).float()
-            total += functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+            total += functional.cross_entropy(
+                logits, targets, ignore_index=ignore_index, reduction="sum"
+            )
             if grad_hidden is None or grad_weight is None:
                 continue
             # d loss / d logits = softmax - one-hot, and zero where no token is asked for.
             is_asked = targets != ignore_index
             slope = logits.softmax(dim=-1)
-            slope[torch.arange(len(targets), device=slope.device), targets.where(is_asked, 0)] -= 1
+            slope[
+                torch.arange(len(targets), device=slope.device), targets.where(is_asked, 0)
+            ] -= 1
             slope *= is_asked[:, None]
             grad_hidden[rows] = slope.to(hidden.dtype) @ weight
             grad_weight += slope.to(hidden.dtype).T @ part
@@ -56,7 +60,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk_tokens: int, ignore_index: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    chunk_tokens: int,
+    ignore_index: int,
 ) -> torch.Tensor:
     """Sum of token losses, a float32 scalar: ``hidden`` [b, S, H] times ``weight`` [V, H] against ``labels``
     [b, S].
@@ -77,7 +86,11 @@ def find_head(model: nn.Module) -> nn.Linear:
     name = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     find: Any = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
-    if name not in PLAIN_HEADS or not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+    if (
+        name not in PLAIN_HEADS
+        or not isinstance(head, nn.Linear)
+        or getattr(head, "bias", None) is not None
+    ):
         raise ValueError(f"the head of {name} is not plain")
     return head
 

@@ -143,7 +143,9 @@ class Goodput:
         return counts
 
 
-def account(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> Goodput:
+def account(
+    steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]
+) -> Goodput:
     """Account for all processes of a run, in the order of their files.
 
     A killed process has no end event; that is no error.
@@ -157,15 +159,20 @@ def account(steps: StepTable, events: Sequence[Event], evaluations: Sequence[Eva
     for index, part in enumerate(parts):
         previous_end = accounts[-1].end if accounts else None
         accounts.append(
-            _account_process(part, kept, previous_end=previous_end, is_last=index == len(parts) - 1)
+            _account_process(
+                part, kept, previous_end=previous_end, is_last=index == len(parts) - 1
+            )
         )
         notes.extend(_odd_clocks(part, previous_end))
     restarts = tuple(
-        _restart(parts[i], accounts[i], accounts[i - 1], parts[i - 1]) for i in range(1, len(parts))
+        _restart(parts[i], accounts[i], accounts[i - 1], parts[i - 1])
+        for i in range(1, len(parts))
     )
     return Goodput(
         productive_seconds=math.fsum(one.seconds["productive"] for one in accounts),
-        lost_seconds={cause: math.fsum(one.seconds[cause] for one in accounts) for cause in CAUSES},
+        lost_seconds={
+            cause: math.fsum(one.seconds[cause] for one in accounts) for cause in CAUSES
+        },
         processes=tuple(accounts),
         restarts=restarts,
         notes=tuple(notes),
@@ -200,7 +207,9 @@ class _Part:
             claimed = self.start.fields.get("process_start_time")
             is_sane = isinstance(claimed, int | float) and 0 < claimed <= self.start.time
             return float(claimed) if is_sane and claimed is not None else self.start.time
-        begins = [float(self.steps.time[row] - self.steps.step_seconds[row]) for row in self.rows[:1]]
+        begins = [
+            float(self.steps.time[row] - self.steps.step_seconds[row]) for row in self.rows[:1]
+        ]
         begins += [
             *(event.time for event in self.events),
             *(one.time - one.seconds for one in self.evaluations),
@@ -216,11 +225,20 @@ class _Part:
         return [times[np.isfinite(times)] for times in (rows, events, evaluations)]
 
 
-def _split(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> list[_Part]:
+def _split(
+    steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]
+) -> list[_Part]:
     """Give every line to its process, by generation: each start raises it, and no line carries an
     older one."""
-    parts = [_Part(event.generation, event, steps) for event in events if event.type == EventType.START]
-    parts += [_Part(generation, None, steps) for generation in _without_start(steps, events, evaluations)]
+    parts = [
+        _Part(event.generation, event, steps)
+        for event in events
+        if event.type == EventType.START
+    ]
+    parts += [
+        _Part(generation, None, steps)
+        for generation in _without_start(steps, events, evaluations)
+    ]
     parts.sort(key=lambda part: part.generation)
     if not parts:
         return []
@@ -247,19 +265,29 @@ def _without_start(
     started = {event.generation for event in events if event.type == EventType.START}
     trained = set(np.unique(steps.generation).tolist())
     if not started:
-        return trained | {event.generation for event in events} | {one.generation for one in evaluations}
+        return (
+            trained
+            | {event.generation for event in events}
+            | {one.generation for one in evaluations}
+        )
     # A generation with steps, a world or a stop but no start goes on with the state of the one before; one
     # that only failed is a process of its own, unless its peers went on without it.
     goes_on = {
         event.generation for event in events if event.type in (EventType.WORLD, EventType.STOP)
     } | trained
     failed = (
-        {event.generation for event in events if event.type in (EventType.FAILED, EventType.END)}
+        {
+            event.generation
+            for event in events
+            if event.type in (EventType.FAILED, EventType.END)
+        }
         - started
         - goes_on
     )
     begins = sorted(
-        (event.generation, event.type) for event in events if event.type in (EventType.START, EventType.WORLD)
+        (event.generation, event.type)
+        for event in events
+        if event.type in (EventType.START, EventType.WORLD)
     )
     return {one for one in failed if _next_begin(begins, one) != EventType.WORLD}
 
@@ -286,15 +314,21 @@ def _kept(steps: StepTable, parts: list[_Part]) -> npt.NDArray[np.bool_]:
 
 def _bounds(part: _Part) -> npt.NDArray[np.float64]:
     """For each row of a part the earliest step from which a newer world of that part went on."""
-    worlds = sorted((event.generation, event.step) for event in part.events if event.type == EventType.WORLD)
+    worlds = sorted(
+        (event.generation, event.step) for event in part.events if event.type == EventType.WORLD
+    )
     earliest = np.array([*(step for _, step in worlds), math.inf], np.float64)
     earliest = np.minimum.accumulate(earliest[::-1])[::-1]
     generations = np.array([generation for generation, _ in worlds], np.int64)
-    return earliest[np.searchsorted(generations, part.steps.generation[part.rows], side="right")]
+    return earliest[
+        np.searchsorted(generations, part.steps.generation[part.rows], side="right")
+    ]
 
 
 def _seconds(values: npt.NDArray[np.float64]) -> float:
-    return float(np.clip(np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), 0.0, None).sum())
+    return float(
+        np.clip(np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), 0.0, None).sum()
+    )
 
 
 def _begin(part: _Part, previous_end: float | None) -> float:
@@ -315,13 +349,19 @@ def _account_process(
     steps, rows, begin = part.steps, part.rows, _begin(part, previous_end)
     changes = measure_changes(part.events, steps, rows, part.evaluations)
     in_steps = steps.step_seconds[rows]
-    restore = sum(seconds_of(event, "seconds") for event in part.events if event.type == EventType.RESTORED)
+    restore = sum(
+        seconds_of(event, "seconds")
+        for event in part.events
+        if event.type == EventType.RESTORED
+    )
     seconds = {
         "productive": _seconds(in_steps[kept[rows]]),
         "recompute": _seconds(in_steps[~kept[rows]]),
         "restore": restore,
         "checkpoint": _blocking(part.events),
-        "evaluation": sum(max(0.0, one.seconds) for one in part.evaluations if math.isfinite(one.seconds)),
+        "evaluation": sum(
+            max(0.0, one.seconds) for one in part.evaluations if math.isfinite(one.seconds)
+        ),
         "downtime": max(0.0, begin - previous_end) if previous_end is not None else 0.0,
         "reconfiguration": math.fsum(change.seconds for change in changes),
     }
@@ -371,8 +411,13 @@ def _startup(part: _Part, begin: float, end: float, *, claimed: float) -> float:
     first, until = math.inf, end
     if len(part.rows):
         row = part.rows[0]
-        first, until = float(part.steps.step[row]), float(part.steps.time[row] - part.steps.step_seconds[row])
-    claimed += sum(one.seconds for one in part.evaluations if one.step < first and one.seconds > 0)
+        first, until = (
+            float(part.steps.step[row]),
+            float(part.steps.time[row] - part.steps.step_seconds[row]),
+        )
+    claimed += sum(
+        one.seconds for one in part.evaluations if one.step < first and one.seconds > 0
+    )
     claimed += _blocking([event for event in part.events if event.step < first])
     return max(0.0, until - begin - claimed) if math.isfinite(until) else 0.0
 
@@ -392,14 +437,18 @@ def _ending(events: Sequence[Event], *, is_last: bool) -> tuple[str, str]:
         elif event.type == EventType.COMPLETE:
             ending = ("complete", "")
         elif event.type == EventType.FAILED:
-            text = f"{event.fields.get('error', 'error')}: {event.fields.get('message', '')}".rstrip(": ")
+            text = f"{event.fields.get('error', 'error')}: {event.fields.get('message', '')}".rstrip(
+                ": "
+            )
             ending, has_failed = ("failed", text), True
         elif event.type == EventType.END and ending == unknown:
             ending = (f"exit {event.fields.get('exit_code')}", "")
     return ending
 
 
-def _restart(part: _Part, now: ProcessAccount, before: ProcessAccount, part_before: _Part) -> Restart:
+def _restart(
+    part: _Part, now: ProcessAccount, before: ProcessAccount, part_before: _Part
+) -> Restart:
     begun_from = part.resumed_from
     lost = 0
     if begun_from is not None:
@@ -420,10 +469,17 @@ def _odd_clocks(part: _Part, previous_end: float | None) -> list[str]:
     tolerance = _CLOCK_TOLERANCE_SECONDS
     if any(event.type == EventType.WORLD for event in part.events):
         tolerance = _CLOCKS_APART_SECONDS
-    backwards = max((-float(np.diff(times).min()) for times in part.times if len(times) > 1), default=0.0)
+    backwards = max(
+        (-float(np.diff(times).min()) for times in part.times if len(times) > 1), default=0.0
+    )
     if backwards > tolerance:
-        notes.append(f"the clock went back by {duration(backwards)} while generation {part.generation} ran")
-    if previous_end is not None and previous_end - _begin(part, previous_end) > _CLOCK_TOLERANCE_SECONDS:
+        notes.append(
+            f"the clock went back by {duration(backwards)} while generation {part.generation} ran"
+        )
+    if (
+        previous_end is not None
+        and previous_end - _begin(part, previous_end) > _CLOCK_TOLERANCE_SECONDS
+    ):
         notes.append(
             f"generation {part.generation} began {duration(previous_end - part.begin)} before "
             "the last sign of the one before: "

@@ -30,7 +30,9 @@ def render_line(state: State, width: int, *, is_unicode: bool = True) -> Text:
     line = Text(no_wrap=True, overflow="crop")
     for index, (_, text, style) in enumerate(parts):
         if index == 1 and space >= _SHORTEST_BAR:
-            line.append_text(_bar(state, min(space, _LONGEST_BAR), is_unicode=is_unicode)).append("  ")
+            line.append_text(
+                _bar(state, min(space, _LONGEST_BAR), is_unicode=is_unicode)
+            ).append("  ")
         line.append(text, style).append("" if index == len(parts) - 1 else "  ")
     return line
 
@@ -40,7 +42,9 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
     share = state.step / state.total_steps if state.total_steps else 0.0
     is_over = state.step >= state.total_steps > 0
     remaining = (
-        f"in {duration(state.elapsed_seconds)}" if is_over else f"ETA {duration(state.remaining_seconds)}"
+        f"in {duration(state.elapsed_seconds)}"
+        if is_over
+        else f"ETA {duration(state.remaining_seconds)}"
     )
     parts = [
         (9, state.name, "bold"),
@@ -52,14 +56,22 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
     ]
     if state.num_processes > 1 or state.recent_change:
         parts.append(
-            (2, f"{count(state.num_processes)} process{'' if state.num_processes == 1 else 'es'}", "dim")
+            (
+                2,
+                f"{count(state.num_processes)} process{'' if state.num_processes == 1 else 'es'}",
+                "dim",
+            )
         )
     if state.recent_change:
         parts.append((6, state.recent_change, "yellow"))
     if state.saved_step is not None:
         parts.append((5, f"saved {count(state.saved_step)}", "dim"))
-    parts.extend((1, f"{name} {compact(value)}", "cyan") for name, value in state.metrics.items())
-    parts.extend((4, f"{name} {real(loss)}", "magenta") for name, loss in state.evaluations.items())
+    parts.extend(
+        (1, f"{name} {compact(value)}", "cyan") for name, value in state.metrics.items()
+    )
+    parts.extend(
+        (4, f"{name} {real(loss)}", "magenta") for name, loss in state.evaluations.items()
+    )
     if state.activity:
         parts.append((9, state.activity, "yellow"))
     return parts
@@ -97,7 +109,9 @@ class ProgressBar(BaseObserver):
         self._drawn = -math.inf
         self._state = State(clock)
         self._console = Console(file=stream, highlight=False, soft_wrap=False)
-        self._live = Live(_Line(self._state), console=self._console, auto_refresh=False, transient=False)
+        self._live = Live(
+            _Line(self._state), console=self._console, auto_refresh=False, transient=False
+        )
 
     def run_start(self, info: RunInfo) -> None:
         self._state.start(info)

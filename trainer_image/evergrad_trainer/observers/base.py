@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, get_args
 
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord, Wish
+from evergrad_trainer.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    StepRecord,
+    Wish,
+)
 from evergrad_trainer.run_directory import run_directory_error
 
 _log = logging.getLogger(__name__)
@@ -169,9 +176,13 @@ class Observers(BaseObserver):
         if observer.essential:
             if isinstance(error, OSError):
                 what = f"cannot be written by {name}"
-                raise run_directory_error(error, error.filename or "run directory", what=what) from error
+                raise run_directory_error(
+                    error, error.filename or "run directory", what=what
+                ) from error
             raise error
-        _log.error("observer %s failed: %s: %s", name, type(error).__name__, error, exc_info=error)
+        _log.error(
+            "observer %s failed: %s: %s", name, type(error).__name__, error, exc_info=error
+        )
         in_a_row = self._in_a_row.get(id(observer), 0) + 1
         self._in_a_row[id(observer)] = in_a_row
         if in_a_row >= FAILURES_BEFORE_DISABLED and observer in self._active:
@@ -180,7 +191,8 @@ class Observers(BaseObserver):
     def _switch_off(self, observer: Observer, name: str, error: Exception) -> None:
         self._active.remove(observer)
         message = (
-            f"observer {name} is switched off after {FAILURES_BEFORE_DISABLED} failures in a row: {error}"
+            f"observer {name} is switched off after {FAILURES_BEFORE_DISABLED} failures in a "
+            f"row: {error}"
         )
         _log.error("%s", message)
         try:

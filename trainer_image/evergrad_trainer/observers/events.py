@@ -70,11 +70,15 @@ def describe_event(event: Event) -> str | None:
         EventType.SAVE_FAILED: lambda: (
             f"step={event.step} failures={fields.get('failures')} reason={fields.get('reason')}"
         ),
-        EventType.FALLBACK: lambda: f"checkpoint={fields.get('checkpoint')} reason={fields.get('reason')}",
+        EventType.FALLBACK: lambda: (
+            f"checkpoint={fields.get('checkpoint')} reason={fields.get('reason')}"
+        ),
         EventType.RESTORED: lambda: (
             f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}"
         ),
-        EventType.EXTENDED: lambda: f"from={fields.get('from_steps')} to={fields.get('to_steps')}",
+        EventType.EXTENDED: lambda: (
+            f"from={fields.get('from_steps')} to={fields.get('to_steps')}"
+        ),
         EventType.CHANGED: lambda: f"step={event.step} {describe_changes(fields)}",
         EventType.WARNING: lambda: str(fields.get("message")),
         EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
@@ -103,7 +107,9 @@ def describe_changes(fields: dict[str, object]) -> str:
 
 def _describe_world(fields: dict[str, object]) -> str:
     """``size=2 from=3 cause="node 0 lost" paused=0.12s``, without what is unknown."""
-    size, before, paused = (fields.get(key) for key in ("world_size", "from_world_size", "paused_seconds"))
+    size, before, paused = (
+        fields.get(key) for key in ("world_size", "from_world_size", "paused_seconds")
+    )
     cause = fields.get("detail") or fields.get("cause")
     parts = [f"size={size}"]
     if before is not None:

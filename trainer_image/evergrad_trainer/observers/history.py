@@ -87,7 +87,11 @@ class StepTable:
     def take(self, rows: npt.NDArray[Any]) -> "StepTable":
         """These rows only, by indices or by a mask."""
         columns = {name: getattr(self, name)[rows] for name in _NAMES}
-        return replace(self, **columns, metrics={name: column[rows] for name, column in self.metrics.items()})
+        return replace(
+            self,
+            **columns,
+            metrics={name: column[rows] for name, column in self.metrics.items()},
+        )
 
 
 _NAMES = tuple(column.name for column in fields(StepTable) if column.name != "metrics")
@@ -137,7 +141,9 @@ class _Columns:
             column.extend([math.nan] * (len(self) - len(column)))
         return StepTable(
             **{name: np.asarray(memoryview(column)) for name, column in self._columns.items()},
-            metrics={name: np.asarray(memoryview(column)) for name, column in self._metrics.items()},
+            metrics={
+                name: np.asarray(memoryview(column)) for name, column in self._metrics.items()
+            },
         )
 
 
@@ -192,7 +198,9 @@ def _first_bad(lines: JsonLines, chunk: list[tuple[int, dict[str, Any]]]) -> Run
         if not _fits(row):
             if _fits({**row, "metrics": {}}):
                 return lines.malformed(number, f"has impossible metrics, {row['metrics']!r}")
-            name = next((name for name in _NAMES if not _fits(_EXAMPLE | {name: row[name]})), _NAMES[0])
+            name = next(
+                (name for name in _NAMES if not _fits(_EXAMPLE | {name: row[name]})), _NAMES[0]
+            )
             return lines.malformed(number, f"has an impossible {name}, {row[name]!r}")
     return lines.malformed(chunk[0][0], "is not a row of this file")
 
@@ -223,11 +231,15 @@ def _evaluation(row: dict[str, Any]) -> EvaluationRecord:
         raise ValueError(f"has impossible metrics, {metrics!r}")
     return EvaluationRecord(
         **values | {"name": str(values["name"])},
-        metrics={name: math.nan if value is None else float(value) for name, value in metrics.items()},
+        metrics={
+            name: math.nan if value is None else float(value) for name, value in metrics.items()
+        },
     )
 
 
-def _parsed(path: Path, notes: list[str], parse: Callable[[dict[str, Any]], Row]) -> Iterator[Row]:
+def _parsed(
+    path: Path, notes: list[str], parse: Callable[[dict[str, Any]], Row]
+) -> Iterator[Row]:
     lines = JsonLines(path)
     for number, row in lines:
         try:
@@ -260,7 +272,9 @@ def read_before(directory: RunDirectory, *, tail_bytes: int = 4 << 20) -> Before
     Raises RunDirectoryError.
     """
     rows = [*_tail(directory.metrics, tail_bytes), *_tail(directory.events, 1 << 16)]
-    steps = [row["step"] for row in rows if "sample_hash" in row and isinstance(row.get("step"), int)]
+    steps = [
+        row["step"] for row in rows if "sample_hash" in row and isinstance(row.get("step"), int)
+    ]
     times = [float(row["time"]) for row in rows if isinstance(row.get("time"), int | float)]
     return Before(highest_step=max(steps, default=0), last_time=max(times, default=None))
 

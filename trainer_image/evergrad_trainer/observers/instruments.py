@@ -22,7 +22,10 @@ _BEGINS: dict[str, Iterable[tuple[str, ...]]] = {
     "world_changes_total": [(cause,) for cause in CHANGES],
     "nonfinite_total": [(what,) for what in NON_FINITE],
     "skipped_steps_total": [(why,) for why in SKIP_REASONS],
-    "checkpoint_failures_total": [*(("save", trouble) for trouble in TROUBLES), ("load", "invalid")],
+    "checkpoint_failures_total": [
+        *(("save", trouble) for trouble in TROUBLES),
+        ("load", "invalid"),
+    ],
 }
 """Labels with which a counter begins: one that first appears above 0 hides that increase from ``rate``."""
 
@@ -40,7 +43,9 @@ def build_series(
         elif one.kind == "counter":
             made[one.name] = Counter(name, text, names, registry=registry)
         else:
-            made[one.name] = Histogram(name, text, names, buckets=one.buckets, registry=registry)
+            made[one.name] = Histogram(
+                name, text, names, buckets=one.buckets, registry=registry
+            )
     return made
 
 
@@ -56,7 +61,9 @@ class Instruments:
         made = build_series(TRAINER, "run", registry=registry)
         self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
         self._counters = {name: one for name, one in made.items() if isinstance(one, Counter)}
-        self._histograms = {name: one for name, one in made.items() if isinstance(one, Histogram)}
+        self._histograms = {
+            name: one for name, one in made.items() if isinstance(one, Histogram)
+        }
         for name, rows in _BEGINS.items():
             for row in rows:
                 self._counters[name].labels(run, *row)

@@ -15,8 +15,21 @@ from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord, record_row
-from evergrad_trainer.run_directory import RunDirectory, dumps_strict, encode_text, mend_last_line, reported
+from evergrad_trainer.records import (
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    StepRecord,
+    record_row,
+)
+from evergrad_trainer.run_directory import (
+    RunDirectory,
+    dumps_strict,
+    encode_text,
+    mend_last_line,
+    reported,
+)
 from evergrad_trainer.volume import retry, volume_error
 
 LONGEST_WAITING_BYTES = 16 * 2**20
@@ -29,7 +42,14 @@ CLOSING_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
 
-_START_FACTS = ("model", "parameters", "precision", "parallelism", "tokens_per_step", "samples_per_step")
+_START_FACTS = (
+    "model",
+    "parameters",
+    "precision",
+    "parallelism",
+    "tokens_per_step",
+    "samples_per_step",
+)
 """Facts of the run that its start event carries too, so that events.jsonl can be read alone."""
 
 
@@ -58,7 +78,9 @@ class JsonLinesWriter:
 
     def _open(self) -> int:
         with reported(self._path, what="cannot be opened for appending"):
-            return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            return os.open(
+                self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+            )
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one object, now or later. Raises VolumeError when more waits than memory should hold.
@@ -68,7 +90,11 @@ class JsonLinesWriter:
         data = encode_text(dumps_strict(row)) + b"\n"
         self._waiting.append(data)
         self._waiting_bytes += len(data)
-        if self._pause and self._clock() < self._next_try and self._waiting_bytes <= LONGEST_WAITING_BYTES:
+        if (
+            self._pause
+            and self._clock() < self._next_try
+            and self._waiting_bytes <= LONGEST_WAITING_BYTES
+        ):
             return
         try:
             self._write_waiting()
@@ -80,9 +106,13 @@ class JsonLinesWriter:
         if self._waiting_bytes > LONGEST_WAITING_BYTES:
             what = f"{len(self._waiting)} lines wait to be written"
             remedy = "Free some space, raise the quota, or check the volume's server, and start again"
-            raise VolumeError(str(Problem(str(self._path), what, str(error), remedy))) from error
+            raise VolumeError(
+                str(Problem(str(self._path), what, str(error), remedy))
+            ) from error
         if not self._pause:
-            _log.warning("%s: cannot be written: %s; its lines wait in memory", self._path, error)
+            _log.warning(
+                "%s: cannot be written: %s; its lines wait in memory", self._path, error
+            )
         self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
         self._next_try = self._clock() + self._pause
 
@@ -189,7 +219,9 @@ class RunLog(BaseObserver):
         # Not before the start event, which opens each process's part of the file.
         warnings, self._warnings = self._warnings, []
         for message in warnings:
-            self._events.write(event_row(replace(event, type=EventType.WARNING, fields={"message": message})))
+            self._events.write(
+                event_row(replace(event, type=EventType.WARNING, fields={"message": message}))
+            )
 
     def close(self) -> None:
         """Bring everything to the disk. All three are closed, also when one fails."""

@@ -70,7 +70,9 @@ class Lasting(Observers):
     def _keep(self, name: str, state: Mapping[str, Any]) -> None:
         text = json.dumps(state, allow_nan=False)
         if len(text) > MAX_STATE_BYTES:
-            raise ValueError(f"its state has {len(text):,} bytes; at most {MAX_STATE_BYTES:,} are kept")
+            raise ValueError(
+                f"its state has {len(text):,} bytes; at most {MAX_STATE_BYTES:,} are kept"
+            )
         self._states[name] = json.loads(text)
 
 

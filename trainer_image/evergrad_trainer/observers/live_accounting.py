@@ -32,7 +32,9 @@ class LiveAccounting:
         """What the time since then is lost to, if nothing claims it."""
         self._claimed = 0.0
 
-    def begin(self, *, highest_step: int | None, last_time: float | None, takes_over: bool) -> None:
+    def begin(
+        self, *, highest_step: int | None, last_time: float | None, takes_over: bool
+    ) -> None:
         """A process becomes rank 0. What others did since the last one here is in their accounts, not in
         these.
 
@@ -78,7 +80,9 @@ class LiveAccounting:
 
     def _start(self, event: Event) -> None:
         claimed = event.fields.get("process_start_time")
-        begin = min(float(claimed), event.time) if isinstance(claimed, int | float) else event.time
+        begin = (
+            min(float(claimed), event.time) if isinstance(claimed, int | float) else event.time
+        )
         if self._last_time is not None:
             if begin < self._last_time <= event.time:
                 # A node outlives its workers: the start of the node is not the start of this part of the run.

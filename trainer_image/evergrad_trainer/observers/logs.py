@@ -60,7 +60,9 @@ def setup_logging(
     with reported(path, what="cannot be opened for appending"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    prefix = f"%(asctime)s.%(msecs)03d node {node} rank {rank} %(levelname)s %(name)s: %(message)s"
+    prefix = (
+        f"%(asctime)s.%(msecs)03d node {node} rank {rank} %(levelname)s %(name)s: %(message)s"
+    )
     file.setFormatter(logging.Formatter(prefix, datefmt="%Y-%m-%dT%H:%M:%S"))
     handlers: list[logging.Handler] = [file]
     if rank == 0 if on_terminal is None else on_terminal:

@@ -32,7 +32,9 @@ class MetricsServer:
     def __init__(self, registry: CollectorRegistry, *, port: int, host: str) -> None:
         """Listen on ``port`` of ``host``; 0 takes a free one. Raises ConfigurationError, naming the field."""
         try:
-            self._server = make_server(host, port, make_wsgi_app(registry), _Server, _SilentHandler)
+            self._server = make_server(
+                host, port, make_wsgi_app(registry), _Server, _SilentHandler
+            )
         except OSError as error:
             why = f"{error.strerror or error}".lower()
             remedy = "Choose another port, 0 for any free one, or leave it out for no endpoint"
@@ -42,7 +44,10 @@ class MetricsServer:
         self.port = self._server.server_port
         self.address = f"http://localhost:{self.port}/metrics"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},
+            name="metrics",
+            daemon=True,
         )
         self._thread.start()
 

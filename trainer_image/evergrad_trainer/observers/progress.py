@@ -11,7 +11,9 @@ from evergrad_trainer.observers.live_state import State
 from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord
 
 
-def build_progress(stream: TextIO, *, every: int, clock: Callable[[], float] = time.monotonic) -> Observer:
+def build_progress(
+    stream: TextIO, *, every: int, clock: Callable[[], float] = time.monotonic
+) -> Observer:
     """The bar where ``stream`` is a terminal, else a line every ``every`` steps."""
     if stream.isatty():
         from evergrad_trainer.observers.bar import ProgressBar
@@ -37,7 +39,9 @@ class ProgressLines(BaseObserver):
     """Plain lines for pipes, files and ``kubectl logs``: a kind, then key=value pairs; no colours, nothing
     rewritten."""
 
-    def __init__(self, stream: TextIO, *, every: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO, *, every: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stream = stream
         self._every = every
         self._state = State(clock)

@@ -22,7 +22,14 @@ from evergrad_trainer.observers.instruments import NON_FINITE, Instruments
 from evergrad_trainer.observers.live_accounting import LiveAccounting
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
-from evergrad_trainer.records import SKIP_REASONS, EvaluationRecord, Event, EventType, RunInfo, StepRecord
+from evergrad_trainer.records import (
+    SKIP_REASONS,
+    EvaluationRecord,
+    Event,
+    EventType,
+    RunInfo,
+    StepRecord,
+)
 
 LOSS_WINDOW_STEPS = 10
 """The training loss is a mean of this many steps: a scrape sees one step of many, and a single
@@ -62,7 +69,9 @@ class PrometheusExporter(BaseObserver):
         GCCollector(registry=self.registry)
         before = before or Before()
         self._metrics = Instruments(self.registry, run)
-        self._live = LiveAccounting(highest_step=before.highest_step, last_time=before.last_time)
+        self._live = LiveAccounting(
+            highest_step=before.highest_step, last_time=before.last_time
+        )
         self._published: dict[tuple[str, ...], float] = {}
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW_STEPS)
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
@@ -76,14 +85,24 @@ class PrometheusExporter(BaseObserver):
     def run_start(self, info: RunInfo) -> None:
         metrics = self._metrics
         self._samples_per_step = info.samples_per_step
-        self._live.begin(highest_step=info.highest_step, last_time=info.last_time, takes_over=info.takes_over)
+        self._live.begin(
+            highest_step=info.highest_step, last_time=info.last_time, takes_over=info.takes_over
+        )
         self._losses.clear()
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         if info.takes_over:
             metrics.forget_gauges()
         metrics.clear("info", "exit_code")
         versions = (f"torch {metadata.version('torch')}", __version__)
-        metrics.set("info", 1, str(info.generation), info.model, info.precision, info.parallelism, *versions)
+        metrics.set(
+            "info",
+            1,
+            str(info.generation),
+            info.model,
+            info.precision,
+            info.parallelism,
+            *versions,
+        )
         metrics.set("step", info.start_step)
         metrics.set("max_steps", info.total_steps)
         metrics.set("world_size", info.world_size)
@@ -129,12 +148,21 @@ class PrometheusExporter(BaseObserver):
         if event.type == EventType.SAVE:
             self._saved(event)
         elif event.type == EventType.SAVE_FAILED:
-            metrics.add("checkpoint_failures_total", 1, "save", read_trouble(event.fields.get("trouble")))
-            metrics.add("checkpoint_blocking_seconds_total", seconds_of(event, "blocking_seconds"))
+            metrics.add(
+                "checkpoint_failures_total",
+                1,
+                "save",
+                read_trouble(event.fields.get("trouble")),
+            )
+            metrics.add(
+                "checkpoint_blocking_seconds_total", seconds_of(event, "blocking_seconds")
+            )
         elif event.type == EventType.FALLBACK:
             metrics.add("checkpoint_failures_total", 1, "load", "invalid")
         elif event.type == EventType.RESTORED:
-            metrics.observe("checkpoint_duration_seconds", seconds_of(event, "seconds"), "load", "sync")
+            metrics.observe(
+                "checkpoint_duration_seconds", seconds_of(event, "seconds"), "load", "sync"
+            )
         elif event.type == EventType.EXTENDED:
             metrics.set("max_steps", float(event.fields["to_steps"]))
         elif event.type in (EventType.SKIPPED, EventType.NON_FINITE):
@@ -156,7 +184,10 @@ class PrometheusExporter(BaseObserver):
         metrics = self._metrics
         seconds, blocking = seconds_of(event, "seconds"), seconds_of(event, "blocking_seconds")
         metrics.observe(
-            "checkpoint_duration_seconds", seconds, "save", "sync" if blocking >= 0.9 * seconds else "async"
+            "checkpoint_duration_seconds",
+            seconds,
+            "save",
+            "sync" if blocking >= 0.9 * seconds else "async",
         )
         metrics.add("checkpoint_blocking_seconds_total", blocking)
         metrics.set("checkpoint_size_bytes", seconds_of(event, "bytes"))

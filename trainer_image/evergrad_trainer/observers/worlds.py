@@ -76,7 +76,10 @@ def measure_changes(
         end, heard = world.time, events
         if is_last and place < len(order):
             after = order[place]
-            end = max(end, float(np.nan_to_num(steps.time[after] - steps.step_seconds[after], nan=end)))
+            end = max(
+                end,
+                float(np.nan_to_num(steps.time[after] - steps.step_seconds[after], nan=end)),
+            )
         else:
             # Whatever this world saves, it saves after its own event.
             heard = [event for event in events if event.generation < world.generation]
@@ -110,21 +113,33 @@ def _row_before(rows: npt.NDArray[np.int64], steps: StepTable, time: float) -> i
     return None
 
 
-def _last_sign(world: Event, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> float:
+def _last_sign(
+    world: Event, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]
+) -> float:
     """Where no step was before a change: what was heard last before it."""
     older = [
-        event.time for event in events if event.generation < world.generation and event.time <= world.time
+        event.time
+        for event in events
+        if event.generation < world.generation and event.time <= world.time
     ]
-    older += [one.time for one in evaluations if one.generation < world.generation and one.time <= world.time]
+    older += [
+        one.time
+        for one in evaluations
+        if one.generation < world.generation and one.time <= world.time
+    ]
     return max(older, default=world.time)
 
 
 def _evaluating(evaluations: Sequence[EvaluationRecord], begin: float, end: float) -> float:
     """Seconds that evaluations claim of the time from ``begin`` to ``end``."""
-    return math.fsum(one.seconds for one in evaluations if begin < one.time <= end and one.seconds > 0)
+    return math.fsum(
+        one.seconds for one in evaluations if begin < one.time <= end and one.seconds > 0
+    )
 
 
-def _saving(events: Sequence[Event], steps: StepTable, row: int, *, later: npt.NDArray[np.int64]) -> float:
+def _saving(
+    events: Sequence[Event], steps: StepTable, row: int, *, later: npt.NDArray[np.int64]
+) -> float:
     """Seconds that saves of a row's step claim of the time after it; they are reported later.
 
     Where the worlds after it forgot that step and trained it again, among the rows ``later``, a save may be
@@ -133,10 +148,16 @@ def _saving(events: Sequence[Event], steps: StepTable, row: int, *, later: npt.N
     step = int(steps.step[row])
     again = later[steps.step[later] == step][:1]
     generation, time = (
-        (steps.generation[again[0]], steps.time[again[0]]) if len(again) else (math.inf, math.inf)
+        (steps.generation[again[0]], steps.time[again[0]])
+        if len(again)
+        else (math.inf, math.inf)
     )
-    saves = [event for event in events if event.type == EventType.SAVE and saved_step(event) == step]
-    saves += [event for event in events if event.type == EventType.SAVE_FAILED and event.step == step]
+    saves = [
+        event for event in events if event.type == EventType.SAVE and saved_step(event) == step
+    ]
+    saves += [
+        event for event in events if event.type == EventType.SAVE_FAILED and event.step == step
+    ]
     return math.fsum(
         seconds_of(event, "blocking_seconds")
         for event in saves

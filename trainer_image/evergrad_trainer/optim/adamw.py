@@ -28,7 +28,9 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if not any(isinstance(parameter, DTensor) and not parameter.is_cuda for parameter in parameters):
+        if not any(
+            isinstance(parameter, DTensor) and not parameter.is_cuda for parameter in parameters
+        ):
             loss: float | None = super().step(closure)
             return loss
         if closure is not None:
@@ -78,7 +80,10 @@ def build_adamw(model: nn.Module, settings: Optimizer) -> AdamW:
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {
+            "params": [p for p in trainable if p.ndim >= 2],
+            "weight_decay": settings.weight_decay,
+        },
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = AdamW(
@@ -113,4 +118,8 @@ def _begin(parameter: torch.Tensor) -> int:
         return 0
     sharded: Any = parameter  # DCP's protocol for sharded tensors carries no types
     (chunk,) = sharded.__create_chunk_list__()
-    return int(chunk.offsets[0]) * (parameter.numel() // parameter.shape[0]) if parameter.ndim else 0
+    return (
+        int(chunk.offsets[0]) * (parameter.numel() // parameter.shape[0])
+        if parameter.ndim
+        else 0
+    )

@@ -37,7 +37,9 @@ class LearningRate:
         """1 at the peak, 0 at the end."""
         if self.type == "constant":
             return 1.0
-        length = self.decay_steps if self.type == "wsd" else self.total_steps - self.warmup_steps
+        length = (
+            self.decay_steps if self.type == "wsd" else self.total_steps - self.warmup_steps
+        )
         done = step - 1 - (self.total_steps - length)
         if done <= 0:
             return 1.0
@@ -66,5 +68,9 @@ def build_schedule(
         warmup_steps=warmup,
         decay_steps=min(steps_of(settings.decay, total_steps), total_steps - warmup),
         minimum_ratio=settings.minimum_ratio,
-        peaks=tuple((one.from_step, one.learning_rate) for one in overrides if one.learning_rate is not None),
+        peaks=tuple(
+            (one.from_step, one.learning_rate)
+            for one in overrides
+            if one.learning_rate is not None
+        ),
     )

@@ -20,7 +20,12 @@ from evergrad_manifest.errors import Problem
 from evergrad_trainer import __version__
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.provenance.redaction import hide_home, redact_command
-from evergrad_trainer.run_directory import RunDirectory, dumps_strict, read_json_object, write_atomically
+from evergrad_trainer.run_directory import (
+    RunDirectory,
+    dumps_strict,
+    read_json_object,
+    write_atomically,
+)
 
 FORMAT = 1
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -28,7 +33,12 @@ _GIT_TIMEOUT_SECONDS = 5
 
 
 def record_process(
-    directory: RunDirectory, *, run: TrainingRun, command: Sequence[str], world_size: int, generation: int
+    directory: RunDirectory,
+    *,
+    run: TrainingRun,
+    command: Sequence[str],
+    world_size: int,
+    generation: int,
 ) -> dict[str, Any]:
     """Append what this process is to ``provenance.json`` and return the entry. Rank 0 only.
 
@@ -36,7 +46,9 @@ def record_process(
     written.
     """
     seed = None if run.spec.training is None else run.spec.training.reproducibility.seed
-    entry = describe_process(command=command, seed=seed, world_size=world_size, generation=generation)
+    entry = describe_process(
+        command=command, seed=seed, world_size=world_size, generation=generation
+    )
     before = read_processes(directory)
     document = {"format": FORMAT, "processes": [*before, entry]}
     write_atomically(directory.provenance, dumps_strict(document, indent=2) + "\n")
@@ -49,9 +61,14 @@ def read_processes(directory: RunDirectory) -> list[dict[str, Any]]:
     if document is None:
         return []
     processes = document.get("processes")
-    if not isinstance(processes, list) or not all(isinstance(entry, dict) for entry in processes):
+    if not isinstance(processes, list) or not all(
+        isinstance(entry, dict) for entry in processes
+    ):
         problem = Problem(
-            str(directory.provenance), "has no list of processes", "", "Restore the file, or move it away"
+            str(directory.provenance),
+            "has no list of processes",
+            "",
+            "Restore the file, or move it away",
         )
         raise RunDirectoryError(problem)
     return processes
@@ -78,7 +95,10 @@ def describe_process(
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"evergrad": __version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {
+        "evergrad": __version__,
+        "python": platform.python_version(),
+    }
     for library in _LIBRARIES:
         try:
             versions[library] = metadata.version(library)
@@ -120,7 +140,9 @@ def _hardware() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "gpus": _gpus(),
     }
@@ -148,4 +170,6 @@ def _gpus() -> list[str]:
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
-    return [str(torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())]
+    return [
+        str(torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())
+    ]

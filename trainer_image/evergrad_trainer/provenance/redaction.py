@@ -11,7 +11,17 @@ from pathlib import Path
 REDACTED = "<redacted>"
 
 _SECRET_WORDS = frozenset(
-    {"password", "passwd", "passphrase", "token", "secret", "secrets", "credential", "credentials", "apikey"}
+    {
+        "password",
+        "passwd",
+        "passphrase",
+        "token",
+        "secret",
+        "secrets",
+        "credential",
+        "credentials",
+        "apikey",
+    }
 )
 _SECRET_PAIRS = frozenset(
     {("api", "key"), ("access", "key"), ("private", "key"), ("secret", "key"), ("auth", "key")}
@@ -24,7 +34,9 @@ def is_secret(key: str) -> bool:
     """Whether a key names a secret: ``hf_token``, ``spec.registryPassword`` do, ``tokenizer`` and
     ``horizon.tokens`` do not."""
     words = [word.lower() for word in _WORD.findall(key)]
-    return bool(_SECRET_WORDS & set(words)) or any(pair in _SECRET_PAIRS for pair in pairwise(words))
+    return bool(_SECRET_WORDS & set(words)) or any(
+        pair in _SECRET_PAIRS for pair in pairwise(words)
+    )
 
 
 def redact_command(words: Sequence[str]) -> list[str]:

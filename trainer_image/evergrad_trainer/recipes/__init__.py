@@ -13,7 +13,9 @@ RECIPES: dict[str, type[Task]] = {"pretrain": Pretrain}
 """By the name that stands in ``spec.training.recipe``; any other is a task of the user's own."""
 
 
-def load_task(training: Training, base_directory: Path, *, has_trained: bool = False) -> tuple[Task, Code]:
+def load_task(
+    training: Training, base_directory: Path, *, has_trained: bool = False
+) -> tuple[Task, Code]:
     """The task that ``spec.training.recipe`` names, with its options, and what names errors of its code.
 
     ``has_trained``: the run has made steps.

@@ -23,7 +23,13 @@ from evergrad_trainer.task import Section, Setup, Task
 
 _RECIPE: Final = "spec.training.recipe"
 _OPTIONS: Final = ("spec", "training", "options")
-_OF_THE_HOST = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, EvergradError)
+_OF_THE_HOST = (
+    OSError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+    EvergradError,
+)
 """Errors that say by themselves what is wrong, whoever's code they come from."""
 _COLLECTIVES: Final = os.path.join("torch", "distributed", "")
 """Below it lies the code of torch that talks to other processes."""
@@ -96,7 +102,9 @@ class Code:
         return is_below and "site-packages" not in path.parts
 
 
-def load_own(training: Training, base_directory: Path, *, has_trained: bool = False) -> tuple[Task, Code]:
+def load_own(
+    training: Training, base_directory: Path, *, has_trained: bool = False
+) -> tuple[Task, Code]:
     """The task that ``recipe: module:attr`` names, made with its options.
 
     ``has_trained``: the run has made steps. Raises ConfigurationError for a file that is not there, an
@@ -115,7 +123,11 @@ def load_own(training: Training, base_directory: Path, *, has_trained: bool = Fa
     is_typed = isinstance(options_model, type) and issubclass(options_model, Section)
     if not callable(made) or not is_typed or not hasattr(made, "loss"):
         what = f"{attribute} is no task of {path.name}"
-        why = "there is nothing of this name" if made is None else "it has no loss, or no Options (a Section)"
+        why = (
+            "there is nothing of this name"
+            if made is None
+            else "it has no loss, or no Options (a Section)"
+        )
         remedy = "Derive a class from evergrad_trainer.recipes.pretrain.Pretrain, and name it"
         raise ConfigurationError(Problem(_RECIPE, what, why, remedy))
     options = parse_options(made.Options, training.options)
@@ -124,8 +136,13 @@ def load_own(training: Training, base_directory: Path, *, has_trained: bool = Fa
     try:
         declare(task.metrics)
     except ValueError as error:
-        what, why = f"{attribute}.metrics: {error}", "a metric has a column, a label and a place of its own"
-        raise ConfigurationError(Problem(_RECIPE, what, why, "Rename it, or leave it out")) from None
+        what, why = (
+            f"{attribute}.metrics: {error}",
+            "a metric has a column, a label and a place of its own",
+        )
+        raise ConfigurationError(
+            Problem(_RECIPE, what, why, "Rename it, or leave it out")
+        ) from None
     return task, code
 
 

@@ -22,7 +22,9 @@ class ReportPaths:
     facts: Facts
 
 
-def write_report(run_directory: Path, *, output: Path | None = None, now: float | None = None) -> ReportPaths:
+def write_report(
+    run_directory: Path, *, output: Path | None = None, now: float | None = None
+) -> ReportPaths:
     """Write both forms into ``output`` (default: the run directory). The same files give the same report but
     for its time.
 
@@ -35,7 +37,9 @@ def write_report(run_directory: Path, *, output: Path | None = None, now: float 
     with reported(target, what="cannot be created"):
         target.mkdir(parents=True, exist_ok=True)
     paths = ReportPaths(
-        html=target / RunFile.REPORT_HTML, markdown=target / RunFile.REPORT_MARKDOWN, facts=facts
+        html=target / RunFile.REPORT_HTML,
+        markdown=target / RunFile.REPORT_MARKDOWN,
+        facts=facts,
     )
     write_atomically(paths.html, render_html(facts, build_plots(facts), created=created))
     write_atomically(paths.markdown, render_markdown(facts, created=created))

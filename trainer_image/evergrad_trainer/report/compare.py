@@ -98,14 +98,23 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """Same steps on the same samples with agreeing values, and the same evaluations."""
-        missing = (self.only_in_a, self.only_in_b, self.evaluations_only_in_a, self.evaluations_only_in_b)
-        return not any(missing) and not any(difference.counts for difference in self.differences)
+        missing = (
+            self.only_in_a,
+            self.only_in_b,
+            self.evaluations_only_in_a,
+            self.evaluations_only_in_b,
+        )
+        return not any(missing) and not any(
+            difference.counts for difference in self.differences
+        )
 
 
 def compare(a: History, b: History, rules: Rules) -> Comparison:
     """Align by step, the last row of each counting, and compare."""
     left, right = (_counting(run.steps, rules) for run in (a, b))
-    common, of_left, of_right = np.intersect1d(left.step, right.step, assume_unique=True, return_indices=True)
+    common, of_left, of_right = np.intersect1d(
+        left.step, right.step, assume_unique=True, return_indices=True
+    )
     left_common, right_common = left.take(of_left), right.take(of_right)
     evaluations_a, evaluations_b = (_evaluations(run.evaluations, rules) for run in (a, b))
     shared = [key for key in evaluations_a if key in evaluations_b]
@@ -115,7 +124,9 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
         last_step=int(common[-1]) if len(common) else None,
         differences=(
             *_step_differences(left_common, right_common, rules),
-            *_evaluation_differences([(evaluations_a[key], evaluations_b[key]) for key in shared], rules),
+            *_evaluation_differences(
+                [(evaluations_a[key], evaluations_b[key]) for key in shared], rules
+            ),
         ),
         only_in_a=ranges(np.setdiff1d(left.step, common)),
         only_in_b=ranges(np.setdiff1d(right.step, common)),
@@ -167,7 +178,9 @@ def _disagree(pair: Sequence[Reals], rules: Rules) -> Mask:
     if rules.exact:
         return np.asarray((a.view(np.uint64) != b.view(np.uint64)) & ~both_nan)
     with np.errstate(invalid="ignore"):
-        agrees = (a == b) | (np.abs(a - b) <= rules.tolerance * np.maximum(np.abs(a), np.abs(b)))
+        agrees = (a == b) | (
+            np.abs(a - b) <= rules.tolerance * np.maximum(np.abs(a), np.abs(b))
+        )
     # An infinite value is within any tolerance of nothing but itself.
     agrees &= (a == b) | (np.isfinite(a) & np.isfinite(b))
     return np.asarray(~agrees & ~both_nan)
@@ -196,7 +209,9 @@ def _differing(
         first_step=int(steps[rows[0]]),
         a=shown[0],
         b=shown[1],
-        largest_relative=_largest_relative(left[rows], right[rows]) if left.dtype == np.float64 else None,
+        largest_relative=_largest_relative(left[rows], right[rows])
+        if left.dtype == np.float64
+        else None,
         where=where,
     )
 
@@ -230,7 +245,8 @@ def _evaluation_differences(
         found.append(_differing("tokens", steps, tokens, tokens[0] != tokens[1], where=where))
         for name in metrics:
             values = tuple(
-                np.array([one.metrics.get(name, np.nan) for one in side], np.float64) for side in sides
+                np.array([one.metrics.get(name, np.nan) for one in side], np.float64)
+                for side in sides
             )
             found.append(_differing(name, steps, values, _disagree(values, rules), where=where))
     return [difference for difference in found if difference is not None]
@@ -242,10 +258,14 @@ def _repeats(steps: StepTable, rules: Rules) -> Repeats:
     repeated = numbers[counts > 1]
     rows = np.isin(inside.step, repeated)
     hashes: dict[int, set[int]] = {}
-    for step, sample_hash in zip(inside.step[rows].tolist(), inside.sample_hash[rows].tolist(), strict=True):
+    for step, sample_hash in zip(
+        inside.step[rows].tolist(), inside.sample_hash[rows].tolist(), strict=True
+    ):
         hashes.setdefault(step, set()).add(sample_hash)
     others = sum(len(found) > 1 for found in hashes.values())
-    return Repeats(num_steps=len(repeated), ranges=ranges(repeated), num_with_other_samples=others)
+    return Repeats(
+        num_steps=len(repeated), ranges=ranges(repeated), num_with_other_samples=others
+    )
 
 
 def ranges(steps: npt.NDArray[np.int64]) -> tuple[tuple[int, int], ...]:

@@ -101,7 +101,9 @@ def gather_facts(directory: RunDirectory) -> Facts:
     return Facts(
         name=str(started.get("run") or directory.path.resolve().name),
         subtitle=_subtitle(started, goodput),
-        status=_status(goodput, is_complete=directory.is_complete(), step=_current_step(history.steps)),
+        status=_status(
+            goodput, is_complete=directory.is_complete(), step=_current_step(history.steps)
+        ),
         figures=_figures(history, counting, goodput, started),
         shares=_shares(goodput),
         evaluations=evaluation_table(evaluations),
@@ -141,7 +143,8 @@ def _started(history: History, resolved: Mapping[str, Any]) -> dict[str, Any]:
     training = _dig(resolved, "manifest", "spec", "training")
     from_manifest = {
         "run": _dig(resolved, "manifest", "metadata", "name"),
-        "model": _dig(training, "model", "config", "model_type") or _dig(training, "model", "path"),
+        "model": _dig(training, "model", "config", "model_type")
+        or _dig(training, "model", "path"),
         "precision": _dig(training, "runtime", "precision"),
         "parallelism": _dig(training, "runtime", "parallelism"),
         "total_steps": _dig(resolved, "derived", "totalSteps"),
@@ -199,7 +202,11 @@ def _status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
             "quiet",
             f"running, or killed; last sign at {utc(last.end)} UTC, step {count(step)}",
         )
-    return Status("Stopped", "warn", f"{ENDING_TEXTS.get(last.ended, last.ended)} after step {count(step)}")
+    return Status(
+        "Stopped",
+        "warn",
+        f"{ENDING_TEXTS.get(last.ended, last.ended)} after step {count(step)}",
+    )
 
 
 def _figures(
@@ -270,7 +277,10 @@ def _speed_figure(steps: StepTable) -> Figure:
 
 
 def _restart_figure(goodput: Goodput) -> Figure:
-    causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in goodput.restarts_by_cause.items()]
+    causes = [
+        f"{number} {cause.replace('_', ' ')}"
+        for cause, number in goodput.restarts_by_cause.items()
+    ]
     repeated = sum(restart.repeated_steps for restart in goodput.restarts)
     note = (
         ", ".join(causes) + f"; {count(repeated)} step{'' if repeated == 1 else 's'} lost"
@@ -284,12 +294,15 @@ def _world_figures(goodput: Goodput) -> list[Figure]:
     if not goodput.changes:
         return []
     causes = ", ".join(
-        f"{number} × {CHANGES[cause].text}" for cause, number in goodput.changes_by_cause.items()
+        f"{number} × {CHANGES[cause].text}"
+        for cause, number in goodput.changes_by_cause.items()
     )
     lost = duration(goodput.lost_seconds["reconfiguration"])
     return [
         Figure(
-            "Changes of the world", count(len(goodput.changes)), f"{causes}; training stood still for {lost}"
+            "Changes of the world",
+            count(len(goodput.changes)),
+            f"{causes}; training stood still for {lost}",
         )
     ]
 
@@ -322,7 +335,9 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
     if not processes:
         return ()
     entry = processes[-1]
-    versions, hardware, git = (_mapping(entry.get(key)) for key in ("versions", "hardware", "git"))
+    versions, hardware, git = (
+        _mapping(entry.get(key)) for key in ("versions", "hardware", "git")
+    )
     memory = hardware.get("memory_bytes")
     commit = str(git.get("commit") or "")
     rows = [
@@ -338,7 +353,9 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
         ("Memory", size(memory) if isinstance(memory, int) else None),
         ("Accelerators", ", ".join(map(str, hardware.get("gpus") or [])) or "none"),
     ]
-    return tuple((title, hide_home(str(value))) for title, value in rows if value not in (None, ""))
+    return tuple(
+        (title, hide_home(str(value))) for title, value in rows if value not in (None, "")
+    )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -346,4 +363,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _as_yaml(value: Any) -> str:
-    return hide_home(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)) if value else ""
+    return (
+        hide_home(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110))
+        if value
+        else ""
+    )

@@ -24,14 +24,22 @@ def render_markdown(facts: Facts, *, created: str) -> str:
         f"**{escape(facts.status.label)}**: {escape(facts.status.detail)}",
         " · ".join(map(escape, facts.subtitle)),
         _table(
-            ("", "", ""), [(figure.title, figure.value, figure.note) for figure in facts.figures], right={1}
+            ("", "", ""),
+            [(figure.title, figure.value, figure.note) for figure in facts.figures],
+            right={1},
         ),
     ]
     if facts.warnings:
-        parts += ["## Worth knowing", "\n".join(f"- {escape(warning)}" for warning in facts.warnings)]
+        parts += [
+            "## Worth knowing",
+            "\n".join(f"- {escape(warning)}" for warning in facts.warnings),
+        ]
     if facts.shares:
         rows = [(share.text, share.duration, share.percent) for share in facts.shares]
-        parts += ["## Where the time went", _table(("Spent on", "Time", "Share"), rows, right={1, 2})]
+        parts += [
+            "## Where the time went",
+            _table(("Spent on", "Time", "Share"), rows, right={1, 2}),
+        ]
     for title, table, empty in (
         ("Evaluations", facts.evaluations, "Nothing was evaluated."),
         ("Checkpoints", facts.checkpoints, "No checkpoint has been published yet."),
@@ -39,7 +47,12 @@ def render_markdown(facts: Facts, *, created: str) -> str:
     ):
         parts += [f"## {title}", _render(table) if table.rows else empty]
     if facts.worlds.rows:
-        parts += ["## Changes of the world", _WORLD_NOTE, _render(facts.world_causes), _render(facts.worlds)]
+        parts += [
+            "## Changes of the world",
+            _WORLD_NOTE,
+            _render(facts.world_causes),
+            _render(facts.worlds),
+        ]
     if facts.environment:
         parts += ["## Environment", _table(("", ""), facts.environment, right=set())]
     if facts.configuration:
@@ -62,7 +75,11 @@ def _render(table: Table) -> str:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:
     rule = ["---:" if index in right else "---" for index in range(len(titles))]
-    lines = [[escape(title) for title in titles], rule, *([escape(cell) for cell in row] for row in rows)]
+    lines = [
+        [escape(title) for title in titles],
+        rule,
+        *([escape(cell) for cell in row] for row in rows),
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -74,7 +74,9 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
     if not len(steps):
         return ()
     last = float(steps.step[-1])
-    evaluations = [one for one in last_evaluations(facts.history.evaluations) if one.step <= last]
+    evaluations = [
+        one for one in last_evaluations(facts.history.evaluations) if one.step <= last
+    ]
     first = min([float(steps.step[0]), *(one.step for one in evaluations)])
     margin = max(0.012 * (last - first), 0.5)
     span = (first - margin, last + margin)
@@ -89,7 +91,10 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
                 _speed_plot(facts),
                 _norm_plot(facts),
                 _split_plot(facts),
-                *(_metric_plot(facts, name) for name in list(facts.steps.metrics)[:_MOST_METRICS]),
+                *(
+                    _metric_plot(facts, name)
+                    for name in list(facts.steps.metrics)[:_MOST_METRICS]
+                ),
             )
         ),
         *([_draw(_world_plot(facts), span)] if facts.goodput.changes else []),
@@ -98,7 +103,11 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
 
 def _draw(draft: _Draft, span: tuple[float, float]) -> Plot:
     key = draft.title.partition(",")[0].lower().replace(" ", "-")
-    forms = [("", NARROW)] if draft.wide is None else [("narrow", NARROW), ("wide", (WIDE, draft.wide))]
+    forms = (
+        [("", NARROW)]
+        if draft.wide is None
+        else [("narrow", NARROW), ("wide", (WIDE, draft.wide))]
+    )
 
     def paint(axes: "Axes") -> None:
         draft.paint(axes)
@@ -139,7 +148,13 @@ def _loss_plot(facts: Facts) -> _Draft:
 
     def paint(axes: "Axes") -> None:
         _mark_restarts(axes, restarts)
-        _line(axes, raw, "s1", width=0.9 if window > 1 else 1.4, opacity=0.38 if window > 1 else 1.0)
+        _line(
+            axes,
+            raw,
+            "s1",
+            width=0.9 if window > 1 else 1.4,
+            opacity=0.38 if window > 1 else 1.0,
+        )
         if len(lost):
             _line(axes, lost, "s2", width=1.0, opacity=0.75)
         if window > 1:
@@ -154,7 +169,9 @@ def _loss_plot(facts: Facts) -> _Draft:
     if restarts:
         legend.append(Legend("restart", "muted", "dashed"))
     final = real(float(steps.loss[-1]))
-    description = f"Training loss against the step, from {real(float(steps.loss[0]))} to {final}."
+    description = (
+        f"Training loss against the step, from {real(float(steps.loss[0]))} to {final}."
+    )
     return _Draft("Training loss", description, legend, paint, unit="nats per token", wide=330)
 
 
@@ -170,7 +187,9 @@ def _evaluation_plot(evaluations: Sequence[EvaluationRecord]) -> _Draft:
         curves.append((envelope(x, y), f"s{1 + index}"))
         legend.append(Legend(name, f"s{1 + index}", "dot", real(own[-1].loss)))
     if len(names) > len(shown):
-        legend.append(Legend(f"and {len(names) - len(shown)} more sets in the table", "muted", "none"))
+        legend.append(
+            Legend(f"and {len(names) - len(shown)} more sets in the table", "muted", "none")
+        )
 
     def paint(axes: "Axes") -> None:
         for curve, color in curves:
@@ -195,7 +214,11 @@ def _learning_rate_plot(facts: Facts) -> _Draft:
     peak = compact(float(np.nanmax(curve.y))) if np.isfinite(curve.y).any() else "–"
     legend = [Legend("learning rate", "s1", "line", f"peak {peak}")]
     return _Draft(
-        "Learning rate", f"Learning rate against the step; its peak is {peak}.", legend, paint, unit=""
+        "Learning rate",
+        f"Learning rate against the step; its peak is {peak}.",
+        legend,
+        paint,
+        unit="",
     )
 
 
@@ -239,7 +262,11 @@ def _norm_plot(facts: Facts) -> _Draft:
     legend = [Legend("each step", "s1", "faint")] if window > 1 else []
     legend.append(Legend(label, "s1", "line", f"median {median}"))
     return _Draft(
-        "Gradient norm, before clipping", "Global gradient norm against the step.", legend, paint, unit="norm"
+        "Gradient norm, before clipping",
+        "Global gradient norm against the step.",
+        legend,
+        paint,
+        unit="norm",
     )
 
 
@@ -259,7 +286,12 @@ def _metric_plot(facts: Facts, name: str) -> _Draft:
 
     legend = [Legend("each step", "s1", "faint")] if window > 1 else []
     legend.append(
-        Legend(f"mean of {window} steps" if window > 1 else "each step", "s1", "line", f"last {last}")
+        Legend(
+            f"mean of {window} steps" if window > 1 else "each step",
+            "s1",
+            "line",
+            f"last {last}",
+        )
     )
     description = f"{name} against the step; the last is {last}."
     return _Draft(name, description, legend, paint, unit="")
@@ -267,9 +299,13 @@ def _metric_plot(facts: Facts, name: str) -> _Draft:
 
 def _split_plot(facts: Facts) -> _Draft:
     steps = facts.steps
-    curves = [means(steps.step, _finite(getattr(steps, field)), points=150) for field, _ in PHASES]
+    curves = [
+        means(steps.step, _finite(getattr(steps, field)), points=150) for field, _ in PHASES
+    ]
     averages = [
-        float(np.nanmean(getattr(steps, field))) if np.isfinite(getattr(steps, field)).any() else 0.0
+        float(np.nanmean(getattr(steps, field)))
+        if np.isfinite(getattr(steps, field)).any()
+        else 0.0
         for field, _ in PHASES
     ]
     total = sum(averages) or 1.0
@@ -294,7 +330,10 @@ def _split_plot(facts: Facts) -> _Draft:
 
     legend = [
         Legend(
-            label, f"p{1 + index}", "area", f"{duration(averages[index])}, {percent(averages[index] / total)}"
+            label,
+            f"p{1 + index}",
+            "area",
+            f"{duration(averages[index])}, {percent(averages[index] / total)}",
         )
         for index, (_, label) in enumerate(PHASES)
     ]
@@ -313,7 +352,9 @@ def _world_plot(facts: Facts) -> _Draft:
     sizes = facts.goodput.world_sizes[-_MOST_CHANGES:]
     begin = facts.goodput.world_sizes[0][0]
     elapsed = sizes[-1][0] - begin
-    unit, seconds = next(((unit, one) for unit, one in _TIME_UNITS if elapsed >= 5 * one), _TIME_UNITS[-1])
+    unit, seconds = next(
+        ((unit, one) for unit, one in _TIME_UNITS if elapsed >= 5 * one), _TIME_UNITS[-1]
+    )
     x = np.array([(time - begin) / seconds for time, _ in sizes], np.float64)
     y = np.array([size for _, size in sizes], np.float64)
     lengths = np.clip(np.diff(x), 0.0, None)
@@ -327,12 +368,24 @@ def _world_plot(facts: Facts) -> _Draft:
     legend = [Legend("processes that train together", "s1", "line", numbers)]
     description = f"Processes that train together, against time: {numbers}."
     return _Draft(
-        "World size", description, legend, paint, unit="processes", across=f"{unit} since the start", wide=200
+        "World size",
+        description,
+        legend,
+        paint,
+        unit="processes",
+        across=f"{unit} since the start",
+        wide=200,
     )
 
 
 def _line(
-    axes: "Axes", curve: Curve, color: str, *, width: float, opacity: float = 1.0, marker: bool = False
+    axes: "Axes",
+    curve: Curve,
+    color: str,
+    *,
+    width: float,
+    opacity: float = 1.0,
+    marker: bool = False,
 ) -> None:
     is_point = marker or int(np.count_nonzero(np.isfinite(curve.y))) == 1
     axes.plot(

@@ -31,7 +31,9 @@ def envelope(x: Integers, y: Reals, *, points: int = 700) -> Curve:
         if np.isnan(part).all():
             picked.append(begin)
             continue
-        picked.extend(sorted({begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))}))
+        picked.extend(
+            sorted({begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))})
+        )
     return Curve(x[picked].astype(np.float64), y[picked])
 
 
@@ -65,10 +67,15 @@ def smooth(y: Reals, window: int) -> Reals:
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, y, 0.0), dtype=np.longdouble)])
     counts = np.concatenate([[0], np.cumsum(is_finite)])
     places = np.arange(len(y))
-    begins, ends = np.maximum(0, places - window // 2), np.minimum(len(y), places + window // 2 + 1)
+    begins, ends = (
+        np.maximum(0, places - window // 2),
+        np.minimum(len(y), places + window // 2 + 1),
+    )
     number = counts[ends] - counts[begins]
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(number > 0, (sums[ends] - sums[begins]) / number, np.nan).astype(np.float64)
+        return np.where(number > 0, (sums[ends] - sums[begins]) / number, np.nan).astype(
+            np.float64
+        )
 
 
 def broken(x: Integers, y: Reals) -> Curve:

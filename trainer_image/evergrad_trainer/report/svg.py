@@ -13,7 +13,22 @@ from evergrad_coordinator.text import short_count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_NAMES = ("axis", "grid", "muted", "s1", "s2", "s3", "s4", "s5", "s6", "p1", "p2", "p3", "p4", "p5")
+_NAMES = (
+    "axis",
+    "grid",
+    "muted",
+    "s1",
+    "s2",
+    "s3",
+    "s4",
+    "s5",
+    "s6",
+    "p1",
+    "p2",
+    "p3",
+    "p4",
+    "p5",
+)
 COLORS = {name: f"#fe{index:02x}ef" for index, name in enumerate(_NAMES)}
 """Placeholders for matplotlib; in the markup each becomes the CSS variable ``--<name>``."""
 
@@ -24,7 +39,13 @@ Paint = Callable[["Axes"], None]
 
 
 def draw(
-    paint: Paint, *, size: tuple[int, int], key: str, unit: str, label: str, across: str = "step"
+    paint: Paint,
+    *,
+    size: tuple[int, int],
+    key: str,
+    unit: str,
+    label: str,
+    across: str = "step",
 ) -> str:
     """Draw onto axes of ``size`` pixels and return the markup. ``across`` labels the x axis.
 
@@ -34,7 +55,8 @@ def draw(
     matplotlib = _matplotlib()
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": key}):
         figure = matplotlib.figure.Figure(
-            figsize=(size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH), layout="constrained"
+            figsize=(size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH),
+            layout="constrained",
         )
         axes = figure.subplots()
         paint(axes)

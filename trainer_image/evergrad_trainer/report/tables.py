@@ -45,7 +45,9 @@ class Table:
     left_out: int = 0
 
 
-def build_table(titles: Sequence[str], rows: Sequence[tuple[str, ...]], *, numeric: Sequence[str]) -> Table:
+def build_table(
+    titles: Sequence[str], rows: Sequence[tuple[str, ...]], *, numeric: Sequence[str]
+) -> Table:
     """A table that names its first and last rows when there are too many to read."""
     left_out = len(rows) - _FIRST_ROWS - _LAST_ROWS
     if left_out < 2:
@@ -58,7 +60,9 @@ def checkpoint_table(events: Sequence[Event]) -> Table:
     """Published checkpoints and failed saves, in order."""
     saves = [event for event in events if event.type in (EventType.SAVE, EventType.SAVE_FAILED)]
     titles = ("Step", "Published (UTC)", "Size", "Took", "Training waited", "")
-    return build_table(titles, [_checkpoint_row(event) for event in saves], numeric=titles[:1] + titles[2:5])
+    return build_table(
+        titles, [_checkpoint_row(event) for event in saves], numeric=titles[:1] + titles[2:5]
+    )
 
 
 def _checkpoint_row(event: Event) -> tuple[str, ...]:
@@ -74,12 +78,26 @@ def _checkpoint_row(event: Event) -> tuple[str, ...]:
         )
     took, num_bytes = seconds_of(event, "seconds"), seconds_of(event, "bytes")
     note = "best so far" if event.fields.get("best") is True else ""
-    return (count(saved_step(event)), utc(event.time), size(num_bytes), duration(took), waited, note)
+    return (
+        count(saved_step(event)),
+        utc(event.time),
+        size(num_bytes),
+        duration(took),
+        waited,
+        note,
+    )
 
 
 def restart_table(goodput: Goodput) -> Table:
     """Why processes ended and where the next one went on."""
-    titles = ("Restarted (UTC)", "The process before was", "Went on after step", "Steps lost", "Downtime", "")
+    titles = (
+        "Restarted (UTC)",
+        "The process before was",
+        "Went on after step",
+        "Steps lost",
+        "Downtime",
+        "",
+    )
     rows = [
         (
             utc(restart.time),
@@ -97,10 +115,18 @@ def restart_table(goodput: Goodput) -> Table:
 def world_cause_table(goodput: Goodput) -> Table:
     """What changes of the world cost, by their cause, the dearest first."""
     seconds, counts = goodput.reconfiguration_seconds_by_cause, goodput.changes_by_cause
-    longest = {cause: max(one.seconds for one in goodput.changes if one.cause == cause) for cause in counts}
+    longest = {
+        cause: max(one.seconds for one in goodput.changes if one.cause == cause)
+        for cause in counts
+    }
     titles = ("Cause", "Changes", "Training stood still", "Longest")
     rows = [
-        (CHANGES[cause].text, count(counts[cause]), duration(seconds[cause]), duration(longest[cause]))
+        (
+            CHANGES[cause].text,
+            count(counts[cause]),
+            duration(seconds[cause]),
+            duration(longest[cause]),
+        )
         for cause in sorted(counts, key=lambda cause: -seconds[cause])
     ]
     return build_table(titles, rows, numeric=titles[1:])
@@ -204,8 +230,12 @@ def _folded(sentences: Sequence[str]) -> list[str]:
     for sentence in sentences:
         times[sentence] = times.get(sentence, 0) + 1
     folded = [
-        sentence if number == 1 else f"{sentence} ({number} times)" for sentence, number in times.items()
+        sentence if number == 1 else f"{sentence} ({number} times)"
+        for sentence, number in times.items()
     ]
     if len(folded) <= _MOST_WARNINGS:
         return folded
-    return [f"{len(folded) - _MOST_WARNINGS:,} older warnings are in events.jsonl", *folded[-_MOST_WARNINGS:]]
+    return [
+        f"{len(folded) - _MOST_WARNINGS:,} older warnings are in events.jsonl",
+        *folded[-_MOST_WARNINGS:],
+    ]

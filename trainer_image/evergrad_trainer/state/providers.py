@@ -13,7 +13,9 @@ from evergrad_trainer.state.registry import Values
 class ModuleState:
     """Registers a module's parameters and persistent buffers by their own names; tied weights appear once."""
 
-    def __init__(self, module: nn.Module, *, initial: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, module: nn.Module, *, initial: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> None:
         """``initial`` computes the tensors before the first step, by the same names; it may take long."""
         self._module = module
         self._initial = initial
@@ -43,7 +45,9 @@ class OptimizerState:
     registered, and its tensors are zero before the first step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
         """``parameters``: those the optimizer trains, under the names that checkpoints use for them."""
         self._optimizer = optimizer
         self._parameters = dict(parameters)
@@ -110,7 +114,10 @@ class KeptTensors:
     of them."""
 
     def __init__(
-        self, kept: Mapping[str, torch.Tensor], *, initial: Callable[[], Mapping[str, torch.Tensor]]
+        self,
+        kept: Mapping[str, torch.Tensor],
+        *,
+        initial: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         """``kept`` is complete: names and shapes stay, contents change.
 
@@ -139,7 +146,9 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers of ``module``, live and detached, by their names in it."""
     tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
     persistent = set(module.state_dict(keep_vars=True))
-    return tensors | {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return tensors | {
+        name: buffer for name, buffer in module.named_buffers() if name in persistent
+    }
 
 
 def _copy_over(live: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]) -> None:

@@ -89,7 +89,9 @@ class Registry:
         ``name`` has no dot, since it is the first part of its tensors' names. Raises ValueError.
         """
         if not name or "." in name or name in self._providers:
-            raise ValueError(f"the state registry cannot take {name!r}: names are unique and without dots")
+            raise ValueError(
+                f"the state registry cannot take {name!r}: names are unique and without dots"
+            )
         self._providers[name] = provider
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -105,7 +107,8 @@ class Registry:
         """Every tensor as a whole, ordered by name, the same on every rank and in every world."""
         tensors = self.tensors()
         return tuple(
-            TensorSpec(name, tuple(tensors[name].shape), tensors[name].dtype) for name in sorted(tensors)
+            TensorSpec(name, tuple(tensors[name].shape), tensors[name].dtype)
+            for name in sorted(tensors)
         )
 
     def values(self) -> dict[str, Values]:
@@ -169,7 +172,11 @@ def to_extra(values: Mapping[str, Values]) -> dict[str, Any]:
     Counters lie flat in it, ``cursor`` and ``model`` beside them, as the first versions wrote them; all
     others under ``state``.
     """
-    rest = {name: dict(own) for name, own in values.items() if name not in (COUNTERS, CURSOR, DESCRIPTION)}
+    rest = {
+        name: dict(own)
+        for name, own in values.items()
+        if name not in (COUNTERS, CURSOR, DESCRIPTION)
+    }
     extra: dict[str, Any] = {**values.get(COUNTERS, {}), "state": rest}
     if CURSOR in values:
         extra["cursor"] = dict(values[CURSOR])
@@ -181,7 +188,9 @@ def to_extra(values: Mapping[str, Values]) -> dict[str, Any]:
 def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
     """Read what :func:`to_extra` wrote, or a version before it, in which Adam's step was one of
     the counters."""
-    counters = {name: value for name, value in extra.items() if name not in ("cursor", "model", "state")}
+    counters = {
+        name: value for name, value in extra.items() if name not in ("cursor", "model", "state")
+    }
     values: dict[str, Values] = {COUNTERS: counters, **extra.get("state", {})}
     if "cursor" in extra:
         values[CURSOR] = extra["cursor"]

@@ -30,7 +30,10 @@ def hash_state(state: Mapping[str, torch.Tensor]) -> int:
     if not sums:
         return 0
     # One transfer from the device for all tensors.
-    total = sum(value * _weight(name) for name, value in zip(names, torch.stack(sums).tolist(), strict=True))
+    total = sum(
+        value * _weight(name)
+        for name, value in zip(names, torch.stack(sums).tolist(), strict=True)
+    )
     return int((total + 2**63) % 2**64) - 2**63
 
 
@@ -61,7 +64,8 @@ def compare_states(
     suspects = find_suspects(hashes, holders=holders)
     if suspects:
         raise DivergedError(
-            describe_difference(suspects, size=world.size, what=f"the state after step {step}"), suspects
+            describe_difference(suspects, size=world.size, what=f"the state after step {step}"),
+            suspects,
         )
 
 
@@ -73,10 +77,13 @@ def compare_transferred(
     All ranks call this. Raises DivergedError, or PeerLostError.
     """
     hashes = world.gather_integers(hash_state(state))
-    suspects = tuple(one.stale_rank for one in transfers if hashes[one.stale_rank] != hashes[one.source])
+    suspects = tuple(
+        one.stale_rank for one in transfers if hashes[one.stale_rank] != hashes[one.source]
+    )
     if suspects:
         raise DivergedError(
-            describe_difference(suspects, size=world.size, what="the state that it was fed"), suspects
+            describe_difference(suspects, size=world.size, what="the state that it was fed"),
+            suspects,
         )
 
 
@@ -99,7 +106,11 @@ def describe_difference(suspects: Sequence[int], *, size: int, what: str) -> str
         )
         return f"replicas: {what} differs between ranks; {who}. Training goes back to the newest checkpoint."
     ranks = ", ".join(map(str, suspects))
-    who = f"that of rank {ranks} is wrong" if len(suspects) == 1 else f"those of ranks {ranks} are wrong"
+    who = (
+        f"that of rank {ranks} is wrong"
+        if len(suspects) == 1
+        else f"those of ranks {ranks} are wrong"
+    )
     why = "memory or a device of its host may be faulty"
     return (
         f"replicas: {what} differs between ranks; by majority {who}: {why}. Look at that host if "

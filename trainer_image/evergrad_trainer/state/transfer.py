@@ -32,7 +32,8 @@ def plan_transfers(steps: Sequence[int]) -> tuple[StateTransfer, ...]:
     sources = [rank for rank, step in enumerate(steps) if step == newest]
     stale_ranks = [rank for rank, step in enumerate(steps) if step != newest]
     return tuple(
-        StateTransfer(sources[number % len(sources)], rank) for number, rank in enumerate(stale_ranks)
+        StateTransfer(sources[number % len(sources)], rank)
+        for number, rank in enumerate(stale_ranks)
     )
 
 
@@ -50,7 +51,10 @@ def feed(state: Mapping[str, torch.Tensor], transfer: StateTransfer, world: Worl
 
 
 def pass_along(
-    state: Mapping[str, torch.Tensor], world: World, *, fill: Callable[[Mapping[str, torch.Tensor]], bool]
+    state: Mapping[str, torch.Tensor],
+    world: World,
+    *,
+    fill: Callable[[Mapping[str, torch.Tensor]], bool],
 ) -> bool:
     """Fill ``state`` on rank 0 piece by piece, and give each piece from rank to rank; whether all of it has
     arrived.

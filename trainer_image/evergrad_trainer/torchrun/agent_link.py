@@ -93,7 +93,10 @@ class AgentLink:
     def take_place(self, go: Go) -> None:
         """The group of ``go`` begins: its workers are started next."""
         self.state.place = Had(
-            go.generation, first_rank=go.first_rank, workers=go.workers, world_size=go.world_size
+            go.generation,
+            first_rank=go.first_rank,
+            workers=go.workers,
+            world_size=go.world_size,
         )
         self.state.go = self.state.plan = self.state.first_end = None
         self.loop.members.reports.begin(go.generation)
@@ -126,5 +129,9 @@ class AgentLink:
     def report_failure(self) -> None:
         """Tell a failure that the agent is not going to survive (its restarts are used up)."""
         with self.state.changed:
-            if self.state.place is not None and self.state.first_end is not None and self.state.end is None:
+            if (
+                self.state.place is not None
+                and self.state.first_end is not None
+                and self.state.end is None
+            ):
                 self.loop.members.send_broken(self.state.place)

@@ -54,8 +54,12 @@ class AgentLoop:
     def __init__(self, settings: NodeSettings, state: AgentState, *, directory: Path) -> None:
         self.settings = settings
         self.state = state
-        self.members = AgentMembers(state, say_now=self._say_now, send=self.send, on_change=self._announce)
-        self.board = NodeBoard(directory, on_report=self.members.take_report, may_commit=self._may_commit)
+        self.members = AgentMembers(
+            state, say_now=self._say_now, send=self.send, on_change=self._announce
+        )
+        self.board = NodeBoard(
+            directory, on_report=self.members.take_report, may_commit=self._may_commit
+        )
         self._token = ""
         self._incarnation = uuid.uuid4().hex
         self._client: CoordinatorClient | None = None
@@ -66,7 +70,9 @@ class AgentLoop:
         self.wakeup_read, self.wakeup_write = os.pipe()
         for descriptor in (self.wakeup_read, self.wakeup_write):
             os.set_blocking(descriptor, False)
-        self._thread = threading.Thread(target=self._run, name="evergrad-rendezvous", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="evergrad-rendezvous", daemon=True
+        )
 
     def start(self) -> None:
         """Start the conversation. Raises what the board's start and the token's file raise."""
@@ -86,7 +92,11 @@ class AgentLoop:
         """What a forked child must close: the connection (its end would stay hidden while the child lives)
         and the pipe."""
         connection = self._client.fileno() if self._client is not None else -1
-        return [number for number in (connection, self.wakeup_read, self.wakeup_write) if number >= 0]
+        return [
+            number
+            for number in (connection, self.wakeup_read, self.wakeup_write)
+            if number >= 0
+        ]
 
     def _run(self) -> None:
         try:
@@ -95,7 +105,9 @@ class AgentLoop:
             self._failure = error
             with self.state.changed:
                 self.state.end = self.state.end or End(
-                    int(ExitCode.INTERNAL), "internal", f"the rendezvous thread ended: {error!r}"
+                    int(ExitCode.INTERNAL),
+                    "internal",
+                    f"the rendezvous thread ended: {error!r}",
                 )
                 self.state.changed.notify_all()
         finally:
@@ -125,7 +137,9 @@ class AgentLoop:
         try:
             await asyncio.wait((client, ticks, stopped), return_when=asyncio.FIRST_COMPLETED)
             if not self._stopped.is_set():
-                if self.state.end is None:  # one of the two ended, which only an error makes them do
+                if (
+                    self.state.end is None
+                ):  # one of the two ended, which only an error makes them do
                     await asyncio.gather(*(task for task in (client, ticks) if task.done()))
                     raise RuntimeError("the conversation with the coordinator ended early")
                 await stopped
@@ -205,7 +219,10 @@ class AgentLoop:
     def _take_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):
             numbers = os.read(self.wakeup_read, 256)
-            if any(number in numbers for number in _STOPPING_SIGNALS) and not self.state.is_leaving:
+            if (
+                any(number in numbers for number in _STOPPING_SIGNALS)
+                and not self.state.is_leaving
+            ):
                 with self.state.changed:
                     self.state.is_leaving = True
                     if self._client is not None:
@@ -262,12 +279,19 @@ class AgentLoop:
                 say(f"{message.TYPE} could not be told to the coordinator: {error}")
 
     async def _may_commit(self, generation: int) -> bool:
-        if self._client is None or self.state.place is None or self.state.place.generation != generation:
+        if (
+            self._client is None
+            or self.state.place is None
+            or self.state.place.generation != generation
+        ):
             return False
         # A coordinator that is away for less than the lease is waited for: the save would be lost for
         # nothing.
         while not self._client.is_connected:
-            if self.seconds_since_contact() > self.state.lease_seconds or self._stopped.is_set():
+            if (
+                self.seconds_since_contact() > self.state.lease_seconds
+                or self._stopped.is_set()
+            ):
                 return False
             await asyncio.sleep(_TICK_SECONDS)
         return await self._client.commit(generation)
@@ -286,7 +310,9 @@ class AgentLoop:
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all there was to say
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop has ended, and with it all there was to say
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def seconds_since_contact(self) -> float:

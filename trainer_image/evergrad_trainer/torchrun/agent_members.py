@@ -81,6 +81,10 @@ class AgentMembers:
             end, step = self.state.first_end, self.reports.step
             self._send(
                 build_broken(
-                    place.generation, end=end, world_size=place.world_size, step=step, now=time.monotonic()
+                    place.generation,
+                    end=end,
+                    world_size=place.world_size,
+                    step=step,
+                    now=time.monotonic(),
                 )
             )

@@ -72,6 +72,8 @@ class WorkerReports:
                 loss=values.get("loss"),
                 tokens_per_second=values.get("tokens_per_second"),
                 eta_seconds=self._pace.remaining_seconds(self.step, total_steps, now=now),
-                checkpoint_step=int(values["checkpoint_step"]) if "checkpoint_step" in values else None,
+                checkpoint_step=int(values["checkpoint_step"])
+                if "checkpoint_step" in values
+                else None,
             )
         ]

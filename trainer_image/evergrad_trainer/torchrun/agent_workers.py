@@ -45,7 +45,9 @@ class SeenEnd:
     message: str = ""
 
 
-def build_broken(generation: int, *, end: SeenEnd | None, world_size: int, step: int, now: float) -> Broken:
+def build_broken(
+    generation: int, *, end: SeenEnd | None, world_size: int, step: int, now: float
+) -> Broken:
     """The report that ``generation`` cannot go on, with what is known of the worker that ended first."""
     if end is None:
         return Broken(
@@ -133,7 +135,9 @@ class WorkerWatch:
         asyncio.get_running_loop().remove_reader(descriptor)
         exit_code = _peek_exit_code(descriptor)
         os.close(descriptor)
-        end = SeenEnd(rank=int(variables.get("RANK", -1)), exit_code=exit_code, at=time.monotonic())
+        end = SeenEnd(
+            rank=int(variables.get("RANK", -1)), exit_code=exit_code, at=time.monotonic()
+        )
         if exit_code != 0:
             end = replace(end, message=read_message(variables.get("TORCHELASTIC_ERROR_FILE")))
         self._on_end(end)

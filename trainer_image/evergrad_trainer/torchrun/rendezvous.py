@@ -63,7 +63,9 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     return EvergradRendezvousHandler(settings)
 
 
-def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]) -> "NodeSettings":
+def parse_settings(
+    parameters: RendezvousParameters, environment: dict[str, str]
+) -> "NodeSettings":
     """torchrun's arguments and our variables as settings.
 
     Raises ValueError that names every problem, one a line.
@@ -74,16 +76,24 @@ def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]
 
     given = {str(key): value for key, value in parameters.config.items()}
     unknown = sorted(set(given) - {*_OWN_KEYS, *_TORCH_KEYS})
-    problems = [f"--rdzv-conf {key}: no such key. The keys are {', '.join(_OWN_KEYS)}." for key in unknown]
+    problems = [
+        f"--rdzv-conf {key}: no such key. The keys are {', '.join(_OWN_KEYS)}."
+        for key in unknown
+    ]
     host, _, port = parameters.endpoint.strip().rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         problems.append(
             f"--rdzv-endpoint {parameters.endpoint!r}: not HOST:PORT. Name the coordinator's host and port."
         )
     if not parameters.run_id or parameters.run_id == "none":
-        problems.append("--rdzv-id: missing. Give the run's name, the same as the coordinator's --run.")
+        problems.append(
+            "--rdzv-id: missing. Give the run's name, the same as the coordinator's --run."
+        )
     node = str(
-        given.get("node") or environment.get("EVERGRAD_NODE") or environment.get("JOB_COMPLETION_INDEX") or ""
+        given.get("node")
+        or environment.get("EVERGRAD_NODE")
+        or environment.get("JOB_COMPLETION_INDEX")
+        or ""
     )
     if not node:
         problems.append(
@@ -99,11 +109,15 @@ def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]
         problems.append(f"--rdzv-conf token_file: {token_file} cannot be read.")
     lease_seconds = _parse_positive(given.get("lease", _DEFAULT_LEASE_SECONDS))
     if lease_seconds is None:
-        problems.append(f"--rdzv-conf lease: {given['lease']!r} is no number of seconds above zero.")
+        problems.append(
+            f"--rdzv-conf lease: {given['lease']!r} is no number of seconds above zero."
+        )
     join_key = "join_timeout" if "join_timeout" in given else "timeout"
     join_seconds = _parse_positive(given.get(join_key, _JOIN_SECONDS))
     if join_seconds is None:
-        problems.append(f"--rdzv-conf {join_key}: {given[join_key]!r} is no number of seconds above zero.")
+        problems.append(
+            f"--rdzv-conf {join_key}: {given[join_key]!r} is no number of seconds above zero."
+        )
     if problems:
         raise ValueError("\n".join(problems))
     return NodeSettings(
@@ -180,14 +194,20 @@ class EvergradRendezvousHandler(RendezvousHandler):
             while True:
                 if state.end is not None:
                     raise SystemExit(state.end.exit_code)
-                if state.go is not None and state.go.generation >= state.newest and self._store is not None:
+                if (
+                    state.go is not None
+                    and state.go.generation >= state.newest
+                    and self._store is not None
+                ):
                     go = state.go
                     break
                 if state.plan is not None and state.plan.generation > answered:
                     # A fresh store for each plan: whoever still knows an older one cannot reach it.
                     answered = state.plan.generation
                     self._store = self._open_store() if state.plan.is_member else None
-                    link.answer(state.plan, port=self._store.port if self._store is not None else 0)
+                    link.answer(
+                        state.plan, port=self._store.port if self._store is not None else 0
+                    )
                     continue
                 state.changed.wait(_WAIT_SECONDS)
                 silence.check(link.loop.seconds_since_contact(), now=time.monotonic())
@@ -202,11 +222,15 @@ class EvergradRendezvousHandler(RendezvousHandler):
         return True
 
     def _open_store(self) -> TCPStore:
-        return TCPStore(self._link.loop.find_address(), 0, is_master=True, wait_for_workers=False)
+        return TCPStore(
+            self._link.loop.find_address(), 0, is_master=True, wait_for_workers=False
+        )
 
     def _build_info(self, go: "Go") -> RendezvousInfo:
         bootstrap = RendezvousStoreInfo(go.address, go.port)
-        return RendezvousInfo(_ExitBarrierStore(self._link), go.node_rank, go.num_nodes, bootstrap)
+        return RendezvousInfo(
+            _ExitBarrierStore(self._link), go.node_rank, go.num_nodes, bootstrap
+        )
 
     def _forget_in_child(self) -> None:
         if self._is_closed:
@@ -252,7 +276,9 @@ class _Silence:
             raise RendezvousTimeoutError(text)
         if min(waited, now - self._said) >= SAY_SECONDS:
             self._said = now
-            words = describe_silence(address, seconds=waited, was_there=math.isfinite(seconds_since_contact))
+            words = describe_silence(
+                address, seconds=waited, was_there=math.isfinite(seconds_since_contact)
+            )
             print(f"evergrad: {words}", file=sys.stderr, flush=True)
 
 

@@ -17,13 +17,21 @@ from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.models.build import ModelPlan, build_model
 from evergrad_trainer.models.compilation import compile_blocks, should_compile
 from evergrad_trainer.models.deferred import DeferredModel, defer_model
-from evergrad_trainer.models.determinism import is_cublas_deterministic, use_deterministic_kernels
+from evergrad_trainer.models.determinism import (
+    is_cublas_deterministic,
+    use_deterministic_kernels,
+)
 from evergrad_trainer.models.parallel import build_gradient_sum, shard
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes.opening import Opened
-from evergrad_trainer.state.providers import KeptTensors, ModuleState, OptimizerState, module_tensors
+from evergrad_trainer.state.providers import (
+    KeptTensors,
+    ModuleState,
+    OptimizerState,
+    module_tensors,
+)
 from evergrad_trainer.state.registry import KEPT, OPTIMIZER, Registry
 from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.task import Modules
@@ -60,7 +68,11 @@ def build_machinery(
 ) -> Machinery:
     """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows."""
     runtime, device = training.runtime, world.device
-    if training.reproducibility.elastic == "exact" and device.type == "cuda" and is_cublas_deterministic():
+    if (
+        training.reproducibility.elastic == "exact"
+        and device.type == "cuda"
+        and is_cublas_deterministic()
+    ):
         use_deterministic_kernels()
     is_sharded = runtime.parallelism == "fsdp2" and world.size > 1
     modules, deferred = _build_modules(
@@ -104,7 +116,10 @@ def build_machinery(
 
 
 def _register(
-    modules: Modules, model: nn.Module, optimizer: torch.optim.Optimizer, build_again: Callable[[], Modules]
+    modules: Modules,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    build_again: Callable[[], Modules],
 ) -> Registry:
     """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept."""
     registry = Registry()
@@ -163,7 +178,9 @@ def _build_modules(
             modules = build_all()
             own = {id(tensor) for tensor in deferred.model.parameters()}
             others = [*modules.kept.values(), *modules.root().parameters()]
-            others += [tensor for frozen in modules.frozen.values() for tensor in frozen.parameters()]
+            others += [
+                tensor for frozen in modules.frozen.values() for tensor in frozen.parameters()
+            ]
             if not any(tensor.is_meta and id(tensor) not in own for tensor in others):
                 return modules, deferred
         deferred = None
@@ -219,7 +236,9 @@ def build_stepper(
         is_sharded=machinery.is_sharded,
         metrics=tuple(machinery.opened.task.metrics),
         clip_norms=tuple(
-            (one.from_step, one.clip_norm) for one in training.overrides if one.clip_norm is not None
+            (one.from_step, one.clip_norm)
+            for one in training.overrides
+            if one.clip_norm is not None
         ),
     )
     return Stepper(parts, settings)
@@ -235,7 +254,9 @@ def build_evaluations(machinery: Machinery) -> EvaluationRunner:
     )
 
 
-def build_limits(training: Training, *, total_steps: int, stop_after_steps: int | None) -> Limits:
+def build_limits(
+    training: Training, *, total_steps: int, stop_after_steps: int | None
+) -> Limits:
     """When the loop evaluates, saves and stops."""
     evaluation = training.evaluation
     return Limits(
@@ -267,7 +288,9 @@ def threads_per_worker(training: Training, *, cores: int, num_workers: int) -> i
     return 1 if training.reproducibility.elastic == "exact" else max(1, cores // num_workers)
 
 
-def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+def _autocast(
+    precision: str, device: torch.device
+) -> Callable[[], AbstractContextManager[object]]:
     if precision != "bf16-autocast":
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)

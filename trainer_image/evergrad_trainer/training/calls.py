@@ -24,7 +24,11 @@ def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> Los
 
     def loss_of(tensors: Tensors, stage: Stage) -> Loss:
         with code.guarding("loss"):
-            loss = task.loss(modules, tensors, stage) if compute is None else compute(tensors, stage)
+            loss = (
+                task.loss(modules, tensors, stage)
+                if compute is None
+                else compute(tensors, stage)
+            )
         _check_parts(loss, task.metrics, code)
         return loss
 
@@ -32,7 +36,9 @@ def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> Los
 
 
 def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
-    def compile_for(stage: Stage) -> Callable[[Tensors], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    def compile_for(
+        stage: Stage,
+    ) -> Callable[[Tensors], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         def compute(tensors: Tensors) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = opened.task.loss(modules, tensors, stage)
             return loss.total, dict(loss.parts)

@@ -73,7 +73,12 @@ class EvaluationRunner:
         self.model.eval()
         try:
             found = self._sums(
-                evaluation_set, world, measure, stage, is_stopping=is_stopping, on_progress=on_progress
+                evaluation_set,
+                world,
+                measure,
+                stage,
+                is_stopping=is_stopping,
+                on_progress=on_progress,
             )
         finally:
             self.model.train(was_training)
@@ -109,7 +114,9 @@ class EvaluationRunner:
         for index in range(math.ceil(num_batches / world.size)):
             # Collective: nobody goes on where one is asked to stop, since it would wait for that one in the
             # end.
-            if index % _ROUNDS_BETWEEN_STOP_CHECKS == 0 and not world.all_agree(not is_stopping()):
+            if index % _ROUNDS_BETWEEN_STOP_CHECKS == 0 and not world.all_agree(
+                not is_stopping()
+            ):
                 return None
             number = index * world.size + world.rank
             if number < num_batches:
@@ -128,7 +135,9 @@ class EvaluationRunner:
         return gathered.tolist(), int(vector[-1])
 
     @torch.no_grad()
-    def _measure(self, measure: Measure, batch: Batch, stage: Stage, device: torch.device) -> torch.Tensor:
+    def _measure(
+        self, measure: Measure, batch: Batch, stage: Stage, device: torch.device
+    ) -> torch.Tensor:
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
         with self.autocast():
             loss = measure.loss_of(tensors, stage)

@@ -13,7 +13,9 @@ from evergrad_trainer.task import Loss
 from evergrad_trainer.world import World
 
 NUM_FLAGS = 7
-FLAG_SIGNAL, FLAG_STOP_FILE, FLAG_FENCED, FLAG_CHANGE, FLAG_STOP, FLAG_SAVE, FLAG_EVALUATE = range(NUM_FLAGS)
+FLAG_SIGNAL, FLAG_STOP_FILE, FLAG_FENCED, FLAG_CHANGE, FLAG_STOP, FLAG_SAVE, FLAG_EVALUATE = (
+    range(NUM_FLAGS)
+)
 """Places of a rank's wishes and warnings in the vector; the last three are what observers ask for."""
 
 
@@ -86,7 +88,9 @@ class Sums:
         if self._slots:
             # One transfer from the device for the whole step.
             values[:, self._slots] = torch.stack(self._values, dim=1).cpu()
-        head = torch.tensor([*map(int, self._flags), self._weight, as_signed(self._hash)], dtype=torch.int64)
+        head = torch.tensor(
+            [*map(int, self._flags), self._weight, as_signed(self._hash)], dtype=torch.int64
+        )
         busy = torch.zeros(size, dtype=torch.int64)
         busy[rank] = int(busy_seconds * 1e6)
         steps = torch.zeros(size, dtype=torch.int64)

@@ -170,7 +170,9 @@ def train(run: Run) -> StopReason:
     run.is_comparing = limits.compare_every is not None
     first = progress.finished_steps + 1
     reason = _evaluate(run) if _is_evaluation_missing(run) else None
-    if reason is None and (progress.is_save_lost or _is_due(progress.finished_steps, limits.save_every)):
+    if reason is None and (
+        progress.is_save_lost or _is_due(progress.finished_steps, limits.save_every)
+    ):
         # Of a world that ended between its last step and the save; after a resume the step is saved already.
         _save(run)
         progress.is_save_lost = False
@@ -217,11 +219,15 @@ def train(run: Run) -> StopReason:
 def _agree(limits: Limits, world: World) -> Limits:
     """The limits as all ranks take them: some processes may have read the file before it was
     edited in place."""
-    rows = world.gather_json([limits.non_finite_in_a_row, sorted(limits.skip_steps), limits.compare_every])
+    rows = world.gather_json(
+        [limits.non_finite_in_a_row, sorted(limits.skip_steps), limits.compare_every]
+    )
     skip_steps = frozenset(step for _, steps, _ in rows for step in steps)
     in_a_row = max(number for number, _, _ in rows)
     # Rank 0's: a comparison that only some make would wait for the others for ever.
-    return replace(limits, non_finite_in_a_row=in_a_row, skip_steps=skip_steps, compare_every=rows[0][2])
+    return replace(
+        limits, non_finite_in_a_row=in_a_row, skip_steps=skip_steps, compare_every=rows[0][2]
+    )
 
 
 def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
@@ -239,8 +245,17 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
         progress.non_finite = progress.non_finite + 1 if outcome.is_non_finite else 0
     _report(run, outcome, begun)
     if outcome.skipped is not None:
-        message = _words(outcome) or f"step {outcome.step}: passed over; spec.training.skipSteps names it."
-        emit(run, EventType.SKIPPED, why=outcome.skipped, message=message, in_a_row=progress.non_finite)
+        message = (
+            _words(outcome)
+            or f"step {outcome.step}: passed over; spec.training.skipSteps names it."
+        )
+        emit(
+            run,
+            EventType.SKIPPED,
+            why=outcome.skipped,
+            message=message,
+            in_a_row=progress.non_finite,
+        )
 
 
 def _refuse(run: Run, outcome: StepOutcome) -> StopReason:
@@ -291,7 +306,10 @@ def _stop_reason(run: Run, outcome: StepOutcome) -> StopReason | None:
         return "stop_file"
     if limits.after_step is not None and outcome.step >= limits.after_step:
         return "after_step"
-    if limits.stop_after_steps is not None and run.progress.steps_here >= limits.stop_after_steps:
+    if (
+        limits.stop_after_steps is not None
+        and run.progress.steps_here >= limits.stop_after_steps
+    ):
         return "stop_after_steps"
     if outcome.flags[FLAG_STOP]:
         return "observer"
@@ -325,7 +343,9 @@ def _is_due(step: int, every: int | None) -> bool:
 def _is_evaluation_due(run: Run, outcome: StepOutcome) -> bool:
     is_last = outcome.step == run.limits.total_steps
     is_asked_for = is_last or outcome.flags[FLAG_EVALUATE]
-    return _is_due(outcome.step, run.limits.evaluate_every) or (is_asked_for and bool(run.evaluation_sets))
+    return _is_due(outcome.step, run.limits.evaluate_every) or (
+        is_asked_for and bool(run.evaluation_sets)
+    )
 
 
 def _is_evaluation_missing(run: Run) -> bool:
@@ -337,7 +357,10 @@ def _is_evaluation_missing(run: Run) -> bool:
     if progress.finished_steps == 0:
         return limits.evaluate_at_start
     asked = (limits.total_steps, progress.evaluation_asked)
-    return _is_due(progress.finished_steps, limits.evaluate_every) or progress.finished_steps in asked
+    return (
+        _is_due(progress.finished_steps, limits.evaluate_every)
+        or progress.finished_steps in asked
+    )
 
 
 def _evaluate(run: Run) -> StopReason | None:
@@ -354,7 +377,8 @@ def _evaluate(run: Run) -> StopReason | None:
             world,
             stage=run.stream.stage(max(1, progress.finished_steps)),
             is_stopping=lambda: (
-                run.is_signalled() or run.membership.is_changing(is_saving=run.checkpoints.is_saving)
+                run.is_signalled()
+                or run.membership.is_changing(is_saving=run.checkpoints.is_saving)
             ),
             on_progress=lambda done, total, name=one.name: run.observers.evaluation_progress(
                 name, done, total
@@ -408,7 +432,9 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     if run.is_comparing:
         # Every rank writes a part: replicas that differ would make a checkpoint of several states.
         run.compare(step)
-    run.checkpoints.save(step, run.state.tensors(), extra=to_extra(run.state.values()), best=best, wait=wait)
+    run.checkpoints.save(
+        step, run.state.tensors(), extra=to_extra(run.state.values()), best=best, wait=wait
+    )
     run.progress.saved_step = step
 
 

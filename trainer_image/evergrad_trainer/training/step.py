@@ -122,7 +122,9 @@ class Stepper:
         :meth:`World.confirm`: a rank that is through it finishes the step, whatever becomes of others.
         """
         parts, settings, clock = self._parts, self._settings, _Clock()
-        sums = Sums(step, world, flags, num_slots=settings.slots_per_step, names=settings.metrics)
+        sums = Sums(
+            step, world, flags, num_slots=settings.slots_per_step, names=settings.metrics
+        )
 
         # This rank's own work. The sums of the gradients begin under its last backward pass (collectives, not
         # waited for here); sharded parameters are gathered under every pass (collectives of FSDP2).
@@ -178,7 +180,9 @@ class Stepper:
         thrown away."""
         parts = self._parts
         parts.gradients.begin(world)
-        self._forward_backward(1, 0, parts.stream.slot(1, 0), device=world.device, scale=0.0, is_last=False)
+        self._forward_backward(
+            1, 0, parts.stream.slot(1, 0), device=world.device, scale=0.0, is_last=False
+        )
         parts.gradients.forget()
 
     def forget_buffers(self) -> None:
@@ -192,11 +196,18 @@ class Stepper:
         for slot, is_real, is_last in self._slots_of(world):
             world.raise_if_given_up()
             self.heartbeat.beat(step, slot)
-            batch = parts.prefetcher.take(step, slot, upcoming=self._upcoming(step, slot, world))
+            batch = parts.prefetcher.take(
+                step, slot, upcoming=self._upcoming(step, slot, world)
+            )
             clock.mark("data")
             try:
                 loss = self._forward_backward(
-                    step, slot, batch, device=world.device, scale=float(is_real), is_last=is_last
+                    step,
+                    slot,
+                    batch,
+                    device=world.device,
+                    scale=float(is_real),
+                    is_last=is_last,
                 )
             except Exception as error:
                 if not isinstance(error, PeerLostError):
@@ -218,20 +229,37 @@ class Stepper:
         for index in range(rounds):
             is_real = index < len(own)
             # A rank without a slot of its own computes one that does not count: sharded ranks work together.
-            yield (own[index] if is_real else own[0] if own else 0), is_real, index == rounds - 1
+            yield (
+                (own[index] if is_real else own[0] if own else 0),
+                is_real,
+                index == rounds - 1,
+            )
 
     def _upcoming(self, step: int, slot: int, world: World) -> list[tuple[int, int]]:
         """The slot this rank most probably takes next."""
         following = slot + world.size
-        return [(step, following) if following < self._settings.slots_per_step else (step + 1, world.rank)]
+        return [
+            (step, following)
+            if following < self._settings.slots_per_step
+            else (step + 1, world.rank)
+        ]
 
     def _forward_backward(
-        self, step: int, slot: int, batch: Batch, *, device: torch.device, scale: float, is_last: bool
+        self,
+        step: int,
+        slot: int,
+        batch: Batch,
+        *,
+        device: torch.device,
+        scale: float,
+        is_last: bool,
     ) -> Loss:
         parts = self._parts
         # Randomness belongs to the slot, not to the rank that computes it.
         seed_generators(self._settings.seed, step, slot, Purpose.FORWARD)
-        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
+        tensors = {
+            name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()
+        }
         parts.gradients.before_backward(is_last=is_last)
         with parts.autocast():
             loss = parts.loss_of(tensors, parts.stream.stage(step))
@@ -277,7 +305,9 @@ class _Clock:
     """Wall seconds by phase; every moment between creation and ``last`` belongs to one."""
 
     phases: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("data", "forward_backward", "communication", "optimizer"), 0.0)
+        default_factory=lambda: dict.fromkeys(
+            ("data", "forward_backward", "communication", "optimizer"), 0.0
+        )
     )
     begun: float = field(default_factory=time.perf_counter)
     last: float = field(default_factory=time.perf_counter)

@@ -83,7 +83,9 @@ def _announce_extension(session: Session, *, from_steps: int) -> None:
     """Say that the horizon grew, and that the learning rate jumps where the shorter schedule had lowered it
     already."""
     plan, done = session.plan, session.progress.finished_steps
-    session.emit(EventType.EXTENDED, {"from_steps": from_steps, "to_steps": plan.numbers.total_steps})
+    session.emit(
+        EventType.EXTENDED, {"from_steps": from_steps, "to_steps": plan.numbers.total_steps}
+    )
     training = plan.run.training
     before, now = (
         build_schedule(

@@ -66,7 +66,9 @@ class NodeBoard:
                 "shorter TMPDIR."
             )
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._record = os.open(self._directory / RECORD_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._record = os.open(
+            self._directory / RECORD_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
         self.announce(newest_generation=0, own_generation=0, contact=0.0, is_draining=False)
         self._server = await asyncio.start_unix_server(self._serve, path, limit=MAX_LINE_BYTES)
 
@@ -114,7 +116,9 @@ class NodeBoard:
         """
         self._own_generation = own_generation
         if self._record >= 0:
-            notice = Notice(newest_generation, own_generation, contact, lease_seconds, is_draining)
+            notice = Notice(
+                newest_generation, own_generation, contact, lease_seconds, is_draining
+            )
             os.pwrite(self._record, encode_notice(notice), 0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,7 +128,9 @@ class NodeBoard:
                 # Accepted while the board was being closed.
                 return
             if len(self._connections) > _MAX_CONNECTIONS:
-                _log.warning("more than %d connections of workers; one was closed", _MAX_CONNECTIONS)
+                _log.warning(
+                    "more than %d connections of workers; one was closed", _MAX_CONNECTIONS
+                )
                 return
             while line := await reader.readline():
                 await self._handle(line, writer)

@@ -172,7 +172,20 @@ class Observed:
 
 
 Record = (
-    Plan | Go | Leave | End | Ping | Pong | Warm | Ready | Up | Broken | Left | Result | Failed | Observed
+    Plan
+    | Go
+    | Leave
+    | End
+    | Ping
+    | Pong
+    | Warm
+    | Ready
+    | Up
+    | Broken
+    | Left
+    | Result
+    | Failed
+    | Observed
 )
 RECORDS: tuple[type[Record], ...] = (
     Plan, Go, Leave, End, Ping,
@@ -236,7 +249,11 @@ def _without_odd_numbers(value: Any) -> Any:
         return {_ODD: str(value)}
     if isinstance(value, dict):
         return {key: _without_odd_numbers(one) for key, one in value.items()}
-    return [_without_odd_numbers(one) for one in value] if isinstance(value, list | tuple) else value
+    return (
+        [_without_odd_numbers(one) for one in value]
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def _with_odd_numbers(value: Any) -> Any:

@@ -33,7 +33,12 @@ def save_all(run: Run) -> bool:
 
 
 def close_run(
-    session: Session, writer: Writer, reason: StopReason, *, is_saved: bool, is_alone: bool = False
+    session: Session,
+    writer: Writer,
+    reason: StopReason,
+    *,
+    is_saved: bool,
+    is_alone: bool = False,
 ) -> ExitCode:
     """Write down how the run ended, as rank 0, and close the observers; every rank gets the exit code.
 
@@ -67,7 +72,8 @@ def close_run(
     if reason == "signal":
         # The state is saved, and a report can be made at any time.
         print(
-            f"stopped after step {step}; for a report: evergrad report {session.directory.path}", flush=True
+            f"stopped after step {step}; for a report: evergrad report {session.directory.path}",
+            flush=True,
         )
     else:
         _write_report(session)

@@ -22,7 +22,9 @@ class WorkerHeartbeat:
     def rest(self) -> None:
         """The slot that was begun last is over, also on its device; what follows is a wait for others."""
         if self._values[_BEGUN]:
-            self._values[_LONGEST] = max(self._values[_LONGEST], time.monotonic() - self._values[_BEGUN])
+            self._values[_LONGEST] = max(
+                self._values[_LONGEST], time.monotonic() - self._values[_BEGUN]
+            )
         self._values[_BEGUN] = 0.0
 
     @property

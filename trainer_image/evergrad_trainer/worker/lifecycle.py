@@ -32,7 +32,14 @@ class Lifecycle:
     """One training process between its first and its last world."""
 
     def __init__(
-        self, session: Session, machinery: Machinery, run: Run, *, worlds: Worlds, writer: Writer, life: Life
+        self,
+        session: Session,
+        machinery: Machinery,
+        run: Run,
+        *,
+        worlds: Worlds,
+        writer: Writer,
+        life: Life,
     ) -> None:
         self.life = life
         self.generation = -1
@@ -151,7 +158,10 @@ class Lifecycle:
         self._move_alone()
         self.life.enter(Phase.IDLE)
         self._worlds.left(
-            self.generation, step=self.held_step, error=broken_by, is_expected=self._has_ended_run
+            self.generation,
+            step=self.held_step,
+            error=broken_by,
+            is_expected=self._has_ended_run,
         )
 
     def _depart(self, order: Leave) -> LifeEnd:
@@ -190,7 +200,9 @@ class Lifecycle:
             self._undecided_at = max(self._undecided_at, finished)
         # Gradients of a wrong replica are in everybody's sums since; exact mode goes back to where all were
         # equal. Where hosts round differently that would never end: rank 0 feeds the others.
-        if not (self._do_hosts_differ and world.is_main) and (is_exact or world.rank in error.ranks):
+        if not (self._do_hosts_differ and world.is_main) and (
+            is_exact or world.rank in error.ranks
+        ):
             self.life.held = Held.DIRTY
         if world.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -202,7 +214,9 @@ class Lifecycle:
 
     def _move_alone(self) -> None:
         membership = self._session.membership
-        membership.move_to(World(self.generation, rank=0, size=1, device=membership.world.device))
+        membership.move_to(
+            World(self.generation, rank=0, size=1, device=membership.world.device)
+        )
 
     def _take_duties(self) -> bool:
         is_new = self._writer.take()

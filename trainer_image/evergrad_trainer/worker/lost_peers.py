@@ -9,7 +9,9 @@ import re
 
 LOST_WORDS = "the connection to another process was lost"
 """What a typed run's worker prints instead of a collective's error."""
-_DECISIVE = re.compile(rf"{LOST_WORDS}|Connection closed by peer \[|connectFullMesh failed", re.IGNORECASE)
+_DECISIVE = re.compile(
+    rf"{LOST_WORDS}|Connection closed by peer \[|connectFullMesh failed", re.IGNORECASE
+)
 """Ours, and gloo's: its peers' addresses begin with a bracket."""
 _NETWORK = re.compile(
     r"closed by (?:remote )?peer|connection was likely closed|reset by peer|broken "
@@ -35,7 +37,10 @@ def is_lost_peer(text: str, *, world_size: int) -> bool:
     if world_size <= 1:
         return False
     lines = text.splitlines()
-    return any(_tells_of_it(line, lines[index + 1 : index + _NCCL_LINES]) for index, line in enumerate(lines))
+    return any(
+        _tells_of_it(line, lines[index + 1 : index + _NCCL_LINES])
+        for index, line in enumerate(lines)
+    )
 
 
 def _tells_of_it(line: str, following: list[str]) -> bool:

@@ -35,7 +35,9 @@ def open_plan(plan: SessionPlan) -> Opened:
                 f"{where}: it, or a module beside it that it imports, has changed since this node started; "
                 "two versions never train together. Change it back, or start all nodes again."
             )
-        return open_recipe(plan.run.training, plan.prepared, plan.base_directory, has_trained=has_trained)
+        return open_recipe(
+            plan.run.training, plan.prepared, plan.base_directory, has_trained=has_trained
+        )
     if has_trained:
         plan.opened.code.note_trained()
     return plan.opened
@@ -66,10 +68,14 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
     training, numbers = session.plan.run.training, session.plan.numbers
     return Run(
         limits=build_limits(
-            training, total_steps=numbers.total_steps, stop_after_steps=session.plan.stop_after_steps
+            training,
+            total_steps=numbers.total_steps,
+            stop_after_steps=session.plan.stop_after_steps,
         ),
         membership=session.membership,
-        stepper=build_stepper(training, machinery, session.data.train, total_steps=numbers.total_steps),
+        stepper=build_stepper(
+            training, machinery, session.data.train, total_steps=numbers.total_steps
+        ),
         stream=session.data.train,
         checkpoints=checkpoints,
         state=machinery.registry,
@@ -82,6 +88,8 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         is_signalled=session.is_signalled,
         compare=build_comparison(machinery, session.membership),
         on_first_step=lambda: announce_first_step(session),
-        finish_state=build_finish(machinery.opened, machinery.modules, seed=training.reproducibility.seed),
+        finish_state=build_finish(
+            machinery.opened, machinery.modules, seed=training.reproducibility.seed
+        ),
         progress=session.progress,
     )

@@ -48,7 +48,12 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
 
 
 def build_last_words(
-    session: Session | None, error: Exception, code: ExitCode, *, generation: int, is_agreed: bool
+    session: Session | None,
+    error: Exception,
+    code: ExitCode,
+    *,
+    generation: int,
+    is_agreed: bool,
 ) -> Failed:
     """What a worker tells its node of the error that ends it.
 
@@ -76,7 +81,11 @@ def _close_quietly(session: Session, error: Exception, code: ExitCode) -> None:
         session.release_events,
         lambda: session.emit(
             EventType.FAILED,
-            {"error": type(error).__name__, "message": str(error)[:4000], "exit_code": int(code)},
+            {
+                "error": type(error).__name__,
+                "message": str(error)[:4000],
+                "exit_code": int(code),
+            },
         ),
         lambda: session.emit(EventType.END, {"exit_code": int(code)}),
         session.observers.close,

@@ -34,7 +34,9 @@ def build_state(session: Session, *, with_weights: bool) -> Machinery:
     )
     # Behind the counters: the cursor follows from the step that they load.
     machinery.registry.register(CURSOR, cursor)
-    description = Agreement(value=plan.model.describe, check=lambda stored: _check_model(session, stored))
+    description = Agreement(
+        value=plan.model.describe, check=lambda stored: _check_model(session, stored)
+    )
     machinery.registry.register(DESCRIPTION, description)
     machinery.registry.register(OBSERVERS, session.opened.observers)
     return machinery
@@ -59,7 +61,9 @@ def restore(
         machinery.registry.reset()
     if restored is not None:
         machinery.registry.load_values(from_extra(restored.extra))
-        session.progress.saved_step = session.progress.resumed_step = session.progress.finished_steps
+        session.progress.saved_step = session.progress.resumed_step = (
+            session.progress.finished_steps
+        )
     elif has_checkpoints:
         raise CheckpointError(
             Problem(
@@ -98,4 +102,6 @@ def _check_cursor(session: Session, stored: Values) -> None:
 def _check_model(session: Session, stored: Values) -> None:
     """The checkpoint's tensors may fit a model that computes something else with them."""
     where = str(session.directory.checkpoints)
-    raise_if(compare_models(stored, session.plan.model.describe(), where=where), CheckpointError)
+    raise_if(
+        compare_models(stored, session.plan.model.describe(), where=where), CheckpointError
+    )

@@ -26,7 +26,12 @@ from evergrad_trainer.worker.channel import Channel, Failed, Warm
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 from evergrad_trainer.worker.life import Held, Life, LifeEnd, Phase
 from evergrad_trainer.worker.lifecycle import Lifecycle
-from evergrad_trainer.worker.opening import build_checkpoints, build_run, has_checkpoints, open_plan
+from evergrad_trainer.worker.opening import (
+    build_checkpoints,
+    build_run,
+    has_checkpoints,
+    open_plan,
+)
 from evergrad_trainer.worker.reporting import build_last_words, report_failure
 from evergrad_trainer.worker.restoring import build_state
 from evergrad_trainer.worker.session import Session, SessionPlan
@@ -68,7 +73,11 @@ def run_session(
         failure = report_failure(session, error, rank=launch.rank)
         # Never agreed: the next generation has other processes, which start from a checkpoint and may do
         # better.
-        tell(build_last_words(session, error, failure, generation=generation or 0, is_agreed=False))
+        tell(
+            build_last_words(
+                session, error, failure, generation=generation or 0, is_agreed=False
+            )
+        )
         code = int(failure)
     finally:
         signals.uninstall()
@@ -91,7 +100,9 @@ def open_in_world(
     launch = read_launch()
     set_threads(plan.threads)
     device = choose_device(runtime.device, local_rank=launch.local_rank)
-    world = join_world(launch, device=device, timeout_seconds=runtime.collective_timeout_seconds)
+    world = join_world(
+        launch, device=device, timeout_seconds=runtime.collective_timeout_seconds
+    )
     if world.is_main and generation is not None:
         claim_exactly(directory.checkpoints, generation)
     elif world.is_main:
@@ -139,7 +150,12 @@ def _live_in_world(session: Session, relay: Observer | None) -> int:
 
 
 def run_worker(
-    plan: SessionPlan, channel: Channel, heartbeat: WorkerHeartbeat, *, node: int, local_rank: int
+    plan: SessionPlan,
+    channel: Channel,
+    heartbeat: WorkerHeartbeat,
+    *,
+    node: int,
+    local_rank: int,
 ) -> int:
     """Serve the run as one of its workers until the supervisor says that it is over; returns the
     exit code."""
@@ -168,18 +184,29 @@ def run_worker(
     return end.exit_code
 
 
-def _open_alone(plan: SessionPlan, directory: RunDirectory, watchdog: Watchdog, local_rank: int) -> Session:
+def _open_alone(
+    plan: SessionPlan, directory: RunDirectory, watchdog: Watchdog, local_rank: int
+) -> Session:
     set_threads(plan.threads)
     device = choose_device(plan.run.training.runtime.device, local_rank=local_rank)
     choose_transport(device).prepare()
     alone = World(0, rank=0, size=1, device=device)
     membership = Membership(
-        alone, is_changing=watchdog.is_changing, can_wait=watchdog.can_wait, saves_first=watchdog.saves_first
+        alone,
+        is_changing=watchdog.is_changing,
+        can_wait=watchdog.can_wait,
+        saves_first=watchdog.saves_first,
     )
     # Signals are the supervisor's: it tells its workers what becomes of their group.
     opened = open_plan(plan)
     return Session(
-        plan, directory, lambda: False, membership, opened.observers, opened, marks=dict(plan.marks)
+        plan,
+        directory,
+        lambda: False,
+        membership,
+        opened.observers,
+        opened,
+        marks=dict(plan.marks),
     )
 
 
@@ -214,5 +241,7 @@ def report_end(session: Session | None, error: Exception, *, generation: int) ->
     """Report an error to whoever reads; the supervisor, which hears it, decides what becomes of the run."""
     rank = session.world.rank if session is not None else 0
     code = report_failure(session, error, rank=rank)
-    words = build_last_words(session, error, code, generation=generation, is_agreed=is_agreed(error))
+    words = build_last_words(
+        session, error, code, generation=generation, is_agreed=is_agreed(error)
+    )
     return LifeEnd(int(code), words)

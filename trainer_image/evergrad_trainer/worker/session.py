@@ -79,7 +79,9 @@ class Session:
     @property
     def identity(self) -> Identity:
         """What this run's checkpoints are told from another's by."""
-        return Identity(self.plan.run.metadata.name, self.plan.config_hash, self.data.fingerprint)
+        return Identity(
+            self.plan.run.metadata.name, self.plan.config_hash, self.data.fingerprint
+        )
 
     @property
     def world(self) -> World:
@@ -91,7 +93,9 @@ class Session:
     def emit(self, type_: str, fields: dict[str, Any]) -> None:
         """Tell the observers of a transition at the last finished step."""
         step, generation = self.progress.finished_steps, self.world.generation
-        event = Event(type=type_, time=time.time(), step=step, generation=generation, fields=fields)
+        event = Event(
+            type=type_, time=time.time(), step=step, generation=generation, fields=fields
+        )
         if self.waiting is not None:
             self.waiting.append(event)
         else:

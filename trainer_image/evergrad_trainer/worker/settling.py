@@ -37,7 +37,9 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
         _feed(world, machinery, steps, life)
         # What belongs to the tensors that were fed, as one of those that had them remembers it.
         registry = machinery.registry
-        registry.load_values(world.broadcast_json(registry.values(), source=choose_source(rows)))
+        registry.load_values(
+            world.broadcast_json(registry.values(), source=choose_source(rows))
+        )
         adopt(progress, rows)
 
     # Before the first step of a world: what was fed has arrived and, where that is asked for, all replicas
@@ -52,7 +54,9 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     return is_fresh
 
 
-def _begin_again(session: Session, machinery: Machinery, checkpoints: CheckpointManager, life: Life) -> None:
+def _begin_again(
+    session: Session, machinery: Machinery, checkpoints: CheckpointManager, life: Life
+) -> None:
     """Nobody holds a state: load the newest checkpoint or, without one, begin with the initial weights."""
     had_held = life.held
     # What this process remembers belongs to a state that is gone; a load that is cut short leaves neither.
@@ -112,7 +116,11 @@ def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
     standing = max(int(row["standing"]) for row in rows)
     begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
     progress.steps_here = max(int(row["steps_here"]) for row in sources)
-    if progress.best is not None and progress.best["step"] > standing and progress.best["step"] < newest:
+    if (
+        progress.best is not None
+        and progress.best["step"] > standing
+        and progress.best["step"] < newest
+    ):
         # Its save ended with the world, and its state is gone: the next better one will be the best.
         progress.best = None
     progress.last_record = None if source["record"] is None else StepRecord(**source["record"])

@@ -27,7 +27,11 @@ class StopCount:
         if self.first_at is None:
             self.first_at = now
             return "first"
-        return "same" if number == signal.SIGTERM and now - self.first_at < _SAME_SECONDS else "second"
+        return (
+            "same"
+            if number == signal.SIGTERM and now - self.first_at < _SAME_SECONDS
+            else "second"
+        )
 
 
 class StopSignals:

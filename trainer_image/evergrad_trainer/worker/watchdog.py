@@ -38,7 +38,9 @@ class Watchdog:
         self._inside: int | None = None
         self._interrupt: Interrupt | None = None
         self._outside_sockets: frozenset[int] = frozenset()
-        self._thread = threading.Thread(target=self._listen, name="evergrad-watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._listen, name="evergrad-watchdog", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -129,7 +131,9 @@ class Watchdog:
             change.generation == self._newest.generation and change.hard
         ):
             self._newest = change
-            self._patient_until = min(self._patient_until, time.monotonic() + change.patience_seconds)
+            self._patient_until = min(
+                self._patient_until, time.monotonic() + change.patience_seconds
+            )
         if (
             change.hard
             and self._interrupt is not None

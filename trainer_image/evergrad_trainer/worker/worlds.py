@@ -38,7 +38,9 @@ class Worlds(Protocol):
     def leave(self, world: World | None) -> bool:
         """Take the group down; whether buffers of its collectives must not be used again."""
 
-    def left(self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool) -> None:
+    def left(
+        self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool
+    ) -> None:
         """This process is out of the group of ``generation``, which ``error`` broke, if it did not end as
         agreed."""
 
@@ -49,7 +51,12 @@ class SupervisedWorlds:
     are_replaced = True
 
     def __init__(
-        self, watchdog: Watchdog, channel: Channel, directory: RunDirectory, *, timeout_seconds: float
+        self,
+        watchdog: Watchdog,
+        channel: Channel,
+        directory: RunDirectory,
+        *,
+        timeout_seconds: float,
     ) -> None:
         """``timeout_seconds``: of a group's collectives."""
         self._watchdog = watchdog
@@ -94,7 +101,9 @@ class SupervisedWorlds:
         self._watchdog.leave()
         return was_stuck
 
-    def left(self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool) -> None:
+    def left(
+        self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool
+    ) -> None:
         if error is None and (is_expected or self._watchdog.is_changing_from(generation)):
             return
         error = error or PeerLostError("a peer left the group")
@@ -118,10 +127,20 @@ class OnlyWorld:
         if self._exit_code is not None:
             return End(self._exit_code)
         if self._has_begun:
-            raise RuntimeError("the only world of this process has ended without an end of the run")
+            raise RuntimeError(
+                "the only world of this process has ended without an end of the run"
+            )
         self._has_begun = True
         world = self._world
-        return Go(world.generation, world.rank, world.size, address="", port=0, setup_seconds=0.0, cause="")
+        return Go(
+            world.generation,
+            world.rank,
+            world.size,
+            address="",
+            port=0,
+            setup_seconds=0.0,
+            cause="",
+        )
 
     def meet(self, begin: Go, alone: World) -> World:
         return self._world
@@ -140,5 +159,7 @@ class OnlyWorld:
             leave_world(world)
         return False
 
-    def left(self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool) -> None:
+    def left(
+        self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool
+    ) -> None:
         """The launcher reads the exit code."""

@@ -60,7 +60,9 @@ class Writer:
         """Record that training goes on in another world. ``is_new``: this process was not rank 0 before."""
         session, last = self._session, self._session.progress.last_record
         if is_new:
-            session.observers.run_start(replace(describe_run(session, machinery), takes_over=True))
+            session.observers.run_start(
+                replace(describe_run(session, machinery), takes_over=True)
+            )
         session.release_events()
         if last is not None and last_step(session.directory) < last.step:
             # Whoever should have written this row is gone, or was a step behind.

@@ -16,7 +16,12 @@ import numpy.typing as npt
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT
-from evergrad_trainer.data.preparation.documents import DocumentReader, Reason, Tally, read_blocks
+from evergrad_trainer.data.preparation.documents import (
+    DocumentReader,
+    Reason,
+    Tally,
+    read_blocks,
+)
 from evergrad_trainer.data.preparation.durable import unique_suffix, write_json
 from evergrad_trainer.data.preparation.sources import Chunk
 from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
@@ -75,7 +80,12 @@ class TokenizeJob:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
-        return {"kind": "tokenize", **asdict(self), "source": str(self.source), "attempt": str(self.attempt)}
+        return {
+            "kind": "tokenize",
+            **asdict(self),
+            "source": str(self.source),
+            "attempt": str(self.attempt),
+        }
 
 
 @dataclass(frozen=True)
@@ -97,10 +107,14 @@ Job = TokenizeJob | SplitJob
 
 def job_from_json(value: dict[str, Any]) -> Job:
     """The inverse of both ``to_json``."""
-    fields = {key: item for key, item in value.items() if key != "kind"} | {"attempt": Path(value["attempt"])}
+    fields = {key: item for key, item in value.items() if key != "kind"} | {
+        "attempt": Path(value["attempt"])
+    }
     if value["kind"] == "split":
         return SplitJob(**{**fields, "held_out": tuple(value["held_out"])})
-    return TokenizeJob(**{**fields, "source": Path(value["source"]), "chunk": Chunk(**value["chunk"])})
+    return TokenizeJob(
+        **{**fields, "source": Path(value["source"]), "chunk": Chunk(**value["chunk"])}
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,12 @@ class Outcome:
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Outcome":
         """The inverse of ``to_json``."""
-        return Outcome(value["number"], value["tokens"], value["documents"], Tally.from_json(value["tally"]))
+        return Outcome(
+            value["number"],
+            value["tokens"],
+            value["documents"],
+            Tally.from_json(value["tally"]),
+        )
 
 
 def execute(job: Job, tokenizer: TextTokenizer) -> Outcome:
@@ -147,7 +166,9 @@ def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:
     A record torn by a loss of power counts as none.
     """
     try:
-        return Outcome.from_json(json.loads(attempt.record(kind, number).read_text(encoding="utf-8")))
+        return Outcome.from_json(
+            json.loads(attempt.record(kind, number).read_text(encoding="utf-8"))
+        )
     except (FileNotFoundError, ValueError):
         return None
 
@@ -187,8 +208,12 @@ def _tokenize(job: TokenizeJob, tokenizer: TextTokenizer) -> Outcome:
                 # A tokenizer may drop all of a text; an end without a document is none.
                 tokens = tokens[np.repeat(is_document, lengths)]
                 reader.tally.skipped[Reason.EMPTY_TEXT] += int(np.count_nonzero(~is_document))
-            files.add(tokens, lengths[is_document], np.array(lines, dtype=np.int64)[is_document])
-    outcome = Outcome(number, {stream: files.num_tokens}, {stream: files.num_documents}, reader.tally)
+            files.add(
+                tokens, lengths[is_document], np.array(lines, dtype=np.int64)[is_document]
+            )
+    outcome = Outcome(
+        number, {stream: files.num_tokens}, {stream: files.num_documents}, reader.tally
+    )
     write_json(attempt.record("tokenize", number), outcome.to_json(), aside=attempt.partial)
     return outcome
 
@@ -197,7 +222,9 @@ def _split(job: SplitJob) -> Outcome:
     attempt, number = Attempt(job.attempt), job.number
     dtype = np.dtype(job.dtype).newbyteorder("<")
     whole = tokens_path(attempt.chunks, WHOLE, number)
-    documents = np.fromfile(documents_path(attempt.chunks, WHOLE, number), dtype="<i8").reshape(-1, 2)
+    documents = np.fromfile(documents_path(attempt.chunks, WHOLE, number), dtype="<i8").reshape(
+        -1, 2
+    )
     ends = (
         np.append(documents[1:, 0], whole.stat().st_size // dtype.itemsize)
         if len(documents)
@@ -213,7 +240,10 @@ def _split(job: SplitJob) -> Outcome:
     ):
         for first, last in _groups(ends):
             tokens = np.fromfile(file, dtype=dtype, count=int(lengths[first:last].sum()))
-            for files, chosen in ((kept, ~is_held_out[first:last]), (held_out, is_held_out[first:last])):
+            for files, chosen in (
+                (kept, ~is_held_out[first:last]),
+                (held_out, is_held_out[first:last]),
+            ):
                 files.add(
                     tokens[np.repeat(chosen, lengths[first:last])],
                     lengths[first:last][chosen],
@@ -250,11 +280,16 @@ class _Files:
         self.num_documents = 0
 
     def add(
-        self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64], lines: npt.NDArray[np.int64]
+        self,
+        tokens: npt.NDArray[Any],
+        lengths: npt.NDArray[np.int64],
+        lines: npt.NDArray[np.int64],
     ) -> None:
         """Some more documents, one after the other in ``tokens``."""
         starts = np.cumsum(lengths) - lengths + self.num_tokens
-        self._tokens.write(np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data)
+        self._tokens.write(
+            np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data
+        )
         self._documents.write(np.stack([starts, lines], axis=1).astype("<i8").data)
         self.num_tokens += len(tokens)
         self.num_documents += len(lengths)

@@ -13,7 +13,9 @@ from evergrad_trainer.data.tokenizers import replace_lone_surrogates
 _MOST_PROBLEMS: Final = 5
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _WHITE: Final = " \t\r\n"
-_scan: Callable[[str, int], tuple[Any, int]] = cast(Any, scanner).make_scanner(json.JSONDecoder())
+_scan: Callable[[str, int], tuple[Any, int]] = cast(Any, scanner).make_scanner(
+    json.JSONDecoder()
+)
 
 
 class Reason(StrEnum):
@@ -70,9 +72,9 @@ class Tally:
         """Take in a later chunk's."""
         self.skipped.update(other.skipped)
         self.repaired += other.repaired
-        self.problems = sorted([*self.problems, *other.problems], key=lambda problem: problem.line)[
-            :_MOST_PROBLEMS
-        ]
+        self.problems = sorted(
+            [*self.problems, *other.problems], key=lambda problem: problem.line
+        )[:_MOST_PROBLEMS]
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -155,7 +157,9 @@ class DocumentReader:
         value: Any = None
         if line is None:
             return self._pass_over(
-                LineProblem(number, "the line is not UTF-8", "a byte in it starts no character", is_torn),
+                LineProblem(
+                    number, "the line is not UTF-8", "a byte in it starts no character", is_torn
+                ),
                 Reason.NOT_UTF8,
             )
         try:
@@ -171,7 +175,8 @@ class DocumentReader:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 return self._pass_over(
-                    LineProblem(number, "the line is not JSON", _why(error), is_torn), Reason.NOT_JSON
+                    LineProblem(number, "the line is not JSON", _why(error), is_torn),
+                    Reason.NOT_JSON,
                 )
         return self._text_of(number, value)
 
@@ -186,11 +191,15 @@ class DocumentReader:
             return text or self._count(Reason.EMPTY_TEXT)
         if self._text_field not in value:
             problem = LineProblem(
-                number, f"the object has no field {self._text_field!r}", f"it has {_names(value)}"
+                number,
+                f"the object has no field {self._text_field!r}",
+                f"it has {_names(value)}",
             )
         else:
             problem = LineProblem(
-                number, f"the field {self._text_field!r} holds {_json_type(text)}", "a text is a JSON string"
+                number,
+                f"the field {self._text_field!r} holds {_json_type(text)}",
+                "a text is a JSON string",
             )
         return self._pass_over(problem, Reason.NO_TEXT)
 
@@ -249,5 +258,7 @@ def _json_type(value: Any) -> str:
 
 
 def _names(value: dict[str, Any]) -> str:
-    shown = ", ".join(repr(name if len(name) <= 40 else name[:39] + "…") for name in list(value)[:5])
+    shown = ", ".join(
+        repr(name if len(name) <= 40 else name[:39] + "…") for name in list(value)[:5]
+    )
     return (shown or "none") + (", …" if len(value) > 5 else "")

@@ -49,7 +49,10 @@ def disk_problem(error: OSError, path: Path) -> Problem:
             "Change its permissions, or set data.preparedDirectory to a directory that can be written",
         )
     return Problem(
-        where, "could not be read or written", reason, "Check the path and the file system, and start again"
+        where,
+        "could not be read or written",
+        reason,
+        "Check the path and the file system, and start again",
     )
 
 

@@ -28,11 +28,18 @@ def choose_held_out(
         what = f"holds {documents} document{'s' if documents > 1 else ''} and {wanted} would be held out"
         why = "none would remain for training"
         raise DataError(
-            Problem(str(source.path), what, why, "Lower spec.training.data.heldOut, or give more documents")
+            Problem(
+                str(source.path),
+                what,
+                why,
+                "Lower spec.training.data.heldOut, or give more documents",
+            )
         )
     # The content, not the source's place in the manifest, is the key: adding a source changes no other's
     # split.
-    order = Permutation(seed=seed, source=int(scan.content_hash[:16], 16), epoch=0, size=documents)
+    order = Permutation(
+        seed=seed, source=int(scan.content_hash[:16], 16), epoch=0, size=documents
+    )
     return sorted(order.many(np.arange(wanted, dtype=np.uint64)).tolist())
 
 
@@ -49,5 +56,7 @@ def split_jobs(
     places = np.searchsorted(chosen, starts).tolist()
     for at, outcome in enumerate(outcomes):
         if not is_done(outcome.number):
-            held_out = tuple(document - starts[at] for document in chosen[places[at] : places[at + 1]])
+            held_out = tuple(
+                document - starts[at] for document in chosen[places[at] : places[at + 1]]
+            )
             yield SplitJob(attempt.directory, outcome.number, held_out, dtype)

@@ -17,7 +17,9 @@ _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 @contextmanager
-def exclusive(path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[bool]:
+def exclusive(
+    path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], None]
+) -> Iterator[bool]:
     """Hold the lock at ``path`` during the body, which gets True. While another process holds it, ``on_wait``
     is called.
 
@@ -35,7 +37,9 @@ def exclusive(path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], 
             os.close(descriptor)
 
 
-def _acquire(path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], None]) -> int | None:
+def _acquire(
+    path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], None]
+) -> int | None:
     while not is_done():
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

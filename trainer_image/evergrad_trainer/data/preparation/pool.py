@@ -145,6 +145,12 @@ class _Worker:
         )
 
 
-def build_pool(tokenizer: TextTokenizer, *, workers: int, pending_bytes: int, smallest: int) -> Pool:
+def build_pool(
+    tokenizer: TextTokenizer, *, workers: int, pending_bytes: int, smallest: int
+) -> Pool:
     """In this process below ``smallest`` bytes: a helper's start would take longer than the work."""
-    return InlinePool(tokenizer) if pending_bytes < smallest else ProcessPool(tokenizer, workers=workers)
+    return (
+        InlinePool(tokenizer)
+        if pending_bytes < smallest
+        else ProcessPool(tokenizer, workers=workers)
+    )

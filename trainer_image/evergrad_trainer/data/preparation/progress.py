@@ -55,5 +55,7 @@ class Reporter:
     def _tell(self, phase: Phase) -> None:
         if self._on_progress is not None:
             self._on_progress(
-                PrepareProgress(phase, self._source, self._done, self._total, self._documents, self._tokens)
+                PrepareProgress(
+                    phase, self._source, self._done, self._total, self._documents, self._tokens
+                )
             )

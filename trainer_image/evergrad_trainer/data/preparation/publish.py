@@ -16,7 +16,14 @@ import xxhash
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT, HeldOut
-from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Job, Outcome, TokenizeJob, finished
+from evergrad_trainer.data.preparation.chunk import (
+    WHOLE,
+    Attempt,
+    Job,
+    Outcome,
+    TokenizeJob,
+    finished,
+)
 from evergrad_trainer.data.preparation.documents import HARMLESS, LineProblem, Tally
 from evergrad_trainer.data.preparation.durable import fsync_directory, write_json
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
@@ -98,7 +105,9 @@ class Preparation:
         return "uint16" if self.recipe.tokenizer.dtype.itemsize == 2 else "uint32"
 
 
-def publish(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> Published:
+def publish(
+    preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter
+) -> Published:
     """Prepare the source, or take what another process has published meanwhile.
 
     Raises DataError, EvergradError, OSError.
@@ -106,10 +115,14 @@ def publish(preparation: Preparation, *, pool: Callable[[], Pool], report: Repor
     final = preparation.final
     name = preparation.source.name
     lock = preparation.root / f".lock-{preparation.fingerprint}"
-    with exclusive(lock, is_done=final.exists, on_wait=lambda: report.show(name, "wait")) as is_alone:
+    with exclusive(
+        lock, is_done=final.exists, on_wait=lambda: report.show(name, "wait")
+    ) as is_alone:
         published = open_published(final)
         if published is None:
-            published = _publish_attempt(preparation, pool=pool, report=report, is_alone=is_alone)
+            published = _publish_attempt(
+                preparation, pool=pool, report=report, is_alone=is_alone
+            )
         shutil.rmtree(preparation.attempt.directory, ignore_errors=True)
     return published
 
@@ -186,7 +199,12 @@ def _tokenize(
                 is_whole = preparation.recipe.held_out is not None
                 directory = preparation.attempt.directory
                 yield TokenizeJob(
-                    source.path, directory, chunk, source.text_field, is_whole=is_whole, only_check=only_check
+                    source.path,
+                    directory,
+                    chunk,
+                    source.text_field,
+                    is_whole=is_whole,
+                    only_check=only_check,
                 )
 
     report.show(source.name)
@@ -227,7 +245,8 @@ def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:
     width = preparation.recipe.tokenizer.dtype.itemsize
     try:
         return all(
-            tokens_path(directory, stream, outcome.number).stat().st_size == outcome.tokens[stream] * width
+            tokens_path(directory, stream, outcome.number).stat().st_size
+            == outcome.tokens[stream] * width
             and documents_path(directory, stream, outcome.number).stat().st_size
             == outcome.documents[stream] * 16
             for stream in outcome.tokens
@@ -250,7 +269,11 @@ def _split(
     if recipe.held_out is None:
         return outcomes
     chosen = choose_held_out(
-        preparation.source, preparation.scan, held_out=recipe.held_out, seed=recipe.seed, documents=documents
+        preparation.source,
+        preparation.scan,
+        held_out=recipe.held_out,
+        seed=recipe.seed,
+        documents=documents,
     )
     recorded = (finished(attempt, "split", outcome.number) for outcome in outcomes)
     split = {
@@ -258,7 +281,9 @@ def _split(
         for outcome in recorded
         if outcome is not None and _is_intact(preparation, outcome)
     }
-    jobs = split_jobs(attempt, outcomes, chosen, dtype=preparation.dtype, is_done=split.__contains__)
+    jobs = split_jobs(
+        attempt, outcomes, chosen, dtype=preparation.dtype, is_done=split.__contains__
+    )
     for outcome in _run_lazily(pool, jobs):
         split[outcome.number] = outcome
         report.show(preparation.source.name, "split")
@@ -274,7 +299,9 @@ def _build_index(
         stream: {
             "documents": sum(outcome.documents[stream] for outcome in outcomes),
             "shards": [
-                [outcome.number, outcome.tokens[stream]] for outcome in outcomes if outcome.tokens[stream]
+                [outcome.number, outcome.tokens[stream]]
+                for outcome in outcomes
+                if outcome.tokens[stream]
             ],
         }
         for stream in ((TRAIN, HELD_OUT) if preparation.recipe.held_out else (TRAIN,))

@@ -109,7 +109,12 @@ def evaluation_files(training: Training, base_directory: Path) -> list[SourceFil
 
 def _source_file(source: Source, field: str, base_directory: Path) -> SourceFile:
     return SourceFile(
-        field, source.name, base_directory / source.path, source.type, source.text_field, source.dtype
+        field,
+        source.name,
+        base_directory / source.path,
+        source.type,
+        source.text_field,
+        source.dtype,
     )
 
 
@@ -130,11 +135,22 @@ def source_problems(source: SourceFile) -> list[Problem]:
         ]
     except OSError as error:
         why, remedy = f"{error.strerror} ({named})", "Check the path and its permissions"
-        return [Problem(str(source.path), "cannot be read", why, remedy, is_of_host=is_host_trouble(error))]
+        return [
+            Problem(
+                str(source.path),
+                "cannot be read",
+                why,
+                remedy,
+                is_of_host=is_host_trouble(error),
+            )
+        ]
     if stat.S_ISDIR(found.st_mode):
         return [
             Problem(
-                str(source.path), "is a directory", named, "Name one file; several files are several sources"
+                str(source.path),
+                "is a directory",
+                named,
+                "Name one file; several files are several sources",
             )
         ]
     if not stat.S_ISREG(found.st_mode):
@@ -149,12 +165,20 @@ def source_problems(source: SourceFile) -> list[Problem]:
     if not os.access(source.path, os.R_OK):
         return [
             Problem(
-                str(source.path), "cannot be read", f"permission denied ({named})", "Change its permissions"
+                str(source.path),
+                "cannot be read",
+                f"permission denied ({named})",
+                "Change its permissions",
             )
         ]
     if found.st_size == 0:
         return [
-            Problem(str(source.path), "is empty", named, "Check how the file was made, or remove the source")
+            Problem(
+                str(source.path),
+                "is empty",
+                named,
+                "Check how the file was made, or remove the source",
+            )
         ]
     return _size_problems(source, found.st_size) if source.type == "tokens" else []
 
@@ -246,7 +270,12 @@ def _scan_lines(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
 
 def _signature_problems(source: SourceFile, head: bytes) -> list[Problem]:
     return [
-        Problem(str(source.path), what, "a jsonl source is plain UTF-8 text, one JSON object a line", remedy)
+        Problem(
+            str(source.path),
+            what,
+            "a jsonl source is plain UTF-8 text, one JSON object a line",
+            remedy,
+        )
         for signature, what, remedy in _SIGNATURES
         if head.startswith(signature)
     ]
@@ -293,7 +322,9 @@ class _Boundaries:
 def _count_newlines(buffer: bytearray, begin: int, end: int) -> int:
     """Three times as quick as ``bytearray.count``."""
     return int(
-        np.count_nonzero(np.frombuffer(buffer, dtype=np.uint8, count=end - begin, offset=begin) == ord("\n"))
+        np.count_nonzero(
+            np.frombuffer(buffer, dtype=np.uint8, count=end - begin, offset=begin) == ord("\n")
+        )
     )
 
 
@@ -329,7 +360,8 @@ def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) 
                 f"{scan.largest_id}"
             )
             remedy = (
-                f"Check {source.field}.dtype ({source.dtype}) and that the file was made with this tokenizer"
+                f"Check {source.field}.dtype ({source.dtype}) and that the file was made with this "
+                "tokenizer"
             )
             raise DataError(Problem(str(source.path), what, why, remedy))
         place += ids.size

@@ -10,14 +10,23 @@ import traceback
 from typing import Any
 
 from evergrad_trainer.data.preparation.chunk import execute, job_from_json
-from evergrad_trainer.data.tokenizers import BackendTokenizer, ByteTokenizer, TextTokenizer, load_json
+from evergrad_trainer.data.tokenizers import (
+    BackendTokenizer,
+    ByteTokenizer,
+    TextTokenizer,
+    load_json,
+)
 from evergrad_trainer.errors import DataError
 
 
 def describe_tokenizer(tokenizer: TextTokenizer) -> dict[str, Any]:
     """The first line a worker gets, from which it builds the same tokenizer."""
     if isinstance(tokenizer, BackendTokenizer):
-        return {"json": tokenizer.to_json(), "end": tokenizer.end_of_document, "identity": tokenizer.identity}
+        return {
+            "json": tokenizer.to_json(),
+            "end": tokenizer.end_of_document,
+            "identity": tokenizer.identity,
+        }
     return {"json": None}
 
 
@@ -25,7 +34,9 @@ def _build_tokenizer(description: dict[str, Any]) -> TextTokenizer:
     if description["json"] is None:
         return ByteTokenizer()
     return load_json(
-        description["json"], end_of_document=description["end"], identity=description["identity"]
+        description["json"],
+        end_of_document=description["end"],
+        identity=description["identity"],
     )
 
 

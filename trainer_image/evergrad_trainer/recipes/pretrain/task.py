@@ -41,7 +41,9 @@ class Pretrain:
         if prepared.tokenizer_identity != self.tokenizer.identity:
             what = f"the data was prepared with the tokenizer {prepared.tokenizer_identity}"
             why = f"this one is {self.tokenizer.identity}"
-            raise DataError(Problem("spec.training.tokenizer", what, why, "Prepare the data again"))
+            raise DataError(
+                Problem("spec.training.tokenizer", what, why, "Prepare the data again")
+            )
         data = self.setup.training.data
         sources = {
             source.name: (self._open(source, source.train), declared.weight)
@@ -62,10 +64,16 @@ class Pretrain:
         """The mean loss over the held-out split, if there is one, then over each evaluation source of the
         file."""
         found: dict[str, Evaluator] = {}
-        held_out = [self._open(one, one.held_out) for one in prepared.sources if one.held_out is not None]
+        held_out = [
+            self._open(one, one.held_out)
+            for one in prepared.sources
+            if one.held_out is not None
+        ]
         if held_out:
             found[HELD_OUT] = Evaluator(held_out)
-        return found | {one.name: Evaluator([self._open(one, one.train)]) for one in prepared.evaluation}
+        return found | {
+            one.name: Evaluator([self._open(one, one.train)]) for one in prepared.evaluation
+        }
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
         """The file's model, all of it trained."""
