@@ -1,5 +1,6 @@
 """Bringing the bed up and taking it down."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -160,8 +161,10 @@ def _start(profile: str) -> None:
             _start_workers(api)
     for entry in nodes:
         wait_until(
-            f"{entry.name} Ready", lambda entry=entry: node.is_ready(api, entry), seconds=180
-        )  # type: ignore[misc]
+            f"{entry.name} Ready",
+            functools.partial(node.is_ready, api, entry),
+            seconds=180,
+        )
     wait_until(
         "ServiceAccount default", lambda: control_plane.has_default_account(api), seconds=120
     )

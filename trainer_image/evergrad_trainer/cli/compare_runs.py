@@ -103,8 +103,8 @@ def _rules(args: argparse.Namespace) -> "Rules":
         not colon
         or is_wrong
         or bounds == [None, None]
-        or (None not in bounds and bounds[0] > bounds[1])
-    ):  # type: ignore[operator]
+        or (bounds[0] is not None and bounds[1] is not None and bounds[0] > bounds[1])
+    ):
         raise InputError(
             Problem(
                 "--steps",
