@@ -71,10 +71,15 @@ class Loss:
 class Modules:
     """What a task computes with.
 
-    ``trained``: optimised, saved, given to newcomers. ``frozen``: neither optimised nor saved. ``kept``:
-    further tensors that are saved and given to newcomers (snapshots, averages); changed in place, and only
-    where all ranks do so alike: in :meth:`Task.enter` and :meth:`Task.after_update`. ``blocks``: parts of the
-    trained modules to compile, checkpoint and shard one by one; empty: the longest ModuleList.
+    ``trained``: optimised, saved, given to newcomers. ``frozen``: never changed and never saved: each process
+    makes them again in :meth:`Task.build`, and a checkpoint holds their hashes, so that a run goes on with the
+    same ones only. ``kept``: further tensors that are saved and given to newcomers (snapshots, averages);
+    changed in place, and only where all ranks do so alike: in :meth:`Task.enter` and
+    :meth:`Task.after_update`. ``blocks``: parts of the trained modules to compile, checkpoint and shard one by
+    one; empty: the longest ModuleList.
+
+    The names of trained modules have no dots and are none of the state's own, such as ``optimizer``.
+    ``parallelism: fsdp2`` takes one trained module, named "model", and no kept tensors.
     """
 
     trained: dict[str, nn.Module]

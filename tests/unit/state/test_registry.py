@@ -236,3 +236,22 @@ def test_what_has_to_be_the_same_is_compared_and_older_states_say_nothing() -> N
     agreement.load_values({"docs": 2})
     agreement.load_values({})
     assert compared == [{"docs": 2}]
+
+
+def test_a_reset_gives_each_rank_its_part_of_the_initial_weights() -> None:
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, mesh = Small(), DeviceMesh("cpu", [0])
+        whole = model.head.weight.detach().clone()
+        cut = distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)])
+        model.head.weight = nn.Parameter(cut)
+        registry = build(model)[0]
+        registry.reset()
+        assert isinstance(model.head.weight, DTensor)
+        assert torch.equal(model.head.weight.full_tensor(), whole)
+    finally:
+        distributed.destroy_process_group()

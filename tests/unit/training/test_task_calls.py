@@ -35,7 +35,7 @@ def finish_as(last_slot: int, step: int, *, is_first: bool = False) -> dict[str,
         enter_first(opened, modules, seed=7)
     else:
         outcome = StepOutcome(step, 1.0, {}, 4, "0" * 16, 0.1, 1.0, (), {}, 0.0)
-        build_finish(opened, modules, seed=7)(outcome, cast(Any, "second"))
+        build_finish(opened, modules, seed=7, frozen={})(outcome, cast(Any, "second"))
     return modules.kept
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from evergrad_trainer.state.registry import Values
 
@@ -154,4 +155,10 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def _copy_over(live: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in live.items():
-            tensor.copy_(initial[name])
+            whole = initial[name]
+            if isinstance(tensor, DTensor):
+                # Every rank has made the whole tensor and cuts its own part of it: nothing is sent.
+                whole = whole.to(tensor.device, tensor.dtype)
+                mesh, cut = tensor.device_mesh, tensor.placements
+                whole = distribute_tensor(whole, mesh, cut, src_data_rank=None)
+            tensor.copy_(whole)

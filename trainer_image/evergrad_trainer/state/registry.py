@@ -12,6 +12,7 @@ name                  tensors, as ``<name>.<its own name>``           values
 ``cursor``                                                            where the data stand, compared on loading
 ``description``                                                       the resolved model, compared on loading
 ``observers``                                                         what a task's observers remember
+``frozen``                                                            hashes of frozen modules, compared on loading
 ====================  ==============================================  ==========================================
 
 Further trained modules of a task stand beside ``model`` under their own names; ``kept`` are the tensors that
@@ -43,6 +44,9 @@ OPTIMIZER: Final = "optimizer"
 MODEL: Final = "model"
 KEPT: Final = "kept"
 OBSERVERS: Final = "observers"
+FROZEN: Final = "frozen"
+RESERVED: Final = frozenset({COUNTERS, CURSOR, DESCRIPTION, OPTIMIZER, KEPT, OBSERVERS, FROZEN})
+"""Names that no module of a task may have."""
 
 Values = Mapping[str, Any]
 

@@ -38,6 +38,7 @@ from evergrad_trainer.task import Modules
 from evergrad_trainer.training.calls import build_loss, build_measures
 from evergrad_trainer.training.evaluation import EvaluationRunner
 from evergrad_trainer.training.loop import Best, Limits
+from evergrad_trainer.training.modules import check_modules, hash_frozen
 from evergrad_trainer.training.step import LossOf, StepParts, Stepper, StepSettings
 from evergrad_trainer.world import Membership, World
 
@@ -57,6 +58,8 @@ class Machinery:
     is_sharded: bool
     autocast: Callable[[], AbstractContextManager[object]]
     registry: Registry
+    frozen: Mapping[str, str]
+    """Hashes of the frozen modules as they were built."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """The live tensors a checkpoint holds."""
@@ -112,6 +115,7 @@ def build_machinery(
         is_sharded=is_sharded,
         autocast=_autocast(runtime.precision, device),
         registry=_register(modules, model, optimizer, build_again),
+        frozen=hash_frozen(modules),
     )
 
 
@@ -166,6 +170,7 @@ def _build_modules(
     def build_all() -> Modules:
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
         modules = opened.task.build(build)
+        check_modules(modules, training, opened.code)
         for frozen in modules.frozen.values():
             frozen.requires_grad_(False).eval()
         with torch.no_grad():

@@ -11,6 +11,7 @@ from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Loss, Modules, Tensors
 from evergrad_trainer.training.evaluation import Measure
+from evergrad_trainer.training.modules import hash_frozen
 from evergrad_trainer.training.step import LossOf, StepOutcome
 
 Finish = Callable[[StepOutcome, Stage | None], None]
@@ -69,9 +70,14 @@ def enter_first(opened: Opened, modules: Modules, *, seed: int) -> None:
         opened.task.enter(modules, opened.data.train.stages[0])
 
 
-def build_finish(opened: Opened, modules: Modules, *, seed: int) -> Finish:
+def build_finish(
+    opened: Opened, modules: Modules, *, seed: int, frozen: Mapping[str, str]
+) -> Finish:
     """What the task does with its modules when a step is finished: after an update, and before
-    another stage."""
+    another stage.
+
+    ``frozen``: hashes of the frozen modules as they were built.
+    """
     task, code = opened.task, opened.code
 
     @torch.no_grad()
@@ -85,8 +91,20 @@ def build_finish(opened: Opened, modules: Modules, *, seed: int) -> Finish:
         if entered is not None:
             with code.guarding("enter"):
                 task.enter(modules, entered)
+            # Looked at here and not at each step, since it reads all of them: a newcomer builds them again,
+            # and would go on with others.
+            _check_frozen(frozen, hash_frozen(modules), code)
 
     return finish
+
+
+def _check_frozen(before: Mapping[str, str], now: Mapping[str, str], code: Code) -> None:
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if changed:
+        what = f"the frozen modules {', '.join(changed)} have changed since they were built"
+        why = "they are not saved, so that a newcomer or a resumed run would go on with others"
+        remedy = "Keep what changes as tensors in Modules.kept"
+        raise code.explain(Problem("spec.training.recipe", what, why, remedy))
 
 
 def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[str, Measure]:

@@ -89,7 +89,10 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         compare=build_comparison(machinery, session.membership),
         on_first_step=lambda: announce_first_step(session),
         finish_state=build_finish(
-            machinery.opened, machinery.modules, seed=training.reproducibility.seed
+            machinery.opened,
+            machinery.modules,
+            seed=training.reproducibility.seed,
+            frozen=machinery.frozen,
         ),
         progress=session.progress,
     )

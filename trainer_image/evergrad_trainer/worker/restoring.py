@@ -10,6 +10,7 @@ from evergrad_trainer.state.registry import (
     COUNTERS,
     CURSOR,
     DESCRIPTION,
+    FROZEN,
     OBSERVERS,
     Agreement,
     Values,
@@ -39,6 +40,11 @@ def build_state(session: Session, *, with_weights: bool) -> Machinery:
     )
     machinery.registry.register(DESCRIPTION, description)
     machinery.registry.register(OBSERVERS, session.opened.observers)
+    frozen = Agreement(
+        value=lambda: machinery.frozen,
+        check=lambda stored: _check_frozen(session, machinery, stored),
+    )
+    machinery.registry.register(FROZEN, frozen)
     return machinery
 
 
@@ -105,3 +111,22 @@ def _check_model(session: Session, stored: Values) -> None:
     raise_if(
         compare_models(stored, session.plan.model.describe(), where=where), CheckpointError
     )
+
+
+def _check_frozen(session: Session, machinery: Machinery, stored: Values) -> None:
+    """The trained weights were trained beside other frozen ones; all ranks hold the same, as they have agreed
+    when they met."""
+    changed = [
+        name
+        for name in {**stored, **machinery.frozen}
+        if stored.get(name) != machinery.frozen.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            Problem(
+                str(session.directory.checkpoints),
+                f"the frozen modules {', '.join(changed)} are not those the run began with",
+                "a checkpoint has only their hashes, and the task's build makes others now",
+                "Restore what they are made from, or give the changed run a name of its own",
+            )
+        )

@@ -5,8 +5,13 @@ from dataclasses import asdict
 from typing import Any
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.errors import HostError
 from evergrad_trainer.records import StepRecord
-from evergrad_trainer.state.replicas import compare_states, compare_transferred
+from evergrad_trainer.state.replicas import (
+    compare_states,
+    compare_transferred,
+    find_suspects,
+)
 from evergrad_trainer.state.transfer import feed, plan_transfers
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.loop import Progress, Run
@@ -26,8 +31,15 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     held_step = progress.finished_steps if life.held == Held.WHOLE else -1
     own = describe_standing(progress, checkpoints, held_step=held_step)
     # One exchange: what each rank holds and knows decides what all of them do next.
-    rows = world.gather_json({**own, "is_comparing": run.limits.compare_every is not None})
+    rows = world.gather_json(
+        {
+            **own,
+            "is_comparing": run.limits.compare_every is not None,
+            "frozen": dict(machinery.frozen),
+        }
+    )
     steps = [int(row["step"]) for row in rows]
+    _check_frozen(world, [row["frozen"] for row in rows], steps)
     checkpoints.enter_world(failures=max(int(row["failures"]) for row in rows))
 
     is_fresh = max(steps) < 0
@@ -52,6 +64,20 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
         compare_transferred(state, world, transfers)
     life.held = Held.WHOLE
     return is_fresh
+
+
+def _check_frozen(world: World, frozen: list[dict[str, str]], steps: list[int]) -> None:
+    """Frozen modules are no part of what is transferred: this rank has built the same ones as those whose
+    state it would go on with."""
+    newest = max(steps)
+    holders = [rank for rank, step in enumerate(steps) if step == newest]
+    # As numbers, since a majority is looked for; which ones they are says nothing.
+    numbers = [frozen.index(own) for own in frozen]
+    if world.rank in find_suspects(numbers, holders=holders):
+        raise HostError(
+            "the frozen modules that build has made here are not those of the other ranks; the files that "
+            "they are made from differ between hosts. Give all hosts the same files."
+        )
 
 
 def _begin_again(

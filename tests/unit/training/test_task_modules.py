@@ -1,0 +1,119 @@
+"""Modules that could not be saved, trained or cut over ranks are refused as wrong input before any step; frozen
+ones stay as they were built."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from evergrad_manifest.training import Training
+from evergrad_trainer.errors import HostError, TaskInputError
+from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.task import Modules
+from evergrad_trainer.training.calls import build_finish
+from evergrad_trainer.training.modules import check_modules, hash_frozen, module_problems
+from evergrad_trainer.training.step import StepOutcome
+from evergrad_trainer.worker.settling import _check_frozen
+from evergrad_trainer.world import World
+
+MANIFEST: dict[str, Any] = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
+    "batching": {"globalBatchSize": 4, "microBatchSize": 2},
+    "optimizer": {"learningRate": 1e-3},
+    "horizon": {"steps": 3},
+}
+PLAIN = Training.model_validate(MANIFEST)
+SHARDED = Training.model_validate({**MANIFEST, "runtime": {"parallelism": "fsdp2"}})
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer", "counters", "kept", "frozen", "cursor", "an.encoder", "", "forward"]
+)
+def test_a_trained_module_must_not_have_the_name_of_another_part_of_the_state(
+    name: str,
+) -> None:
+    modules = Modules({"model": linear(), name: linear()})
+    with pytest.raises(TaskInputError, match="build names a trained module"):
+        check_modules(modules, PLAIN, Code(None))
+
+
+def test_several_trained_modules_with_names_of_their_own_are_taken() -> None:
+    modules = Modules({"encoder": linear(), "head": linear()}, {"target": linear()})
+    assert module_problems(modules, PLAIN) == []
+
+
+def test_modules_without_anything_to_train_are_refused() -> None:
+    frozen = linear().requires_grad_(False)
+    for modules in (Modules({}), Modules({"model": frozen})):
+        (problem,) = module_problems(modules, PLAIN)
+        assert "nothing to train" in problem.what
+
+
+def test_a_parameter_cannot_be_trained_and_frozen() -> None:
+    model = linear()
+    (problem,) = module_problems(Modules({"model": model}, {"teacher": model}), PLAIN)
+    assert "as trained and as frozen" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        (Modules({"encoder": linear(), "head": linear()}), "trained modules encoder, head"),
+        (Modules({"encoder": linear()}), "trained modules encoder"),
+        (Modules({"model": linear()}, kept={"mean": torch.zeros(2)}), "kept tensors mean"),
+    ],
+)
+def test_what_fsdp2_cannot_cut_is_refused_in_a_world_of_any_size(
+    modules: Modules, words: str
+) -> None:
+    assert module_problems(modules, PLAIN) == []
+    (problem,) = module_problems(modules, SHARDED)
+    assert problem.path == "spec.training.runtime.parallelism" and words in problem.what
+
+
+def test_a_frozen_module_that_changes_is_an_error_of_the_task() -> None:
+    class Renewing:
+        def after_update(self, modules: Modules, metrics: Any) -> None: ...
+
+        def enter(self, modules: Modules, stage: Any) -> None:
+            for parameter in modules.frozen["teacher"].parameters():
+                parameter.add_(1)
+
+    modules = Modules({"model": linear()}, {"teacher": linear()})
+    opened = cast(Opened, SimpleNamespace(task=Renewing(), code=Code(None)))
+    finish = build_finish(opened, modules, seed=7, frozen=hash_frozen(modules))
+    outcome = StepOutcome(3, 1.0, {}, 4, "0" * 16, 0.1, 1.0, (), {}, 0.0)
+    finish(outcome, None)
+    with pytest.raises(Exception, match="the frozen modules teacher have changed"):
+        finish(outcome, cast(Any, "second"))
+
+
+def test_the_hash_of_a_frozen_module_depends_on_all_its_bits() -> None:
+    module = linear()
+    before = hash_frozen(Modules({}, {"teacher": module}))
+    assert before == hash_frozen(Modules({}, {"teacher": module}))
+    with torch.no_grad():
+        next(module.parameters())[1, 1] += 1e-6
+    assert before != hash_frozen(Modules({}, {"teacher": module}))
+
+
+def test_a_host_with_another_frozen_module_leaves_the_others_alone() -> None:
+    def refuse(rank: int, *, steps: list[int]) -> bool:
+        world = World(1, rank=rank, size=3, device=torch.device("cpu"))
+        try:
+            _check_frozen(world, [{"teacher": "a"}, {"teacher": "a"}, {"teacher": "b"}], steps)
+        except HostError:
+            return True
+        return False
+
+    assert [refuse(rank, steps=[-1, -1, -1]) for rank in range(3)] == [False, False, True]
+    # Whose state goes on is right, however few they are.
+    assert [refuse(rank, steps=[-1, -1, 8]) for rank in range(3)] == [True, True, False]
