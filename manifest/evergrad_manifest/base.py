@@ -6,7 +6,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BaseModel, ConfigDict, Strict
 from pydantic.alias_generators import to_camel
 
-from evergrad_manifest.reading.numbers import NumberError, show
+from evergrad_manifest.values.numbers import NumberError, show
 
 
 class Section(BaseModel):

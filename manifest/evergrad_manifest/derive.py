@@ -7,10 +7,12 @@ from math import ceil
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.training import Batching, Training
-
-HORIZON = "spec.training.horizon"
-WARMUP = "spec.training.schedule.warmup"
-AFTER_STEP = "spec.training.stop.afterStep"
+from evergrad_manifest.training.steps import (
+    check_schedule,
+    check_stop,
+    steps_for_tokens,
+    steps_of,
+)
 
 
 @dataclass(frozen=True)
@@ -95,54 +97,3 @@ def steps_without_data(training: Training) -> int | None:
             horizon.tokens, samples=per_step, length=training.data.sequence_length
         )
     return horizon.steps
-
-
-def steps_for_tokens(tokens: int, *, samples: int, length: int) -> int:
-    """Steps of ``samples`` samples of ``length`` tokens that train at least ``tokens`` tokens."""
-    return -(-tokens // (samples * length))
-
-
-def steps_of(amount: int | float, total: int) -> int:
-    """Steps as they are; a fraction (a float) of ``total``, rounded to whole steps."""
-    return round(amount * total) if isinstance(amount, float) else amount
-
-
-def check_schedule(warmup: int | float, decay: int | float, *, total: int) -> list[Problem]:
-    """Warm-up and final decay (0 unless wsd) must fit into ``total`` steps."""
-    if isinstance(warmup, float) and isinstance(decay, float):
-        # Both are shares: whether they fit does not depend on the length, and rounding must not decide it.
-        fits = Fraction(Decimal(repr(warmup))) + Fraction(Decimal(repr(decay))) <= 1
-    else:
-        fits = steps_of(warmup, total) + steps_of(decay, total) <= total
-    if fits:
-        return []
-    what = f"the warm-up of {_amount(warmup, total)}"
-    if decay:
-        what += f" and the final decay of {_amount(decay, total)} together are"
-    else:
-        what += " is"
-    remedy = (
-        "Shorten warmup or decay, or lengthen the horizon"
-        if decay
-        else "Shorten warmup, or lengthen the horizon"
-    )
-    return [Problem(WARMUP, f"{what} longer than the horizon of {total} steps", "", remedy)]
-
-
-def _amount(amount: int | float, total: int) -> str:
-    return (
-        f"{amount * 100:g}% ({steps_of(amount, total)} steps)"
-        if isinstance(amount, float)
-        else f"{amount} steps"
-    )
-
-
-def check_stop(after_step: int | None, *, total: int) -> list[Problem]:
-    """The stop step must lie within the horizon."""
-    if after_step is None or after_step <= total:
-        return []
-    why = "the run ends before that step"
-    remedy = f"Lower it to at most {total}, remove it, or lengthen the horizon"
-    return [
-        Problem(AFTER_STEP, f"{after_step} is beyond the horizon of {total} steps", why, remedy)
-    ]

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from evergrad_manifest.base import Section
 from evergrad_manifest.fields import Field, choices_of
-from evergrad_manifest.reading.numbers import Human
+from evergrad_manifest.values.numbers import Human
 
 _WORDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 

@@ -7,16 +7,16 @@ from pydantic import ConfigDict, Field
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.base import Section, Switch
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.reading.numbers import Whole
-from evergrad_manifest.reading.quantities import (
+from evergrad_manifest.script import Script
+from evergrad_manifest.training import Training
+from evergrad_manifest.values.numbers import Whole
+from evergrad_manifest.values.quantities import (
     DNS_LABEL,
     LONGEST_LABEL,
     LONGEST_RUN_NAME,
     RUN_NAME,
     Quantity,
 )
-from evergrad_manifest.script import Script
-from evergrad_manifest.training import Training
 
 KINDS: Final = ("training", "script")
 """What a run can be: its ``spec`` has exactly one of these."""

@@ -9,12 +9,14 @@ from typing import Any, Final
 from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import KINDS, TrainingRun
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.reading.numbers import show
 from evergrad_manifest.reading.validation import parse_run
-from evergrad_manifest.reading.view import without_nulls
-from evergrad_manifest.rules_data import OF_SCHEDULE, OF_SOURCES, without_meaningless
 from evergrad_manifest.script import Script
 from evergrad_manifest.training import Training
+from evergrad_manifest.training.common import without_meaningless
+from evergrad_manifest.training.pretrain import OF_SOURCES
+from evergrad_manifest.training.steps import OF_SCHEDULE
+from evergrad_manifest.values.numbers import show
+from evergrad_manifest.view import without_nulls
 
 RECIPE_SECTIONS: Final = (
     "recipe",

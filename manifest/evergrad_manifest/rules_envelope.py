@@ -8,17 +8,17 @@ from typing import Final
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
-from evergrad_manifest.reading.numbers import NumberError, show
-from evergrad_manifest.reading.problems import nearest
-from evergrad_manifest.reading.quantities import (
+from evergrad_manifest.spelling import nearest
+from evergrad_manifest.training.steps import divisors_of, slots_of
+from evergrad_manifest.values.numbers import NumberError, show
+from evergrad_manifest.values.quantities import (
     fault_of_key,
     fault_of_label_value,
     is_dns_subdomain,
     parse_quantity,
     quantity_value,
 )
-from evergrad_manifest.reading.view import UNKNOWN, View
-from evergrad_manifest.rules_recipe import divisors_of, slots_of
+from evergrad_manifest.view import UNKNOWN, View
 
 _MIN, _MAX = "spec.nodes.min", "spec.nodes.max"
 _STORAGE = "spec.storage"

@@ -10,10 +10,10 @@ from evergrad_manifest.base import check_local_path
 from evergrad_manifest.envelope import KINDS
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
-from evergrad_manifest.reading.numbers import NumberError, show
-from evergrad_manifest.reading.view import UNKNOWN, View
-from evergrad_manifest.rules_recipe import check_endpoint
 from evergrad_manifest.script import MODULE, Program, program_of
+from evergrad_manifest.training.common import check_endpoint
+from evergrad_manifest.values.numbers import NumberError, show
+from evergrad_manifest.view import UNKNOWN, View
 
 SCRIPT: Final = "spec.script"
 _COMMAND: Final = f"{SCRIPT}.command"

@@ -16,10 +16,10 @@ from evergrad_coordinator.contract import (
 )
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path, value_at
-from evergrad_manifest.reading.numbers import show
-from evergrad_manifest.reading.problems import nearest
-from evergrad_manifest.reading.quantities import is_dns_label, is_dns_subdomain
-from evergrad_manifest.reading.view import UNKNOWN, View
+from evergrad_manifest.spelling import nearest
+from evergrad_manifest.values.numbers import show
+from evergrad_manifest.values.quantities import is_dns_label, is_dns_subdomain
+from evergrad_manifest.view import UNKNOWN, View
 
 _TEMPLATE: Final[FieldPath] = ("spec", "template")
 

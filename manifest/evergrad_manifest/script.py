@@ -9,8 +9,8 @@ from typing import Final, Literal
 from pydantic import Field
 
 from evergrad_manifest.base import LocalPath, Section
-from evergrad_manifest.reading.numbers import Whole
-from evergrad_manifest.training import Metrics
+from evergrad_manifest.training.common import Metrics
+from evergrad_manifest.values.numbers import Whole
 
 MODULE: Final = "-m"
 

@@ -6,14 +6,15 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from evergrad_manifest.derive import HORIZON, steps_without_data
+from evergrad_manifest.derive import steps_without_data
 from evergrad_manifest.envelope import Metadata, TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import choices_of, fields_of, value_at
 from evergrad_manifest.identity import changed_fields, recipe_of, show_value, to_wire
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run, parse_run
-from evergrad_manifest.reading.view import without_nulls
+from evergrad_manifest.training.steps import HORIZON
+from evergrad_manifest.view import without_nulls
 
 INVALID_SPEC: Final = "InvalidSpec"
 """Value of ``status.reason`` of a run that was refused before its first pod; such a run may still change as a
@@ -57,7 +58,7 @@ def read_object(document: Mapping[str, Any]) -> TrainingRun:
 
     Raises pydantic's ValidationError.
     """
-    return TrainingRun.model_validate(without_nulls(manifest_of(document)))
+    return TrainingRun.model_validate(without_nulls(manifest_of(document), TrainingRun))
 
 
 def manifest_of(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
             yield Problem(HORIZON, what, "a run can be extended, not shortened", remedy)
 
     # What else belongs to the run's state and pods.
-    specs = [without_nulls(to_wire(one))["spec"] for one in (before, run)]
+    specs = [without_nulls(to_wire(one), TrainingRun)["spec"] for one in (before, run)]
     for key, why in FIXED.items():
         pair = [{key: spec[key]} if key in spec else {} for spec in specs]
         for path, was, now in changed_fields(*pair, where="spec"):

@@ -16,8 +16,8 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.identity import RECIPE_SECTIONS, settings_hash
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run
-from evergrad_manifest.reading.view import without_nulls
 from evergrad_manifest.validation import FIXED, manifest_of
+from evergrad_manifest.view import without_nulls
 from evergrad_operator.errors import SpecError
 from evergrad_operator.names import Key
 from evergrad_operator.raw import get_int, get_map, get_text

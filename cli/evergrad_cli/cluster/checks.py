@@ -314,7 +314,7 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
 
 def quantity_of(text: Any) -> float:
     """A quantity as a number; 0 for what is none."""
-    from evergrad_manifest.reading.quantities import quantity_value
+    from evergrad_manifest.values.quantities import quantity_value
 
     try:
         return float(quantity_value(str(text)))

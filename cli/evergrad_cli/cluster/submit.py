@@ -20,11 +20,12 @@ from evergrad_cli.cluster.placement import placement_problems, placement_warning
 from evergrad_cli.cluster.runs import Run, parse_run
 from evergrad_cli.cluster.waiting import Goal, describe_change, wait_for
 from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
 from evergrad_manifest.reading.loader import LoadedManifest
-from evergrad_manifest.reading.view import without_nulls
 from evergrad_manifest.task_files import collect_task
+from evergrad_manifest.view import without_nulls
 
 NAME = "submit"
 EXAMPLES = """\
@@ -132,7 +133,7 @@ def submit(
     Raises RefusedError with every field the cluster refuses.
     """
     name = loaded.run.metadata.name
-    body: dict[str, Any] = with_whole_numbers(without_nulls(loaded.raw))
+    body: dict[str, Any] = with_whole_numbers(without_nulls(loaded.raw, TrainingRun))
     body["metadata"] = {**body["metadata"], "namespace": cluster.namespace}
     path, what = runs_path(cluster.namespace, name), f"trainingrun {name}"
     before = find(cluster, path, what=what)

@@ -114,7 +114,7 @@ def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Usage
 
 
 def _number(quantity: Any) -> float:
-    from evergrad_manifest.reading.quantities import quantity_value
+    from evergrad_manifest.values.quantities import quantity_value
 
     try:
         return float(quantity_value(str(quantity)) if quantity is not None else Fraction(0))

@@ -12,8 +12,8 @@ from evergrad_manifest.crd.nodes import LONGEST_TEXT, PRESERVE, Schema
 from evergrad_manifest.crd.template import build_fragments
 from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.fields import Field, choices_of, fields_of, shape_of
-from evergrad_manifest.reading.numbers import LARGEST_COUNT, Human
 from evergrad_manifest.task_files import MAX_BYTES
+from evergrad_manifest.values.numbers import LARGEST_COUNT, Human
 
 _LONGEST_NUMBER: Final = 64
 _MOST_ENTRIES: Final = 128

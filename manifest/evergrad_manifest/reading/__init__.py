@@ -1,1 +1,1 @@
-"""Reading a manifest: YAML with line numbers, human numbers, overlays, and every problem at once."""
+"""Reading a manifest: YAML with line numbers, overlays, what is wrong with it."""

@@ -13,7 +13,7 @@ import yaml
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
-from evergrad_manifest.reading.numbers import show
+from evergrad_manifest.values.numbers import show
 
 MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 20_000

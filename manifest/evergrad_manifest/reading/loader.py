@@ -11,7 +11,6 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.fields import format_path
 from evergrad_manifest.reading.document import Document, Place, parse_document
-from evergrad_manifest.reading.numbers import show
 from evergrad_manifest.reading.overrides import (
     Layered,
     Override,
@@ -21,6 +20,7 @@ from evergrad_manifest.reading.overrides import (
 )
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run
+from evergrad_manifest.values.numbers import show
 
 MAX_BYTES: Final = 2**20
 

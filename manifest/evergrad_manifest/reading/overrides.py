@@ -9,7 +9,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, find_field, format_path
 from evergrad_manifest.reading.document import Document, Place, parse_document
-from evergrad_manifest.reading.numbers import show
+from evergrad_manifest.values.numbers import show
 
 _SEGMENT = re.compile(r"""([^.\[\]"'=\s]+)|\[([0-9]{1,6})\]|\[(?:"([^"]*)"|'([^']*)')\]""")
 _EXAMPLE: Final = "Write it as spec.training.optimizer.learningRate=3e-4"

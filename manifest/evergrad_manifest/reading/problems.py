@@ -1,9 +1,8 @@
 """Turns what pydantic found into Problems a stranger understands: the field's path, what is wrong, why, and
 what to do."""
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -23,9 +22,10 @@ from evergrad_manifest.fields import (
     value_at,
     walk_fields,
 )
-from evergrad_manifest.reading.numbers import NumberError, show
-from evergrad_manifest.reading.quantities import DNS_LABEL, RUN_NAME
-from evergrad_manifest.training import NAME_PATTERN
+from evergrad_manifest.spelling import fold, nearest
+from evergrad_manifest.training.pretrain import NAME_PATTERN
+from evergrad_manifest.values.numbers import NumberError, show
+from evergrad_manifest.values.quantities import DNS_LABEL, RUN_NAME
 
 MOST_PROBLEMS: Final = 100
 """More than these are counted, not listed."""
@@ -64,7 +64,6 @@ _OTHER_TRAINERS_WORDS: Final = {
     "cwd": "workingDirectory",
     "workdir": "workingDirectory",
 }
-_LONGEST_KEY_COMPARED = 64
 
 
 def problems_of(
@@ -112,20 +111,6 @@ def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
         "Correct these first",
     )
     return (*unique[:MOST_PROBLEMS], rest)
-
-
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that is most like ``word``, if one is like it at all; upper and lower case count as
-    equal."""
-    if len(word) > _LONGEST_KEY_COMPARED:
-        return None
-    by_folded = {_folded(candidate): candidate for candidate in candidates}
-    found = difflib.get_close_matches(_folded(word), by_folded, n=1, cutoff=0.7)
-    return by_folded[found[0]] if found else None
-
-
-def _folded(word: str) -> str:
-    return word.replace("_", "").replace("-", "").casefold()
 
 
 def _problem_of(
@@ -196,7 +181,7 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
         return _say_template_key(finding.key, known)
     here = f"Known here: {', '.join(known)}"
     near = nearest(finding.key, known)
-    word = _OTHER_TRAINERS_WORDS.get(_folded(finding.key))
+    word = _OTHER_TRAINERS_WORDS.get(fold(finding.key))
     if near is None and word in known:
         near = word
     if near is not None:

@@ -6,19 +6,17 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from evergrad_manifest import (
-    rules_data,
     rules_envelope,
-    rules_recipe,
     rules_script,
     rules_template,
+    training,
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.reading.problems import at_most, problems_of
-from evergrad_manifest.reading.view import View, without_nulls
+from evergrad_manifest.view import View, without_nulls
 
 RULES: Final = (*rules_envelope.RULES, *rules_template.RULES, *rules_script.RULES)
-RULES_OF_TRAINING: Final = (*rules_recipe.RULES, *rules_data.RULES)
 
 
 def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
@@ -35,14 +33,14 @@ def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
 def check_run(raw: Mapping[str, Any]) -> tuple[TrainingRun | None, list[Problem]]:
     """The run as far as its single fields are right, and every problem: of single fields first, then of
     several together."""
-    pruned = without_nulls(raw)
+    pruned = without_nulls(raw, TrainingRun)
     run: TrainingRun | None = None
     problems: list[Problem] = []
     try:
         run = TrainingRun.model_validate(pruned)
     except ValidationError as error:
         problems += problems_of(error, pruned)
-    view = View(pruned)
-    for rule in RULES if view.get("spec.training") is None else (*RULES, *RULES_OF_TRAINING):
+    view = View(pruned, TrainingRun)
+    for rule in RULES if view.get("spec.training") is None else (*RULES, *training.RULES):
         problems += rule(view)
     return run, problems

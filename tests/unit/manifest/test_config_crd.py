@@ -17,7 +17,7 @@ from evergrad_manifest.crd.schema import LEFT_OUT, SHOWN_DEFAULTS
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.generate import DEFINITION
-from evergrad_manifest.reading.quantities import LONGEST_RUN_NAME
+from evergrad_manifest.values.quantities import LONGEST_RUN_NAME
 
 ROOT = Path(__file__).resolve().parents[3]
 VALUE_WORDS = ("allOf", "anyOf", "oneOf", "not")

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evergrad_manifest.derive import derive_steps, slots_per_step, steps_for_tokens, steps_of
+from evergrad_manifest.derive import derive_steps, slots_per_step
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.training import Training
+from evergrad_manifest.training.steps import steps_for_tokens, steps_of
 from evergrad_trainer.optim.schedule import build_schedule
 
 BASE = Path(__file__).parent / "base_manifest.yaml"

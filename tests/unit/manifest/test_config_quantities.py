@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from evergrad_manifest.reading.numbers import NumberError
-from evergrad_manifest.reading.quantities import (
+from evergrad_manifest.values.numbers import NumberError
+from evergrad_manifest.values.quantities import (
     fault_of_key,
     fault_of_label_value,
     is_dns_label,

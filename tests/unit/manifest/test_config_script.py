@@ -20,7 +20,6 @@ from evergrad_manifest.identity import (
     to_wire,
 )
 from evergrad_manifest.reading.loader import load_manifest
-from evergrad_manifest.reading.view import View, without_nulls
 from evergrad_manifest.script import (
     Program,
     Script,
@@ -29,6 +28,7 @@ from evergrad_manifest.script import (
     worker_command,
     working_directory_of,
 )
+from evergrad_manifest.view import View, without_nulls
 
 FOLDER = Path(__file__).parent
 BASE = FOLDER / "base_manifest.yaml"
@@ -307,8 +307,8 @@ def test_a_script_survives_the_wire_and_is_itself_a_manifest(
 
 
 def test_a_view_of_a_script_is_the_parsed_script() -> None:
-    raw = without_nulls(yaml.safe_load(SCRIPT.read_text()))
-    view = View(raw)
+    raw = without_nulls(yaml.safe_load(SCRIPT.read_text()), TrainingRun)
+    view = View(raw, TrainingRun)
     assert (
         view.get("spec.training") is None
         and view.get("spec.training.batching.microBatchSize") is None

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.validation import check_run, parse_run
-from evergrad_manifest.reading.view import UNKNOWN, View, without_nulls
+from evergrad_manifest.view import UNKNOWN, View, without_nulls
 
 FOLDER = Path(__file__).parent
 BASE = FOLDER / "base_manifest.yaml"
@@ -90,9 +91,11 @@ def test_more_than_a_hundred_problems_are_counted() -> None:
 
 
 def test_a_view_of_a_right_manifest_is_the_parsed_manifest() -> None:
-    raw = without_nulls(yaml.safe_load(BASE.read_text()))
+    raw = without_nulls(yaml.safe_load(BASE.read_text()), TrainingRun)
     run = parse_run(raw)
-    assert _plain(View(raw).tree) == _plain(run.model_dump(by_alias=True, mode="python"))
+    assert _plain(View(raw, TrainingRun).tree) == _plain(
+        run.model_dump(by_alias=True, mode="python")
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -104,7 +107,7 @@ def _plain(value: Any) -> Any:
 def test_a_view_knows_what_is_right_beside_what_is_wrong() -> None:
     raw = copy.deepcopy(yaml.safe_load(BASE.read_text()))
     raw["spec"]["training"]["batching"] = {"globalBatchSize": "x", "microBatchSize": "4"}
-    view = View(raw)
+    view = View(raw, TrainingRun)
     assert view.get("spec.training.batching.globalBatchSize") is UNKNOWN
     assert view.get("spec.training.batching.microBatchSize") == 4
     assert view.known("spec.training.batching.globalBatchSize", "spec.nodes.min") is None

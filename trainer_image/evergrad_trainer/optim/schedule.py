@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evergrad_manifest.derive import steps_of
 from evergrad_manifest.training import Schedule, StepOverride
+from evergrad_manifest.training.steps import steps_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from evergrad_manifest.base import Section
-from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.fields import FieldPath, Shape, fields_of, shape_of, value_at
 
 
@@ -23,10 +22,10 @@ class _Unknown:
 UNKNOWN: Final = _Unknown()
 
 
-def without_nulls(raw: Any, section: type[Section] = TrainingRun) -> Any:
+def without_nulls(raw: Any, section: type[Section]) -> Any:
     """``raw`` without the keys that are null and may be left out, as the API server does it.
 
-    Mappings that are not ours stay.
+    ``section``: the model of ``raw``. Mappings that are not ours stay.
     """
     if not isinstance(raw, Mapping):
         return raw
@@ -55,13 +54,13 @@ def _without_nulls_inside(value: Any, shape: Shape) -> Any:
 class View:
     """The parsed values of a manifest by their dotted path; ``UNKNOWN`` where one is missing or wrong.
 
-    ``raw`` is the manifest without nulls. Defaults are filled in. Values are those of the wire: sections are
-    dicts with camelCase keys, lists of sections are lists of such dicts.
+    ``raw`` is the manifest without nulls, ``root`` the model of the whole. Defaults are filled in. Values are
+    those of the wire: sections are dicts with camelCase keys, lists of sections are lists of such dicts.
     """
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Any, root: type[Section]) -> None:
         self._raw = raw
-        self.tree = _parse_section(TrainingRun, raw)
+        self.tree = _parse_section(root, raw)
 
     def get(self, path: str) -> Any:
         """The value at ``path``; UNKNOWN below a section that is wrong, None below one that is left out."""

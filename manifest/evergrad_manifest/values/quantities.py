@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from evergrad_manifest.reading.numbers import BINARY_UNITS, NumberError, show
+from evergrad_manifest.values.numbers import BINARY_UNITS, NumberError, show
 
 _SUFFIXES: Final[dict[str, Fraction]] = {
     "": Fraction(1),

@@ -1,0 +1,130 @@
+"""``spec.training``: the typed recipe, whole. Each field's rules stand in the file of its section.
+
+Frozen and pure: no device, file, network, process group or logging.
+"""
+
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, Field
+
+from evergrad_manifest.base import Section
+from evergrad_manifest.training import common, own_task, pretrain, steps
+from evergrad_manifest.training.common import (
+    Best,
+    Checkpoint,
+    Every,
+    InitFrom,
+    Logging,
+    Metrics,
+    Reproducibility,
+    Runtime,
+)
+from evergrad_manifest.training.own_task import RECIPES, check_recipe
+from evergrad_manifest.training.pretrain import (
+    HELD_OUT,
+    Data,
+    Evaluation,
+    EvaluationSource,
+    HeldOut,
+    Model,
+    Source,
+    Tokenizer,
+)
+from evergrad_manifest.training.steps import (
+    Batching,
+    Horizon,
+    OnNonFinite,
+    Optimizer,
+    Schedule,
+    SkippedStep,
+    StepOverride,
+    Stop,
+)
+
+__all__ = [
+    "HELD_OUT",
+    "RECIPES",
+    "RULES",
+    "Batching",
+    "Best",
+    "Checkpoint",
+    "Data",
+    "Evaluation",
+    "EvaluationSource",
+    "Every",
+    "HeldOut",
+    "Horizon",
+    "InitFrom",
+    "Logging",
+    "Metrics",
+    "Model",
+    "OnNonFinite",
+    "Optimizer",
+    "Reproducibility",
+    "Runtime",
+    "Schedule",
+    "Source",
+    "StepOverride",
+    "Stop",
+    "Tokenizer",
+    "Training",
+]
+
+
+class Training(Section):
+    """The typed recipe."""
+
+    recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
+    """What is trained: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file that
+    lies beside this one or can be imported."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
+    first step."""
+    files: dict[str, str] = Field(default_factory=dict, max_length=64)
+    """Python files of a task of your own, text by name (``task.py``), where they cannot lie beside this file:
+    on a cluster. ``evergrad submit`` fills them in."""
+    model: Model
+    """The model: exactly one of a configuration and a directory."""
+    tokenizer: Tokenizer = Tokenizer()
+    """How text becomes token ids."""
+    data: Data
+    """What is trained on."""
+    batching: Batching
+    """How many samples make a step. Every number of processes trains the same steps."""
+    optimizer: Optimizer
+    """The update rule."""
+    schedule: Schedule = Schedule()
+    """Learning rate over the horizon."""
+    horizon: Horizon
+    """How long the run is: exactly one of steps, epochs and tokens."""
+    stop: Stop = Stop()
+    """When to stop before the horizon."""
+    on_non_finite: OnNonFinite = OnNonFinite()
+    """What follows a step whose loss or gradient norm is not finite. May be changed in place."""
+    skip_steps: tuple[SkippedStep, ...] = Field(default=(), max_length=64)
+    """Steps that are passed over without an update, such as one whose samples spoil it.
+
+    May be changed in place.
+    """
+    overrides: tuple[StepOverride, ...] = Field(default=(), max_length=64)
+    """Values that replace those of the recipe from a step on, in the order of their steps.
+
+    May be changed in place.
+    """
+    checkpoint: Checkpoint = Checkpoint()
+    """When state is saved and what is kept."""
+    evaluation: Evaluation = Evaluation()
+    """Loss on text that is not trained on."""
+    init_from: InitFrom | None = None
+    """Weights to begin a fresh run with; ignored when the run already has checkpoints."""
+    reproducibility: Reproducibility = Reproducibility()
+    """What makes two runs equal."""
+    runtime: Runtime = Runtime()
+    """How the machine is used; all but the precision may differ from one start to the next."""
+    logging: Logging = Logging()
+    """What is printed."""
+    metrics: Metrics = Metrics()
+    """The Prometheus endpoint."""
+
+
+RULES: Final = (*own_task.RULES, *steps.RULES, *pretrain.RULES, *common.RULES)

@@ -1,0 +1,181 @@
+"""Sections that every recipe has, whatever is trained: checkpoints, the machine, what is shown; and names
+that several files of this folder use."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field
+
+from evergrad_manifest.base import LocalPath, Section, Switch
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.values.numbers import Bytes, Count, Whole
+from evergrad_manifest.view import View
+
+TRAINING: Final = "spec.training"
+"""Path of the typed recipe in the file."""
+
+
+@dataclass(frozen=True)
+class Meaningless:
+    """A key that has no meaning beside a value of its neighbour ``beside``, and is refused when set."""
+
+    key: str
+    beside: str
+    values: tuple[str, ...]
+    remedy: str
+
+
+def without_meaningless(
+    section: Mapping[str, Any], table: tuple[Meaningless, ...]
+) -> dict[str, Any]:
+    """``section`` on the wire without the keys that would be refused if a file said them."""
+    dropped = {entry.key for entry in table if section[entry.beside] in entry.values}
+    return {key: value for key, value in section.items() if key not in dropped}
+
+
+def meaningless_in(
+    view: View, path: FieldPath, section: Mapping[str, Any], table: tuple[Meaningless, ...]
+) -> Iterator[Problem]:
+    """A problem for each key of ``section`` that the file says and that has no meaning there."""
+    for entry in table:
+        if section[entry.beside] in entry.values and view.raw(*path, entry.key) is not None:
+            what = f"has no meaning with {entry.beside} {section[entry.beside]}"
+            yield Problem(format_path((*path, entry.key)), what, "", entry.remedy)
+
+
+class Every(Section):
+    """A rhythm in steps."""
+
+    steps: Count = Field(ge=1, le=10**12)
+    """Optimizer steps between two."""
+
+
+class Reproducibility(Section):
+    """What makes two runs equal."""
+
+    seed: Count = Field(default=0, ge=0, lt=2**63)
+    """Seed of the sample order, the initial weights and all randomness inside the model."""
+    elastic: Literal["fast", "exact"] = "fast"
+    """``exact``: bit-identical results for every world size, by gradient sums that do not depend on order."""
+
+
+class Best(Section):
+    """Which checkpoint is the best."""
+
+    metric: str = Field(min_length=1)
+    """``<evaluation set>/loss``, e.g. ``heldOut/loss``."""
+    mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger is better."""
+
+
+class Checkpoint(Section):
+    """When state is saved and what is kept."""
+
+    every: Every = Every.model_validate({"steps": 500})
+    """How often state is saved while training; it is always saved at the end and on a stop."""
+    keep: Count = Field(default=3, ge=1)
+    """How many validated checkpoints are kept; the best and the newest always are."""
+    best: Best | None = None
+    """Also keep the checkpoint with the best value of a named evaluation metric."""
+    asynchronous: Switch = True
+    """Write in the background while training goes on."""
+    verify: Literal["always", "sizes"] = "always"
+    """What is checked before a checkpoint is loaded: checksums and sizes, or sizes alone."""
+    max_failures: Count = Field(default=3, ge=1)
+    """Failed saves in a row after which training ends; it begins again at the newest checkpoint if volume or
+    host is to blame."""
+
+
+class InitFrom(Section):
+    """Weights of another run."""
+
+    path: LocalPath = Field(min_length=1)
+    """A transformers directory, a run directory (its newest valid checkpoint) or one checkpoint: weights
+    only."""
+
+
+def _on_or_off(value: Any) -> Any:
+    """YAML reads a bare ``on`` or ``off`` as true or false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+OnOff = Literal["auto", "on", "off"] | bool
+
+
+class Runtime(Section):
+    """How the machine is used. All but the precision may differ from one start of a run to the next."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: cuda where there is one, else cpu."""
+    precision: Literal["fp32", "bf16-autocast", "bf16"] = "bf16-autocast"
+    """fp32; bf16 matrix products over fp32 weights; or weights, gradients and moments all in bf16."""
+    compile: Annotated[
+        Literal["auto", "on", "off"], BeforeValidator(_on_or_off, json_schema_input_type=OnOff)
+    ] = "auto"
+    """torch.compile; ``auto``: on with an accelerator."""
+    activation_checkpointing: Switch = False
+    """Recompute each transformer block in the backward pass: less memory, about a third more time."""
+    parallelism: Literal["dataParallel", "fsdp2"] = "dataParallel"
+    """Replicate the model and sum gradients, or shard parameters, gradients and optimizer state."""
+    loss_chunk: Count | None = Field(default=None, ge=1, le=2**31)
+    """Tokens whose logits are in memory at a time, such as 1024; default: those of the whole micro-batch."""
+    threads: Count | None = Field(default=None, ge=1, le=1024)
+    """CPU threads a process; default: cores / processes, and 1 in exact mode."""
+    bucket_size: Bytes | None = Field(default=None, ge=1024, le=2**34)
+    """Bytes a gradient bucket (dataParallel), such as ``4Mi``; default: 4Mi on CPUs, 64Mi on accelerators."""
+    collective_timeout_seconds: Whole = Field(default=600, ge=1, le=86400)
+    """Seconds: how long a process waits for the others inside one exchange."""
+    compare_replicas_every: int = Field(default=100, ge=0, le=2**31, strict=True)
+    """Steps between two comparisons of the replicas' states, also made before each save and in each new
+    world; 0: none."""
+
+
+def check_runtime(view: View) -> Iterator[Problem]:
+    """Exact sums exist for plain data parallelism only."""
+    found = view.known(f"{TRAINING}.reproducibility.elastic", f"{TRAINING}.runtime.parallelism")
+    if found is not None and found[0] == "exact" and found[1] != "dataParallel":
+        yield Problem(
+            f"{TRAINING}.reproducibility.elastic",
+            f"exact cannot be combined with runtime.parallelism {found[1]}",
+            "sums that do not depend on order need the whole gradient in one place",
+            "Set runtime.parallelism: dataParallel, or elastic: fast",
+        )
+
+
+class Logging(Section):
+    """What is printed."""
+
+    every: Every = Every.model_validate({"steps": 10})
+    """How often a line is printed where there is no terminal."""
+
+
+class Metrics(Section):
+    """The Prometheus endpoint."""
+
+    port: Count | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint; 0: any free one; default: no endpoint, on a cluster 29402."""
+    linger_seconds: Whole = Field(default=0, ge=0, le=600)
+    """Seconds the endpoint stays after the end, so that the last values are scraped."""
+
+
+def check_metrics(view: View) -> Iterator[Problem]:
+    """An endpoint that does not exist cannot stay."""
+    yield from check_endpoint(view, f"{TRAINING}.metrics")
+
+
+def check_endpoint(view: View, section: str) -> Iterator[Problem]:
+    """The same of the metrics section at ``section``."""
+    path = f"{section}.lingerSeconds"
+    found = view.known(path, f"{section}.port")
+    if found is not None and found[0] > 0 and found[1] is None:
+        yield Problem(
+            path,
+            "has no meaning without metrics.port",
+            "there is no endpoint",
+            "Add metrics.port, or remove it",
+        )
+
+
+RULES: Final = (check_runtime, check_metrics)

@@ -1,0 +1,70 @@
+"""Which recipe a run has, and what comes with a task of the user's own: its options and its files."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from evergrad_manifest.base import FieldValueError
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training.common import TRAINING
+from evergrad_manifest.values.numbers import show
+from evergrad_manifest.view import UNKNOWN, View
+
+RECIPES: Final = ("pretrain",)
+"""Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
+_OWN_TASK: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_FILE_NAME: Final = re.compile(r"([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py", re.ASCII)
+
+
+def check_recipe(recipe: str) -> str:
+    """``recipe`` itself. Raises FieldValueError for what is neither a recipe's name nor ``module:attr``."""
+    if recipe in RECIPES or _OWN_TASK.fullmatch(recipe):
+        return recipe
+    remedy = "Write module:attr, such as my_task:Task for the class Task of my_task.py"
+    if "/" in recipe or ".py:" in recipe:
+        module = recipe.rpartition("/")[2].replace(".py:", ":")
+        remedy = (
+            f"Write {module} for a file beside this one"
+            if _OWN_TASK.fullmatch(module)
+            else remedy
+        )
+    why = f"it is one of {', '.join(RECIPES)}, or a task of your own as module:attr"
+    raise FieldValueError(f"{show(recipe)} is not a recipe", why, remedy)
+
+
+def check_options(view: View) -> Iterator[Problem]:
+    """A recipe that has a name has fields of its own instead of options."""
+    recipe, options = view.get(f"{TRAINING}.recipe"), view.get(f"{TRAINING}.options")
+    if recipe in RECIPES and options is not UNKNOWN and options:
+        what = f"have no meaning with recipe {recipe}"
+        why = "they are those of a task of your own"
+        yield Problem(
+            f"{TRAINING}.options", what, why, "Remove them, or set recipe: module:attr"
+        )
+
+
+def check_files(view: View) -> Iterator[Problem]:
+    """Files are those of a task of the user's own, and lie below one folder."""
+    recipe, files = view.get(f"{TRAINING}.recipe"), view.get(f"{TRAINING}.files")
+    if not isinstance(files, Mapping) or not files:
+        return
+    if recipe in RECIPES:
+        what = f"have no meaning with recipe {recipe}"
+        why = "they are those of a task of your own"
+        yield Problem(f"{TRAINING}.files", what, why, "Remove them, or set recipe: module:attr")
+    for name in files:
+        if not _FILE_NAME.fullmatch(str(name)):
+            why = (
+                "a name is a relative path of a Python module, such as task.py or parts/loss.py"
+            )
+            yield Problem(
+                f"{TRAINING}.files", f"{show(name)} cannot be a file's name", why, "Rename it"
+            )
+    if recipe not in (*RECIPES, UNKNOWN):
+        stem = recipe.partition(":")[0].replace(".", "/")
+        if not {f"{stem}.py", f"{stem}/__init__.py"} & {*files}:
+            remedy = "Add it, or correct the name of the module"
+            yield Problem(f"{TRAINING}.files", f"{stem}.py is not among the files", "", remedy)
+
+
+RULES: Final = (check_options, check_files)

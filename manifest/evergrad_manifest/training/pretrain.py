@@ -1,0 +1,354 @@
+"""The recipe ``pretrain``: a causal language model, its tokenizer, and its text."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal
+
+from pydantic import Field
+
+from evergrad_manifest.base import LocalPath, Section, Switch
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.spelling import nearest
+from evergrad_manifest.training.common import TRAINING, Every, Meaningless, meaningless_in
+from evergrad_manifest.values.numbers import Count, Fraction, Real, show
+from evergrad_manifest.view import UNKNOWN, View
+
+NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
+HELD_OUT: Final = "heldOut"
+"""Name of the evaluation set that ``data.heldOut`` makes."""
+BYTE_VOCABULARY: Final = 257
+_MODEL: Final = f"{TRAINING}.model"
+_SOURCES: Final = f"{TRAINING}.data.sources"
+_HELD_OUT: Final = f"{TRAINING}.data.heldOut"
+_EVALUATION: Final = f"{TRAINING}.evaluation"
+_REMOTE_CODE: Final = ("auto_map", "trust_remote_code", "custom_pipelines")
+
+
+class Model(Section):
+    """A transformers causal model. Exactly one of ``config`` and ``path``."""
+
+    config: dict[str, Any] | None = None
+    """A transformers configuration, verbatim, with its ``model_type``; weights are initialised
+    from the seed."""
+    path: LocalPath | None = None
+    """A local transformers directory: configuration and, when present, safetensors weights."""
+
+
+def check_model(view: View) -> Iterator[Problem]:
+    """Exactly one of configuration and path; a configuration names its type and runs no foreign code."""
+    if view.get(_MODEL) is UNKNOWN:
+        return
+    given = [name for name in ("config", "path") if view.is_given(f"{_MODEL}.{name}")]
+    if not given:
+        yield Problem(
+            _MODEL, "names no model", "one of config and path is needed", "Add one of them"
+        )
+    if len(given) == 2:
+        yield Problem(
+            _MODEL,
+            "config and path are both set",
+            "a model is exactly one of them",
+            "Remove one of them",
+        )
+    config = view.get(f"{_MODEL}.config")
+    if isinstance(config, Mapping):
+        yield from _check_model_type(config)
+        yield from _check_no_remote_code(config, ("spec", "training", "model", "config"))
+        yield from _check_vocabulary(view, config)
+
+
+def _check_model_type(config: Mapping[str, Any]) -> Iterator[Problem]:
+    path, kind = f"{_MODEL}.config.model_type", config.get("model_type")
+    if "model_type" not in config:
+        near = nearest("model_type", config)
+        remedy = (
+            f"Rename `{near}` to `model_type`"
+            if near
+            else "Add it, for example `model_type: llama`"
+        )
+        yield Problem(path, "missing", "it names the transformers architecture", remedy)
+    elif not isinstance(kind, str) or not kind.strip():
+        yield Problem(
+            path,
+            f"{show(kind)} is not the name of an architecture",
+            "",
+            "Write a text, such as llama",
+        )
+
+
+def _check_no_remote_code(value: Any, path: FieldPath) -> Iterator[Problem]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            here = (*path, key)
+            if key in _REMOTE_CODE:
+                why = "code that comes with a model is never run"
+                yield Problem(
+                    format_path(here),
+                    "not allowed",
+                    why,
+                    "Remove it; only transformers' own architectures are built",
+                )
+            else:
+                yield from _check_no_remote_code(item, here)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _check_no_remote_code(item, (*path, index))
+
+
+def _check_vocabulary(view: View, config: Mapping[str, Any]) -> Iterator[Problem]:
+    size = config.get("vocab_size")
+    reads_text = any(
+        item["type"] == "jsonl" for _, item in view.items(f"{TRAINING}.data.sources")
+    )
+    uses_bytes = (
+        view.get(f"{TRAINING}.tokenizer") is not UNKNOWN
+        and view.get(f"{TRAINING}.tokenizer.type") == "byte"
+    )
+    if (
+        not isinstance(size, int)
+        or isinstance(size, bool)
+        or size >= BYTE_VOCABULARY
+        or not (reads_text and uses_bytes)
+    ):
+        return
+    why = f"the byte tokenizer has {BYTE_VOCABULARY} ids"
+    remedy = f"Raise it to at least {BYTE_VOCABULARY}, or leave it out"
+    yield Problem(f"{_MODEL}.config.vocab_size", f"{show(size)} is too small", why, remedy)
+
+
+class Tokenizer(Section):
+    """How text becomes token ids."""
+
+    type: Literal["byte", "transformers"] = "byte"
+    """``byte``: UTF-8 bytes 0-255 plus 256 for the end of a document.
+
+    ``transformers``: a local tokenizer directory.
+    """
+    path: LocalPath | None = None
+    """Directory of the transformers tokenizer; needed for that type and refused for the other."""
+
+
+def check_tokenizer(view: View) -> Iterator[Problem]:
+    """A transformers tokenizer has a directory; the byte tokenizer has none."""
+    path, kind = f"{TRAINING}.tokenizer.path", view.get(f"{TRAINING}.tokenizer.type")
+    if kind == "transformers" and not view.is_given(path):
+        yield Problem(
+            path,
+            "missing",
+            "a tokenizer of type transformers is read from a local directory",
+            "Add its path",
+        )
+    if kind == "byte" and view.is_given(path):
+        why = "the byte tokenizer has no files"
+        yield Problem(
+            path, "has no meaning with type byte", why, "Remove it, or set type: transformers"
+        )
+
+
+class Source(Section):
+    """One file of samples."""
+
+    name: str = Field(min_length=1, max_length=63, pattern=NAME_PATTERN)
+    """Unique among all sources, whatever the case of its letters; appears in sample ids and messages."""
+    type: Literal["jsonl", "tokens"] = "jsonl"
+    """``jsonl``: one JSON object with a text a line. ``tokens``: a flat file of little-endian token ids."""
+    path: LocalPath = Field(min_length=1)
+    """The file; relative to the manifest for ``evergrad run``, absolute inside the pod on a cluster."""
+    weight: Real = Field(default=1.0, gt=0, le=1e9)
+    """Share of the samples drawn from this source, relative to the other weights."""
+    text_field: str = Field(default="text", min_length=1)
+    """jsonl only: key of the text in each object."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """tokens only: type of the ids."""
+
+
+class HeldOut(Section):
+    """Documents of the training sources kept for evaluation, chosen by the seed. Exactly one of both."""
+
+    fraction: Fraction | None = Field(default=None, gt=0, lt=1)
+    """Share of each source's documents (of a tokens source: the share of its tokens, at its end)."""
+    count: Count | None = Field(default=None, ge=1)
+    """Number of documents of each source; not for tokens sources."""
+
+
+class Data(Section):
+    """What is trained on."""
+
+    sources: tuple[Source, ...] = Field(min_length=1, max_length=64)
+    """Where samples come from, mixed by weight."""
+    sequence_length: Count = Field(ge=8, le=2**20)
+    """Tokens a sample, S: the window the model sees."""
+    held_out: HeldOut | None = None
+    """Evaluate on a part of the training sources, which is then never trained on."""
+    malformed: Literal["refuse", "skip"] = "refuse"
+    """What happens to a line that is not a JSON object with a text: stop, or count it and go on."""
+    prepared_directory: LocalPath | None = None
+    """Where prepared token files are kept; default: ``.prepared`` beside the run directory."""
+
+
+OF_SOURCES: Final = (
+    Meaningless("textField", "type", ("tokens",), "Remove it, or set type: jsonl"),
+    Meaningless("dtype", "type", ("jsonl",), "Remove it, or set type: tokens"),
+)
+
+
+def check_source_keys(view: View) -> Iterator[Problem]:
+    """Keys of a source that would silently do nothing."""
+    for where in (_SOURCES, f"{_EVALUATION}.sources"):
+        for path, item in view.items(where):
+            yield from meaningless_in(view, path, item, OF_SOURCES)
+    for path, _ in view.items(f"{_EVALUATION}.sources"):
+        if view.raw(*path, "weight") is not None:
+            why = "a file that is only evaluated on is read whole, whatever its weight"
+            yield Problem(
+                format_path((*path, "weight")),
+                "has no meaning for an evaluation source",
+                why,
+                "Remove it",
+            )
+
+
+def check_source_names(view: View) -> Iterator[Problem]:
+    """Names are unique over training and evaluation sources, since both appear in sample ids, files and
+    metrics."""
+    first: dict[str, tuple[str, str]] = {}
+    for where in (_SOURCES, f"{_EVALUATION}.sources"):
+        for path, item in view.items(where):
+            name = item["name"]
+            if name is UNKNOWN:
+                continue
+            here = format_path((*path, "name"))
+            if name.casefold() == HELD_OUT.casefold() and (
+                where == _SOURCES or view.is_given(_HELD_OUT)
+            ):
+                why = "it is the name of the evaluation set that data.heldOut makes"
+                yield Problem(here, f"{name!r} is reserved", why, "Rename the source")
+            elif name.casefold() in first:
+                place, other = first[name.casefold()]
+                same = "is also" if name == other else f"differs only in case from {other!r},"
+                why = "names of sources are unique, whatever the case of their letters"
+                yield Problem(
+                    here, f"{name!r} {same} the name of {place}", why, "Rename one of them"
+                )
+            else:
+                first[name.casefold()] = (format_path(path), name)
+
+
+def check_held_out(view: View) -> Iterator[Problem]:
+    """Exactly one of fraction and count; documents cannot be counted in a flat file of tokens."""
+    if view.get(_HELD_OUT) is UNKNOWN or not view.is_given(_HELD_OUT):
+        return
+    given = [name for name in ("fraction", "count") if view.is_given(f"{_HELD_OUT}.{name}")]
+    if not given:
+        yield Problem(
+            _HELD_OUT,
+            "has no size",
+            "one of fraction and count is needed",
+            "Add one, such as `fraction: 1%`",
+        )
+    if len(given) == 2:
+        yield Problem(
+            _HELD_OUT,
+            "fraction and count are both set",
+            "it is exactly one of them",
+            "Remove one of them",
+        )
+    flat = [
+        format_path(path) for path, item in view.items(_SOURCES) if item["type"] == "tokens"
+    ]
+    if "count" in given and flat:
+        why = f"{flat[0]} is a flat file of tokens, which has no documents to count"
+        yield Problem(f"{_HELD_OUT}.count", "cannot be used here", why, "Use heldOut.fraction")
+
+
+class EvaluationSource(Source):
+    """A file that is only evaluated on."""
+
+    weight: Real = Field(default=1.0, gt=0, le=1e9)
+    """Refused: a file that is only evaluated on is read whole, whatever its weight."""
+
+
+class Evaluation(Section):
+    """Loss on text that is not trained on."""
+
+    every: Every | None = None
+    """How often while training; default: only at the end."""
+    at_start: Switch = False
+    """Also before the first step."""
+    sources: tuple[EvaluationSource, ...] = Field(default=(), max_length=16)
+    """Separate files to evaluate on, each a named set; ``heldOut`` is the name of the split that
+    ``data.heldOut`` makes."""
+    samples: Count | None = Field(default=None, ge=1)
+    """At most this many samples of each set, the same ones each time; default: all."""
+
+
+def check_evaluation(view: View) -> Iterator[Problem]:
+    """Settings of the evaluation need something to evaluate on."""
+    has_sources = view.raw("spec", "training", "evaluation", "sources") not in (None, [])
+    if view.get(_EVALUATION) is UNKNOWN or has_sources or view.is_given(_HELD_OUT):
+        return
+    for key in ("every", "atStart", "samples"):
+        if (
+            view.is_given(f"{_EVALUATION}.{key}")
+            and view.get(f"{_EVALUATION}.{key}") is not False
+        ):
+            why = "neither evaluation.sources nor data.heldOut is set"
+            remedy = (
+                "Add data.heldOut (such as `fraction: 1%`) or a source under "
+                "evaluation.sources, or remove this"
+            )
+            yield Problem(
+                f"{_EVALUATION}.{key}", "there is nothing to evaluate on", why, remedy
+            )
+
+
+def check_best(view: View) -> Iterator[Problem]:
+    """The best checkpoint follows a metric that will exist while training."""
+    path = f"{TRAINING}.checkpoint.best"
+    metric = view.get(f"{path}.metric")
+    if not view.is_given(path) or metric is UNKNOWN or metric is None:
+        return
+    if view.get(_EVALUATION) is not UNKNOWN and not view.is_given(f"{_EVALUATION}.every"):
+        why = "without it the metric is only known at the end"
+        yield Problem(
+            f"{_EVALUATION}.every",
+            "missing, and checkpoint.best needs it",
+            why,
+            "Add it, such as `every: {steps: 200}`",
+        )
+    sources = view.items(f"{_EVALUATION}.sources")
+    names = [item["name"] for _, item in sources] + (
+        [HELD_OUT] if view.is_given(_HELD_OUT) else []
+    )
+    if UNKNOWN in names or view.get(f"{_EVALUATION}.sources") is UNKNOWN:
+        return
+    metrics = [f"{name}/loss" for name in names]
+    if metric not in metrics:
+        near = nearest(metric, metrics)
+        known = (
+            f"Known here: {', '.join(metrics)}"
+            if metrics
+            else "Add an evaluation set first: evaluation.sources or data.heldOut"
+        )
+        why = (
+            f"did you mean `{near}`? {known}"
+            if near
+            else "it is the name of an evaluation set followed by /loss"
+        )
+        yield Problem(
+            f"{path}.metric",
+            f"{metric!r} is not a metric of this run",
+            why,
+            "" if near else known,
+        )
+
+
+RULES: Final = (
+    check_model,
+    check_tokenizer,
+    check_source_keys,
+    check_source_names,
+    check_held_out,
+    check_evaluation,
+    check_best,
+)

@@ -1,0 +1,337 @@
+"""The steps of a run: how many, how large, with which optimizer and learning rate; what replaces those
+values from a step on."""
+
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction as Ratio
+from math import isqrt
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, Strict
+
+from evergrad_manifest.base import Section
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.training.common import TRAINING, Meaningless, meaningless_in
+from evergrad_manifest.values.numbers import Count, Fraction, Real, StepsOrFraction
+from evergrad_manifest.view import UNKNOWN, View
+
+HORIZON: Final = f"{TRAINING}.horizon"
+_GLOBAL: Final = f"{TRAINING}.batching.globalBatchSize"
+_MICRO: Final = f"{TRAINING}.batching.microBatchSize"
+_LENGTH: Final = f"{TRAINING}.data.sequenceLength"
+_SCHEDULE: Final = f"{TRAINING}.schedule"
+_AFTER_STEP: Final = f"{TRAINING}.stop.afterStep"
+
+
+class Batching(Section):
+    """How many samples make a step, and how the step is cut into slots."""
+
+    global_batch_size: Count = Field(ge=1, le=2**24)
+    """Samples an optimizer step, G, whatever the number of processes."""
+    micro_batch_size: Count = Field(ge=1, le=2**20)
+    """Samples a forward pass, b. M = G / b slots a step; up to M processes can share them."""
+
+
+def check_batching(view: View) -> Iterator[Problem]:
+    """A step is cut into micro-batches of equal size."""
+    if (found := view.known(_GLOBAL, _MICRO)) is None:
+        return
+    whole, micro = found
+    if micro > whole:
+        remedy = f"Lower it to at most {whole}, or raise globalBatchSize"
+        yield Problem(
+            _MICRO,
+            f"{micro} is larger than globalBatchSize {whole}",
+            "a micro-batch is a part of a step",
+            remedy,
+        )
+    elif whole % micro:
+        below, above = nearest_divisors(whole, micro)
+        remedy = (
+            f"Use a globalBatchSize of {whole - whole % micro} or {whole - whole % micro + micro}, "
+            f"or a microBatchSize of {below} or {above}"
+        )
+        why = "a step is cut into micro-batches of equal size"
+        yield Problem(
+            _GLOBAL, f"{whole} is not divisible by microBatchSize {micro}", why, remedy
+        )
+
+
+def nearest_divisors(number: int, near: int) -> tuple[int, int]:
+    """The largest divisor of ``number`` up to ``near`` and the smallest from ``near`` on, for near in
+    1..number."""
+    divisors = divisors_of(number)
+    return max(d for d in divisors if d <= near), min(d for d in divisors if d >= near)
+
+
+def divisors_of(number: int) -> set[int]:
+    """All divisors of ``number`` ≥ 1, in O(√number)."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return {*small, *(number // divisor for divisor in small)}
+
+
+def slots_of(view: View) -> tuple[int, int, int] | None:
+    """(M, G, b) where they are known and M is whole; a script has no slots."""
+    if (
+        view.get(TRAINING) is None
+        or (found := view.known(_GLOBAL, _MICRO)) is None
+        or found[0] % found[1]
+    ):
+        return None
+    whole, micro = found
+    return whole // micro, whole, micro
+
+
+class Horizon(Section):
+    """How long the run is. Exactly one of the three; the others are derived."""
+
+    steps: Count | None = Field(default=None, ge=1, le=10**12)
+    """Optimizer steps."""
+    epochs: Real | None = Field(default=None, gt=0, le=10**6)
+    """Passes over all sources together (rounded up to whole steps)."""
+    tokens: Count | None = Field(default=None, ge=1, le=10**18)
+    """Tokens trained on (rounded up to whole steps)."""
+
+
+def check_horizon(view: View) -> Iterator[Problem]:
+    """Exactly one of steps, epochs and tokens."""
+    if view.get(HORIZON) is UNKNOWN:
+        return
+    given = [
+        name for name in ("steps", "epochs", "tokens") if view.is_given(f"{HORIZON}.{name}")
+    ]
+    if not given:
+        yield Problem(
+            HORIZON,
+            "has no length",
+            "one of steps, epochs and tokens is needed",
+            "Add one of them",
+        )
+    elif len(given) > 1:
+        names = " and ".join((", ".join(given[:-1]), given[-1]))
+        verb = "both" if len(given) == 2 else "all"
+        yield Problem(
+            HORIZON,
+            f"{names} are {verb} set",
+            "the horizon is exactly one of them",
+            "Keep one, remove the rest",
+        )
+
+
+def total_steps_of(view: View) -> int | None:
+    """Steps of the whole run where they do not depend on the data."""
+    given = [
+        name for name in ("steps", "epochs", "tokens") if view.is_given(f"{HORIZON}.{name}")
+    ]
+    if given == ["steps"]:
+        steps = view.get(f"{HORIZON}.steps")
+        return None if steps is UNKNOWN else int(steps)
+    if (
+        given == ["tokens"]
+        and (found := view.known(f"{HORIZON}.tokens", _GLOBAL, _LENGTH)) is not None
+    ):
+        return steps_for_tokens(found[0], samples=found[1], length=found[2])
+    return None
+
+
+def steps_for_tokens(tokens: int, *, samples: int, length: int) -> int:
+    """Steps of ``samples`` samples of ``length`` tokens that train at least ``tokens`` tokens."""
+    return -(-tokens // (samples * length))
+
+
+class Stop(Section):
+    """When to stop before the horizon."""
+
+    after_step: Count | None = Field(default=None, ge=1)
+    """Stop, state saved, when this step is finished; the schedule still follows the horizon."""
+
+
+def check_stop(after_step: int | None, *, total: int) -> list[Problem]:
+    """The stop step must lie within the horizon."""
+    if after_step is None or after_step <= total:
+        return []
+    why = "the run ends before that step"
+    remedy = f"Lower it to at most {total}, remove it, or lengthen the horizon"
+    return [
+        Problem(
+            _AFTER_STEP, f"{after_step} is beyond the horizon of {total} steps", why, remedy
+        )
+    ]
+
+
+Beta = Annotated[Real, Field(ge=0, lt=1)]
+
+
+class Optimizer(Section):
+    """The update rule."""
+
+    type: Literal["adamw"] = "adamw"
+    """AdamW, fused."""
+    learning_rate: Real = Field(gt=0, le=10)
+    """Peak learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of the first and second moments, each in [0, 1)."""
+    epsilon: Real = Field(default=1e-8, gt=0, le=1)
+    """Added to the denominator of the update."""
+    weight_decay: Real = Field(default=0.1, ge=0, le=1)
+    """Decoupled decay of matrices; vectors (norms, biases) are never decayed."""
+    clip_norm: Real = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+class Schedule(Section):
+    """Learning rate as a pure function of the step. Its length is the horizon, not the stop step."""
+
+    type: Literal["wsd", "linear", "cosine", "constant"] = "wsd"
+    """``wsd``: warm-up, stable, linear decay at the end."""
+    warmup: StepsOrFraction = Field(default=0, ge=0)
+    """Steps, or a fraction of the horizon (``5%``), of linear warm-up."""
+    decay: StepsOrFraction = Field(default=0.2, ge=0)
+    """wsd only: steps, or a fraction of the horizon (``20%``), of the final decay."""
+    minimum_ratio: Fraction = 0.0
+    """Learning rate at the end, as a fraction of the peak; not for constant."""
+
+
+OF_SCHEDULE: Final = (
+    Meaningless(
+        "decay", "type", ("linear", "cosine", "constant"), "Remove it, or set type: wsd"
+    ),
+    Meaningless("minimumRatio", "type", ("constant",), "Remove it, or choose another type"),
+)
+
+
+def check_schedule_keys(view: View) -> Iterator[Problem]:
+    """Keys of the schedule that would silently do nothing with its type."""
+    if (schedule := view.get(_SCHEDULE)) is not UNKNOWN:
+        yield from meaningless_in(view, tuple(_SCHEDULE.split(".")), schedule, OF_SCHEDULE)
+
+
+def check_schedule_fits(view: View) -> Iterator[Problem]:
+    """Warm-up and decay lie within the horizon, and the stop step too."""
+    total = total_steps_of(view)
+    if (
+        found := view.known(f"{_SCHEDULE}.type", f"{_SCHEDULE}.warmup", f"{_SCHEDULE}.decay")
+    ) is not None:
+        kind, warmup, decay = found
+        decay = decay if kind == "wsd" else 0
+        both_are_shares = isinstance(warmup, float) and isinstance(decay, float)
+        if total is not None:
+            yield from check_schedule(warmup, decay, total=total)
+        elif both_are_shares and check_schedule(warmup, decay, total=100):
+            what = (
+                f"the warm-up of {warmup * 100:g}% and the final decay of {decay * 100:g}% are more "
+                "than the whole horizon"
+            )
+            yield Problem(f"{_SCHEDULE}.warmup", what, "", "Shorten warmup or decay")
+    after_step = view.get(_AFTER_STEP)
+    if total is not None and after_step is not UNKNOWN:
+        yield from check_stop(after_step, total=total)
+
+
+def check_schedule(warmup: int | float, decay: int | float, *, total: int) -> list[Problem]:
+    """Warm-up and final decay (0 unless wsd) must fit into ``total`` steps."""
+    if isinstance(warmup, float) and isinstance(decay, float):
+        # Both are shares: whether they fit does not depend on the length, and rounding must not decide it.
+        fits = Ratio(Decimal(repr(warmup))) + Ratio(Decimal(repr(decay))) <= 1
+    else:
+        fits = steps_of(warmup, total) + steps_of(decay, total) <= total
+    if fits:
+        return []
+    what = f"the warm-up of {_amount(warmup, total)}"
+    if decay:
+        what += f" and the final decay of {_amount(decay, total)} together are"
+    else:
+        what += " is"
+    remedy = (
+        "Shorten warmup or decay, or lengthen the horizon"
+        if decay
+        else "Shorten warmup, or lengthen the horizon"
+    )
+    return [
+        Problem(
+            f"{_SCHEDULE}.warmup",
+            f"{what} longer than the horizon of {total} steps",
+            "",
+            remedy,
+        )
+    ]
+
+
+def steps_of(amount: int | float, total: int) -> int:
+    """Steps as they are; a fraction (a float) of ``total``, rounded to whole steps."""
+    return round(amount * total) if isinstance(amount, float) else amount
+
+
+def _amount(amount: int | float, total: int) -> str:
+    return (
+        f"{amount * 100:g}% ({steps_of(amount, total)} steps)"
+        if isinstance(amount, float)
+        else f"{amount} steps"
+    )
+
+
+class OnNonFinite(Section):
+    """What follows a step whose loss or gradient norm is not finite.
+
+    The state before it is always saved first.
+    """
+
+    skip: int = Field(default=0, ge=0, le=1000, strict=True)
+    """How many such steps in a row are skipped: counted, but without an update."""
+    then: Literal["stop"] = "stop"
+    """What follows when there are more of them in a row.
+
+    ``stop``: the run stops, its state saved, and can be resumed.
+    """
+
+
+SkippedStep = Annotated[int, Strict(), Field(ge=1, le=10**12)]
+"""A plain number, without units: a rule for each item of a list would use up the budget of API servers."""
+
+
+class StepOverride(Section):
+    """Values that replace those of the recipe from a step on, until the next one says otherwise."""
+
+    from_step: Count = Field(ge=1, le=10**12)
+    """The first step they hold for. A step that was trained before they were written stays as it is."""
+    learning_rate: Real | None = Field(default=None, gt=0, le=10)
+    """Peak learning rate; warm-up and decay stay those of the schedule."""
+    clip_norm: Real | None = Field(default=None, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+def check_overrides(view: View) -> Iterator[Problem]:
+    """Each override replaces something, from a step within the run that lies behind the one before it."""
+    total, last = total_steps_of(view), 0
+    for path, item in view.items(f"{TRAINING}.overrides"):
+        first, here = item["fromStep"], format_path((*path, "fromStep"))
+        if item["learningRate"] is None and item["clipNorm"] is None:
+            remedy = "Add learningRate or clipNorm, or remove it; steps are skipped by training.skipSteps"
+            yield Problem(format_path(path), "replaces nothing", "it has only a step", remedy)
+        if first is UNKNOWN:
+            continue
+        if first <= last:
+            what = f"{first} does not lie behind {last}, the step of the override before"
+            yield Problem(
+                here,
+                what,
+                "the order says which one holds",
+                "Sort them, or join those of one step",
+            )
+        elif total is not None and first > total:
+            why, remedy = (
+                "the run ends before that step",
+                f"Lower it to at most {total}, or remove it",
+            )
+            yield Problem(here, f"{first} is beyond the horizon of {total} steps", why, remedy)
+        last = max(last, first)
+
+
+RULES: Final = (
+    check_overrides,
+    check_horizon,
+    check_batching,
+    check_schedule_keys,
+    check_schedule_fits,
+)

@@ -1,0 +1,1 @@
+"""Values as people write them: numbers with units, quantities of Kubernetes."""
