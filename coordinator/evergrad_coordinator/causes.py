@@ -1,13 +1,14 @@
-"""One vocabulary of causes, as data: why a group changed, why a save failed, what time was lost to, why a pod
-ended.
+"""One vocabulary of causes, as data: why a group changed, a save failed, a step made no update, a process
+stopped or a pod ended, and what time was lost to.
 
-A cause is decided where it arises and travels as a value; its text stands here, for reports and pages. No
-code reads a cause out of a sentence. The words of a coordinator, such as ``node 2 lost``, travel beside it,
-for people.
+A cause is decided where it arises and travels as a value; its text is here, for reports and pages. No code
+reads a cause out of a sentence. The words of a coordinator, such as ``node 2 lost``, travel beside it, for
+people.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, Literal, get_args
 
 BreakCause = Literal[
@@ -28,9 +29,9 @@ differ.
 Planned = Literal["node_joined", "node_left", "capacity_changed"]
 """Why a group changes at a step boundary, with all of its members."""
 Lost = Literal["node_lost", "coordinator_lost"]
-"""Who is gone without a word."""
+"""Loss of a node or of the coordinator, without a farewell."""
 ChangeCause = BreakCause | Planned | Lost | Literal["other"]
-"""Why a group gave way to another one. ``other``: nobody has said so, or in words of another version."""
+"""Why a group gave way to another one. ``other``: nobody has said it, or in words of another version."""
 Trouble = Literal[
     "no_space",
     "read_only",
@@ -43,38 +44,113 @@ Trouble = Literal[
     "other",
 ]
 """Why a checkpoint could not be saved or read."""
+Skip = Literal["loss", "grad", "empty", "requested"]
+"""Why a step makes no update: a loss or a gradient norm is not finite, no token carries a loss, or skipSteps
+names the step."""
+Ending = Literal[
+    "signal",
+    "stop_file",
+    "stop_after_steps",
+    "after_step",
+    "observer",
+    "non_finite",
+    "complete",
+    "killed",
+    "failed",
+]
+"""Why a process of a run stopped training, as its records say."""
+
+
+class PodCause(StrEnum):
+    """Why a pod ended: the words in the status of a run and in its Events."""
+
+    DONE = "Done"
+    """Exit code 0: the run is complete."""
+    USER_ERROR = "UserError"
+    """Exit code 64: wrong configuration or data.
+
+    Final once it is confirmed and no group has formed, else free.
+    """
+    WORKER_CRASH = "WorkerCrash"
+    """Any other exit code. Counts."""
+    OUT_OF_MEMORY = "OutOfMemory"
+    """Killed at its memory limit. Counts."""
+    VOLUME_FULL = "VolumeFull"
+    """Nothing more could be written. Counts."""
+    START_ERROR = "StartError"
+    """The container could not be started. Counts."""
+    STOPPED = "Stopped"
+    """Exit code 75 or 76, unasked by the operator. Free."""
+    NODE_LOST = "NodeLost"
+    """Its node is gone or silent. Free."""
+    PREEMPTED = "Preempted"
+    """It made room for a pod of higher priority. Free."""
+    EVICTED = "Evicted"
+    """By the eviction API, the kubelet or a shutdown of its node. Free."""
+    REFUSED_BY_NODE = "RefusedByNode"
+    """The kubelet did not take it. Free."""
+    HOST_FAULT = "HostFault"
+    """Trouble of its host or of the moment, such as a mount or a device. Free."""
+    DELETED = "Deleted"
+    """By somebody else. Free."""
+    RELEASED = "Released"
+    """By the operator: suspended, restarted, fewer nodes or the end. Not a restart."""
+    COORDINATOR_LOST = "CoordinatorLost"
+    """The coordinator's pod ended or vanished. Free."""
+
+
+COUNTED: Final = frozenset(
+    {
+        PodCause.WORKER_CRASH,
+        PodCause.OUT_OF_MEMORY,
+        PodCause.VOLUME_FULL,
+        PodCause.START_ERROR,
+    }
+)
+"""Causes that use up ``failurePolicy.maxFailuresWithoutProgress``."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What a report says of a cause.
-
-    ``pod``: the operator's word for it in the status of a run; empty where it has none.
-    """
+    """What is said of a cause: in a report, and in the status of a run where a pod can end for it."""
 
     text: str
-    pod: str = ""
+    pod: PodCause | None = None
 
 
 CHANGES: Final[Mapping[ChangeCause, Cause]] = {
-    "node_lost": Cause("node lost", "NodeLost"),
+    "node_lost": Cause("node lost", PodCause.NODE_LOST),
     "node_joined": Cause("node joined"),
     "node_left": Cause("node asked to leave"),
     "capacity_changed": Cause("number of processes changed"),
-    "coordinator_lost": Cause("coordinator lost", "CoordinatorLost"),
-    "worker_crash": Cause("process ended or was killed", "WorkerCrash"),
-    "out_of_memory": Cause("process killed for its memory", "OutOfMemory"),
-    "stuck": Cause("process without a sign of life", "WorkerCrash"),
-    "setup_failed": Cause("group could not be set up", "WorkerCrash"),
-    "peer_lost": Cause("connection to a peer lost", "WorkerCrash"),
-    "environment": Cause("trouble of a host", "HostFault"),
-    "numeric": Cause("value not finite, or replicas differ", "WorkerCrash"),
-    "user_error": Cause("error of the run itself", "UserError"),
+    "coordinator_lost": Cause("coordinator lost", PodCause.COORDINATOR_LOST),
+    "worker_crash": Cause("process ended or was killed", PodCause.WORKER_CRASH),
+    "out_of_memory": Cause("process killed for its memory", PodCause.OUT_OF_MEMORY),
+    "stuck": Cause("process without a sign of life", PodCause.WORKER_CRASH),
+    "setup_failed": Cause("group could not be set up", PodCause.WORKER_CRASH),
+    "peer_lost": Cause("connection to a peer lost", PodCause.WORKER_CRASH),
+    "environment": Cause("trouble of a host", PodCause.HOST_FAULT),
+    "numeric": Cause("value not finite, or replicas differ", PodCause.WORKER_CRASH),
+    "user_error": Cause("error of the run itself", PodCause.USER_ERROR),
     "other": Cause("other"),
 }
 BREAKS: Final[tuple[BreakCause, ...]] = get_args(BreakCause)
 PLANNED: Final[tuple[Planned, ...]] = get_args(Planned)
 TROUBLES: Final[tuple[Trouble, ...]] = get_args(Trouble)
+SKIPS: Final[tuple[Skip, ...]] = get_args(Skip)
+
+ENDINGS: Final[Mapping[Ending, str]] = {
+    "signal": "stopped by a signal",
+    "stop_file": "stopped by the stop file",
+    "stop_after_steps": "stopped after its number of steps",
+    "after_step": "stopped after the requested step",
+    "observer": "stopped at the wish of an observer",
+    "non_finite": "stopped before a step whose loss or gradient is not finite",
+    "complete": "complete, then extended",
+    "killed": "killed",
+    "failed": "failed",
+}
+"""Why a process stopped training, for a report on a run that went on afterwards."""
 
 LOSSES: Final[Mapping[str, str]] = {
     "startup": "Start-up: process start to first step",
@@ -86,15 +162,24 @@ LOSSES: Final[Mapping[str, str]] = {
     "downtime": "No process was there",
     "other": "Between steps, and after the last",
 }
-"""What the time of a run is lost to."""
+"""Uses of a run's time that train nothing new."""
 
 
 def read_change(value: object) -> ChangeCause:
-    """``value`` where it is a cause of CHANGES, else ``other``: a file of an older version has a sentence in
-    its place."""
+    """Reads a cause of CHANGES; anything else is ``other``, such as the sentence of an older file."""
     return next((cause for cause in CHANGES if cause == value), "other")
 
 
 def read_trouble(value: object) -> Trouble:
-    """``value`` where it is one of TROUBLES, else ``other``."""
+    """Reads one of TROUBLES; anything else is ``other``."""
     return next((trouble for trouble in TROUBLES if trouble == value), "other")
+
+
+def read_skip(value: object) -> Skip | None:
+    """Reads one of SKIPS; None for anything else, such as the record of a newer version."""
+    return next((skip for skip in SKIPS if skip == value), None)
+
+
+def describe_ending(value: str) -> str:
+    """The text of an ending; a value that is none of ENDINGS, such as ``exit 70``, is its own text."""
+    return next((text for ending, text in ENDINGS.items() if ending == value), value)

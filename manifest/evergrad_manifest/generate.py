@@ -19,7 +19,12 @@ REFERENCE: Final = "docs/reference/configuration.md"
 SCHEMA: Final = "docs/reference/trainingrun.schema.json"
 DEFINITION: Final = "crds/trainingrun.yaml"
 CHARTS_DEFINITION: Final = "charts/evergrad/files/trainingrun.yaml"
-PAGES: Final = ("docs/reference/metrics.md", "docs/reference/run-directory.md")
+PAGES: Final = (
+    "docs/reference/metrics.md",
+    "docs/reference/run-directory.md",
+    "docs/reference/coordinator.md",
+    "docs/reference/operator-metrics.md",
+)
 """Pages with tables of the metrics' catalogue."""
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _BOUNDS: Final = {

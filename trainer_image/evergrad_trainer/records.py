@@ -12,7 +12,7 @@ class StepRecord:
     ``loss`` is in nats per valid token, over the whole global batch. ``tokens`` and ``valid_tokens`` are this
     step's, over all ranks. The ``*_seconds`` are rank 0's wall time; their sum is ``step_seconds`` and
     ``other_seconds`` is what no phase claims. ``time`` is Unix time in seconds at the end of the step.
-    ``skipped``: why the step made no update, one of SKIP_REASONS; null for all others. ``metrics``: what the
+    ``skipped``: why the step made no update, one of causes.SKIPS; null for all others. ``metrics``: what the
     recipe measures besides, by name, over all ranks.
     """
 
@@ -35,11 +35,6 @@ class StepRecord:
     time: float
     skipped: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-SKIP_REASONS = ("loss", "grad", "empty", "requested")
-"""Why a step makes no update: a loss or a gradient norm is not finite, no token carries a loss, or skipSteps
-names it."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ class EventType:
     WARNING = "warning"
     """fields: message."""
     SKIPPED = "skipped"
-    """A step made no update, and training went on. fields: why (SKIP_REASONS), message, in_a_row (of those
+    """A step made no update, and training went on. fields: why (causes.SKIPS), message, in_a_row (of those
     not finite)."""
     NON_FINITE = "non_finite"
     """The run stops before this step's successor, which was not finite. fields: why (loss or grad), message,

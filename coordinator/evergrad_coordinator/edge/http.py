@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from evergrad_coordinator.edge.server import Server
-from evergrad_coordinator.rules.status import build_metrics, build_status
+from evergrad_coordinator.rules.status import EdgeFacts, build_metrics, build_status
 from evergrad_coordinator.secret import is_token
 
 MAX_REQUEST_BYTES = 8192
@@ -175,16 +175,13 @@ class StatusServer:
 
     def _metrics(self) -> Answer:
         server, counters = self._server, self._server.counters
-        edge = {
-            "connections": server.num_connections,
-            "connections_total": counters.connections,
-            "messages_total": counters.messages,
-            "internal_errors_total": counters.internal_errors,
-            "journal_failures_total": counters.persist_failures,
-            "journal_writable": int(server.is_writable),
-        }
-        return (
-            200,
-            _METRICS,
-            build_metrics(server.group, edge, counters.rejected, now=time.monotonic()),
+        edge = EdgeFacts(
+            connections=server.num_connections,
+            connections_total=counters.connections,
+            messages_total=counters.messages,
+            internal_errors_total=counters.internal_errors,
+            journal_failures_total=counters.persist_failures,
+            journal_writable=int(server.is_writable),
+            rejected_total=counters.rejected,
         )
+        return 200, _METRICS, build_metrics(server.group, edge, now=time.monotonic())

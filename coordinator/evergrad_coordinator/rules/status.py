@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.metrics import COORDINATOR, Series
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.planning import find_lost
 from evergrad_coordinator.rules.state import node_order
@@ -32,6 +33,7 @@ _PHASES: dict[int, str] = {
     ExitCode.STOPPED_UNSAVED: "Stopped",
 }
 """The phase of a run that has ended with an exit code; Failed for any other."""
+_ALL_PHASES = ("Waiting", "Starting", "Running", "Draining", "Complete", "Stopped", "Failed")
 
 
 def describe_condition(group: Group, *, now: float) -> Condition:
@@ -240,98 +242,53 @@ def _build_failure(group: Group, now: float) -> dict[str, Any] | None:
 # ---- metrics -----------------------------------------------------------------------------------------------
 
 
-def build_metrics(
-    group: Group, edge: Mapping[str, float], rejected: Mapping[str, int], *, now: float
-) -> str:
-    """Prometheus text.
+@dataclass(frozen=True)
+class EdgeFacts:
+    """What the server counts, by the names of the catalogue behind ``coordinator_``."""
 
-    ``edge``: gauges and counters of the server, by their names behind ``evergrad_coordinator_``.
-    """
+    connections: int
+    connections_total: int
+    messages_total: int
+    internal_errors_total: int
+    journal_failures_total: int
+    journal_writable: int
+    rejected_total: Mapping[str, int]
+
+
+Values = float | Mapping[str, float] | None
+"""The value of a metric, or those of its one label; None where nobody has reported one yet."""
+
+
+def build_metrics(group: Group, edge: EdgeFacts, *, now: float) -> str:
+    """Prometheus text of all metrics of the catalogue's COORDINATOR."""
     status = build_status(group, now=now)
-    phases = ("Waiting", "Starting", "Running", "Draining", "Complete", "Stopped", "Failed")
-    families = [
-        _Family(
-            "run_phase",
-            _RUN_HELP["run_phase"],
-            {one: int(one == status["phase"]) for one in phases},
-            "phase",
-        ),
-        _Family(
-            "run_restarts_total", _RUN_HELP["run_restarts_total"], status["restarts"], "cause"
-        ),
-        _Family(
-            "run_lost_seconds_total",
-            _RUN_HELP["run_lost_seconds_total"],
-            status["lostSeconds"],
-            "cause",
-        ),
-    ]
-    numbers = {
+    values: dict[str, Values] = {
+        "run_phase": {phase: int(phase == status["phase"]) for phase in _ALL_PHASES},
         "run_generation": group.generation,
         "run_nodes_ready": status["nodes"]["ready"],
         "run_nodes_connected": len(group.nodes),
         "run_world_size": status["worldSize"],
+        "run_restarts_total": status["restarts"],
+        "run_lost_seconds_total": status["lostSeconds"],
         "run_failures_without_progress": group.budget.used,
         "run_step": status["step"],
         "run_steps": status["totalSteps"],
         "run_checkpoint_step": status["checkpointStep"],
         "run_loss": status["loss"],
         "run_tokens_per_second": status["tokensPerSecond"],
+        **{f"coordinator_{name}": value for name, value in vars(edge).items()},
     }
+    return "".join(_render(series, values.get(series.name)) for series in COORDINATOR)
+
+
+def _render(series: Series, values: Values) -> str:
     # A number that no node has reported yet is left out: 0 would be a value.
-    families += [
-        _Family(name, _RUN_HELP[name], {"": value})
-        for name, value in numbers.items()
-        if value is not None
-    ]
-    families += [
-        _Family(f"coordinator_{name}", _EDGE_HELP[name], {"": value})
-        for name, value in edge.items()
-    ]
-    ended = "Connections that were ended for breaking a rule."
-    families.append(_Family("coordinator_rejected_total", ended, rejected, "reason"))
-    return "".join(family.render() for family in families)
-
-
-@dataclass(frozen=True)
-class _Family:
-    """One metric with the values of its label, or with the one value of no label."""
-
-    name: str
-    help: str
-    values: Mapping[str, float]
-    label: str = ""
-
-    def render(self) -> str:
-        name = f"evergrad_{self.name}"
-        kind = "counter" if name.endswith("_total") else "gauge"
-        text = f"# HELP {name} {self.help}\n# TYPE {name} {kind}\n"
-        for key, value in self.values.items():
-            labels = f'{{{self.label}="{key}"}}' if self.label else ""
-            text += f"{name}{labels} {value}\n"
-        return text
-
-
-_RUN_HELP = {
-    "run_phase": "1 for the phase the run is in.",
-    "run_generation": "Newest generation.",
-    "run_nodes_ready": "Nodes that could be members.",
-    "run_nodes_connected": "Nodes that are connected, with those that are starting or leaving.",
-    "run_world_size": "Workers of the running group; 0 while there is none.",
-    "run_restarts_total": "Changes of the group after its start, by cause.",
-    "run_lost_seconds_total": "Seconds without training, by cause.",
-    "run_failures_without_progress": "Failures since the last progress.",
-    "run_step": "Newest step that was reported.",
-    "run_steps": "Steps of the whole run.",
-    "run_checkpoint_step": "Step of the newest checkpoint.",
-    "run_loss": "Training loss, nats per token.",
-    "run_tokens_per_second": "Throughput.",
-}
-_EDGE_HELP = {
-    "connections": "Open connections, with those that have not said hello.",
-    "connections_total": "Connections that were accepted.",
-    "messages_total": "Messages from nodes that were understood.",
-    "internal_errors_total": "Errors of the coordinator itself. Always 0, or there is a defect to report.",
-    "journal_failures_total": "Attempts to store a generation that failed.",
-    "journal_writable": "1 while the newest generation could be stored.",
-}
+    if values is None:
+        return ""
+    head = f"# HELP {series.exported} {series.help}.\n# TYPE {series.exported} {series.kind}\n"
+    if not isinstance(values, Mapping):
+        return f"{head}{series.exported} {values}\n"
+    (label,) = series.labels
+    return head + "".join(
+        f'{series.exported}{{{label}="{key}"}} {value}\n' for key, value in values.items()
+    )

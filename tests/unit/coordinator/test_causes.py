@@ -5,10 +5,16 @@ import pytest
 from evergrad_coordinator.causes import (
     BREAKS,
     CHANGES,
+    COUNTED,
+    ENDINGS,
     LOSSES,
     PLANNED,
+    SKIPS,
     TROUBLES,
+    PodCause,
+    describe_ending,
     read_change,
+    read_skip,
     read_trouble,
 )
 from evergrad_operator.names import Cause
@@ -19,21 +25,30 @@ def test_every_cause_of_a_break_and_of_a_planned_change_is_a_cause_of_a_change()
 
 
 def test_every_cause_has_a_text_of_its_own() -> None:
-    texts = [*(one.text for one in CHANGES.values()), *LOSSES.values()]
+    texts = [*(one.text for one in CHANGES.values()), *LOSSES.values(), *ENDINGS.values()]
     assert all(texts)
     assert len(set(texts)) == len(texts)
 
 
 def test_the_operator_knows_every_word_that_a_cause_has_in_the_status_of_a_run() -> None:
-    assert {one.pod for one in CHANGES.values() if one.pod} <= {cause.value for cause in Cause}
+    assert {one.pod for one in CHANGES.values() if one.pod} <= set(PodCause)
+    assert [cause.value for cause in Cause] == [cause.value for cause in PodCause]
+    assert set(PodCause) > COUNTED
 
 
 @pytest.mark.parametrize("value", ["node 0 lost", "", None, 3, "NodeLost", ["node_lost"]])
 def test_what_is_no_cause_becomes_other_and_is_not_interpreted(value: object) -> None:
     assert read_change(value) == "other"
     assert read_trouble(value) == "other"
+    assert read_skip(value) is None
 
 
 def test_a_cause_is_read_as_itself() -> None:
     assert [read_change(cause) for cause in CHANGES] == list(CHANGES)
+    assert [read_skip(skip) for skip in SKIPS] == list(SKIPS)
     assert [read_trouble(trouble) for trouble in TROUBLES] == list(TROUBLES)
+
+
+def test_an_ending_has_a_text_and_an_exit_code_is_its_own() -> None:
+    assert describe_ending("stop_file") == "stopped by the stop file"
+    assert describe_ending("exit 70") == "exit 70"

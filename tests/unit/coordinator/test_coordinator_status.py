@@ -4,10 +4,19 @@ import json
 
 from simulated_cluster import Cluster, make_settings
 
+from evergrad_coordinator.metrics import COORDINATOR
 from evergrad_coordinator.protocol import Broken, Progress
-from evergrad_coordinator.rules.status import MAX_LISTED, build_metrics, build_status
+from evergrad_coordinator.rules.status import MAX_LISTED, EdgeFacts, build_metrics, build_status
 
-EDGE = {"connections": 3.0, "journal_writable": 1.0}
+EDGE = EdgeFacts(
+    connections=3,
+    connections_total=5,
+    messages_total=40,
+    internal_errors_total=0,
+    journal_failures_total=0,
+    journal_writable=1,
+    rejected_total={"malformed": 2},
+)
 
 
 def start_running(number: int = 3) -> Cluster:
@@ -95,14 +104,33 @@ def test_metrics_are_prometheus_text() -> None:
     cluster = start_running()
     cluster.nodes[1].die()
     cluster.run(3)
-    text = build_metrics(cluster.group, EDGE, {"malformed": 2}, now=cluster.now)
+    text = build_metrics(cluster.group, EDGE, now=cluster.now)
     lines = text.splitlines()
     assert 'evergrad_run_phase{phase="Running"} 1' in lines
     assert 'evergrad_run_restarts_total{cause="node_lost"} 1' in lines
     assert 'evergrad_coordinator_rejected_total{reason="malformed"} 2' in lines
     assert "# TYPE evergrad_run_restarts_total counter" in lines
-    names = [line.split(" ")[2] for line in lines if line.startswith("# TYPE")]
-    assert len(names) == len(set(names))
     assert all(
         line.startswith(("#", "evergrad_run_", "evergrad_coordinator_")) for line in lines
     )
+
+
+def test_what_is_exported_is_what_the_catalogue_has() -> None:
+    cluster = start_running()
+    cluster.nodes[0].say(
+        Progress(1, step=3, total_steps=9, loss=2.5, tokens_per_second=10.0, checkpoint_step=2)
+    )
+    text = build_metrics(cluster.group, EDGE, now=cluster.now)
+    kinds = [tuple(line.split(" ")[2:4]) for line in text.splitlines() if "# TYPE" in line]
+    assert kinds == [(one.exported, one.kind) for one in COORDINATOR]
+    # A counter of the server without an entry would be lost without a word.
+    ours = {one.name for one in COORDINATOR if one.name.startswith("coordinator_")}
+    assert ours == {f"coordinator_{name}" for name in vars(EDGE)}
+    helps = [line.split(" ", 3)[2:4] for line in text.splitlines() if "# HELP" in line]
+    assert helps == [[one.exported, f"{one.help}."] for one in COORDINATOR]
+
+
+def test_a_number_that_nobody_has_reported_is_left_out() -> None:
+    text = build_metrics(start_running().group, EDGE, now=0.0)
+    assert "evergrad_run_loss" not in text
+    assert "evergrad_run_steps" not in text

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from evergrad_coordinator.causes import CHANGES, LOSSES, TROUBLES
+from evergrad_coordinator.causes import CHANGES, LOSSES, SKIPS, TROUBLES
 from evergrad_coordinator.metrics import TRAINER, Series
 from evergrad_trainer.observers.live_accounting import PHASES
-from evergrad_trainer.records import SKIP_REASONS
 
 NON_FINITE = ("loss", "grad")
 _BEGINS: dict[str, Iterable[tuple[str, ...]]] = {
@@ -21,7 +20,7 @@ _BEGINS: dict[str, Iterable[tuple[str, ...]]] = {
     "lost_seconds_total": [(cause,) for cause in LOSSES],
     "world_changes_total": [(cause,) for cause in CHANGES],
     "nonfinite_total": [(what,) for what in NON_FINITE],
-    "skipped_steps_total": [(why,) for why in SKIP_REASONS],
+    "skipped_steps_total": [(why,) for why in SKIPS],
     "checkpoint_failures_total": [
         *(("save", trouble) for trouble in TROUBLES),
         ("load", "invalid"),

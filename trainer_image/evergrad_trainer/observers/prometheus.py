@@ -13,7 +13,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from evergrad_coordinator.causes import read_change, read_trouble
+from evergrad_coordinator.causes import SKIPS, read_change, read_trouble
 from evergrad_trainer import __version__
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import saved_step, seconds_of
@@ -23,7 +23,6 @@ from evergrad_trainer.observers.live_accounting import LiveAccounting
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
 from evergrad_trainer.records import (
-    SKIP_REASONS,
     EvaluationRecord,
     Event,
     EventType,
@@ -169,7 +168,7 @@ class PrometheusExporter(BaseObserver):
             why = str(event.fields.get("why"))
             if why in NON_FINITE:
                 metrics.add("nonfinite_total", 1, why)
-            if event.type == EventType.SKIPPED and why in SKIP_REASONS:
+            if event.type == EventType.SKIPPED and why in SKIPS:
                 metrics.add("skipped_steps_total", 1, why)
         elif event.type == EventType.WORLD:
             metrics.add("world_changes_total", 1, read_change(event.fields.get("cause")))

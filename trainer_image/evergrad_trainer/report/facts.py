@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from evergrad_coordinator.causes import CHANGES
+from evergrad_coordinator.causes import CHANGES, describe_ending
 from evergrad_coordinator.text import count, duration, percent, real, short_count, size, utc
 from evergrad_trainer.observers.accounting import Goodput, account
 from evergrad_trainer.observers.history import History, StepTable, read_history
@@ -16,7 +16,6 @@ from evergrad_trainer.provenance.redaction import hide_home
 from evergrad_trainer.records import EventType
 from evergrad_trainer.report.tables import (
     CAUSE_TEXTS,
-    ENDING_TEXTS,
     Table,
     best_evaluations,
     checkpoint_table,
@@ -205,7 +204,7 @@ def _status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
     return Status(
         "Stopped",
         "warn",
-        f"{ENDING_TEXTS.get(last.ended, last.ended)} after step {count(step)}",
+        f"{describe_ending(last.ended)} after step {count(step)}",
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evergrad_coordinator.causes import CHANGES, LOSSES
+from evergrad_coordinator.causes import CHANGES, LOSSES, describe_ending
 from evergrad_coordinator.text import count, duration, real, size, utc
 from evergrad_trainer.observers.accounting import Goodput
 from evergrad_trainer.observers.events import describe_changes, saved_step, seconds_of
@@ -17,18 +17,6 @@ _FIRST_ROWS, _LAST_ROWS = 10, 40
 _MOST_WARNINGS = 100
 
 CAUSE_TEXTS: Mapping[str, str] = {"productive": "Training steps that were kept", **LOSSES}
-
-ENDING_TEXTS = {
-    "signal": "stopped by a signal",
-    "stop_file": "stopped by the stop file",
-    "stop_after_steps": "stopped after its number of steps",
-    "after_step": "stopped after the requested step",
-    "observer": "stopped at the wish of an observer",
-    "non_finite": "stopped before a step whose loss or gradient is not finite",
-    "complete": "complete, then extended",
-    "killed": "killed",
-    "failed": "failed",
-}
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ def restart_table(goodput: Goodput) -> Table:
     rows = [
         (
             utc(restart.time),
-            ENDING_TEXTS.get(restart.cause, restart.cause),
+            describe_ending(restart.cause),
             "–" if restart.resumed_from is None else count(restart.resumed_from),
             count(restart.repeated_steps),
             duration(restart.downtime_seconds),

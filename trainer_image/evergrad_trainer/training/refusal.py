@@ -16,7 +16,7 @@ def refuse(
     *,
     describe_samples: Callable[[int], str],
 ) -> tuple[str | None, tuple[Problem, ...]]:
-    """One of SKIP_REASONS with its problems, or None; the same on every rank, from what all of them know
+    """One of causes.SKIPS with its problems, or None; the same on every rank, from what all of them know
     alike.
 
     ``overflow``: what kept the gradients from being summed. ``describe_samples``: the samples of a slot, for

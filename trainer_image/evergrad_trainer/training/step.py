@@ -68,7 +68,7 @@ class StepParts:
 class StepOutcome:
     """What every rank knows after a step. ``flags[i]``: some rank raised flag i before the step.
 
-    ``metrics``: the means of the loss's parts. ``skipped``: one of SKIP_REASONS where the step made no
+    ``metrics``: the means of the loss's parts. ``skipped``: one of causes.SKIPS where the step made no
     update, and ``problems`` says why in words.
     """
 

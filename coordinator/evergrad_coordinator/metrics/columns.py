@@ -1,0 +1,113 @@
+"""The numbers of a step: the columns of metrics.jsonl, and what a recipe declares besides."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Compared = Literal["exactly", "closely", "by request", "told"]
+"""How compare-runs takes a column: it must be equal; within the tolerance; only with --exact; it is shown,
+and never counts as a difference."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a step, as a row of metrics.jsonl has it.
+
+    ``aggregate``: how the ranks' values become one.
+    """
+
+    name: str
+    unit: str
+    help: str
+    aggregate: str
+    compared: Compared | None = None
+
+
+COLUMNS: Final[tuple[Column, ...]] = (
+    Column("step", "", "optimizer step, from 1", "agreed"),
+    Column(
+        "generation",
+        "",
+        (
+            "claim on the directory under which it was trained; each start raises it, and so does "
+            "each change of the world"
+        ),
+        "agreed",
+        "told",
+    ),
+    Column("world_size", "", "processes that trained it", "agreed", "told"),
+    Column(
+        "loss", "nats per valid token", "mean over the whole global batch", "mean", "closely"
+    ),
+    Column("tokens", "", "of this step, over all processes", "sum", "exactly"),
+    Column("valid_tokens", "", "those of them that carry a loss", "sum", "exactly"),
+    Column(
+        "sample_hash",
+        "",
+        "16 hex digits: the sum modulo 2⁶⁴ of a hash of each sample's id. Equal hashes, equal samples",
+        "sum",
+        "exactly",
+    ),
+    Column("learning_rate", "", "of this update", "agreed", "closely"),
+    Column("grad_norm", "", "global, before clipping", "norm", "by request"),
+    Column(
+        "step_seconds",
+        "s",
+        "wall time of the step on rank 0, the sum of the next five",
+        "rank 0",
+    ),
+    Column("data_seconds", "s", "waiting for samples", "rank 0"),
+    Column("forward_backward_seconds", "s", "computing losses and gradients", "rank 0"),
+    Column(
+        "communication_seconds",
+        "s",
+        "waiting for and exchanging with other processes",
+        "rank 0",
+    ),
+    Column("optimizer_seconds", "s", "updating the weights", "rank 0"),
+    Column("other_seconds", "s", "what no phase claims", "rank 0"),
+    Column(
+        "rank_skew_seconds",
+        "s",
+        "how much longer the slowest rank computed than the median one",
+        "maximum less median",
+    ),
+    Column("time", "Unix s", "end of the step", "rank 0"),
+)
+"""The columns of metrics.jsonl that every row has and that are numbers, in their order."""
+
+MOST_DECLARED: Final = 32
+"""Metrics a recipe may have: each is a series of the endpoint, and a place in what ranks exchange at every
+step."""
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
+
+
+def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
+    """The columns of a recipe's own metrics, from their names and what they mean. They are compared like
+    losses.
+
+    Raises ValueError that names everything that is wrong with them.
+    """
+    taken = {column.name for column in COLUMNS} | {
+        "skipped",
+        "metrics",
+        "name",
+        "perplexity",
+        "seconds",
+    }
+    wrong = [
+        f"{name!r} is no name; use letters, digits and _"
+        for name in metrics
+        if not _NAME.fullmatch(name)
+    ]
+    wrong += [
+        f"{name!r} is a column of every run; use another name"
+        for name in metrics
+        if name in taken
+    ]
+    if len(metrics) > MOST_DECLARED:
+        wrong.append(f"there are {len(metrics)}; {MOST_DECLARED} are possible")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return tuple(Column(name, "", text, "mean", "closely") for name, text in metrics.items())
