@@ -142,9 +142,7 @@ def config_hash(run: TrainingRun) -> str:
     after the first version and has the default it came with, so that a new version gives the hash that the
     old one gave.
     """
-    recipe = {
-        section: value for section, value in recipe_of(run).items() if section != "horizon"
-    }
+    recipe = hashed_recipe(run)
     if run.spec.script is not None:
         recipe = _without_later_defaults(recipe, run.spec.script, "script.")
     else:
@@ -153,6 +151,11 @@ def config_hash(run: TrainingRun) -> str:
         recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hashed_recipe(run: TrainingRun) -> dict[str, Any]:
+    """What the identity of a run is computed from: its recipe without the horizon, which may grow."""
+    return {section: value for section, value in recipe_of(run).items() if section != "horizon"}
 
 
 def settings_hash(run: TrainingRun) -> str:

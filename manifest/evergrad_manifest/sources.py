@@ -36,11 +36,16 @@ def find_sources(roots: Sequence[Path], folder: Path) -> dict[str, Path]:
 
 def hash_sources(roots: Sequence[Path], folder: Path) -> str:
     """A hash of the content of :func:`find_sources`."""
-    files = find_sources(roots, folder)
     digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{name}\0{_hash_file(files[name])}\0".encode("utf-8", errors="replace"))
+    for name, own in hash_each(roots, folder).items():
+        digest.update(f"{name}\0{own}\0".encode("utf-8", errors="replace"))
     return digest.hexdigest()[:16]
+
+
+def hash_each(roots: Sequence[Path], folder: Path) -> dict[str, str]:
+    """The hash of each of :func:`find_sources`, by its path from ``folder``, in the order of the paths."""
+    files = find_sources(roots, folder)
+    return {name: _hash_file(files[name]) for name in sorted(files)}
 
 
 def files_of_module(folder: Path, parts: Sequence[str]) -> list[Path]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.sources import find_sources, hash_sources
+from evergrad_manifest.sources import find_sources, hash_each, hash_sources
 from evergrad_manifest.training import RECIPES, Training
 
 _FIELD = "spec.training.recipe"
@@ -93,6 +93,16 @@ def hash_task(training: Training, base_directory: Path) -> str:
     write_task(training, base_directory)
     path = task_path(training, base_directory)
     return "" if path is None else hash_sources([path], task_folder(training, base_directory))
+
+
+def hash_task_files(training: Training, base_directory: Path) -> dict[str, str]:
+    """The same file by file: 16 hex digits by the path from the task's folder; empty for ours."""
+    write_task(training, base_directory)
+    path = task_path(training, base_directory)
+    if path is None:
+        return {}
+    each = hash_each([path], task_folder(training, base_directory))
+    return {name: own[:16] for name, own in each.items()}
 
 
 def write_task(training: Training, base_directory: Path) -> None:

@@ -162,6 +162,34 @@ def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
     assert not (experiment.path / "averaged.py").exists()
 
 
+def test_a_run_that_goes_on_with_another_version_of_its_task_says_so_by_name(
+    experiment: Experiment,
+) -> None:
+    write_own(experiment, stop={"afterStep": 4})
+    experiment.run(expect=STOPPED_SAVED)
+    changed = TASK.replace("1 - self", "1.0 - self")
+    assert changed != TASK
+    write_own(experiment)
+    (experiment.path / "averaged.py").write_text(changed, "utf-8")
+    experiment.run()
+    (event,) = [
+        row for row in read_lines(experiment.at() / "events.jsonl") if row["type"] == "changed"
+    ]
+    (change,) = [one for one in event["changes"] if "averaged.py" in one["path"]]
+    assert change["path"] == "spec.training.recipe (averaged.py)"
+    assert change["old"] != change["new"] and event["step"] == 4
+    # Each checkpoint holds the hash that its steps were trained with.
+    hashes = {
+        read_json(path)["extra"]["state"]["task"]["averaged.py"]
+        for path in experiment.at().glob("checkpoints/step-*/manifest.json")
+    }
+    assert change["new"] in hashes
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
+
+
 OBSERVING = (
     TASK
     + '''

@@ -580,6 +580,24 @@ def test_checkpoints_of_another_identity_are_refused_with_both_values(
     assert make_solo().restore() == 10
 
 
+def test_a_refused_checkpoint_names_the_fields_of_the_recipe_that_differ(
+    make_solo: MakeSolo, make_state: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    recipe = {"optimizer": {"learningRate": 0.001}, "batching": {"microBatchSize": 2}}
+    extra = {"state": {"recipe": recipe}}
+    make_solo().manager.save(10, make_state(10), extra=extra, wait=True)
+    theirs = {**recipe, "optimizer": {"learningRate": 0.01}}
+    with pytest.raises(CheckpointError) as raised:
+        make_solo(identity=Identity("run", "changed", "data", recipe=theirs)).restore()
+    assert "spec.training.optimizer.learningRate: 0.01 here, but the run in " in str(
+        raised.value
+    )
+    assert "began with 0.001" in str(raised.value) and "hash" not in str(raised.value)
+    # Where both recipes read alike, the hashes are all that can be said.
+    with pytest.raises(CheckpointError, match="the recipe's hash is 'recipe'"):
+        make_solo(identity=Identity("run", "changed", "data", recipe=recipe)).restore()
+
+
 def test_a_newer_programs_checkpoint_is_refused_and_not_set_aside(make_solo: MakeSolo) -> None:
     solo = make_solo()
     solo.save(10)

@@ -4,7 +4,8 @@ Pure: no torch.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from evergrad_manifest.errors import EvergradError
@@ -13,6 +14,10 @@ from evergrad_trainer.checkpoint.layout import MANIFEST, Version
 
 FORMAT = 1
 """Grows when an older program could not read what a newer one writes."""
+
+
+_IDENTITY = ("run", "config_hash", "data_fingerprint")
+"""What stands of an identity in a manifest. Never more: an older program would not know it."""
 
 
 class InvalidCheckpointError(EvergradError):
@@ -33,6 +38,8 @@ class Identity:
     run: str
     config_hash: str
     data_fingerprint: str
+    recipe: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What ``config_hash`` was computed from, as far as it is known; a checkpoint has it in its ``extra``."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "format": FORMAT,
         **asdict(manifest.version),
         **fields,
-        "identity": asdict(manifest.identity),
+        "identity": {name: getattr(manifest.identity, name) for name in _IDENTITY},
         "hash_algorithm": HASH_ALGORITHM,
         "files": [asdict(file) for file in manifest.files],
     }
@@ -144,7 +151,7 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
     return Manifest(
         version=Version(*(_integer(raw[name]) for name in ("step", "generation", "serial"))),
         world_size=_integer(raw["world_size"]),
-        identity=Identity(**{name: str(value) for name, value in raw["identity"].items()}),
+        identity=Identity(**{name: str(raw["identity"][name]) for name in _IDENTITY}),
         extra=dict(raw["extra"]),
         best=bool(raw["best"]),
         files=tuple(

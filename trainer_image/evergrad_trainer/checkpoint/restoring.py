@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem, raise_if
+from evergrad_manifest.identity import changed_fields, problems_of_changes
 from evergrad_trainer.checkpoint.dcp_storage import StoreReader
 from evergrad_trainer.checkpoint.files import Meter
 from evergrad_trainer.checkpoint.layout import QUARANTINE, TENSORS
@@ -33,6 +34,7 @@ from evergrad_trainer.checkpoint.saving import ignore_solo_warning
 from evergrad_trainer.checkpoint.store import Candidate, Library
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
 from evergrad_trainer.errors import CheckpointError, VolumeError
+from evergrad_trainer.state.registry import recipe_in
 from evergrad_trainer.state.transfer import pass_along
 from evergrad_trainer.volume import retry, volume_error
 from evergrad_trainer.world import World
@@ -348,7 +350,7 @@ def _search(search: Search, tried: list[Rejected]) -> _Choice:
         except (InvalidCheckpointError, OSError, VolumeError) as error:
             damaged.append((candidate, error))
             continue
-        problems = _compare_identity(search, candidate.name, manifest.identity)
+        problems = _compare_identity(search, candidate.name, manifest)
         if problems:
             return _refuse(problems)
         passed = [asdict(_set_aside(search, *rejection)) for rejection in damaged]
@@ -431,12 +433,14 @@ def _report_fallback(rejected: list[Rejected], choice: _Choice) -> None:
         )
 
 
-def _compare_identity(search: Search, name: str, found: Identity) -> list[Problem]:
+def _compare_identity(search: Search, name: str, manifest: Manifest) -> list[Problem]:
+    """Why a checkpoint is not this run's: by fields of the recipe where both sides know theirs, else by
+    hashes."""
     if search.identity is None:
         return []
-    where = search.library.locate(name)
-    return [
-        Problem(
+    where, found = search.library.locate(name), manifest.identity
+    problems = {
+        field_: Problem(
             where,
             f"{what} is {getattr(found, field_)!r}",
             f"this run's is {getattr(search.identity, field_)!r}",
@@ -444,7 +448,15 @@ def _compare_identity(search: Search, name: str, found: Identity) -> list[Proble
         )
         for field_, what, remedy in _IDENTITY
         if getattr(found, field_) != getattr(search.identity, field_)
-    ]
+    }
+    stored, own = recipe_in(manifest.extra), search.identity.recipe
+    if "config_hash" not in problems or not stored or not own:
+        return list(problems.values())
+    # Two versions may read one file differently: then no field differs, and the hashes are all there is.
+    changes = changed_fields(stored, own)
+    if changes:
+        del problems["config_hash"]
+    return [*problems.values(), *problems_of_changes(changes, directory=where)]
 
 
 _IDENTITY = (

@@ -64,7 +64,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     """
     from evergrad_manifest.derive import derive_steps
     from evergrad_manifest.identity import config_hash
-    from evergrad_manifest.task_files import hash_task
+    from evergrad_manifest.task_files import hash_task, hash_task_files
     from evergrad_trainer.cli.prepare import prepare_with_progress
     from evergrad_trainer.data.prepare import check_unchanged
     from evergrad_trainer.recipes.opening import open_recipe
@@ -117,6 +117,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         marks=marks,
         opened=opened,
         task_hash=task_hash,
+        task_files=hash_task_files(training, base),
     )
 
 

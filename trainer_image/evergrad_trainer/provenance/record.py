@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,19 @@ def record_process(
     command: Sequence[str],
     world_size: int,
     generation: int,
+    task: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Append what this process is to ``provenance.json`` and return the entry. Rank 0 only.
 
-    ``command``: the words of the command line. Raises RunDirectoryError when the file cannot be read or
-    written.
+    ``command``: the words of the command line. ``task``: hashes of the files of a task of the user's own.
+    Raises RunDirectoryError when the file cannot be read or written.
     """
     seed = None if run.spec.training is None else run.spec.training.reproducibility.seed
     entry = describe_process(
         command=command, seed=seed, world_size=world_size, generation=generation
     )
+    if task:
+        entry["task"] = dict(task)
     before = read_processes(directory)
     document = {"format": FORMAT, "processes": [*before, entry]}
     write_atomically(directory.provenance, dumps_strict(document, indent=2) + "\n")

@@ -334,8 +334,8 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
     if not processes:
         return ()
     entry = processes[-1]
-    versions, hardware, git = (
-        _mapping(entry.get(key)) for key in ("versions", "hardware", "git")
+    versions, hardware, git, task = (
+        _mapping(entry.get(key)) for key in ("versions", "hardware", "git", "task")
     )
     memory = hardware.get("memory_bytes")
     commit = str(git.get("commit") or "")
@@ -346,6 +346,8 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
             (key.capitalize(), versions.get(key))
             for key in ("evergrad", "torch", "transformers", "python", "platform")
         ),
+        ("Earlier versions", _earlier_versions(processes, versions)),
+        ("Files of the task", ", ".join(f"{name} {own}" for name, own in task.items())),
         ("Commit", commit + (" with changes" if git.get("has_changes") else "")),
         ("CPU", hardware.get("cpu")),
         ("Cores", hardware.get("usable_cores")),
@@ -355,6 +357,17 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
     return tuple(
         (title, hide_home(str(value))) for title, value in rows if value not in (None, "")
     )
+
+
+def _earlier_versions(processes: list[dict[str, Any]], versions: Mapping[str, Any]) -> str:
+    """What earlier processes of the run computed with, where it was another version; empty where none did."""
+    found = {
+        f"{key} {was}": None
+        for process in processes
+        for key in ("evergrad", "torch", "transformers")
+        if (was := _mapping(process.get("versions")).get(key)) not in (None, versions.get(key))
+    }
+    return ", ".join(found)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

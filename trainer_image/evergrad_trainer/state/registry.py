@@ -13,6 +13,8 @@ name                  tensors, as ``<name>.<its own name>``           values
 ``description``                                                       the resolved model, compared on loading
 ``observers``                                                         what a task's observers remember
 ``frozen``                                                            hashes of frozen modules, compared on loading
+``task``                                                              hashes of the task's files, compared on loading
+``recipe``                                                            the recipe, field by field, for whoever reads it
 ====================  ==============================================  ==========================================
 
 Further trained modules of a task stand beside ``model`` under their own names; ``kept`` are the tensors that
@@ -45,7 +47,11 @@ MODEL: Final = "model"
 KEPT: Final = "kept"
 OBSERVERS: Final = "observers"
 FROZEN: Final = "frozen"
-RESERVED: Final = frozenset({COUNTERS, CURSOR, DESCRIPTION, OPTIMIZER, KEPT, OBSERVERS, FROZEN})
+TASK: Final = "task"
+RECIPE: Final = "recipe"
+RESERVED: Final = frozenset(
+    {COUNTERS, CURSOR, DESCRIPTION, OPTIMIZER, KEPT, OBSERVERS, FROZEN, TASK, RECIPE}
+)
 """Names that no module of a task may have."""
 
 Values = Mapping[str, Any]
@@ -145,13 +151,14 @@ class Registry:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Registers what is no state but has to be the same whenever the run goes on: it is saved, and compared
-    on loading."""
+    """Registers what is no state but is looked at whenever the run goes on: it is saved, and compared on
+    loading."""
 
     value: Callable[[], Values]
     """What it is here and now."""
-    check: Callable[[Values], None]
-    """Compare with what it was when the state was saved. Raises an error that names the difference."""
+    check: Callable[[Values], None] | None = None
+    """Compares with what it was when the state was saved, and says or raises what differs. None: what refuses
+    another one reads the checkpoint's manifest itself, before anything is loaded."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return nothing: an agreement has no tensors."""
@@ -163,7 +170,7 @@ class Agreement:
 
     def load_values(self, values: Values) -> None:
         """Compare; states of older versions may say nothing."""
-        if values:
+        if values and self.check is not None:
             self.check(values)
 
     def reset(self) -> None:
@@ -203,3 +210,10 @@ def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
     if "state" not in extra:
         values[OPTIMIZER] = {"step": float(extra.get("updates", extra["step"]))}
     return values
+
+
+def recipe_in(extra: Mapping[str, Any]) -> Values:
+    """The recipe that a checkpoint was made with, field by field; empty where an older version wrote it."""
+    state = extra.get("state")
+    recipe = state.get(RECIPE) if isinstance(state, Mapping) else None
+    return recipe if isinstance(recipe, Mapping) else {}

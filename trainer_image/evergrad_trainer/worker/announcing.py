@@ -1,21 +1,25 @@
 """What rank 0 records of a run: who trains what, from where, and how long the start took."""
 
+import contextlib
 import dataclasses
 import gc
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from evergrad_coordinator.wire import to_camel
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.identity import changed_settings, from_wire
+from evergrad_manifest.identity import ABSENT, Change, changed_settings, from_wire
 from evergrad_trainer.optim.schedule import build_schedule
-from evergrad_trainer.provenance.record import record_process
+from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import Event, EventType, RunInfo
 from evergrad_trainer.resume import resolved_record
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.session import Session
 
+_VERSIONS = ("evergrad", "torch", "transformers")
+"""What computes a step: a change of these may change its last bits."""
 _JUMP = 1.1
 """A rise of the learning rate from one step to the next that a longer schedule alone does not explain."""
 
@@ -39,12 +43,14 @@ def announce(session: Session, machinery: Machinery) -> None:
     session.directory.write_resolved(record)
     if session.directory.is_complete():
         session.directory.unmark_complete()
-    record_process(
+    processes = read_processes(session.directory)
+    entry = record_process(
         session.directory,
         run=plan.run,
         command=plan.command,
         world_size=world.size,
         generation=world.generation,
+        task=plan.task_files,
     )
     session.observers.run_start(describe_run(session, machinery))
     start = {
@@ -62,6 +68,8 @@ def announce(session: Session, machinery: Machinery) -> None:
     session.release_events()
     if before is not None:
         _announce_changes(session, before["manifest"])
+    if processes and progress.finished_steps > 0:
+        _announce_versions(session, processes[-1], entry)
     if before is not None and before["derived"]["totalSteps"] < plan.numbers.total_steps:
         _announce_extension(session, from_steps=int(before["derived"]["totalSteps"]))
 
@@ -69,14 +77,43 @@ def announce(session: Session, machinery: Machinery) -> None:
 def _announce_changes(session: Session, before: dict[str, Any]) -> None:
     """Say what differs from the file of the start before: cadences, skipped steps, overrides,
     places of data."""
-    try:
-        changes = changed_settings(from_wire(before), session.plan.run)
-    except ConfigurationError:
-        # Another version wrote it; what cannot be read cannot be compared.
-        return
+    plan, changes = session.plan, list[Change]()
+    # Another version may have written it; what cannot be read cannot be compared.
+    with contextlib.suppress(ConfigurationError):
+        changes += changed_settings(from_wire(before), plan.run)
+    if not plan.run.training.files:
+        # Those that the run carries are in the manifest, and so among the changes already.
+        changes += _changed_files(session.task_before, plan.task_files)
     if changes:
         listed = [{"path": path, "old": old, "new": new} for path, old, new in changes]
         session.emit(EventType.CHANGED, {"changes": listed})
+
+
+def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """The task's files that differ from those that the restored state was trained with."""
+    if not before:
+        return []
+    return [
+        (f"spec.training.recipe ({name})", before.get(name, ABSENT), now.get(name, ABSENT))
+        for name in sorted({**before, **now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _announce_versions(session: Session, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Warn that other versions go on with the run: its steps are the same, their last bits may not be."""
+    old, new = before.get("versions") or {}, now["versions"]
+    changed = [
+        f"{name} {old[name]} then, {new[name]} now"
+        for name in _VERSIONS
+        if old.get(name) is not None and old[name] != new.get(name)
+    ]
+    if changed:
+        message = (
+            f"other versions go on with this run: {', '.join(changed)}. "
+            "Its bits may differ from those of a run that kept to one version"
+        )
+        session.emit(EventType.WARNING, {"message": message})
 
 
 def _announce_extension(session: Session, *, from_steps: int) -> None:

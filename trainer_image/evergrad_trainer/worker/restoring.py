@@ -12,6 +12,8 @@ from evergrad_trainer.state.registry import (
     DESCRIPTION,
     FROZEN,
     OBSERVERS,
+    RECIPE,
+    TASK,
     Agreement,
     Values,
     from_extra,
@@ -45,6 +47,10 @@ def build_state(session: Session, *, with_weights: bool) -> Machinery:
         check=lambda stored: _check_frozen(session, machinery, stored),
     )
     machinery.registry.register(FROZEN, frozen)
+    task = Agreement(value=lambda: dict(plan.task_files), check=session.note_task)
+    machinery.registry.register(TASK, task)
+    recipe = session.identity.recipe
+    machinery.registry.register(RECIPE, Agreement(value=lambda: recipe))
     return machinery
 
 

@@ -3,13 +3,14 @@ holds."""
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from evergrad_manifest.derive import HorizonNumbers
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.identity import hashed_recipe
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.prepared import Prepared
@@ -48,6 +49,8 @@ class SessionPlan:
     opened: Opened | None = None
     task_hash: str = ""
     """Of the files of a task of the user's own, as they were when this plan was made."""
+    task_files: Mapping[str, str] = field(default_factory=dict)
+    """The same file by file: hashes by the paths from the task's folder."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Open files do not travel to a process that is started anew."""
@@ -69,6 +72,8 @@ class Session:
     metrics_address: str | None = None
     waiting: list[Event] | None = field(default_factory=list)
     """Events before the start event, which comes first; None once it is written."""
+    task_before: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the task's files that the restored state was trained with; empty without one."""
     is_announced: bool = False
     """This process has written a start event."""
 
@@ -80,7 +85,10 @@ class Session:
     def identity(self) -> Identity:
         """What this run's checkpoints are told from another's by."""
         return Identity(
-            self.plan.run.metadata.name, self.plan.config_hash, self.data.fingerprint
+            self.plan.run.metadata.name,
+            self.plan.config_hash,
+            self.data.fingerprint,
+            recipe=hashed_recipe(self.plan.run),
         )
 
     @property
@@ -89,6 +97,10 @@ class Session:
 
     def mark(self, phase: str) -> None:
         self.marks[phase] = time.time()
+
+    def note_task(self, files: Mapping[str, str]) -> None:
+        """Remember the task's files that a restored state was trained with, for the start's announcement."""
+        self.task_before = dict(files)
 
     def emit(self, type_: str, fields: dict[str, Any]) -> None:
         """Tell the observers of a transition at the last finished step."""

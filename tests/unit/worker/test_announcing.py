@@ -1,0 +1,46 @@
+"""What a start says of the one before it: files of a task that have changed, and versions."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from evergrad_trainer.records import EventType
+from evergrad_trainer.worker.announcing import _announce_versions, _changed_files
+from evergrad_trainer.worker.session import Session
+
+
+def warnings_of(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    said: list[str] = []
+
+    def emit(type_: str, fields: dict[str, Any]) -> None:
+        assert type_ == EventType.WARNING
+        said.append(fields["message"])
+
+    session = cast(Session, SimpleNamespace(emit=emit))
+    _announce_versions(session, {"versions": old}, {"versions": new})
+    return said
+
+
+def test_a_resume_with_another_torch_is_a_warning_that_names_both() -> None:
+    old = {"evergrad": "0.1", "torch": "2.12", "transformers": "5.0", "python": "3.11"}
+    (message,) = warnings_of(old, {**old, "torch": "2.13", "python": "3.12"})
+    assert "torch 2.12 then, 2.13 now" in message and "evergrad" not in message
+
+
+@pytest.mark.parametrize("old", [{}, {"torch": None}, {"torch": "2.13", "python": "3.10"}])
+def test_the_same_versions_and_those_an_older_one_did_not_record_are_none(
+    old: dict[str, Any],
+) -> None:
+    assert warnings_of(old, {"torch": "2.13", "python": "3.11"}) == []
+
+
+def test_changed_files_of_a_task_are_named_with_both_hashes() -> None:
+    before, now = {"mine.py": "a", "table.py": "b"}, {"mine.py": "c", "other.py": "d"}
+    assert _changed_files(before, now) == [
+        ("spec.training.recipe (mine.py)", "a", "c"),
+        ("spec.training.recipe (other.py)", "(absent)", "d"),
+        ("spec.training.recipe (table.py)", "b", "(absent)"),
+    ]
+    # A checkpoint of an older version says nothing of its files.
+    assert _changed_files({}, now) == []
