@@ -3,12 +3,14 @@ wire."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Final
 
 from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import KINDS, TrainingRun
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import find_field
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.script import Script
 from evergrad_manifest.training import Training
@@ -70,7 +72,7 @@ added here: a later field is left out of the hash where it has its first default
 set it keeps its hash."""
 FIRST_DEFAULTS: Final[dict[str, Any]] = {}
 """Path (as above) of a later field whose default has changed since → the default it came with, which a file
-of that day means."""
+of that day means (and a stored run that does not have the field: ``from_wire``)."""
 
 _OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skipSteps")
 """Sections that nodes of one group may have differently; the last two they agree on when a group forms."""
@@ -113,8 +115,37 @@ def _drop_meaningless(training: dict[str, Any]) -> None:
 
 
 def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
-    """The run that ``to_wire`` wrote. Raises ConfigurationError."""
-    return parse_run(raw)
+    """The run that ``to_wire`` wrote, in this version or an earlier one. Raises ConfigurationError.
+
+    ``to_wire`` writes every field out. One that is absent is later than the file, which therefore means the
+    default that the field came with, whatever its default is today.
+    """
+    filled = deepcopy(dict(raw))
+    for path, value in FIRST_DEFAULTS.items():
+        *parents, key = path.split(".")
+        for holder in _find_holders(filled, ["spec", *parents]):
+            holder.setdefault(key, value)
+    return parse_run(filled)
+
+
+def _find_holders(raw: dict[str, Any], parents: list[str]) -> Iterator[dict[str, Any]]:
+    """The mappings at ``parents``, below lists (``name[]``) too. A section that is absent is made where it
+    would be there by default."""
+    holders: list[Any] = [raw]
+    for index, part in enumerate(parents):
+        name = part.removesuffix("[]")
+        info = find_field(
+            TrainingRun, tuple(one.removesuffix("[]") for one in parents[: index + 1])
+        )
+        if info is not None and isinstance(
+            info.get_default(call_default_factory=True), Section
+        ):
+            for holder in holders:
+                holder.setdefault(name, {})
+        holders = [holder[name] for holder in holders if holder.get(name) is not None]
+        if part.endswith("[]"):
+            holders = [item for items in holders for item in items]
+    yield from holders
 
 
 def recipe_of(run: TrainingRun) -> dict[str, Any]:

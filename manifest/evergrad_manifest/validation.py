@@ -2,6 +2,7 @@
 change. Pure."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -9,11 +10,14 @@ from pydantic import ValidationError
 from evergrad_manifest.derive import steps_without_data
 from evergrad_manifest.envelope import Metadata, TrainingRun
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import choices_of, fields_of, value_at
+from evergrad_manifest.fields import choices_of, fields_of, format_path, value_at
 from evergrad_manifest.identity import changed_fields, recipe_of, show_value, to_wire
+from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.reading.problems import at_most
+from evergrad_manifest.reading.problems import problems_of as problems_of_model
 from evergrad_manifest.reading.validation import check_run, parse_run
 from evergrad_manifest.training.steps import HORIZON
+from evergrad_manifest.values.numbers import NumberError, parse_count
 from evergrad_manifest.view import without_nulls
 
 INVALID_SPEC: Final = "InvalidSpec"
@@ -37,7 +41,7 @@ def problems_of(
     it: those that an older version has accepted are no leave to change what is fixed.
     """
     run, found = check_run(manifest_of(document))
-    if run is None or old is None or is_open(old):
+    if run is None or old is None or is_open(old) or check_depth(old) is not None:
         return at_most(found)
     if not found or set(found) <= set(check_run(manifest_of(old))[1]):
         found += _forbidden_changes(old, run)
@@ -82,6 +86,39 @@ def is_open(document: Mapping[str, Any]) -> bool:
     status = document.get("status")
     reason, recipe = value_at(status, ("reason",)), value_at(status, ("recipeHash",))
     return reason == INVALID_SPEC and not recipe
+
+
+def with_plain_numbers(
+    document: Mapping[str, Any],
+) -> tuple[Mapping[str, Any], tuple[Problem, ...]]:
+    """Return ``document``, a manifest that an API server keeps, with whole numbers in quotes as numbers, and
+    a problem for each of them.
+
+    Earlier versions accepted ``min: "2"`` and ``lingerSeconds: 1k``. An API server checks an object when it
+    is written, so that one of that day is still there, and its run must go on.
+    """
+    pruned = without_nulls(document, TrainingRun)
+    try:
+        TrainingRun.model_validate(pruned)
+    except ValidationError as error:
+        texts = {
+            details["loc"]: details["input"]
+            for details in error.errors(include_url=False)
+            if isinstance(details["input"], str) and details["type"] == "value_error"
+        }
+        found = {problem.path: problem for problem in problems_of_model(error, pruned)}
+    else:
+        return document, ()
+    copied, problems = deepcopy(dict(document)), []
+    for path, text in texts.items():
+        try:
+            number = parse_count(text)
+        except NumberError:
+            # No spelling of a number: it was never accepted.
+            continue
+        value_at(copied, path[:-1])[path[-1]] = number
+        problems.append(found[format_path(path)])
+    return copied, tuple(problems)
 
 
 def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.identity import RECIPE_SECTIONS, settings_hash
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run
-from evergrad_manifest.validation import FIXED, manifest_of
+from evergrad_manifest.validation import FIXED, manifest_of, with_plain_numbers
 from evergrad_manifest.view import without_nulls
 from evergrad_operator.errors import SpecError
 from evergrad_operator.names import Key
@@ -47,7 +47,9 @@ class ParsedSpec:
     Of a run that is not whole, something in the recipe is unreadable.
     """
     problems: tuple[Problem, ...]
-    """All that ``evergrad validate`` would find."""
+    """All that ``evergrad validate`` would find, but for what is outdated."""
+    outdated: tuple[Problem, ...]
+    """Spellings that an earlier version accepted and this one reads once more, each with its remedy."""
     recovery: Recovery
     metrics_port: int | None
     """Port of a node's metrics; None where the run names none, 0 for any free one."""
@@ -114,6 +116,10 @@ def parse_run(raw: Mapping[str, Any], parsed: ParsedSpec | None = None) -> Train
     Raises SpecError where the envelope cannot be read.
     """
     metadata = get_map(raw, "metadata")
+    found = parse_spec(raw) if parsed is None else parsed
+    if found.outdated:
+        # The nodes read it from the ConfigMap, and are of this version where they are new.
+        raw = {**raw, "spec": with_plain_numbers(manifest_of(raw))[0]["spec"]}
     return TrainingRun(
         name=get_text(metadata, "name"),
         namespace=get_text(metadata, "namespace") or "default",
@@ -121,7 +127,7 @@ def parse_run(raw: Mapping[str, Any], parsed: ParsedSpec | None = None) -> Train
         generation=get_int(metadata, "generation") or 0,
         labels=get_map(metadata, "labels"),
         annotations=get_map(metadata, "annotations"),
-        parsed=parse_spec(raw) if parsed is None else parsed,
+        parsed=found,
         created_at=parse_time(metadata.get("creationTimestamp")) or 0.0,
         is_deleting=metadata.get("deletionTimestamp") is not None,
         raw=raw,
@@ -133,12 +139,18 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
 
     Raises SpecError, with all problems, where its envelope is unreadable.
     """
-    run, found = check_run(manifest_of(raw))
-    problems, raw_spec = at_most(found), get_map(raw, "spec")
-    training, raw_training = (
-        None if run is None else run.spec.training,
-        raw_spec.get("training"),
-    )
+    manifest = manifest_of(raw)
+    run, found = check_run(manifest)
+    outdated: tuple[Problem, ...] = ()
+    if run is None:
+        # Written for an earlier version, perhaps: such a run goes on.
+        manifest, outdated = with_plain_numbers(manifest)
+        if outdated:
+            run, found = check_run(manifest)
+    problems, raw_spec = at_most(found), get_map(manifest, "spec")
+    training = None if run is None else run.spec.training
+    # As it was written: the hash stands in the records of older versions.
+    raw_training = get_map(raw, "spec").get("training")
     if run is not None:
         spec = run.spec.model_copy(update={"training": None})
     else:
@@ -160,6 +172,7 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
         is_typed=raw_training is not None,
         is_whole=run is not None,
         problems=problems,
+        outdated=outdated,
         recovery="fresh" if run is None else run.recovery,
         metrics_port=None if metrics is None else metrics.port,
         settings_hash="" if run is None or training is None else settings_hash(run),

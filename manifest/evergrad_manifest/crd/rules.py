@@ -12,6 +12,7 @@ from evergrad_manifest.envelope import KINDS
 from evergrad_manifest.fields import fields_of
 from evergrad_manifest.identity import OPERATIONAL_DATA, RECIPE_OF_SCRIPT, RECIPE_SECTIONS
 from evergrad_manifest.training import Data, Runtime
+from evergrad_manifest.training.own_task import LONGEST_FILE_NAME
 from evergrad_manifest.validation import FIXED, INVALID_SPEC
 
 _IS_OPEN: Final = (
@@ -109,6 +110,12 @@ RULES: Final[Mapping[str, tuple[Schema, ...]]] = {
                 "size and claimName are both set; a run has either a new volume or an existing one. "
                 "Remove one of them."
             ),
+        ),
+    ),
+    "spec.training.files": (
+        rule(
+            f"self.all(name, size(name) <= {LONGEST_FILE_NAME})",
+            f"the name of a file has at most {LONGEST_FILE_NAME} characters. Rename it.",
         ),
     ),
     "spec.training.model": (

@@ -13,9 +13,9 @@ import yaml
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.nesting import MAX_DEPTH
 from evergrad_manifest.values.numbers import show
 
-MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 20_000
 _TAG: Final = "tag:yaml.org,2002:"
 _MERGE: Final = f"{_TAG}merge"

@@ -13,6 +13,7 @@ from evergrad_manifest import (
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
+from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.reading.problems import at_most, problems_of
 from evergrad_manifest.view import View, without_nulls
 
@@ -33,6 +34,10 @@ def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
 def check_run(raw: Mapping[str, Any]) -> tuple[TrainingRun | None, list[Problem]]:
     """The run as far as its single fields are right, and every problem: of single fields first, then of
     several together."""
+    # First: all that follows walks into the values.
+    if (too_deep := check_depth(raw)) is not None:
+        return None, [too_deep]
+
     pruned = without_nulls(raw, TrainingRun)
     run: TrainingRun | None = None
     problems: list[Problem] = []

@@ -14,6 +14,9 @@ RECIPES: Final = ("pretrain",)
 """Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
 _OWN_TASK: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _FILE_NAME: Final = re.compile(r"([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py", re.ASCII)
+LONGEST_FILE_NAME: Final = 200
+"""Characters of a file's name, its folders with it: below what file systems allow of one part, so that a
+name of a file that is being written fits too."""
 
 
 def check_recipe(recipe: str) -> str:
@@ -53,7 +56,10 @@ def check_files(view: View) -> Iterator[Problem]:
         why = "they are those of a task of your own"
         yield Problem(f"{TRAINING}.files", what, why, "Remove them, or set recipe: module:attr")
     for name in files:
-        if not _FILE_NAME.fullmatch(str(name)):
+        if len(str(name)) > LONGEST_FILE_NAME:
+            why = f"at most {LONGEST_FILE_NAME} characters are allowed"
+            yield Problem(f"{TRAINING}.files", f"{show(name)} is too long", why, "Rename it")
+        elif not _FILE_NAME.fullmatch(str(name)):
             why = (
                 "a name is a relative path of a Python module, such as task.py or parts/loss.py"
             )

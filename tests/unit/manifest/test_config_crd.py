@@ -17,6 +17,8 @@ from evergrad_manifest.crd.schema import LEFT_OUT, SHOWN_DEFAULTS
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.generate import DEFINITION
+from evergrad_manifest.reading.validation import check_run
+from evergrad_manifest.training.own_task import LONGEST_FILE_NAME
 from evergrad_manifest.values.quantities import LONGEST_RUN_NAME
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -207,3 +209,14 @@ def test_each_column_reads_a_field_that_there_is(column: dict[str, Any]) -> None
         assert column["type"] == "date"
     else:
         assert NODES[path]["type"] == column["type"]
+
+
+def test_the_name_of_a_carried_file_is_bounded_by_the_api_server_too() -> None:
+    [said] = NODES["spec.training.files"][VALIDATIONS]
+    assert said["rule"] == f"self.all(name, size(name) <= {LONGEST_FILE_NAME})"
+    name = "a" * LONGEST_FILE_NAME
+    _, problems = check_run(
+        {"spec": {"training": {"recipe": "a:B", "files": {"a.py": "", f"{name}.py": ""}}}}
+    )
+    [found] = [one for one in problems if one.path == "spec.training.files"]
+    assert found.what.endswith("is too long") and "at most 200 characters" in found.why

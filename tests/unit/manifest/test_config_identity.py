@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
+from evergrad_manifest import identity
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import (
@@ -242,6 +243,33 @@ def test_a_run_survives_the_wire_and_is_itself_a_manifest(
     assert load_manifest(as_json).run == original
     assert load_manifest(as_yaml).run == original
     assert to_wire(load_manifest(as_json).run) == to_wire(original)
+
+
+def test_a_stored_run_without_a_later_field_means_the_default_that_the_field_came_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As if these fields had come later, with other defaults than they have today.
+    first = {
+        "training.checkpoint.keep": 7,
+        "training.data.sources[].textField": "body",
+        "training.data.heldOut.count": 9,
+        "training.logging.every": {"steps": 1},
+    }
+    for path, value in first.items():
+        monkeypatch.setitem(identity.FIRST_DEFAULTS, path, value)
+    wire = to_wire(run("spec.training.data.heldOut=null", "spec.training.evaluation=null"))
+    del wire["spec"]["training"]["checkpoint"], wire["spec"]["training"]["logging"]
+    for source in wire["spec"]["training"]["data"]["sources"]:
+        del source["textField"]
+    stored = json.loads(json.dumps(wire))
+    training = from_wire(stored).training
+    assert (training.checkpoint.keep, training.logging.every.steps) == (7, 1)
+    assert {source.text_field for source in training.data.sources} == {"body"}
+    assert training.data.held_out is None and stored == wire
+
+    # What it does say holds.
+    wire["spec"]["training"]["checkpoint"] = {"keep": 2}
+    assert from_wire(wire).training.checkpoint.keep == 2
 
 
 def test_a_wire_that_was_tampered_with_is_refused() -> None:

@@ -11,15 +11,22 @@ import pytest
 import yaml
 
 from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.nesting import MAX_DEPTH, cut_deep, find_too_deep
 from evergrad_manifest.reading import problems
-from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.reading.loader import load_manifest, read_document
 from evergrad_manifest.reading.overrides import (
     Layered,
     Override,
     apply_override,
     parse_override,
 )
-from evergrad_manifest.validation import INVALID_SPEC, parse_object, problems_of, read_object
+from evergrad_manifest.validation import (
+    INVALID_SPEC,
+    parse_object,
+    problems_of,
+    read_object,
+    with_plain_numbers,
+)
 
 FOLDER = Path(__file__).parent
 BASE: dict[str, Any] = yaml.safe_load((FOLDER / "base_manifest.yaml").read_text())
@@ -235,3 +242,73 @@ def test_no_words_are_looked_for_where_an_object_is_all_problems(
     found = problems_of(sent(raw))
     assert (len(found), len(words)) == (problems.MOST_PROBLEMS + 1, 10 * problems.MOST_PROBLEMS)
     assert found[-1].what == f"{20_000 - problems.MOST_PROBLEMS} more problems are not listed"
+
+
+# ---- what an API server still keeps ------------------------------------------------------------------------
+
+
+def test_numbers_in_quotes_of_an_earlier_version_are_read_and_each_is_named() -> None:
+    old = changed({"spec.nodes": '{min: "2", max: 3}', "spec.workersPerNode": '"2"'})
+    old["spec"]["training"]["metrics"] = {"port": 0, "lingerSeconds": "0.5k"}
+    found, problems = with_plain_numbers(old)
+    assert [str(problem) for problem in problems] == [
+        "spec.nodes.min: '2' is not a plain integer; it takes no unit and no quotes. Write 2.",
+        "spec.workersPerNode: '2' is not a plain integer; it takes no unit and no quotes. Write 2.",
+        (
+            "spec.training.metrics.lingerSeconds: '0.5k' is not a plain integer; it takes no unit and "
+            "no quotes. Write 500."
+        ),
+    ]
+    assert (found["spec"]["nodes"], found["spec"]["workersPerNode"]) == (
+        {"min": 2, "max": 3},
+        2,
+    )
+    assert found["spec"]["training"]["metrics"]["lingerSeconds"] == 500
+    assert parse_object(found).spec.nodes.min == 2
+    assert old["spec"]["nodes"]["min"] == "2"
+    # A new object is still refused for them.
+    assert {problem.path for problem in problems_of(sent(old))} == {
+        one.path for one in problems
+    }
+
+
+def test_no_other_text_becomes_a_number() -> None:
+    wrong = changed({"spec.nodes": "{min: many}", "spec.training.schedule.warmup": '"150%"'})
+    assert with_plain_numbers(wrong) == (wrong, ())
+    assert with_plain_numbers(BASE) == (BASE, ())
+
+
+def nested(levels: int) -> dict[str, Any]:
+    options: Any = {}
+    for _ in range(levels):
+        options = {"a": options, "b": [1]}
+    return changed({"spec.training.model": {"config": {"model_type": "llama", "x": 1}}}) | {
+        "spec": {**BASE["spec"], "training": {**BASE["spec"]["training"], "options": options}}
+    }
+
+
+def test_an_object_that_is_nested_too_deeply_has_one_problem() -> None:
+    for document in (nested(1_200), nested(MAX_DEPTH), cut_deep(nested(1_200))):
+        [problem] = problems_of(sent(document), old=sent(BASE))
+        assert str(problem) == (
+            "spec.training.options: is nested deeper than 64 levels; mappings or lists lie in one "
+            "another. Write it flatter."
+        )
+
+
+def test_what_lies_too_deep_is_cut_and_what_does_not_stays_itself() -> None:
+    cut = cut_deep(nested(1_200))
+    assert (
+        json.dumps(cut).count('{"a"') == MAX_DEPTH - 2 and cut["metadata"] == BASE["metadata"]
+    )
+    assert cut_deep(BASE) is BASE
+
+
+def test_a_file_of_as_many_levels_as_a_file_may_have_is_not_too_deep(tmp_path: Path) -> None:
+    # The mapping of the options is on level 4, so that its innermost values are on the last one.
+    for levels, is_read in ((MAX_DEPTH - 5, True), (MAX_DEPTH - 4, False)):
+        document = nested(levels)
+        file = tmp_path / "run.yaml"
+        file.write_text(json.dumps(document))
+        assert (read_document(file).value is not None) is is_read
+        assert (find_too_deep(document) is None) is is_read

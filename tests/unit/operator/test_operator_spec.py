@@ -149,6 +149,22 @@ def test_a_folder_outside_of_the_volume_is_an_obstacle_at_any_time() -> None:
     ]
 
 
+def test_a_run_with_the_quoted_numbers_of_an_earlier_version_goes_on() -> None:
+    old = stored({"nodes": {"min": "2", "max": "3"}, "workersPerNode": "2"})
+    run = parse_run(old)
+    assert (run.spec.nodes.min, run.spec.nodes.max, run.spec.workers_per_node) == (2, 3, 2)
+    assert run.parsed.is_whole and run.find_obstacles(has_begun=True) == ()
+    assert [problem.path for problem in run.parsed.outdated] == [
+        "spec.nodes.min",
+        "spec.nodes.max",
+        "spec.workersPerNode",
+    ]
+    # Its nodes, which may be of this version, read plain numbers.
+    assert run.raw["spec"]["nodes"] == {"min": 2, "max": 3}
+    new = parse_run(stored({"nodes": {"min": 2, "max": 3}, "workersPerNode": 2}))
+    assert run.parsed == dataclasses.replace(new.parsed, outdated=run.parsed.outdated)
+
+
 def test_values_are_frozen() -> None:
     run = parse_run(FILE)
     with pytest.raises(dataclasses.FrozenInstanceError):
