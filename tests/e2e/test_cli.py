@@ -156,6 +156,7 @@ def test_doctor_finds_nothing_wrong_and_tells_a_user_what_lacks(
     found = {check["name"]: check["state"] for check in cli.ask("doctor")["checks"]}
     assert {name for name, state in found.items() if state == "fail"} == set(), found
     assert (found["crd"], found["operator"], found["operator lease"]) == ("ok", "ok", "ok")
+    assert found["webhook"] == "ok"
     runs.kubectl("create", "serviceaccount", "nobody")
     token = runs.kubectl("create", "token", "nobody").strip()
     config = json.loads(runs.kubectl("config", "view", "--raw", "--minify", "-o", "json"))

@@ -10,10 +10,11 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from evergrad_cli import __version__
-from evergrad_cli.cluster import checks
+from evergrad_cli.cluster import admission, checks
+from evergrad_cli.cluster.admission import Answer, Asked
 from evergrad_cli.cluster.arguments import add_cluster_arguments, say, say_json
 from evergrad_cli.cluster.checks import Check, State
-from evergrad_cli.cluster.client import Cluster, connect, core_path
+from evergrad_cli.cluster.client import Cluster, connect, core_path, runs_path
 from evergrad_cli.cluster.errors import (
     CHECK_FAILED,
     NotFoundError,
@@ -85,6 +86,7 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
         _check_crd(cluster),
     ]
     found += _check_operator(cluster, operator_namespace, now)
+    found.append(_check_webhook(cluster, now))
     found.append(checks.check_rights(_review(cluster, namespace), namespace))
     raw, may_read = _read(
         lambda: cluster.get(
@@ -154,6 +156,46 @@ def _check_operator(cluster: Cluster, namespace: str | None, now: float) -> list
         )
         found.append(checks.check_lease(ours, now=now))
     return found
+
+
+def _check_webhook(cluster: Cluster, now: float) -> Check:
+    asked = _ask_webhook(cluster)
+    if asked.answer in (Answer.REFUSED, Answer.UNKNOWN):
+        return admission.check_webhook(asked, None, None, None, now=now)
+
+    # It does not do its work. Only now is looked at why: the Secret holds a private key too.
+    path = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
+    configurations = _list(cluster, path)
+    namespace, name = admission.service_of(admission.find_webhook(configurations or ()))
+    slices, secret = None, None
+    if name:
+        slices = _list(
+            cluster,
+            f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices",
+            {"labelSelector": f"kubernetes.io/service-name={name}"},
+        )
+        path = core_path("secrets", namespace, f"{name}-webhook")
+        secret, _ = _read(lambda: cluster.get(path, what="secret of the webhook"))
+    return admission.check_webhook(asked, configurations, slices, secret, now=now)
+
+
+def _ask_webhook(cluster: Cluster) -> Asked:
+    """Send a run that only the webhook refuses, without making it."""
+    try:
+        cluster.send(
+            "POST",
+            runs_path(cluster.namespace),
+            admission.QUESTION,
+            what="a trainingrun, as a dry run",
+            query={"dryRun": "All"},
+        )
+    except RefusedError as error:
+        return admission.judge_refusal([one.path for one in error.problems], str(error))
+    except NotFoundError as error:
+        return Asked(Answer.UNKNOWN, str(error))
+    except UnreachableError as error:
+        return admission.judge_failure(str(error))
+    return Asked(Answer.ACCEPTED)
 
 
 def _review(cluster: Cluster, namespace: str) -> dict[checks.Right, bool]:

@@ -1,19 +1,23 @@
 """``evergrad doctor``: what it thinks of what it finds, and how it ends."""
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from evergrad_cli.cluster import checks
+from evergrad_cli.cluster import admission, checks
 from evergrad_cli.cluster.checks import Check, State
 from evergrad_cli.main import main
 from evergrad_manifest.envelope import Spec
 from evergrad_manifest.fields import fields_of
+from evergrad_manifest.reading.validation import check_run
+from evergrad_operator.certificates import renew, write_bundle
 from evergrad_trainer import __version__
 
 Api = Any
 NOW = 1_772_370_000.0
+RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/trainingruns.evergrad.dev"
 
 
@@ -223,6 +227,8 @@ def cluster(api: Api) -> Api:
         "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
         {"status": {"allowed": True}},
     )
+    cause = {"field": "spec.training.schedule.warmup", "message": "is longer than the horizon"}
+    api.refuse("POST", RUNS, 422, "denied", causes=[cause])
     return api
 
 
@@ -232,12 +238,14 @@ def test_doctor_ends_with_0_when_nothing_fails(
     assert main(["doctor", "--kubeconfig", cluster.kubeconfig]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[0].startswith("ok    api server       Kubernetes v1.34.4")
-    assert "skip  images" in text and text.rstrip().endswith("11 ok, 1 warn, 2 skip")
+    assert "skip  images" in text and text.rstrip().endswith("12 ok, 1 warn, 2 skip")
     assert (
         "warn  operator lease   nobody holds it\n                       → Is the operator"
         in text
     )
-    asked = cluster.sent("POST")[0].body["spec"]["resourceAttributes"]
+    question, review = cluster.sent("POST")[:2]
+    assert (question.path, question.query) == (RUNS, {"dryRun": "All"})
+    asked = review.body["spec"]["resourceAttributes"]
     assert asked == {
         "namespace": "lab",
         "verb": "get",
@@ -256,3 +264,103 @@ def test_doctor_ends_with_1_when_something_fails(
     (failed,) = [check for check in shown["checks"] if check["state"] == State.FAIL]
     assert (shown["healthy"], failed["name"]) == (False, "crd")
     assert "helm upgrade --install" in failed["remedy"]
+
+
+# ---- the webhook -------------------------------------------------------------------------------------------
+
+DAY = 86_400.0
+
+
+def data_at(now: float) -> dict[str, str]:
+    """The Secret's data as the operator makes it at ``now``: 365 days, its authority 3,650."""
+    bundle = renew(None, ("evergrad.system.svc",), now=datetime.fromtimestamp(now, UTC))
+    assert bundle is not None
+    return write_bundle(bundle)
+
+
+def configured(bundle: str | None) -> list[dict[str, Any]]:
+    client = {"service": {"namespace": "system", "name": "evergrad"}}
+    client |= {} if bundle is None else {"caBundle": bundle}
+    entry = {"name": admission.WEBHOOK, "clientConfig": client}
+    return [{"webhooks": [{"name": "other"}]}, {"webhooks": [entry]}]
+
+
+READY = [{"endpoints": [{"conditions": {"ready": False}}, {"conditions": {"ready": True}}]}]
+ACCEPTED, FAILED = (
+    admission.Asked(admission.Answer.ACCEPTED),
+    admission.Asked(admission.Answer.FAILED),
+)
+
+
+def test_the_question_to_the_webhook_is_a_run_with_the_one_mistake_that_is_looked_for() -> None:
+    _, problems = check_run(admission.QUESTION)
+    assert [problem.path for problem in problems] == ["spec.training.schedule.warmup"]
+
+
+def test_a_webhook_that_refuses_the_question_is_all_right() -> None:
+    asked = admission.judge_refusal(["spec.training.schedule.warmup", "metadata.name"], "")
+    found = admission.check_webhook(asked, None, None, None, now=NOW)
+    assert (found.state, found.remedy) == (State.OK, "")
+    # A quota, a policy, or no right to make runs.
+    other = admission.judge_refusal(["a trainingrun"], "is not allowed")
+    found = admission.check_webhook(other, None, None, None, now=NOW)
+    assert (found.state, found.message) == (State.SKIP, "it could not be asked; is not allowed")
+    assert admission.judge_failure("500; etcd is down").answer is admission.Answer.UNKNOWN
+
+
+def test_a_webhook_that_does_not_answer_says_why_and_what_to_do() -> None:
+    now, old = data_at(NOW), data_at(NOW - 400 * DAY)
+    ancient, ours = data_at(NOW - 4000 * DAY), configured(data_at(NOW)["ca.crt"])
+    future = data_at(NOW + 9 * DAY)
+    cases = [
+        ([], None, None, "none is configured", "webhook.enabled=true"),
+        (None, None, None, "may not read its configuration", "operator's log"),
+        (configured(None), READY, None, "has no caBundle", "operator's log"),
+        (configured("%"), READY, None, "has no caBundle", "operator's log"),
+        (configured("eHg="), READY, None, "caBundle cannot be read", "renews it"),
+        (configured(ancient["ca.crt"]), READY, None, "caBundle has expired", "renews it"),
+        (configured(future["ca.crt"]), READY, None, "is not valid yet", "renews it"),
+        (ours, [], None, "system/evergrad has no endpoint that is ready", "kubectl -n system"),
+        (ours, READY, {"data": old}, "its certificate has expired", "operator's log"),
+        (
+            ours,
+            READY,
+            {"data": now},
+            "another authority",
+            "Delete the Secret system/evergrad-webhook",
+        ),
+        (ours, READY, None, "look right", "port 9443"),
+    ]
+    for configurations, slices, secret, why, remedy in cases:
+        found = admission.check_webhook(ACCEPTED, configurations, slices, secret, now=NOW)
+        assert found.state is State.WARN and why in found.message, (why, found.message)
+        assert remedy in found.remedy, (why, found.remedy)
+    same = {"data": {**now, "tls.crt": now["tls.crt"]}}
+    right = configured(now["ca.crt"])
+    assert (
+        "look right" in admission.check_webhook(ACCEPTED, right, READY, same, now=NOW).message
+    )
+    # One that may not be passed over keeps all runs from being made.
+    failed = admission.check_webhook(FAILED, ours, [], None, now=NOW)
+    assert failed.state is State.FAIL and "no run can be created" in failed.message
+
+
+def test_doctor_looks_for_the_fault_of_a_webhook_that_fails(
+    cluster: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'failed calling webhook "{admission.WEBHOOK}": no endpoints available'
+    cluster.refuse("POST", RUNS, 500, text)
+    items = {"metadata": {}, "items": configured(data_at(NOW)["ca.crt"])}
+    hooks = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
+    cluster.on("GET", hooks, items)
+    slices = "/apis/discovery.k8s.io/v1/namespaces/system/endpointslices"
+    cluster.on("GET", slices, {"metadata": {}, "items": []})
+    cluster.refuse("GET", "/api/v1/namespaces/system/secrets/evergrad-webhook", 403, "no")
+    assert main(["doctor", "--kubeconfig", cluster.kubeconfig, "--json"]) == 1
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert (
+        found["webhook"]["state"] == State.FAIL
+        and "no endpoint that is" in found["webhook"]["message"]
+    )
+    [asked] = [request for request in cluster.requests if request.path == slices]
+    assert asked.query["labelSelector"] == "kubernetes.io/service-name=evergrad"
