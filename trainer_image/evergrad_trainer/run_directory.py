@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from evergrad_coordinator.contract import RunFile
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.durable import replace_durably, unique_suffix
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.volume import PASSING, volume_error
 
@@ -105,32 +106,8 @@ def write_atomically(path: Path, text: str) -> None:
 
     Raises RunDirectoryError; the old file is then untouched and no temporary file is left.
     """
-    temporary = path.with_name(f".{path.name}.{_own_mark()}.tmp")
     with reported(path, what="cannot be written"):
-        try:
-            with temporary.open("wb") as file:
-                file.write(encode_text(text))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
-        _fsync_directory(path.parent)
-
-
-def _own_mark() -> str:
-    """No other writer's: the first processes of all pods that share a volume have the same number."""
-    return f"{os.getpid()}-{os.urandom(4).hex()}"
-
-
-def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        replace_durably(path, encode_text(text))
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
@@ -309,7 +286,7 @@ class RunDirectory:
         for folder in (self.path, self.checkpoints, self.logs):
             with reported(folder, what="cannot be created"):
                 folder.mkdir(parents=True, exist_ok=True)
-        probe = self.path / f".probe.{_own_mark()}"
+        probe = self.path / f".probe.{unique_suffix()}"
         with reported(self.path, what="cannot be written to"):
             try:
                 with probe.open("wb") as file:

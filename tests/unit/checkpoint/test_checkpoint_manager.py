@@ -391,7 +391,11 @@ def test_a_start_removes_attempts_of_smaller_generations_and_rubbish_only(
     for name in ("step-10.g1.1", "step-10.g2.1", "step-10.g3.1", "notes"):
         (first.directory / ".tmp" / name).mkdir(parents=True)
     (first.directory / ".trash" / "step-5").mkdir(parents=True)
+    (first.directory / ".latest.4711-abc.tmp").touch()
+    (first.directory / ".mine.4711-abc.tmp").touch()
     assert make_solo().restore() is None
+    assert not (first.directory / ".latest.4711-abc.tmp").exists(), "of a pointer half written"
+    assert (first.directory / ".mine.4711-abc.tmp").exists(), "not one of this program's"
     assert sorted(os.listdir(first.directory / ".tmp")) == [
         "notes",
         "step-10.g2.1",

@@ -57,7 +57,7 @@ def test_a_file_system_that_refuses_direct_writes_gets_ordinary_ones(
         while data:
             data = data[os.write(descriptor, data) :]
 
-    monkeypatch.setattr(shard_file.files, "write_all", refuse_once)
+    monkeypatch.setattr(shard_file, "write_all", refuse_once)
     shard = open_shard(tmp_path / "rank-00000.bin")
     shard._is_direct = True
     shard.append(memoryview(b"x" * 10_000))

@@ -1,7 +1,6 @@
 """The mixture: shares, counts in closed form, epochs, golden values."""
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +12,9 @@ from evergrad_trainer.data.order import Permutation, SampleId
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
 
 
-def positions(count: int, *, first: int = 0) -> npt.NDArray[np.uint64]:
-    return np.arange(first, first + count, dtype=np.uint64)
+def locate_first(mixture: Mixture, count: int) -> list[SampleId]:
+    """The samples at the first positions of a mixture."""
+    return [mixture.locate(position) for position in range(count)]
 
 
 def test_the_mixture_is_a_contract_and_its_values_never_change() -> None:
@@ -35,16 +35,17 @@ def test_the_mixture_is_a_contract_and_its_values_never_change() -> None:
 
 
 def test_two_sources_of_equal_weight_take_turns() -> None:
-    located = Mixture([10, 10], weights=[1, 1], seed=0).locate_many(positions(8))
-    assert sorted(located.sources[:2].tolist()) == [0, 1]
-    assert located.sources.tolist() == located.sources[:2].tolist() * 4
+    located = locate_first(Mixture([10, 10], weights=[1, 1], seed=0), 8)
+    sources = [sample.source for sample in located]
+    assert sorted(sources[:2]) == [0, 1]
+    assert sources == sources[:2] * 4
 
 
 @settings(max_examples=15, deadline=None)
 @given(weights)
 def test_every_prefix_is_within_one_sample_of_the_wanted_shares(values: list[float]) -> None:
     mixture = Mixture([10**9] * len(values), weights=values, seed=0)
-    sources = mixture.locate_many(positions(PERIOD)).sources
+    sources = mixture._source_at
     counted = np.arange(1, PERIOD + 1)
     for source, share in enumerate(mixture.shares):
         deviation = np.abs(np.cumsum(sources == source) - counted * share / PERIOD)
@@ -66,25 +67,8 @@ def test_shares_add_up_and_are_within_one_of_the_exact_ones(values: list[float])
 @given(values=weights, position=st.integers(0, 3 * PERIOD))
 def test_counts_in_closed_form_equal_counting(values: list[float], position: int) -> None:
     mixture = Mixture([10**6] * len(values), weights=values, seed=3)
-    located = mixture.locate_many(positions(position))
-    assert (
-        mixture.cursor(position)
-        == np.bincount(located.sources.astype(int), minlength=len(values)).tolist()
-    )
-
-
-@settings(max_examples=20, deadline=None)
-@given(values=weights, sizes=st.data(), first=st.integers(0, 10**12))
-def test_many_positions_at_once_equal_one_by_one(
-    values: list[float], sizes: st.DataObject, first: int
-) -> None:
-    drawn = sizes.draw(
-        st.lists(st.integers(1, 10**6), min_size=len(values), max_size=len(values))
-    )
-    mixture = Mixture(drawn, weights=values, seed=5)
-    assert mixture.locate_many(positions(30, first=first)).ids() == tuple(
-        map(mixture.locate, range(first, first + 30))
-    )
+    sources = np.resize(mixture._source_at, position).astype(int)
+    assert mixture.cursor(position) == np.bincount(sources, minlength=len(values)).tolist()
 
 
 def test_one_source_is_its_permutations_one_epoch_after_the_other() -> None:
@@ -99,13 +83,10 @@ def test_one_source_is_its_permutations_one_epoch_after_the_other() -> None:
 def test_each_window_appears_exactly_once_in_each_epoch_of_its_source() -> None:
     sizes = [100, 33, 1]
     mixture = Mixture(sizes, weights=[5, 2, 0.1], seed=1)
-    located = mixture.locate_many(positions(PERIOD))
+    located = locate_first(mixture, PERIOD)
     cursors = mixture.cursor(PERIOD)
     for source, size in enumerate(sizes):
-        chosen = located.sources == source
-        ids = list(
-            zip(located.epochs[chosen].tolist(), located.windows[chosen].tolist(), strict=True)
-        )
+        ids = [(one.epoch, one.window) for one in located if one.source == source]
         whole_epochs = cursors[source] // size
         assert len(set(ids)) == len(ids)
         assert sorted(ids[: whole_epochs * size]) == [

@@ -9,10 +9,7 @@ from evergrad_trainer.data.order import (
     Permutation,
     SampleId,
     absorb,
-    mix,
-    mix_many,
     sample_hash,
-    sample_hashes,
 )
 
 seeds = st.integers(0, 2**63 - 1)
@@ -83,18 +80,6 @@ def test_many_at_once_equals_one_by_one(seed: int, size: int, data: st.DataObjec
         permutation(index) for index in indices
     ]
     assert all(0 <= permutation(index) < size for index in indices)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4))
-def test_hashes_of_many_samples_equal_the_hash_of_each(values: list[int]) -> None:
-    columns = [np.array([value, value ^ 1], dtype=np.uint64) for value in values]
-    expected = [
-        sample_hash(values[0], SampleId(*values[1:])),
-        sample_hash(values[0] ^ 1, SampleId(*(v ^ 1 for v in values[1:]))),
-    ]
-    assert sample_hashes(*columns).tolist() == expected
-    assert mix_many(columns[0]).tolist() == [mix(values[0]), mix(values[0] ^ 1)]
 
 
 def test_seed_source_and_epoch_each_give_another_order() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation import chunk
-from evergrad_trainer.data.preparation.durable import disk_problem
+from evergrad_trainer.data.preparation.disk_errors import disk_problem
 from evergrad_trainer.data.prepare import PrepareProgress, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, TokenSequence
 from evergrad_trainer.errors import DataError

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from small_model import Small, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -14,28 +15,6 @@ from evergrad_manifest.training import Optimizer
 from evergrad_trainer.optim.adamw import MOMENTS, build_adamw, set_learning_rate
 
 SETTINGS = Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0.5})
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(5, 4)
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 5)
-        self.register_buffer("count", torch.zeros(2))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.head(self.norm(self.embedding(ids)))
-        return hidden
-
-
-def train(model: Small, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        model(torch.tensor([0, 1, 2])).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_matrices_are_decayed_and_vectors_are_not() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from small_model import Small, train
 
 from evergrad_manifest.training import Optimizer
 from evergrad_trainer.optim.adamw import build_adamw
@@ -29,21 +29,6 @@ from evergrad_trainer.state.registry import (
 
 SETTINGS = Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0.5})
 NAMES = ["embedding.weight", "norm.weight", "norm.bias", "head.weight", "head.bias"]
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(5, 4)
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 5)
-        self.register_buffer("count", torch.zeros(2))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.head(self.norm(self.embedding(ids)))
-        return hidden
 
 
 class Notes:
@@ -73,13 +58,6 @@ def build(
     registry.register(MODEL, ModuleState(model, initial=lambda: module_tensors(Small())))
     registry.register(OPTIMIZER, OptimizerState(optimizer, dict(model.named_parameters())))
     return registry, optimizer
-
-
-def train(model: Small, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        model(torch.tensor([0, 1, 2])).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def copy_state(source: Registry, target: Registry) -> None:

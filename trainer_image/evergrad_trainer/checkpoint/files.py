@@ -1,10 +1,8 @@
-"""Durable writing, hashing and removal of files: the only place that calls write, fsync and rename."""
+"""Hashing, renaming and removal of a checkpoint's files."""
 
-import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,53 +45,6 @@ def hash_file(path: Path, *, meter: Meter | None = None) -> str:
             if meter is not None:
                 meter.add()
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let an OSError of a descriptor say which file it was."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
-def write_all(descriptor: int, data: memoryview) -> None:
-    """Write every byte of ``data``; a full disk may take a part of it first and refuse the rest."""
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """Create ``path``, which must not exist, with ``data`` on the disk when this returns (its directory entry
-    is not yet)."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with naming(path):
-            write_all(descriptor, memoryview(data))
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_durably(path: Path, data: bytes) -> None:
-    """Give ``path`` the content ``data``: readers see the old or the new, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.new")
-    with contextlib.suppress(FileNotFoundError):
-        temporary.unlink()
-    write_new(temporary, data)
-    os.rename(temporary, path)
-    fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    """Make names created, renamed or removed in ``path`` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def rename_to_free_name(source: Path, target: Path) -> bool:

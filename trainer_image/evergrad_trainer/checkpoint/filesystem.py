@@ -37,6 +37,7 @@ from evergrad_trainer.checkpoint.manifest import (
 )
 from evergrad_trainer.checkpoint.shard_file import ShardFile
 from evergrad_trainer.checkpoint.store import Candidate, Store
+from evergrad_trainer.durable import fsync_directory, is_temporary, replace_durably, write_new
 from evergrad_trainer.errors import FencedError
 
 __all__ = [
@@ -141,7 +142,7 @@ class FilesystemAttempts:
 
     def write_document(self, attempt: str, name: str, data: bytes) -> FileEntry:
         """Add a small file."""
-        files.write_new(self._path(attempt) / name, data)
+        write_new(self._path(attempt) / name, data)
         return FileEntry(name=name, bytes=len(data), hash=files.hash_bytes(data))
 
     def publish(self, attempt: str, manifest: Manifest) -> str:
@@ -149,13 +150,13 @@ class FilesystemAttempts:
         path, generation = self._path(attempt), manifest.version.generation
         self._faults.reached(BEFORE_MANIFEST, 0)
         check_fence(self._directory, generation, fresh=True)
-        files.write_new(path / layout.MANIFEST, encode_manifest(manifest))
-        files.fsync_directory(path)
+        write_new(path / layout.MANIFEST, encode_manifest(manifest))
+        fsync_directory(path)
         self._faults.reached(BEFORE_RENAME, 0)
         check_fence(self._directory, generation, fresh=True)
         name = self._rename(attempt, manifest)
         self._faults.reached(AFTER_RENAME, 0)
-        files.fsync_directory(self._directory)
+        fsync_directory(self._directory)
         try:
             check_fence(self._directory, generation, fresh=True)
         except FencedError:
@@ -181,6 +182,10 @@ class FilesystemAttempts:
                 self.discard(path.name)
         for path in _entries(self._directory / layout.TRASH):
             files.remove_tree(path)
+        for path in _entries(self._directory):
+            # A kill in the middle of writing a pointer leaves its temporary file.
+            if any(is_temporary(path.name, of) for of in (layout.LATEST, layout.BEST)):
+                path.unlink(missing_ok=True)
 
     def _rename(self, attempt: str, manifest: Manifest) -> str:
         for name in layout.checkpoint_names(manifest.version):
@@ -311,11 +316,11 @@ class FilesystemLibrary:
 
     def mark_latest(self, name: str, version: Version) -> None:
         """Write ``latest``."""
-        files.replace_durably(self._directory / layout.LATEST, _encode_pointer(name, version))
+        replace_durably(self._directory / layout.LATEST, _encode_pointer(name, version))
 
     def mark_best(self, name: str, version: Version) -> None:
         """Write ``best.json``."""
-        files.replace_durably(self._directory / layout.BEST, _encode_pointer(name, version))
+        replace_durably(self._directory / layout.BEST, _encode_pointer(name, version))
 
     def latest(self) -> str | None:
         """The name in ``latest``."""
@@ -353,7 +358,7 @@ class FilesystemLibrary:
         while True:
             moved = f"{folder}/{name}" if number == 1 else f"{folder}/{name}~{number}"
             if files.rename_to_free_name(self._directory / name, self._directory / moved):
-                files.fsync_directory(self._directory)
+                fsync_directory(self._directory)
                 return moved
             number += 1
 

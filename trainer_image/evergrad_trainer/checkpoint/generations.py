@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.checkpoint.files import fsync_directory, write_new
 from evergrad_trainer.checkpoint.layout import (
     GENERATIONS,
     generation_name,
     parse_generation_name,
 )
+from evergrad_trainer.durable import fsync_directory, write_new
 from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
 from evergrad_trainer.volume import retry, volume_error
 

@@ -14,6 +14,7 @@ from evergrad_trainer.checkpoint import files
 from evergrad_trainer.checkpoint.faults import BEFORE_FSYNC, MID_SHARD, FaultPoints
 from evergrad_trainer.checkpoint.layout import ALIGNMENT
 from evergrad_trainer.checkpoint.manifest import FileEntry
+from evergrad_trainer.durable import naming, write_all
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -64,7 +65,7 @@ class ShardFile:
 
     def finish(self) -> FileEntry:
         """Write the rest and make the file durable. A full disk may say so only here."""
-        with files.naming(self._path):
+        with naming(self._path):
             self._is_direct = _set_direct(self._descriptor, False)  # the rest is no whole block
             self._write_block()
             self._faults.reached(BEFORE_FSYNC, self._rank)
@@ -92,21 +93,21 @@ class ShardFile:
             self._filled += count
             data = data[count:]
             if self._filled == len(self._block):
-                with files.naming(self._path):
+                with naming(self._path):
                     self._write_block()
 
     def _write_block(self) -> None:
         block = self._block[: self._filled]
         self._hash.update(block)
         try:
-            files.write_all(self._descriptor, block)
+            write_all(self._descriptor, block)
         except OSError as error:
             # Some file systems take the flag and refuse the write.
             is_untouched = os.lseek(self._descriptor, 0, os.SEEK_CUR) == self._written
             if error.errno != errno.EINVAL or not self._is_direct or not is_untouched:
                 raise
             self._is_direct = _set_direct(self._descriptor, False)
-            files.write_all(self._descriptor, block)
+            write_all(self._descriptor, block)
         self._written += self._filled
         self._filled = 0
 

@@ -4,7 +4,6 @@ without state."""
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_trainer.data.order import Integers, Permutation, SampleId
+from evergrad_trainer.data.order import Permutation, SampleId
 
 PERIOD: Final = 65536
 """Positions after which the pattern of sources repeats; weights are rounded to 1/65536."""
@@ -87,21 +86,6 @@ def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
     return order
 
 
-@dataclass(frozen=True)
-class Located:
-    """The samples at several positions, one array element each."""
-
-    sources: Integers
-    epochs: Integers
-    windows: Integers
-
-    def ids(self) -> tuple[SampleId, ...]:
-        """The same as sample ids."""
-        return tuple(
-            map(SampleId, self.sources.tolist(), self.epochs.tolist(), self.windows.tolist())
-        )
-
-
 class Mixture:
     """Which sample stands at each position of the endless stream. Every source repeats in epochs, each newly
     permuted.
@@ -123,8 +107,6 @@ class Mixture:
         self._rank_at = np.empty(PERIOD, dtype=np.uint64)
         for places in self._places:
             self._rank_at[places] = np.arange(places.size, dtype=np.uint64)
-        self._share_of = np.array(self.shares, dtype=np.uint64)
-        self._size_of = np.array(self.sizes, dtype=np.uint64)
         self._permutation = lru_cache(maxsize=_CACHED_PERMUTATIONS)(self._build_permutation)
 
     def locate(self, position: int) -> SampleId:
@@ -136,21 +118,6 @@ class Mixture:
             period * self.shares[source] + int(self._rank_at[within]), self.sizes[source]
         )
         return SampleId(source, epoch, self._permutation(source, epoch)(index))
-
-    def locate_many(self, positions: Integers) -> Located:
-        """The samples at ``positions`` (uint64, one dimension): ``locate`` of many at once."""
-        within = (positions % np.uint64(PERIOD)).astype(np.intp)
-        sources = self._source_at[within]
-        periods = positions // np.uint64(PERIOD)
-        running = periods * self._share_of[sources] + self._rank_at[within]
-        epochs, indices = np.divmod(running, self._size_of[sources])
-        windows = np.empty_like(indices)
-        # One permutation serves all positions of the same source and epoch: usually one or two of them in a
-        # slot.
-        for source, epoch in set(zip(sources.tolist(), epochs.tolist(), strict=True)):
-            chosen = (sources == source) & (epochs == epoch)
-            windows[chosen] = self._permutation(source, epoch).many(indices[chosen])
-        return Located(sources, epochs, windows)
 
     def cursor(self, position: int) -> list[int]:
         """Samples each source has given before ``position``: its next running index. In closed form."""

@@ -10,13 +10,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_trainer.mixing import GAMMA, MASK, mix
+
 Integers = npt.NDArray[np.uint64]
 
 MAX_SIZE: Final = 2**62
-_MASK: Final = 2**64 - 1
-_GAMMA: Final = 0x9E3779B97F4A7C15
-_MIX_A: Final = 0xBF58476D1CE4E5B9
-_MIX_B: Final = 0x94D049BB133111EB
 _ROUND_A: Final = 0x9FB21C651E98DF25
 _ROUND_B: Final = 0xD6E8FEB86659FD93
 _ROUNDS: Final = 8
@@ -34,41 +32,17 @@ class SampleId:
     window: int
 
 
-def mix(value: int) -> int:
-    """splitmix64's finalizer: a bijection of 64-bit integers that scatters them."""
-    value = ((value ^ (value >> 30)) * _MIX_A) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_B) & _MASK
-    return value ^ (value >> 31)
-
-
-def mix_many(values: Integers) -> Integers:
-    """``mix`` of every element."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_A)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_B)
-    return values ^ (values >> np.uint64(31))
-
-
 def absorb(*values: int) -> int:
     """A 64-bit hash of a sequence of integers (each taken modulo 2**64); its order matters."""
     state = 0
     for value in values:
-        state = mix(((state ^ (value & _MASK)) + _GAMMA) & _MASK)
+        state = mix(((state ^ (value & MASK)) + GAMMA) & MASK)
     return state
 
 
 def sample_hash(position: int, sample: SampleId) -> int:
     """64-bit hash of one sample at its position in the stream. A step's hash is their sum modulo 2**64."""
     return absorb(position, sample.source, sample.epoch, sample.window)
-
-
-def sample_hashes(
-    positions: Integers, sources: Integers, epochs: Integers, windows: Integers
-) -> Integers:
-    """``sample_hash`` of every element."""
-    state = np.zeros_like(positions)
-    for values in (positions, sources, epochs, windows):
-        state = mix_many((state ^ values) + np.uint64(_GAMMA))
-    return state
 
 
 class Permutation:
@@ -116,8 +90,8 @@ class Permutation:
         half, shift = self._half_bits, 64 - self._half_bits
         left, right = value >> half, value & ((1 << half) - 1)
         for key in self._keys:
-            scrambled = ((right ^ key) * _ROUND_A) & _MASK
-            scrambled = ((scrambled ^ (scrambled >> 32)) * _ROUND_B) & _MASK
+            scrambled = ((right ^ key) * _ROUND_A) & MASK
+            scrambled = ((scrambled ^ (scrambled >> 32)) * _ROUND_B) & MASK
             left, right = right, left ^ (scrambled >> shift)
         return left << half | right
 

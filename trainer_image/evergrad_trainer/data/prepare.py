@@ -9,7 +9,7 @@ from typing import Final
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import Training
-from evergrad_trainer.data.preparation.durable import disk_errors
+from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.preparation.pool import Pool, build_pool
 from evergrad_trainer.data.preparation.progress import OnProgress, PrepareProgress, Reporter
 from evergrad_trainer.data.preparation.publish import (

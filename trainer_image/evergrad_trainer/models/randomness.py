@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import torch
 
-_MASK = 2**64 - 1
+from evergrad_trainer.mixing import GAMMA, MASK, mix
 
 
 class Purpose(IntEnum):
@@ -16,13 +16,10 @@ class Purpose(IntEnum):
 
 
 def keyed_seed(seed: int, step: int, slot: int, purpose: Purpose) -> int:
-    """A well mixed seed in [0, 2**63) for one use (splitmix64 finaliser; Steele et al., 2014)."""
+    """A well mixed seed in [0, 2**63) for one use."""
     state = 0
     for part in (seed, step, slot, int(purpose)):
-        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = mix((state + part + GAMMA) & MASK)
     return state >> 1
 
 

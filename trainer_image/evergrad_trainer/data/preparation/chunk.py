@@ -22,10 +22,10 @@ from evergrad_trainer.data.preparation.documents import (
     Tally,
     read_blocks,
 )
-from evergrad_trainer.data.preparation.durable import unique_suffix, write_json
 from evergrad_trainer.data.preparation.sources import Chunk
 from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
 from evergrad_trainer.data.tokenizers import TextTokenizer
+from evergrad_trainer.durable import unique_suffix, write_json
 from evergrad_trainer.errors import DataError
 
 WHOLE: Final = "whole"

@@ -25,7 +25,6 @@ from evergrad_trainer.data.preparation.chunk import (
     finished,
 )
 from evergrad_trainer.data.preparation.documents import HARMLESS, LineProblem, Tally
-from evergrad_trainer.data.preparation.durable import fsync_directory, write_json
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
 from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.preparation.pool import Pool
@@ -42,6 +41,7 @@ from evergrad_trainer.data.prepared import (
     tokens_path,
 )
 from evergrad_trainer.data.tokenizers import TextTokenizer
+from evergrad_trainer.durable import fsync_directory, write_json
 from evergrad_trainer.errors import DataError
 
 _POLICY: Final = "spec.training.data.malformed"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import xxhash
 
-from evergrad_trainer.data.preparation.durable import write_json
 from evergrad_trainer.data.preparation.sources import (
     OnBytes,
     Scan,
@@ -16,6 +15,7 @@ from evergrad_trainer.data.preparation.sources import (
     observe_stat,
     scan_source,
 )
+from evergrad_trainer.durable import write_json
 
 _FORMAT = 1
 
