@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from common import SMALL, Row, build_training, make_prepared_data, print_rows
 
-from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity, claim_generation
+from evergrad_trainer.checkpoint.generations import claim_generation
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.distributed import set_threads
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.training.build import build_machinery, build_stepper

@@ -19,7 +19,9 @@ import torch.distributed.checkpoint as dcp
 from common import Row, print_rows
 
 from evergrad_manifest.training import Checkpoint
-from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity, claim_generation
+from evergrad_trainer.checkpoint.generations import claim_generation
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.world import Membership, World
 
 State = dict[str, torch.Tensor]

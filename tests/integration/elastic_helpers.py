@@ -540,10 +540,10 @@ def check_nothing_repeated(trace: Sequence[Mapping[str, Any]]) -> None:
 
 def check_checkpoints(directory: Path) -> None:
     """Every checkpoint that can be seen validates, every byte of it."""
-    from evergrad_trainer.checkpoint.filesystem import filesystem_store
+    from evergrad_trainer.checkpoint.store import open_store
 
-    library = filesystem_store(directory / "checkpoints").library
-    candidates = library.scan()
+    store = open_store(directory / "checkpoints")
+    candidates = store.catalog.scan()
     assert len(candidates) == len(checkpoints(directory)) > 0
     for candidate in candidates:
-        library.validate(candidate.name, checksums=True)
+        store.reader.validate(candidate.name, checksums=True)

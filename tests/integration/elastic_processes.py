@@ -43,7 +43,7 @@ PLACES = {
     "report": ("evergrad_trainer.training.loop", "_report"),
     "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
-    "shard": ("evergrad_trainer.checkpoint.filesystem", "ShardFile.finish"),
+    "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
     "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
     "published": ("evergrad_trainer.checkpoint.saving", "_settle"),
 }

@@ -99,7 +99,7 @@ POINTS = {
     "step": ("evergrad_trainer.training.step", "Stepper.run"),
     "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
-    "shard": ("evergrad_trainer.checkpoint.filesystem", "ShardFile.finish"),
+    "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
     "receive": ("evergrad_trainer.world", "World.receive"),
 }
 

@@ -24,7 +24,7 @@ from chaos_helpers import (
 )
 from run_helpers import EXACT, STOPPED_SAVED, Experiment, assert_same_state, checkpoints, curve
 
-from evergrad_trainer.checkpoint.filesystem import filesystem_store
+from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.observers.accounting import account
 from evergrad_trainer.observers.history import read_history
 from evergrad_trainer.run_directory import RunDirectory
@@ -122,12 +122,12 @@ def test_no_finished_step_is_trained_again_while_anybody_holds_it(disturbed: Dis
 
 
 def test_every_checkpoint_on_disk_is_valid(disturbed: Disturbed) -> None:
-    library = filesystem_store(disturbed.directory / "checkpoints").library
-    names = [candidate.name for candidate in library.scan()]
+    store = open_store(disturbed.directory / "checkpoints")
+    names = [candidate.name for candidate in store.catalog.scan()]
     assert len(names) >= 2
     for name in names:
-        library.validate(name, checksums=True)
-    assert library.set_aside() == []
+        store.reader.validate(name, checksums=True)
+    assert store.catalog.set_aside() == []
 
 
 def test_generations_only_grow(disturbed: Disturbed) -> None:

@@ -14,8 +14,10 @@ import torch
 
 from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint import faults
-from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
-from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
+from evergrad_trainer.checkpoint.attempts import Medium
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.checkpoint.manifest import Identity
+from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
@@ -70,9 +72,7 @@ def save_two_steps(world: World, directory: Path, point: str, victim: int) -> di
         settings=Checkpoint(keep=1),
         identity=IDENTITY,
         on_event=lambda type_, fields: events.append([type_, fields]),
-        store=filesystem_store(
-            directory, medium=Medium(faults=hook, block_bytes=mmap.PAGESIZE)
-        ),
+        store=open_store(directory, medium=Medium(faults=hook, block_bytes=mmap.PAGESIZE)),
     )
     manager.save(100, state_of(100), extra={"step": 100}, wait=True)
     hook.is_armed = True

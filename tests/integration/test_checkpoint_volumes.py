@@ -13,7 +13,8 @@ import torch
 
 from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.generations import claim_generation
-from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.world import Membership, World
 

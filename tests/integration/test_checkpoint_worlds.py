@@ -18,10 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from evergrad_manifest.training import Checkpoint
-from evergrad_trainer.checkpoint import faults, restoring
-from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
+from evergrad_trainer.checkpoint import faults, search
+from evergrad_trainer.checkpoint.attempts import Medium
 from evergrad_trainer.checkpoint.generations import claim_generation
-from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.checkpoint.manifest import Identity
+from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.weights import load_weights, read_plain_state
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
 from evergrad_trainer.state import transfer
@@ -51,7 +53,7 @@ def make_manager(
         settings=Checkpoint.model_validate(settings),
         identity=IDENTITY,
         on_event=lambda type_, fields: events.append((type_, fields)),
-        store=filesystem_store(directory, medium=medium),
+        store=open_store(directory, medium=medium),
     )
     return manager, events
 
@@ -335,15 +337,15 @@ def load_with_one_rank_refused(world: World, directory: Path, kind: str, refused
     """Rank ``refused`` cannot open the newest checkpoint's shards; both ranks must take the older one."""
     manager, events = make_manager(world, directory)
     if world.rank == refused:
-        library = manager._store.library
-        opened = library.open_shard
+        reader = manager._store.reader
+        opened = reader.open_shard
 
         def open_shard(name: str, file: str) -> Any:
             if name == "step-20":
                 raise OSError(errno.EIO, os.strerror(errno.EIO), f"{name}/{file}")
             return opened(name, file)
 
-        library.open_shard = open_shard  # type: ignore[method-assign]
+        reader.open_shard = open_shard  # type: ignore[method-assign]
     state = build(kind, 0, world)
     restored = manager.restore(state)
     assert restored is not None
@@ -384,9 +386,9 @@ def load_without_a_volume(world: World, directory: Path) -> Any:
     """Only rank 0 sees the volume, which is slow; what each rank loaded, and how often rank 0 said that it
     goes on."""
     manager, _ = make_manager(world, directory if world.is_main else directory / "not-mounted")
-    library, beats = manager._store.library, []
+    reader, beats = manager._store.reader, []
     if world.is_main:
-        validate, broadcast = library.validate, World.broadcast_json
+        validate, broadcast = reader.validate, World.broadcast_json
 
         def slowly(name: str, **options: Any) -> Any:
             while len(beats) < 3:
@@ -397,9 +399,9 @@ def load_without_a_volume(world: World, directory: Path) -> Any:
             beats.append(value)
             return broadcast(self, value, **options)
 
-        library.validate = slowly  # type: ignore[method-assign]
+        reader.validate = slowly  # type: ignore[method-assign]
         World.broadcast_json = count  # type: ignore[method-assign]
-        restoring.BEAT_SECONDS = 0.01
+        search.BEAT_SECONDS = 0.01
     transfer._CHUNK_BYTES = 64
     state = build("plain", 0, world)
     restored = manager.restore(state)
@@ -423,9 +425,9 @@ def test_one_rank_reads_a_checkpoint_and_the_others_need_no_volume(tmp_path: Pat
 def stall(world: World, directory: Path) -> str:
     """The volume stands still while rank 0 validates."""
     manager, _ = make_manager(world, directory)
-    library = manager._store.library
-    library.validate = lambda name, **options: threading.Event().wait()  # type: ignore[method-assign, assignment, return-value]
-    restoring.BEAT_SECONDS, restoring.STALL_SECONDS = 0.01, 0.1
+    reader = manager._store.reader
+    reader.validate = lambda name, **options: threading.Event().wait()  # type: ignore[method-assign, assignment, return-value]
+    search.BEAT_SECONDS, search.STALL_SECONDS = 0.01, 0.1
     try:
         manager.restore(build("plain", 0, world))
     except VolumeError as error:

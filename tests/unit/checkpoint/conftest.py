@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from evergrad_manifest.training import Checkpoint
+from evergrad_trainer.checkpoint.attempts import Medium
 from evergrad_trainer.checkpoint.faults import FaultPoints, NoFaults
-from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.generations import claim_generation
-from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.checkpoint.manifest import Identity
+from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.world import Membership, World
 
 
@@ -89,7 +91,7 @@ def make_solo(tmp_path: Path) -> MakeSolo:
             settings=Checkpoint.model_validate(settings),
             identity=identity or Identity("run", "recipe", "data"),
             on_event=lambda type_, fields: events.append((type_, fields)),
-            store=filesystem_store(directory, medium=medium),
+            store=open_store(directory, medium=medium),
         )
         return Solo(manager, directory, events)
 

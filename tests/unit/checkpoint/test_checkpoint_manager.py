@@ -18,10 +18,8 @@ import torch
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_trainer.checkpoint import faults
 from evergrad_trainer.checkpoint.generations import claim_generation
-from evergrad_trainer.checkpoint.manager import Identity
-from evergrad_trainer.checkpoint.manifest import Manifest
+from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
 from evergrad_trainer.checkpoint.saving import trouble_of
-from evergrad_trainer.checkpoint.store import Candidate
 from evergrad_trainer.checkpoint.weights import read_plain_state
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
 
@@ -315,10 +313,11 @@ def test_poll_notices_a_newer_claim_without_raising(make_solo: MakeSolo) -> None
     claim_generation(solo.directory)
     solo.manager.poll()
     assert not solo.manager.is_fenced()  # it looks every few seconds only
-    solo.manager._next_look = 0.0
+    solo.manager._fence._next_look = 0.0
     solo.manager.poll()
     assert solo.manager.is_fenced()
-    assert "generation 2" in str(solo.manager.fenced_error())
+    with pytest.raises(FencedError, match="generation 2 has claimed"):
+        solo.save(20)
 
 
 @pytest.mark.parametrize(
@@ -683,8 +682,8 @@ def test_a_listing_that_fails_for_a_moment_is_tried_again_and_one_that_stays_awa
     make_solo().save(10)
     solo = make_solo()
     monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
-    library = solo.manager._store.library
-    scan, failures = library.scan, [errno.ESTALE, errno.EIO]
+    catalog = solo.manager._store.catalog
+    scan, failures = catalog.scan, [errno.ESTALE, errno.EIO]
 
     def fail() -> list[Candidate]:
         if failures:
@@ -696,7 +695,7 @@ def test_a_listing_that_fails_for_a_moment_is_tried_again_and_one_that_stays_awa
             raise OSError(number, os.strerror(number))
         return scan()
 
-    monkeypatch.setattr(library, "scan", fail)
+    monkeypatch.setattr(catalog, "scan", fail)
     assert solo.restore() == 10
     failures.append(errno.ETIMEDOUT)
     with pytest.raises(VolumeError, match="the checkpoints cannot be listed") as raised:
@@ -710,12 +709,12 @@ def test_checkpoints_that_cannot_be_read_are_not_called_lost(
     make_solo().save(10)
     solo = make_solo()
     monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
-    library = solo.manager._store.library
+    reader = solo.manager._store.reader
 
     def fail(name: str, **options: object) -> Manifest:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(library, "validate", fail)
+    monkeypatch.setattr(reader, "validate", fail)
     with pytest.raises(VolumeError, match="the checkpoint cannot be read"):
         solo.restore()
     assert solo.names() == ["step-10"]

@@ -3,19 +3,27 @@ copy."""
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from evergrad_trainer.checkpoint import dcp_storage
 from evergrad_trainer.checkpoint.dcp_storage import _read_box
-from evergrad_trainer.checkpoint.filesystem import ShardSource
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError
+from evergrad_trainer.checkpoint.reader import ShardSource
+from evergrad_trainer.checkpoint.restoring import open_table, read_state
 from evergrad_trainer.checkpoint.staging import view_bytes
+from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import (
     StoredChunk,
     StoredTensor,
@@ -136,3 +144,47 @@ def test_the_table_is_read_back_as_it_was_written() -> None:
 def test_a_table_that_is_none_or_has_holes_is_damage(document: bytes) -> None:
     with pytest.raises(InvalidCheckpointError, match=r"file tensors\.json"):
         decode_table(document)
+
+
+@pytest.fixture
+def third_of_four() -> Iterator[DeviceMesh]:
+    """The mesh of rank 2 of 4, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+def test_a_rank_of_a_sharded_model_reads_its_own_part_only(
+    make_solo: Callable[..., Any],
+    tmp_path: Path,
+    third_of_four: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted where bytes are read; the checkpoint was written by a world of one."""
+    whole = {"model.a": torch.randn(64, 32), "model.b": torch.randn(40), "step": torch.ones(())}
+    solo = make_solo()
+    solo.manager.save(10, whole, extra={}, wait=True)
+    counted: list[int] = []
+    read_into = ShardSource.read_into
+
+    def count(self: ShardSource, buffer: memoryview, offset: int) -> None:
+        counted.append(len(buffer))
+        read_into(self, buffer, offset)
+
+    monkeypatch.setattr(ShardSource, "read_into", count)
+
+    def shard(tensor: torch.Tensor) -> DTensor:
+        local = torch.zeros(tensor.shape[0] // 4, *tensor.shape[1:])
+        return DTensor.from_local(
+            local, third_of_four, [Shard(0)], shape=tensor.shape, stride=tensor.stride()
+        )
+
+    state = {"model.a": shard(whole["model.a"]), "model.b": shard(whole["model.b"])}
+    wanted: dict[str, torch.Tensor] = {**state, "step": torch.zeros(())}
+    reader = open_store(solo.directory).reader
+    table = open_table(reader, "step-10", reader.read_manifest("step-10"))
+    read_state(reader, "step-10", table, wanted)
+    assert torch.equal(state["model.a"].to_local(), whole["model.a"][32:48])
+    assert torch.equal(state["model.b"].to_local(), whole["model.b"][20:30])
+    # A quarter of each matrix, and all of what every rank has.
+    assert sum(counted) == (whole["model.a"].nbytes + whole["model.b"].nbytes) // 4 + 4

@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evergrad_trainer.checkpoint.layout import Version
-from evergrad_trainer.checkpoint.manifest import Identity, Manifest
+from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
 from evergrad_trainer.checkpoint.retention import choose_best, choose_removals
-from evergrad_trainer.checkpoint.store import Candidate
 
 
 def build_candidate(step: int, *, best: bool = False, generation: int = 1) -> Candidate:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from evergrad_trainer.checkpoint.manager import Identity
+from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.weights import (
     find_checkpoint,
     load_weights,
-    read_into,
+    open_tensors,
     read_plain_state,
 )
 from evergrad_trainer.errors import CheckpointError
@@ -127,21 +127,10 @@ def test_the_newest_valid_checkpoint_or_that_of_a_step_is_found(run: Path) -> No
         find_checkpoint(run, step=20)
 
 
-def test_weights_are_read_in_place_and_converted_on_the_way(run: Path) -> None:
-    stored = read_plain_state(run / "checkpoints" / "step-20", prefix="model.")
-    narrow = {
-        key: value.to(torch.bfloat16) if value.is_floating_point() else value
-        for key, value in stored.items()
-    }
-    state = {key: torch.zeros_like(value) for key, value in narrow.items()}
-    addresses = {key: value.data_ptr() for key, value in state.items()}
-    read_into(run / "checkpoints" / "step-20", state, prefix="model.")
-    assert {key: value.data_ptr() for key, value in state.items()} == addresses
-    assert all(torch.equal(value, narrow[key]) for key, value in state.items())
-
-
-def test_a_checkpoint_of_another_model_is_not_read_into_this_one(run: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tensors are missing; model\.other"):
-        read_into(
-            run / "checkpoints" / "step-20", {"model.other": torch.zeros(1)}, prefix="model."
-        )
+def test_a_tensor_is_converted_as_it_is_read(run: Path, make_state: MakeState) -> None:
+    with open_tensors(run / "checkpoints" / "step-20", prefix="model.") as stored:
+        assert set(stored.table) == {"model.weight", "model.half", "model.flags"}
+        narrow = stored.read("model.weight", torch.bfloat16)
+        same = stored.read("model.weight")
+    weight = make_state(20)["model.weight"]
+    assert torch.equal(same, weight) and torch.equal(narrow, weight.bfloat16())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_model import Small, train
+from torch import nn
 
 from evergrad_manifest.training import Optimizer
 from evergrad_trainer.optim.adamw import build_adamw

@@ -4,7 +4,7 @@ pickle."""
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,10 +30,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from evergrad_trainer.checkpoint.attempts import FilesystemAttempts
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import FileEntry, InvalidCheckpointError
-from evergrad_trainer.checkpoint.staging import Snapshot, StagedTensor, view_bytes
-from evergrad_trainer.checkpoint.store import Attempts, Library, ShardReader, ShardWriter
+from evergrad_trainer.checkpoint.reader import Reader, ShardSource
+from evergrad_trainer.checkpoint.shard_file import ShardFile
+from evergrad_trainer.checkpoint.staging import HostStager, Snapshot, StagedTensor, view_bytes
 from evergrad_trainer.checkpoint.tensor_table import (
     StoredChunk,
     Table,
@@ -92,11 +94,22 @@ class SnapshotPlanner(DefaultSavePlanner):
         return self._snapshot.tensors[write_item.index.fqn].data
 
 
+def plan_snapshot(
+    stager: HostStager, state: Mapping[str, torch.Tensor], *, rank: int, world_size: int
+) -> SnapshotPlanner:
+    """Copy what this rank will write, and plan it. Never raises for want of memory: the plan carries that."""
+    try:
+        return SnapshotPlanner(stager.stage(state, rank=rank, world_size=world_size))
+    except (MemoryError, RuntimeError) as error:
+        # The others are already on their way into the exchange; it fails there, on all ranks alike.
+        return SnapshotPlanner(Snapshot({}, ""), failure=error)
+
+
 class StoreWriter(StorageWriter):
     """Writes this rank's part into one file of an attempt; rank 0 opens the attempt and has it published."""
 
     def __init__(
-        self, attempts: Attempts, *, version: Version, rank: int, publish: Publish
+        self, attempts: FilesystemAttempts, *, version: Version, rank: int, publish: Publish
     ) -> None:
         self._attempts = attempts
         self._version = version
@@ -163,8 +176,8 @@ class StoreReader(StorageReader):
     """Reads one published checkpoint into tensors that exist: whatever boxes they need, from whichever files
     hold them."""
 
-    def __init__(self, library: Library, name: str, table: Table) -> None:
-        self._library = library
+    def __init__(self, reader: Reader, name: str, table: Table) -> None:
+        self._reader = reader
         self._name = name
         self._table = table
         self._places = {
@@ -197,12 +210,12 @@ class StoreReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planned boxes. Raises InvalidCheckpointError or OSError."""
         with ExitStack() as stack:
-            shards: dict[str, ShardReader] = {}
+            shards: dict[str, ShardSource] = {}
             for item in plan.items:
                 place = self._find(item)
                 if place.file not in shards:
                     shards[place.file] = stack.enter_context(
-                        self._library.open_shard(self._name, place.file)
+                        self._reader.open_shard(self._name, place.file)
                     )
                 target = planner.resolve_tensor(item).detach()
                 dtype = self._table[item.storage_index.fqn].dtype
@@ -241,7 +254,7 @@ def _plan_write(key: str, tensor: StagedTensor) -> WriteItem:
     )
 
 
-def _append(shard: ShardWriter, tensor: object) -> int:
+def _append(shard: ShardFile, tensor: object) -> int:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError("only tensors are stored")
     return shard.append(view_bytes(tensor))
@@ -259,7 +272,7 @@ def _describe(item: WriteItem, offset: int, entry: FileEntry) -> WriteResult:
 
 
 def _read_box(
-    shard: ShardReader,
+    shard: ShardSource,
     place: StoredChunk,
     *,
     dtype: torch.dtype,

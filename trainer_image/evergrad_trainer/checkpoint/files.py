@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ BLOCK_BYTES = 8 * 2**20
 """Bytes written by one call. Large, because each call lets go of the interpreter lock and takes it again."""
 READ_BYTES = 2**20
 """Bytes read for hashing by one call, into a buffer that each hashing thread has."""
+_LOOK_SECONDS = 0.05
 
 
 def hash_bytes(data: bytes | memoryview) -> str:
@@ -23,9 +25,9 @@ def hash_bytes(data: bytes | memoryview) -> str:
 
 @dataclass
 class Meter:
-    """Counts what is read, for somebody who waits to see whether it goes on.
+    """Counts what is read, so that a waiting thread can see whether it goes on.
 
-    Threads may add to it together.
+    Several threads may add to it.
     """
 
     units: int = 0
@@ -45,6 +47,29 @@ def hash_file(path: Path, *, meter: Meter | None = None) -> str:
             if meter is not None:
                 meter.add()
     return digest.hexdigest()
+
+
+def open_seen(path: Path, flags: int, stale_seconds: float) -> int:
+    """Open a file whose directory another node has just made; a descriptor.
+
+    On a network volume it may take up to ``stale_seconds`` until it is seen from here.
+    """
+    deadline = time.monotonic() + stale_seconds
+    while True:
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LOOK_SECONDS)
+
+
+def list_entries(directory: Path) -> list[Path]:
+    """What a directory holds; nothing if it does not exist."""
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def rename_to_free_name(source: Path, target: Path) -> bool:

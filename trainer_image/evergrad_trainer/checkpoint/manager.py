@@ -5,21 +5,19 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Checkpoint
-from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner
-from evergrad_trainer.checkpoint.filesystem import filesystem_store
-from evergrad_trainer.checkpoint.generations import check_fence, claim_exactly, claim_generation
-from evergrad_trainer.checkpoint.layout import Version
+from evergrad_trainer.checkpoint.dcp_storage import plan_snapshot
+from evergrad_trainer.checkpoint.fence import Fence
+from evergrad_trainer.checkpoint.layout import BEST, Version
 from evergrad_trainer.checkpoint.manifest import Identity
-from evergrad_trainer.checkpoint.restoring import Restored, Search, load_newest
+from evergrad_trainer.checkpoint.restoring import Restored, load_newest
 from evergrad_trainer.checkpoint.saving import (
     BackgroundSave,
     Outcome,
@@ -28,26 +26,15 @@ from evergrad_trainer.checkpoint.saving import (
     ignore_solo_warning,
     run_save,
 )
-from evergrad_trainer.checkpoint.staging import HostStager, Snapshot, require_tensors
-from evergrad_trainer.checkpoint.store import Store
-from evergrad_trainer.errors import FencedError, PeerLostError, SaveError
+from evergrad_trainer.checkpoint.search import Search
+from evergrad_trainer.checkpoint.staging import HostStager, require_tensors
+from evergrad_trainer.checkpoint.store import Store, open_store
+from evergrad_trainer.errors import PeerLostError, SaveError
 from evergrad_trainer.records import EventType
 from evergrad_trainer.world import Membership, World
 
-__all__ = [
-    "CheckpointManager",
-    "Identity",
-    "Published",
-    "Restored",
-    "check_fence",
-    "claim_exactly",
-    "claim_generation",
-]
-
-FENCE_SECONDS = 5.0
-"""How often rank 0 looks between saves whether a newer process has claimed the directory."""
-
 _JOIN_SECONDS = 0.02
+"""How often a wait for a save looks whether its world was given up."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +46,18 @@ class _Flight:
     background: BackgroundSave
     blocking_seconds: float
     best: bool
+
+    def join(self, world: World) -> None:
+        """Wait for its end. Raises PeerLostError when it cannot end because the world was given up."""
+        if world.interrupt is None:
+            self.background.join()
+            return
+        # In short waits: the thread may hang on a lost peer until the group's timeout, which is far longer
+        # than the others wait for this process.
+        while not self.background.is_done:
+            if world.interrupt.is_overdue:
+                raise PeerLostError("the group was given up during a save")
+            self.background.join(_JOIN_SECONDS)
 
 
 class CheckpointManager:
@@ -79,24 +78,20 @@ class CheckpointManager:
         on_event: Callable[[str, dict[str, Any]], None],
         store: Store | None = None,
     ) -> None:
+        self.published: Published | None = None
+        """The newest checkpoint that this process has saved and reported; the same on every rank."""
+        self.failures = 0
+        """Saves that have failed in a row."""
         self._directory = directory
         self._membership = membership
         self._settings = settings
         self._identity = identity
         self._on_event = on_event
-        self._store = store or filesystem_store(directory)
+        self._store = store or open_store(directory)
         self._stager = HostStager()
+        self._fence = Fence(directory, membership)
         self._flight: _Flight | None = None
         self._serial = 0
-        self._failures = 0
-        self._published: Published | None = None
-        self._fenced: FencedError | None = None
-        self._next_look = 0.0
-
-    @property
-    def published(self) -> Published | None:
-        """The newest checkpoint that this process has saved and reported; the same on every rank."""
-        return self._published
 
     def enter_world(self, *, failures: int, saves: int = 0) -> None:
         """Begin to save in ``membership.world``, which is new.
@@ -105,21 +100,17 @@ class CheckpointManager:
         seen already.
         """
         self._serial = saves
-        self._failures = failures
-
-    def leave_world(self, *, patience_seconds: float = 0.0) -> None:
-        """Give up a save that has not ended with its world. It is no failure: the next world saves again."""
-        self.abandon(patience_seconds=patience_seconds)
+        self.failures = failures
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is in flight."""
         return self._flight is not None and not self._flight.background.is_done
 
-    @property
-    def failures(self) -> int:
-        """Saves that have failed in a row."""
-        return self._failures
+    def is_fenced(self) -> bool:
+        """Whether this rank knows that a newer process has claimed the directory; the loop folds it into its
+        agreed flags."""
+        return self._fence.is_known
 
     def save(
         self,
@@ -138,11 +129,15 @@ class CheckpointManager:
         claimed the directory; TypeError or ValueError for a state or an ``extra`` that cannot be stored.
         """
         started = time.monotonic()
+        # A mistake of the caller is raised before anything is waited for or sent.
         require_tensors(state)
         copied: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
+
+        # There is one host buffer and one group for saves: the save before this one must have ended.
         self._land_flight()
+        self._fence.agree()
+
         world = self._membership.world
-        self._stop_if_fenced(world)
         self._serial += 1
         order = SaveOrder(
             version=Version(step, world.generation, self._serial),
@@ -155,12 +150,14 @@ class CheckpointManager:
             group=world.checkpoint,
         )
         ignore_solo_warning()
-        run = functools.partial(run_save, self._store, order, self._stage(state, world))
+        planner = plan_snapshot(self._stager, state, rank=world.rank, world_size=world.size)
+        run = functools.partial(run_save, self._store, order, planner)
         is_background = self._settings.asynchronous and not wait
         background = BackgroundSave(run, name=f"checkpoint-{step}", yields=is_background)
         flight = self._flight = _Flight(background, time.monotonic() - started, best)
+
         if not is_background:
-            self._join(flight)
+            flight.join(world)
             flight.blocking_seconds = time.monotonic() - started
             self.wait()
         return flight.blocking_seconds
@@ -169,19 +166,17 @@ class CheckpointManager:
         """Make the checkpoint of ``step``, saved already, the best one; waits for its save if that is under
         way.
 
-        Every rank calls this; rank 0 writes. Trouble of the volume is told by an event: the checkpoint is no
-        worse for it.
+        Every rank calls this; rank 0 writes. Trouble of the volume is reported by an event: the checkpoint is
+        no worse for it.
         """
         self._land_flight()
         if not self._membership.world.is_main:
             return
-        library = self._store.library
+        catalog = self._store.catalog
         try:
-            found = [
-                candidate for candidate in library.scan() if candidate.version.step == step
-            ]
+            found = [one for one in catalog.scan() if one.version.step == step]
             if found:
-                library.mark_best(found[0].name, found[0].version)
+                catalog.write_pointer(BEST, found[0].name, found[0].version)
         except OSError as error:
             self._on_event(
                 EventType.WARNING,
@@ -192,12 +187,12 @@ class CheckpointManager:
         """Report a save that has ended since the last call. To be called each step; costs next to nothing.
 
         Raises SaveError after too many failures in a row. A newer claim on the directory is not raised here
-        but told by ``is_fenced``, because ranks notice it at different steps.
+        but shown by ``is_fenced``, because ranks notice it at different steps.
         """
         if self._flight is not None and self._flight.background.is_done:
             self._land_flight()
-        if self._membership.world.is_main and time.monotonic() >= self._next_look:
-            self._look_at_fence()
+        if self._membership.world.is_main:
+            self._fence.look()
 
     def wait(self) -> None:
         """Wait for a save under way and report it.
@@ -221,11 +216,12 @@ class CheckpointManager:
             try:
                 self._store.attempts.clean(world.generation)
             except OSError as error:
+                # Rubbish takes room and does no other harm.
                 _log.warning(
                     "what an earlier process left behind could not be removed: %s", error
                 )
         search = Search(
-            self._store.library,
+            self._store,
             checksums=self._settings.verify == "always",
             identity=self._identity,
             may_quarantine=True,
@@ -235,30 +231,13 @@ class CheckpointManager:
             return None
         restored, rejected = found
         for passed in rejected:
-            fields = {
-                "checkpoint": passed.checkpoint,
-                "reason": passed.reason,
-                "quarantined_as": passed.quarantined_as,
-            }
+            fields = asdict(passed)
+            del fields["step"]
             self._on_event(EventType.FALLBACK, fields)
         self._on_event(
             EventType.RESTORED, {"checkpoint": restored.path.name, "seconds": restored.seconds}
         )
         return restored
-
-    def is_fenced(self) -> bool:
-        """Whether this rank knows that a newer process has claimed the directory; the loop folds it into its
-        agreed flags."""
-        return self._fenced is not None
-
-    def fenced_error(self) -> FencedError:
-        """The error to end with once all ranks have agreed that one of them is fenced."""
-        why = f"this process is generation {self._membership.world.generation}"
-        return self._fenced or FencedError(
-            Problem(
-                str(self._directory), "a newer process has claimed this run directory", why=why
-            )
-        )
 
     def close(self) -> None:
         """Wait for a save under way, report it and give the memory back. Raises as ``wait`` does."""
@@ -268,10 +247,11 @@ class CheckpointManager:
             self._stager.release()
 
     def abandon(self, *, patience_seconds: float = 5.0) -> None:
-        """Leave in an exception's path: a save that ends within the patience is reported, one that hangs is
-        left behind.
+        """Give up a save whose world has ended, or leave in an exception's path.
 
-        Its thread may wait for a peer that is gone; it never keeps the process from ending.
+        A save that ends within the patience is reported; one that hangs is left behind and is no failure: the
+        next world saves again. Its thread may wait for a peer that is gone; it never keeps the process from
+        ending.
         """
         flight, self._flight = self._flight, None
         if flight is not None:
@@ -281,26 +261,17 @@ class CheckpointManager:
             else:
                 self._stager = HostStager()  # the thread may still read what the old one holds
 
-    def _stage(self, state: Mapping[str, torch.Tensor], world: World) -> SnapshotPlanner:
-        try:
-            return SnapshotPlanner(
-                self._stager.stage(state, rank=world.rank, world_size=world.size)
-            )
-        except (MemoryError, RuntimeError) as error:
-            # The others are already on their way into the exchange; they learn of it there.
-            return SnapshotPlanner(Snapshot({}, ""), failure=error)
-
     def _land_flight(self) -> Outcome | None:
         """Wait for the save under way, if any, and report it; how it ended."""
         flight = self._flight
         if flight is None:
             return None
-        self._join(flight)
+        flight.join(self._membership.world)
         self._flight = None
         outcome = self._report(flight)
-        if self._failures >= self._settings.max_failures and outcome.fenced is None:
+        if self.failures >= self._settings.max_failures and outcome.fenced is None:
             text = (
-                f"{self._directory}: {self._failures} saves in a row have failed; the last one: "
+                f"{self._directory}: {self.failures} saves in a row have failed; the last one: "
                 f"{outcome.reason}"
             )
             raise SaveError(
@@ -308,25 +279,13 @@ class CheckpointManager:
             )
         return outcome
 
-    def _join(self, flight: _Flight) -> None:
-        """Wait for the end of a save.
-
-        Raises PeerLostError when it cannot end because the world was given up.
-        """
-        interrupt = self._membership.world.interrupt
-        if interrupt is None:
-            flight.background.join()
-        while not flight.background.is_done:
-            if interrupt is not None and interrupt.is_overdue:
-                raise PeerLostError("the group was given up during a save")
-            flight.background.join(_JOIN_SECONDS)
-
     def _report(self, flight: _Flight) -> Outcome:
+        """Count a save that has ended and make it an event."""
         outcome = flight.background.outcome
         published = outcome.published
         if published is not None:
-            self._failures = 0
-            self._published = published
+            self.failures = 0
+            self.published = published
             fields: dict[str, Any] = {
                 "checkpoint": published.path.name,
                 "seconds": published.seconds,
@@ -337,29 +296,16 @@ class CheckpointManager:
             }
             self._on_event(EventType.SAVE, fields)
             return outcome
+
+        # A lost peer ends this world, and the next one saves again: that counts for no failure.
         if not (outcome.is_peer_lost and self._membership.world.interrupt is not None):
-            # Else the world ends now, and the next one saves again.
-            self._failures += 1
-        self._fenced = self._fenced or outcome.fenced
+            self.failures += 1
+        self._fence.note(outcome.fenced)
         fields = {
             "reason": outcome.reason,
             "trouble": outcome.trouble,
-            "failures": self._failures,
+            "failures": self.failures,
             "blocking_seconds": flight.blocking_seconds,
         }
         self._on_event(EventType.SAVE_FAILED, fields)
         return outcome
-
-    def _stop_if_fenced(self, world: World) -> None:
-        if not world.all_agree(self._fenced is None):
-            raise self.fenced_error()
-
-    def _look_at_fence(self) -> None:
-        self._next_look = time.monotonic() + FENCE_SECONDS
-        try:
-            self._store.fence.check(self._membership.world.generation)
-        except FencedError as error:
-            self._fenced = error
-        except OSError as error:
-            # A save would fail too, and say so; training itself needs nothing from the volume.
-            _log.warning("%s: cannot be read: %s", self._directory, error)

@@ -1,4 +1,4 @@
-"""What a published checkpoint says of itself: ``manifest.json``, its fields, its encoding and its checks.
+"""``manifest.json``: the fields of a published checkpoint, their encoding and their checks.
 
 Pure: no torch.
 """
@@ -75,7 +75,10 @@ class Manifest:
     @property
     def checksum(self) -> str:
         """Hash over all fields; differs as soon as any of them does."""
-        return hash_bytes(_encode(_to_json(self)))
+        text = json.dumps(
+            _to_json(self), sort_keys=True, separators=(",", ":"), allow_nan=False
+        )
+        return hash_bytes(text.encode())
 
     def has_same_content(self, other: "Manifest") -> bool:
         """Whether both hold the same state of the same step, whichever attempt wrote it and when."""
@@ -85,15 +88,21 @@ class Manifest:
         return self.version.step, self.world_size, self.identity, self.extra, self.files
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A published name; ``manifest`` is None where it cannot be read, and ``reason`` then says why."""
+
+    name: str
+    version: Version
+    manifest: Manifest | None
+    reason: str = ""
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of ``manifest.json``, with a checksum over all fields so that a flipped bit in
     them is seen."""
-    return (
-        json.dumps(
-            {**_to_json(manifest), "checksum": manifest.checksum}, indent=1, allow_nan=False
-        ).encode()
-        + b"\n"
-    )
+    fields = {**_to_json(manifest), "checksum": manifest.checksum}
+    return json.dumps(fields, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -106,15 +115,11 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         raw = json.loads(data)
         manifest_format = raw["format"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise InvalidCheckpointError(
-            f"file {MANIFEST}: is not a manifest ({error!r})"
-        ) from error
-    if isinstance(manifest_format, int) and manifest_format > FORMAT:
-        raise UnknownFormatError(
-            f"file {MANIFEST}: has format {manifest_format}, this program knows up to {FORMAT}"
-        )
-    try:
+        # Before any other field: those of a newer format may mean something else.
+        if isinstance(manifest_format, int) and manifest_format > FORMAT:
+            raise UnknownFormatError(
+                f"file {MANIFEST}: has format {manifest_format}, this program knows up to {FORMAT}"
+            )
         manifest = _from_json(raw)
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidCheckpointError(
@@ -123,10 +128,6 @@ def decode_manifest(data: bytes) -> Manifest:
     if raw.get("checksum") != manifest.checksum:
         raise InvalidCheckpointError(f"file {MANIFEST}: checksum differs")
     return manifest
-
-
-def _encode(raw: dict[str, Any]) -> bytes:
-    return json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from evergrad_trainer.checkpoint.layout import Version
-from evergrad_trainer.checkpoint.store import Candidate
+from evergrad_trainer.checkpoint.manifest import Candidate
 
 
 def choose_best(candidates: Sequence[Candidate], pointer: str | None) -> str | None:

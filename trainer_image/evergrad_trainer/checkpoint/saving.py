@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from evergrad_coordinator.causes import Trouble
 from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner, StoreWriter
 from evergrad_trainer.checkpoint.faults import AFTER_SHARDS
-from evergrad_trainer.checkpoint.layout import TENSORS, Version
+from evergrad_trainer.checkpoint.layout import BEST, LATEST, TENSORS, Version
 from evergrad_trainer.checkpoint.manifest import (
+    Candidate,
     FileEntry,
     Identity,
     InvalidCheckpointError,
@@ -36,7 +37,7 @@ from evergrad_trainer.checkpoint.manifest import (
     UnknownFormatError,
 )
 from evergrad_trainer.checkpoint.retention import choose_best, choose_removals
-from evergrad_trainer.checkpoint.store import Candidate, Store
+from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.checkpoint.tensor_table import Table, encode_table
 from evergrad_trainer.errors import FencedError
 from evergrad_trainer.host_trouble import is_host_trouble
@@ -197,7 +198,7 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
     published = Published(
         step=order.version.step,
         generation=order.version.generation,
-        path=Path(store.library.locate(told["checkpoint"])),
+        path=Path(store.reader.locate(told["checkpoint"])),
         bytes=told["bytes"],
         seconds=time.monotonic() - started,
     )
@@ -232,9 +233,9 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
     """
     kept = 0
     try:
-        store.library.mark_latest(name, order.version)
+        store.catalog.write_pointer(LATEST, name, order.version)
         if order.best:
-            store.library.mark_best(name, order.version)
+            store.catalog.write_pointer(BEST, name, order.version)
         kept = _retire(store, order, name)
     except OSError as error:
         _log.warning("%s is published; tidying up after it failed: %s", name, error)
@@ -242,24 +243,24 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
 
 
 def _retire(store: Store, order: SaveOrder, published: str) -> int:
-    candidates = store.library.scan()
+    candidates = store.catalog.scan()
     valid = [
         candidate
         for candidate in candidates
         if candidate.name == published or _is_whole(store, candidate)
     ]
-    pinned = {published, choose_best(valid, store.library.best())}
+    pinned = {published, choose_best(valid, store.catalog.read_pointer(BEST))}
     removals = choose_removals(
         valid, keep=order.keep, pinned={name for name in pinned if name is not None}
     )
     for name in removals:
-        store.library.remove(name)
+        store.catalog.remove(name)
     return len(valid) - len(removals)
 
 
 def _is_whole(store: Store, candidate: Candidate) -> bool:
     try:
-        store.library.validate(candidate.name, checksums=False)
+        store.reader.validate(candidate.name, checksums=False)
     except (InvalidCheckpointError, UnknownFormatError):
         return False
     return True

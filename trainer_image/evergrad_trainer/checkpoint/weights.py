@@ -1,5 +1,4 @@
-"""Reading checkpoints outside the run they belong to: weights to begin another run with, plain tensors to
-export."""
+"""Reading checkpoints outside the run they belong to: weights to begin another run with, or to export."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -8,19 +7,13 @@ from pathlib import Path
 import torch
 
 from evergrad_coordinator.contract import RunFile
-from evergrad_manifest.errors import Problem, raise_if
-from evergrad_trainer.checkpoint.filesystem import filesystem_store
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.layout import MANIFEST, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
-from evergrad_trainer.checkpoint.restoring import (
-    Restored,
-    Search,
-    compare_tensors,
-    load_newest,
-    open_table,
-    read_state,
-)
-from evergrad_trainer.checkpoint.store import Library
+from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.restoring import Restored, load_newest, open_table, read_state
+from evergrad_trainer.checkpoint.search import Search
+from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import Table
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.world import World
@@ -44,14 +37,54 @@ def load_weights(
     can be used or if the tensors are not those of ``state``.
     """
     directory, only = _find(path)
-    library = filesystem_store(directory).library
     wanted = {key: value for key, value in state.items() if key.startswith(WEIGHTS)}
-    search = Search(library, checksums=checksums, prefix=WEIGHTS, only=only)
+    search = Search(open_store(directory), checksums=checksums, prefix=WEIGHTS, only=only)
     alone = World(generation=0, rank=0, size=1, device=torch.device("cpu"))
     found = load_newest(search, wanted, world=world or alone)
     if found is None:
         raise CheckpointError(Problem(str(path), "holds no checkpoint"))
     return found[0]
+
+
+class StoredTensors:
+    """The tensors of one checkpoint, each read when it is asked for and held by nobody else.
+
+    ``table`` has their types and shapes by name.
+    """
+
+    def __init__(self, reader: Reader, name: str, table: Table) -> None:
+        self.table = table
+        self._reader = reader
+        self._name = name
+
+    def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One whole tensor on the host, whichever shards its parts lie in.
+
+        ``dtype``: what to convert it to, a slab at a time, so that it is held once. Raises
+        InvalidCheckpointError or OSError.
+        """
+        stored = self.table[key]
+        tensor = torch.empty(stored.shape, dtype=dtype or stored.dtype)
+        read_state(self._reader, self._name, {key: stored}, {key: tensor})
+        return tensor
+
+
+@contextlib.contextmanager
+def open_tensors(checkpoint: Path, *, prefix: str = "") -> Iterator[StoredTensors]:
+    """Open one checkpoint's tensors whose keys begin with ``prefix``, after its checksums have been checked.
+
+    Raises CheckpointError if it does not validate, also for what is only noticed inside the block.
+    """
+    checkpoint = checkpoint.resolve()
+    reader = open_store(checkpoint.parent).reader
+    try:
+        manifest = reader.validate(checkpoint.name, checksums=True)
+        table = open_table(reader, checkpoint.name, manifest, prefix=prefix)
+        yield StoredTensors(reader, checkpoint.name, table)
+    except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
+        raise CheckpointError(
+            Problem(str(checkpoint), "cannot be loaded", why=str(error))
+        ) from error
 
 
 def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -60,37 +93,8 @@ def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.T
 
     Raises CheckpointError if the checkpoint does not validate.
     """
-    with _validated(checkpoint, prefix) as (library, table):
-        state = {
-            key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in table.items()
-        }
-        read_state(library, checkpoint.resolve().name, table, state)
-    return state
-
-
-def read_into(checkpoint: Path, state: Mapping[str, torch.Tensor], *, prefix: str) -> None:
-    """Fill ``state``, all keys of which begin with ``prefix``, from one checkpoint, in place and in this process alone.
-
-    Floats of another width are converted a slab at a time, so that nothing is held twice. Raises CheckpointError if the
-    checkpoint does not validate, or if its tensors of that prefix are not those of ``state``.
-    """
-    with _validated(checkpoint, prefix) as (library, table):
-        raise_if(compare_tensors(table, state, where=str(checkpoint)), CheckpointError)
-        read_state(library, checkpoint.resolve().name, table, state)
-
-
-@contextlib.contextmanager
-def _validated(checkpoint: Path, prefix: str) -> Iterator[tuple[Library, Table]]:
-    """A checkpoint that validates, and its table; what keeps it from being read is a CheckpointError."""
-    checkpoint = checkpoint.resolve()
-    library = filesystem_store(checkpoint.parent).library
-    try:
-        manifest = library.validate(checkpoint.name, checksums=True)
-        yield library, open_table(library, checkpoint.name, manifest, prefix=prefix)
-    except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
-        raise CheckpointError(
-            Problem(str(checkpoint), "cannot be loaded", why=str(error))
-        ) from error
+    with open_tensors(checkpoint, prefix=prefix) as stored:
+        return {key: stored.read(key) for key in stored.table}
 
 
 def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
@@ -100,14 +104,14 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
     Raises CheckpointError, naming what was found and why it cannot be used.
     """
     directory, only = _find(path)
-    library = filesystem_store(directory).library
-    found = library.scan() if only is None else [library.describe(only)]
+    store = open_store(directory)
+    found = store.catalog.scan() if only is None else [store.catalog.describe(only)]
     problems = []
     for candidate in found:
         if step is not None and candidate.version.step != step:
             continue
         try:
-            library.validate(candidate.name, checksums=True)
+            store.reader.validate(candidate.name, checksums=True)
         except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
             problems.append(
                 Problem(str(directory / candidate.name), "cannot be loaded", why=str(error))

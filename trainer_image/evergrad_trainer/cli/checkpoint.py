@@ -10,10 +10,14 @@ from typing import Any
 
 from evergrad_coordinator.contract import ExitCode, RunFile
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.checkpoint.filesystem import filesystem_store
-from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
+from evergrad_trainer.checkpoint.layout import BEST
+from evergrad_trainer.checkpoint.manifest import (
+    Candidate,
+    InvalidCheckpointError,
+    UnknownFormatError,
+)
 from evergrad_trainer.checkpoint.retention import choose_best
-from evergrad_trainer.checkpoint.store import Candidate, Library
+from evergrad_trainer.checkpoint.store import Store, open_store
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 
 NAME = "checkpoint"
@@ -86,15 +90,15 @@ def _add_action(
 
 
 def _list(args: argparse.Namespace) -> int:
-    library = _open_library(args.run_directory)
-    found = library.scan()
-    best = choose_best(found, library.best())
+    catalog = _open_store(args.run_directory).catalog
+    found = catalog.scan()
+    best = choose_best(found, catalog.read_pointer(BEST))
     latest = next((candidate.name for candidate in found if candidate.manifest), None)
     rows = [
         _describe(candidate, is_best=candidate.name == best, is_latest=candidate.name == latest)
         for candidate in found
     ]
-    set_aside = library.set_aside()
+    set_aside = catalog.set_aside()
     if args.json:
         print(
             json.dumps(
@@ -111,11 +115,9 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    library = _open_library(args.run_directory)
-    found = [
-        candidate for candidate in library.scan() if args.step in (None, candidate.version.step)
-    ]
-    reasons = {candidate.name: _find_fault(library, candidate) for candidate in found}
+    store = _open_store(args.run_directory)
+    found = [one for one in store.catalog.scan() if args.step in (None, one.version.step)]
+    reasons = {candidate.name: _find_fault(store, candidate) for candidate in found}
     if args.json:
         results = [
             {"checkpoint": name, "valid": not reason, "reason": reason}
@@ -154,7 +156,7 @@ def _export(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _open_library(run_directory: Path) -> Library:
+def _open_store(run_directory: Path) -> Store:
     directory = run_directory / RunFile.CHECKPOINTS
     if not directory.is_dir():
         raise RunDirectoryError(
@@ -165,12 +167,12 @@ def _open_library(run_directory: Path) -> Library:
                 "Give a run's directory",
             )
         )
-    return filesystem_store(directory).library
+    return open_store(directory)
 
 
-def _find_fault(library: Library, candidate: Candidate) -> str:
+def _find_fault(store: Store, candidate: Candidate) -> str:
     try:
-        library.validate(candidate.name, checksums=True)
+        store.reader.validate(candidate.name, checksums=True)
     except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
         return str(error)
     return ""

@@ -108,13 +108,20 @@ def build_model(
     return model
 
 
-def count_parameters(plan: ModelPlan) -> int:
-    """Number of parameters, without allocating any. Raises ModelError if the model cannot be built."""
+def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
+    """The model without memory for any of its tensors: names, types and shapes.
+
+    Raises ModelError if the model cannot be built.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(plan.config)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                plan.config, dtype=DTYPES[precision], attn_implementation="sdpa"
+            )
+            model.tie_weights()
+            return model
     except Exception as error:
         # Shapes that do not fit show only when the layers are made.
         raise ModelError(
@@ -124,6 +131,11 @@ def count_parameters(plan: ModelPlan) -> int:
                 f"a {plan.name} model cannot be built from it",
             )
         ) from error
+
+
+def count_parameters(plan: ModelPlan) -> int:
+    """Number of parameters, without allocating any. Raises ModelError if the model cannot be built."""
+    model = build_empty_model(plan, precision="fp32")
     return sum(parameter.numel() for parameter in model.parameters())
 
 

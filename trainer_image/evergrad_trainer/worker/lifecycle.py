@@ -6,7 +6,7 @@ import sys
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import EvergradError
-from evergrad_trainer.checkpoint.manager import claim_exactly
+from evergrad_trainer.checkpoint.generations import claim_exactly
 from evergrad_trainer.errors import DivergedError, PeerLostError
 from evergrad_trainer.records import EventType, StopReason
 from evergrad_trainer.training.build import Machinery
@@ -148,13 +148,13 @@ class Lifecycle:
             self.life.enter(Phase.LEAVING)
             # Another rank may have seen the end of a save, for which all have waited, a moment before this
             # one.
-            checkpoints.leave_world(patience_seconds=_LANDING_SECONDS)
+            checkpoints.abandon(patience_seconds=_LANDING_SECONDS)
         was_stuck = self._worlds.leave(world)
         stepper.heartbeat.rest()
         if was_stuck:
             # Threads of operations that never ended may still write into them.
             stepper.forget_buffers()
-        checkpoints.leave_world()
+        checkpoints.abandon(patience_seconds=0.0)
         self._move_alone()
         self.life.enter(Phase.IDLE)
         self._worlds.left(

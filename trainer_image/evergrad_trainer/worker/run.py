@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.checkpoint.manager import claim_exactly, claim_generation
+from evergrad_trainer.checkpoint.generations import claim_exactly, claim_generation
 from evergrad_trainer.distributed import (
     choose_device,
     join_world,

@@ -4,7 +4,7 @@ launcher."""
 from typing import Protocol
 
 from evergrad_manifest.errors import EvergradError
-from evergrad_trainer.checkpoint.manager import claim_exactly
+from evergrad_trainer.checkpoint.generations import claim_exactly
 from evergrad_trainer.distributed import Place, abandon_world, form_world, leave_world
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.run_directory import RunDirectory

@@ -1,0 +1,209 @@
+"""Exports: the files that transformers would write, made without the whole model in memory."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from evergrad_manifest.identity import from_wire, to_wire
+from evergrad_trainer import export
+from evergrad_trainer.checkpoint.attempts import Medium
+from evergrad_trainer.checkpoint.generations import claim_generation
+from evergrad_trainer.checkpoint.layout import TENSORS, Version
+from evergrad_trainer.checkpoint.manifest import FileEntry, Identity, Manifest
+from evergrad_trainer.checkpoint.staging import view_bytes
+from evergrad_trainer.checkpoint.store import open_store
+from evergrad_trainer.checkpoint.tensor_table import StoredChunk, StoredTensor, encode_table
+from evergrad_trainer.errors import CheckpointError, RunDirectoryError
+from evergrad_trainer.models.build import build_model, plan_model
+from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.state.providers import module_tensors
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_key_value_heads": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
+MakeRun = Callable[..., tuple[Path, Any]]
+
+
+def save_sharded(directory: Path, state: dict[str, torch.Tensor], *, ranks: int) -> None:
+    """Write a checkpoint whose tensors are cut along their first dimension, as fsdp2's are."""
+    generation = claim_generation(directory)
+    attempts = open_store(directory, medium=Medium(stale_seconds=0.0)).attempts
+    attempt = attempts.begin(Version(10, generation, 1))
+    chunks: dict[str, list[StoredChunk]] = {key: [] for key in state}
+    entries: list[FileEntry] = []
+    for rank in range(ranks):
+        shard = attempts.create_shard(attempt, rank)
+        for key, tensor in state.items():
+            rows = -(-tensor.shape[0] // ranks)
+            part = tensor[rank * rows : (rank + 1) * rows].contiguous()
+            if part.numel():
+                offset = shard.append(view_bytes(part))
+                starts = (rank * rows, *[0] * (tensor.dim() - 1))
+                place = StoredChunk(
+                    starts, tuple(part.shape), f"rank-{rank:05d}.bin", offset, part.nbytes
+                )
+                chunks[key].append(place)
+        entries.append(shard.finish())
+        shard.abandon()
+    table = {
+        key: StoredTensor(tensor.dtype, tuple(tensor.shape), tuple(chunks[key]))
+        for key, tensor in state.items()
+    }
+    entries.append(attempts.write_document(attempt, TENSORS, encode_table(table)))
+    identity = Identity("one", "recipe", "data")
+    version = Version(10, generation, 1)
+    manifest = Manifest(version, ranks, identity, {}, False, tuple(entries), {}, 0.0)
+    attempts.publish(attempt, manifest)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """``make_run(config, ranks=3)``: a run's directory with one checkpoint, and the model that it holds."""
+
+    def make(config: dict[str, Any], *, ranks: int = 3) -> tuple[Path, Any]:
+        training = {
+            "model": {"config": config},
+            "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
+            "batching": {"globalBatchSize": 2, "microBatchSize": 1},
+            "optimizer": {"learningRate": 0.1},
+            "horizon": {"steps": 10},
+        }
+        run = from_wire(
+            {
+                "apiVersion": "evergrad.dev/v1alpha1",
+                "kind": "TrainingRun",
+                "metadata": {"name": "one"},
+                "spec": {"training": training},
+            }
+        )
+        directory = RunDirectory(tmp_path / "run")
+        directory.create()
+        directory.write_resolved({"manifest": to_wire(run), "baseDirectory": "."})
+        plan = plan_model(run.training.model, base_directory=tmp_path, vocab_size=257)
+        model = build_model(plan, seed=0, precision="fp32")
+        state = {f"model.{name}": tensor for name, tensor in module_tensors(model).items()}
+        save_sharded(directory.checkpoints, state, ranks=ranks)
+        return directory.path, model
+
+    return make
+
+
+def read_directory(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, GPT2, MIXTRAL]
+)
+def test_an_export_is_what_transformers_would_have_saved(
+    make_run: MakeRun, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    run, model = make_run(config)
+    result = export.export_checkpoint(run, step=None, output=tmp_path / "ours", dtype=None)
+    model.config.use_cache = True
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = read_directory(tmp_path / "ours"), read_directory(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads(
+            (tmp_path / "theirs" / name).read_text()
+        )
+    assert (result.step, result.dtype) == (10, "float32")
+    assert result.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_weights_are_converted_and_spread_over_files_with_an_index(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, model = make_run(LLAMA)
+    monkeypatch.setattr(export, "_MAX_FILE_BYTES", 20_000)
+    export.export_checkpoint(run, step=10, output=tmp_path / "ours", dtype="bfloat16")
+    model.bfloat16().save_pretrained(tmp_path / "theirs", max_shard_size=20_000)
+    ours, theirs = read_directory(tmp_path / "ours"), read_directory(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    expected = json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == expected["metadata"]
+    assert set(index["weight_map"]) == set(ours) and len(set(index["weight_map"].values())) > 1
+
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert all(
+        torch.equal(tensor, module_tensors(model)[name])
+        for name, tensor in module_tensors(loaded).items()
+    )
+
+
+def test_an_export_of_a_damaged_checkpoint_or_over_a_directory_leaves_nothing(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    run, _ = make_run(LLAMA)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(RunDirectoryError, match="exists already"):
+        export.export_checkpoint(run, step=None, output=tmp_path / "taken", dtype=None)
+    (run / "checkpoints" / "step-10" / "rank-00001.bin").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"file rank-00001\.bin"):
+        export.export_checkpoint(run, step=None, output=tmp_path / "ours", dtype=None)
+    assert [path.name for path in tmp_path.iterdir() if "ours" in path.name] == []
+
+
+PEAKS = """
+import resource, sys
+from pathlib import Path
+from evergrad_trainer.export import export_checkpoint
+
+small, large, output = map(Path, sys.argv[1:])
+peaks = []
+for number, run in enumerate((small, large)):
+    export_checkpoint(run, step=None, output=output / str(number), dtype="bfloat16")
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(*peaks)
+"""
+
+
+def test_the_memory_of_an_export_does_not_grow_with_the_model(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    """The peak of a process that exports a small model and then a large one: the first has all imports."""
+    small, _ = make_run(LLAMA)
+    small = small.rename(tmp_path / "small")
+    wide = {**LLAMA, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10}
+    large, model = make_run(wide)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    assert size > 150e6 and largest < 5e6
+    done = subprocess.run(
+        [sys.executable, "-c", PEAKS, str(small), str(large), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, after = map(int, done.stdout.split())
+    # One tensor at a time, in two types, and buffers; the whole in bfloat16 would be half of the size.
+    assert after - before < size / 4

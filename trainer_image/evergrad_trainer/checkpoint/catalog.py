@@ -1,0 +1,108 @@
+"""Which checkpoints a directory holds, and what becomes of them: pointers, quarantine, removal. Rank 0's."""
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evergrad_trainer.checkpoint import files, layout
+from evergrad_trainer.checkpoint.faults import RETENTION, FaultPoints
+from evergrad_trainer.checkpoint.layout import Version, parse_checkpoint_name
+from evergrad_trainer.checkpoint.manifest import (
+    Candidate,
+    InvalidCheckpointError,
+    UnknownFormatError,
+)
+from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.durable import fsync_directory, replace_durably
+
+_log = logging.getLogger(__name__)
+
+
+class Catalog:
+    """The published names of one directory. Methods raise OSError for what the volume refuses."""
+
+    def __init__(self, directory: Path, *, reader: Reader, faults: FaultPoints) -> None:
+        self._directory = directory
+        self._reader = reader
+        self._faults = faults
+
+    def scan(self) -> list[Candidate]:
+        """All published names, newest first, valid or not; none if the directory does not exist.
+
+        Called at a start, after each save for retention, and by the commands that list checkpoints.
+        """
+        names = {
+            path.name
+            for path in files.list_entries(self._directory)
+            if parse_checkpoint_name(path.name)
+        }
+        hint = self.read_pointer(layout.LATEST)
+        if hint is not None and (self._directory / hint).is_dir():
+            names.add(hint)  # a listing on a network volume may be older than the hint
+        return sorted(
+            (self.describe(name) for name in names),
+            key=lambda candidate: candidate.version,
+            reverse=True,
+        )
+
+    def describe(self, name: str) -> Candidate:
+        """One published name, whether or not it is among those a scan finds."""
+        named = parse_checkpoint_name(name) or Version(0, 0, 0)
+        try:
+            manifest = self._reader.read_manifest(name)
+        except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
+            return Candidate(name, named, None, str(error))
+        return Candidate(name, manifest.version, manifest)
+
+    def set_aside(self) -> list[str]:
+        """Names in quarantine."""
+        return sorted(
+            path.name for path in files.list_entries(self._directory / layout.QUARANTINE)
+        )
+
+    def quarantine(self, name: str) -> str:
+        """Set a damaged checkpoint aside for inspection; its path from here on.
+
+        A name that was set aside before gets a further number.
+        """
+        (self._directory / layout.QUARANTINE).mkdir(exist_ok=True)
+        return self._rename_into(layout.QUARANTINE, name)
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint.
+
+        It is renamed into ``.trash/`` first: a kill in between leaves rubbish, never half a checkpoint.
+        """
+        (self._directory / layout.TRASH).mkdir(exist_ok=True)
+        trashed = self._rename_into(layout.TRASH, name)
+        self._faults.reached(RETENTION, 0)
+        if not files.remove_tree(self._directory / trashed):
+            _log.warning(
+                "%s: could not be removed entirely; the next start tries again",
+                self._directory / trashed,
+            )
+
+    def read_pointer(self, pointer: str) -> str | None:
+        """The name that ``latest`` or ``best.json`` holds, whether or not that checkpoint exists."""
+        try:
+            value: Any = json.loads((self._directory / pointer).read_bytes())
+            name = value["checkpoint"]
+        except (OSError, ValueError, TypeError, KeyError):
+            return None  # a hint that cannot be read is no hint
+        return name if isinstance(name, str) and parse_checkpoint_name(name) else None
+
+    def write_pointer(self, pointer: str, name: str, version: Version) -> None:
+        """Let ``latest`` or ``best.json`` name a checkpoint."""
+        text = json.dumps({"checkpoint": name, **asdict(version)}) + "\n"
+        replace_durably(self._directory / pointer, text.encode())
+
+    def _rename_into(self, folder: str, name: str) -> str:
+        number = 1
+        while True:
+            moved = f"{folder}/{name}" if number == 1 else f"{folder}/{name}~{number}"
+            if files.rename_to_free_name(self._directory / name, self._directory / moved):
+                fsync_directory(self._directory)
+                return moved
+            number += 1

@@ -1,0 +1,251 @@
+"""Finding the checkpoint to load: rank 0 looks and validates, all ranks learn what it has chosen.
+
+What the others wait for is bounded by rank 0's progress, not by the size of the state.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.identity import changed_fields, problems_of_changes
+from evergrad_trainer.checkpoint.files import Meter
+from evergrad_trainer.checkpoint.layout import QUARANTINE
+from evergrad_trainer.checkpoint.manifest import (
+    Candidate,
+    Identity,
+    InvalidCheckpointError,
+    Manifest,
+    UnknownFormatError,
+)
+from evergrad_trainer.checkpoint.store import Store
+from evergrad_trainer.errors import VolumeError
+from evergrad_trainer.state.registry import recipe_in
+from evergrad_trainer.volume import retry, volume_error
+from evergrad_trainer.world import World
+
+BEAT_SECONDS = 1.0
+"""How often rank 0 says that it is still at it while it validates checkpoints."""
+STALL_SECONDS = 600.0
+"""How long rank 0 may validate without one more byte read, or one more checkpoint looked at, before all give
+up."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint that was passed over; ``quarantined_as`` is where it is now, None if it was left where it
+    was."""
+
+    checkpoint: str
+    step: int
+    reason: str
+    quarantined_as: str | None
+
+
+@dataclass(frozen=True)
+class Search:
+    """What to look for, and what may be done meanwhile."""
+
+    store: Store
+    checksums: bool
+    identity: Identity | None = None
+    """Refuse checkpoints of any other; None: anyone's will do."""
+    prefix: str = ""
+    """Only tensors whose keys begin so are wanted."""
+    only: str | None = None
+    """Consider this name alone."""
+    may_quarantine: bool = False
+    """The directory is ours: set damaged checkpoints aside."""
+    meter: Meter = field(default_factory=Meter)
+    """Counts what validation has read."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Rank 0's decision, as it travels to the others.
+
+    Neither checkpoint nor problems: there is nothing to load.
+    """
+
+    checkpoint: str = ""
+    step: int = 0
+    generation: int = 0
+    checksum: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[dict[str, str]] = field(default_factory=list)
+    trouble: str = ""
+    """Trouble of the volume; it says nothing about the checkpoints."""
+
+
+def choose_together(search: Search, tried: list[Rejected], world: World) -> Choice:
+    """Rank 0's choice on all ranks, none of those ``tried``. Every rank calls this."""
+    if world.size == 1:
+        return _choose(search, tried)
+    chosen: list[Choice] = []
+    # A daemon: a volume that hangs must not keep the process from ending.
+    thread = threading.Thread(
+        target=lambda: chosen.append(_choose(search, tried)), name="validate", daemon=True
+    )
+    if world.is_main:
+        thread.start()
+
+    known, since = search.meter.units, time.monotonic()
+    while True:
+        answer: dict[str, Any] | None = None
+        if world.is_main:
+            thread.join(BEAT_SECONDS)
+            if search.meter.units != known:
+                known, since = search.meter.units, time.monotonic()
+            if chosen:
+                answer = asdict(chosen[0])
+            elif not thread.is_alive():
+                answer = asdict(
+                    Choice(trouble="the checkpoints could not be validated: see rank 0's log")
+                )
+            elif time.monotonic() - since > STALL_SECONDS:
+                where = search.store.reader.locate("")
+                why = (
+                    f"{where}: nothing could be read for {STALL_SECONDS:.0f} s. Check the "
+                    "volume and its server."
+                )
+                answer = asdict(Choice(trouble=why))
+        # One broadcast a beat, empty while rank 0 validates: the others' timeout is that of a beat, however
+        # large the checkpoints are.
+        if (answer := world.broadcast_json(answer)) is not None:
+            return Choice(**answer)
+
+
+def _choose(search: Search, tried: list[Rejected]) -> Choice:
+    """Rank 0's part: never raises, so that the others are not left waiting."""
+    where = search.store.reader.locate("")
+    what = "the checkpoints cannot be listed"
+    try:
+        return retry(lambda: _search(search, tried), where=where, what=what)
+    except VolumeError as error:
+        return Choice(trouble=str(error))
+    except OSError as error:
+        return Choice(trouble=str(volume_error(error, where, what)))
+    except UnknownFormatError as error:
+        # Not damage: passing it over would train again what a newer program has trained.
+        return _refuse([Problem(where, "cannot be read", why=str(error))])
+
+
+def _search(search: Search, tried: list[Rejected]) -> Choice:
+    """The newest candidate that validates; without one, the problems of all there are."""
+    store = search.store
+    damaged: list[tuple[Candidate, InvalidCheckpointError | OSError | VolumeError]] = []
+    names = {rejection.checkpoint for rejection in tried}
+    candidates = (
+        store.catalog.scan() if search.only is None else [store.catalog.describe(search.only)]
+    )
+    for candidate in candidates:
+        if candidate.name in names:
+            continue
+        try:
+            manifest = _validate(search, candidate.name)
+        except (InvalidCheckpointError, OSError, VolumeError) as error:
+            damaged.append((candidate, error))
+            continue
+        problems = _compare_identity(search, candidate.name, manifest)
+        if problems:
+            return _refuse(problems)
+        # Damaged ones are set aside only now: without a valid one nothing moves, and a person decides.
+        passed = [asdict(_set_aside(search, *rejection)) for rejection in damaged]
+        version = manifest.version
+        return Choice(
+            candidate.name,
+            version.step,
+            version.generation,
+            manifest.checksum,
+            manifest.extra,
+            passed,
+        )
+
+    # None validates. What could not be read may be whole: to call it lost would be to begin anew.
+    if unread := [error for _, error in damaged if isinstance(error, OSError | VolumeError)]:
+        raise unread[0]
+    lost = {rejection.checkpoint: rejection.reason for rejection in tried}
+    lost |= {candidate.name: str(error) for candidate, error in damaged}
+    lost |= {
+        f"{QUARANTINE}/{name}": "was set aside as damaged"
+        for name in store.catalog.set_aside()
+        if search.only is None
+    }
+    remedy = "Restore one of them from a copy, or remove the directory to begin at step 0"
+    return _refuse(
+        [
+            Problem(store.reader.locate(name), "cannot be loaded", why=why, remedy=remedy)
+            for name, why in lost.items()
+        ]
+    )
+
+
+def _validate(search: Search, name: str) -> Manifest:
+    """Check one candidate. Raises as ``Reader.validate``, and VolumeError after some patience."""
+    reader = search.store.reader
+    return retry(
+        lambda: reader.validate(name, checksums=search.checksums, meter=search.meter),
+        where=reader.locate(name),
+        what="the checkpoint cannot be read",
+    )
+
+
+def _refuse(problems: list[Problem]) -> Choice:
+    return Choice(problems=[asdict(problem) for problem in problems])
+
+
+def _set_aside(
+    search: Search, candidate: Candidate, error: InvalidCheckpointError | OSError | VolumeError
+) -> Rejected:
+    """Quarantine what is damaged; what could not be read this time may be fine and stays."""
+    moved = None
+    if search.may_quarantine and isinstance(error, InvalidCheckpointError):
+        try:
+            moved = search.store.catalog.quarantine(candidate.name)
+        except OSError as refusal:
+            where = search.store.reader.locate(candidate.name)
+            _log.warning("%s could not be set aside: %s", where, refusal)
+    return Rejected(candidate.name, candidate.version.step, str(error), moved)
+
+
+_IDENTITY = (
+    ("run", "the run's name", "Give every run a directory of its own"),
+    ("config_hash", "the recipe's hash", "To change the recipe, start a new run with initFrom"),
+    (
+        "data_fingerprint",
+        "the data's fingerprint",
+        "Restore the data this run began with, or start a new run with initFrom",
+    ),
+)
+"""Fields a checkpoint must share with the run, what they are called, and what helps where they differ."""
+
+
+def _compare_identity(search: Search, name: str, manifest: Manifest) -> list[Problem]:
+    """Why a checkpoint is not this run's: by fields of the recipe where both sides know theirs, else by
+    hashes."""
+    if search.identity is None:
+        return []
+    where, found = search.store.reader.locate(name), manifest.identity
+    problems = {
+        field_: Problem(
+            where,
+            f"{what} is {getattr(found, field_)!r}",
+            f"this run's is {getattr(search.identity, field_)!r}",
+            remedy,
+        )
+        for field_, what, remedy in _IDENTITY
+        if getattr(found, field_) != getattr(search.identity, field_)
+    }
+    stored, own = recipe_in(manifest.extra), search.identity.recipe
+    if "config_hash" not in problems or not stored or not own:
+        return list(problems.values())
+    # Two versions may read one file differently: then no field differs, and the hashes are all there is.
+    changes = changed_fields(stored, own)
+    if changes:
+        del problems["config_hash"]
+    return [*problems.values(), *problems_of_changes(changes, directory=where)]

@@ -1,0 +1,121 @@
+"""Safetensors files written tensor by tensor: no more than one tensor is in memory.
+
+The format: eight bytes with the length of the header, the header as JSON (types, shapes and places of all
+tensors), and the tensors' bytes without holes; https://github.com/huggingface/safetensors#format.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from evergrad_trainer.durable import naming, write_all
+
+_FILE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """Type and shape of a tensor that is not in memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_weights(
+    directory: Path,
+    forms: Mapping[str, TensorForm],
+    read: Callable[[str], torch.Tensor],
+    *,
+    num_parameters: int,
+    max_file_bytes: int,
+) -> None:
+    """Write the tensors of ``forms`` to ``directory`` under the names that transformers gives such files.
+
+    ``read`` gives each tensor, contiguous on the host and of the promised form, when its turn comes; it is
+    held until it is written. A file takes as many as fit in ``max_file_bytes``, and at least one. With more
+    than one file an index says which has which. Raises OSError, and ValueError for another form.
+    """
+    files: list[dict[str, TensorForm]] = []
+    room = 0
+    for name, form in forms.items():
+        if not files or form.bytes > room:
+            files.append({})
+            room = max_file_bytes
+        files[-1][name] = form
+        room -= form.bytes
+
+    if len(files) <= 1:
+        _write_file(directory / _FILE, forms, read)
+        return
+    weight_map: dict[str, str] = {}
+    for number, content in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _write_file(directory / name, content, read)
+        weight_map |= dict.fromkeys(content, name)
+    total = sum(form.bytes for form in forms.values())
+    metadata = {"total_parameters": num_parameters, "total_size": total}
+    index = {"metadata": metadata, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (directory / _INDEX).write_text(text, encoding="utf-8")
+
+
+def _write_file(
+    path: Path, forms: Mapping[str, TensorForm], read: Callable[[str], torch.Tensor]
+) -> None:
+    # Wide types first, as the library does: every tensor is then aligned for its type.
+    names = sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name in names:
+        form = forms[name]
+        header[name] = {
+            "dtype": _DTYPES[form.dtype],
+            "shape": form.shape,
+            "data_offsets": (begin, begin + form.bytes),
+        }
+        begin += form.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with naming(path):
+            write_all(descriptor, memoryview(len(text).to_bytes(8, "little") + text))
+            for name in names:
+                tensor = read(name)
+                if (tensor.dtype, tuple(tensor.shape)) != (
+                    forms[name].dtype,
+                    forms[name].shape,
+                ):
+                    raise ValueError(f"{name} is not of the form that was promised")
+                if tensor.numel():
+                    write_all(descriptor, tensor.reshape(-1).view(torch.uint8).numpy().data)
+                # Before the next one is read: two of them at a time would be twice the memory.
+                del tensor
+            # The directory is given its name next, and must not appear with files that a power cut empties.
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
