@@ -2,10 +2,15 @@
 moves as told."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from evergrad_trainer.observers.account import Record
+from evergrad_trainer.observers.history import StepTable
 from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord
 from evergrad_trainer.run_directory import RunDirectory
@@ -48,17 +53,32 @@ def step_record(step: int, **changes: Any) -> StepRecord:
     return StepRecord(**values | changes)
 
 
+def step_table(records: Sequence[StepRecord]) -> StepTable:
+    """The records as the columns that their file would give."""
+    columns: dict[str, Any] = {}
+    for name in (one.name for one in fields(StepTable) if one.name != "metrics"):
+        values = [getattr(record, name) for record in records]
+        if name == "sample_hash":
+            columns[name] = np.array([int(value, 16) for value in values], np.uint64)
+        else:
+            is_whole = name in ("step", "generation", "world_size", "tokens", "valid_tokens")
+            columns[name] = np.array(values, np.int64 if is_whole else np.float64)
+    return StepTable(**columns)
+
+
 @dataclass(frozen=True)
 class Process:
     """Trains the steps after ``resumed_from`` up to ``last``.
 
-    ``ended``: killed, signal, complete or failed.
+    ``ended``: killed, signal, complete or failed. ``restores_first``: its restore is written down before its
+    start.
     """
 
     last: int
     resumed_from: int | None = None
     ended: str = "complete"
     downtime_seconds: float = 0.0
+    restores_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +115,8 @@ class RunWriter:
         self.directory.create()
         self.now = BEGIN
         self.seconds: dict[str, float] = {}
+        self.heard: list[Record] = []
+        """What observers of all processes would have heard, in its order."""
         self._total_steps, self._save_every, self._evaluate_every, self._name = (
             total_steps,
             save_every,
@@ -119,25 +141,24 @@ class RunWriter:
             "resumed_from": process.resumed_from,
             "pid": 1000 + self._generation,
         }
+        if process.resumed_from is not None and process.restores_first:
+            self._restored(log, process.resumed_from)
         self._event(
             log, EventType.START, 0, total_steps=self._total_steps, world_size=2, **fields
         )
-        if process.resumed_from is not None:
-            self._pass("restore", RESTORE_SECONDS)
-            checkpoint = f"step-{process.resumed_from}"
-            self._event(
-                log,
-                EventType.RESTORED,
-                process.resumed_from,
-                checkpoint=checkpoint,
-                seconds=RESTORE_SECONDS,
-            )
+        if process.resumed_from is not None and not process.restores_first:
+            self._restored(log, process.resumed_from)
         first = (process.resumed_from or 0) + 1
         for step in range(first, process.last + 1):
             self._step(log, step, is_first=step == first)
         self._end(log, process)
         log.close()
         return self
+
+    def _restored(self, log: RunLog, step: int) -> None:
+        self._pass("restore", RESTORE_SECONDS)
+        facts = {"checkpoint": f"step-{step}", "seconds": RESTORE_SECONDS}
+        self._event(log, EventType.RESTORED, step, **facts)
 
     def go_on(self, world: World) -> "RunWriter":
         """Training goes on from memory; another process may be rank 0 from here on."""
@@ -168,26 +189,26 @@ class RunWriter:
             self._pass("other", PAUSE_SECONDS)
         self._pass("step", STEP_SECONDS)
         self._step_now = step
-        log.step_end(
-            step_record(
-                step, generation=self._generation, world_size=self._world_size, time=self.now
-            )
+        record = step_record(
+            step, generation=self._generation, world_size=self._world_size, time=self.now
         )
+        log.step_end(record)
+        self.heard.append(record)
         if step % self._evaluate_every == 0:
             self._pass("evaluation", EVALUATION_SECONDS)
             loss = 2.2 + 3.3 * math.exp(-step / 60)
-            log.evaluation_end(
-                EvaluationRecord(
-                    step,
-                    self._generation,
-                    self.set_name,
-                    loss,
-                    math.exp(loss),
-                    40960,
-                    EVALUATION_SECONDS,
-                    self.now,
-                )
+            evaluation = EvaluationRecord(
+                step,
+                self._generation,
+                self.set_name,
+                loss,
+                math.exp(loss),
+                40960,
+                EVALUATION_SECONDS,
+                self.now,
             )
+            log.evaluation_end(evaluation)
+            self.heard.append(evaluation)
         if step % self._save_every == 0:
             self._save(log, step)
 
@@ -229,7 +250,9 @@ class RunWriter:
         )
 
     def _event(self, log: RunLog, type_: str, step: int, **fields: Any) -> None:
-        log.event(Event(type_, self.now, step, self._generation, fields))
+        event = Event(type_, self.now, step, self._generation, fields)
+        log.event(event)
+        self.heard.append(event)
 
     def _pass(self, what: str, seconds: float) -> None:
         self.now += seconds

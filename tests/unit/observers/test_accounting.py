@@ -1,7 +1,6 @@
 """Where the time of a run went: hand-made logs with kills, stops, failures and clocks that go backwards."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -9,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from evergrad_trainer.observers.accounting import CAUSES, Goodput, account
-from evergrad_trainer.observers.history import History, StepTable, read_history
-from evergrad_trainer.observers.live_accounting import LiveAccounting
-from evergrad_trainer.records import EvaluationRecord, Event, EventType
+from evergrad_trainer.observers.account import Account, Record
+from evergrad_trainer.observers.accounting import account
+from evergrad_trainer.observers.goodput import CAUSES, Goodput
+from evergrad_trainer.observers.history import History, read_history
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
 
 def _account(history: History) -> Goodput:
@@ -157,7 +157,7 @@ def test_what_a_process_writes_before_its_start_event_is_still_its_own(
     ]
     rows = [synthetic.step_record(step, time=begin + 2 + step) for step in (1, 2, 3)]
     rows += [synthetic.step_record(3, generation=2, time=begin + 25)]
-    goodput = account(StepTable.from_records(rows), events, [])
+    goodput = account(synthetic.step_table(rows), events, [])
     _check_sum(goodput, 25.0)
     assert [process.seconds["restore"] for process in goodput.processes] == [0.0, 2.0]
     assert goodput.lost_seconds["downtime"] == pytest.approx(15.0)
@@ -205,7 +205,7 @@ def test_a_new_generation_without_a_start_is_the_same_process_in_a_new_world(
         synthetic.step_record(step, generation=1 + step // 5, time=synthetic.BEGIN + step / 2)
         for step in range(1, 11)
     ]
-    goodput = account(StepTable.from_records(rows), [start], [])
+    goodput = account(synthetic.step_table(rows), [start], [])
     assert goodput.restarts == ()
     assert goodput.processes[0].num_steps == 10
 
@@ -335,7 +335,7 @@ def test_a_world_that_changes_before_the_first_step_is_not_startup(
         ),
     ]
     row = synthetic.step_record(1, generation=2, time=begin + 6.5)
-    goodput = account(StepTable.from_records([row]), events, [])
+    goodput = account(synthetic.step_table([row]), events, [])
     _check_sum(goodput, 6.5)
     assert goodput.lost_seconds["startup"] == pytest.approx(2.0)
     assert goodput.lost_seconds["reconfiguration"] == pytest.approx(4.0)
@@ -416,7 +416,7 @@ def test_a_node_that_outlived_its_workers_did_not_start_before_they_were_lost(
         synthetic.step_record(1, time=begin + 3),
         synthetic.step_record(1, generation=2, time=begin + 21),
     ]
-    goodput = account(StepTable.from_records(rows), events, [])
+    goodput = account(synthetic.step_table(rows), events, [])
     _check_sum(goodput, 21.0)
     assert goodput.notes == ()
     assert goodput.lost_seconds["downtime"] == 0
@@ -433,7 +433,7 @@ def test_a_row_that_a_frozen_process_writes_after_its_world_is_gone_moves_no_acc
     records = [history.steps.record(row) for row in range(len(history.steps))]
     late = synthetic.step_record(58, generation=1, time=run.now)
     goodput = account(
-        StepTable.from_records([*records, late]), history.events, history.evaluations
+        synthetic.step_table([*records, late]), history.events, history.evaluations
     )
     assert goodput.lost_seconds["reconfiguration"] == pytest.approx(0.3, abs=1e-4)
     assert goodput.productive_seconds == pytest.approx(70 * synthetic.STEP_SECONDS)
@@ -486,7 +486,7 @@ def test_a_clock_set_back_during_a_process_keeps_the_measured_durations_and_is_r
         1,
         {"process_start_time": synthetic.BEGIN, "resumed_from": None},
     )
-    goodput = account(StepTable.from_records(records), [start], [])
+    goodput = account(synthetic.step_table(records), [start], [])
     assert goodput.productive_seconds == pytest.approx(5.0)
     assert goodput.elapsed_seconds == pytest.approx(5.0)
     assert goodput.notes == ("the clock went back by 1m40s while generation 1 ran",)
@@ -503,7 +503,7 @@ def test_a_process_start_time_after_its_own_start_event_is_not_believed(
         {"process_start_time": synthetic.BEGIN + 500, "resumed_from": None},
     )
     goodput = account(
-        StepTable.from_records([synthetic.step_record(1, time=synthetic.BEGIN + 2)]),
+        synthetic.step_table([synthetic.step_record(1, time=synthetic.BEGIN + 2)]),
         [start],
         [],
     )
@@ -521,7 +521,7 @@ def test_an_evaluation_before_the_first_step_is_not_startup(synthetic: ModuleTyp
     )
     evaluation = EvaluationRecord(0, 1, "heldOut", 5.0, 148.0, 100, 3.0, synthetic.BEGIN + 4)
     row = synthetic.step_record(1, time=synthetic.BEGIN + 5)
-    goodput = account(StepTable.from_records([row]), [start], [evaluation])
+    goodput = account(synthetic.step_table([row]), [start], [evaluation])
     assert goodput.lost_seconds["evaluation"] == pytest.approx(3.0)
     assert goodput.lost_seconds["startup"] == pytest.approx(1.5)
     assert goodput.elapsed_seconds == pytest.approx(5.0)
@@ -534,14 +534,14 @@ def test_rows_without_any_event_are_accounted_by_their_generations(
         synthetic.step_record(step, generation=1 + step // 4, time=synthetic.BEGIN + step)
         for step in range(1, 7)
     ]
-    goodput = account(StepTable.from_records(rows), [], [])
+    goodput = account(synthetic.step_table(rows), [], [])
     assert [process.generation for process in goodput.processes] == [1, 2]
     assert goodput.elapsed_seconds == pytest.approx(5.5)
     assert goodput.productive_seconds == pytest.approx(3.0)
 
 
-def test_a_run_without_anything_has_empty_accounts() -> None:
-    goodput = account(StepTable.from_records([]), [], [])
+def test_a_run_without_anything_has_empty_accounts(synthetic: ModuleType) -> None:
+    goodput = account(synthetic.step_table([]), [], [])
     assert goodput.elapsed_seconds == 0
     assert math.isnan(goodput.ratio)
     assert goodput.lost_seconds == dict.fromkeys(CAUSES, 0.0)
@@ -563,23 +563,41 @@ def test_impossible_durations_never_make_a_part_negative(synthetic: ModuleType) 
         1,
         {"process_start_time": "yesterday", "resumed_from": None},
     )
-    _check_sum(account(StepTable.from_records(rows), [start, save], []), 3.0)
+    _check_sum(account(synthetic.step_table(rows), [start, save], []), 3.0)
 
 
-def _replay(history: History, live: LiveAccounting, generation: int) -> None:
-    """What the exporter of that process would have heard, in order of time."""
-    records = [history.steps.record(row) for row in range(len(history.steps))]
-    rows = [(row.time, 0, row) for row in records if row.generation == generation]
-    evaluations = [
-        (one.time, 1, one) for one in history.evaluations if one.generation == generation
+def _heard(records: list[Record], generations: set[int]) -> list[Record]:
+    """What one process would have heard: the records of its generations."""
+    return [
+        one for one in records if not isinstance(one, RunInfo) and one.generation in generations
     ]
-    events = [
-        (event.time, -1 if event.type == EventType.START else 2, event)
-        for event in history.events
-        if event.generation == generation
-    ]
-    for _, kind, heard in sorted([*rows, *evaluations, *events], key=lambda entry: entry[:2]):
-        {0: live.step, 1: live.evaluation}.get(kind, live.event)(heard)
+
+
+def _folded(account: Account, records: list[Record]) -> dict[str, float]:
+    for record in records:
+        account.add(record)
+    return account.seconds()
+
+
+def _takes_over(highest_step: int, last_time: float | None = None, **more: bool) -> RunInfo:
+    """Rank 0 is another process from here on."""
+    return RunInfo(
+        "docs-lm",
+        generation=2,
+        world_size=1,
+        total_steps=200,
+        start_step=highest_step,
+        tokens_per_step=8192,
+        samples_per_step=8,
+        parameters=1,
+        precision="fp32",
+        parallelism="ddp",
+        model="gpt2",
+        run_directory="runs/docs-lm",
+        highest_step=highest_step,
+        last_time=last_time,
+        **{"takes_over": True} | more,
+    )
 
 
 @settings(
@@ -630,6 +648,16 @@ def test_the_accounts_of_any_chain_of_processes_are_what_the_clock_saw(
     assert goodput.productive_seconds == pytest.approx(
         ((saved or 0) + 10) * synthetic.STEP_SECONDS
     )
+
+
+def _check_live(heard: list[Record], goodput: Goodput) -> None:
+    """Records as they come, one by one, give at their end what the files give, and never a negative part."""
+    live = Account()
+    for record in heard:
+        live.add(record)
+        assert min(live.seconds().values()) >= 0
+    live.finish()
+    assert live.goodput() == goodput
 
 
 _LINKS = st.tuples(
@@ -693,6 +721,7 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
                     resumed_from=saved,
                     ended=ending,
                     downtime_seconds=gap,
+                    restores_first=forgotten == 1,
                 )
             )
             at, starts = saved + num_steps, starts + 1
@@ -715,6 +744,7 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
     wall = run.now - synthetic.BEGIN
     _check_sum(goodput, wall)
     assert goodput.elapsed_seconds == pytest.approx(wall, rel=0.01)
+    _check_live(run.heard, goodput)
     assert (len(goodput.changes), len(goodput.restarts)) == (worlds, starts)
     assert math.fsum(goodput.reconfiguration_seconds_by_cause.values()) == pytest.approx(
         goodput.lost_seconds["reconfiguration"]
@@ -737,53 +767,24 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
     )
 
 
-def test_live_totals_of_all_processes_sum_to_the_elapsed_time_and_agree_with_the_accounts(
+def test_accounts_of_two_processes_that_each_hold_their_own_sum_to_those_of_the_run(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
     killed_at = run.now
     run.write(synthetic.Process(last=200, resumed_from=50, downtime_seconds=30.0))
-    history = read_history(run.directory)
-    goodput = _account(history)
-    first, second = LiveAccounting(), LiveAccounting(highest_step=57, last_time=killed_at)
-    _replay(history, first, 1)
-    _replay(history, second, 2)
-    assert first.productive + second.productive == pytest.approx(goodput.productive_seconds)
-    lost = {cause: first.lost[cause] + second.lost[cause] for cause in CAUSES}
-    # The newest save's pause counts twice until the next pause, and nothing follows the last one.
+    goodput = _account(read_history(run.directory))
+    first = _folded(Account(), _heard(run.heard, {1}))
+    second = _folded(Account(highest_step=57, last_time=killed_at), _heard(run.heard, {2}))
+    assert first["productive"] + second["productive"] == pytest.approx(
+        goodput.productive_seconds
+    )
+    lost = {cause: first[cause] + second[cause] for cause in CAUSES}
     assert lost == pytest.approx(goodput.lost_seconds, abs=1e-4)
-    wall = (
-        150 * synthetic.STEP_SECONDS
-        + 149 * synthetic.PAUSE_SECONDS
-        + 4 * synthetic.EVALUATION_SECONDS
-        + 3 * synthetic.BLOCKING_SECONDS
-    )
-    assert sum(second.phases.values()) == pytest.approx(wall, abs=1e-4)
 
 
-def test_live_totals_of_one_process_in_several_worlds_agree_with_the_accounts(
-    tmp_path: Path, synthetic: ModuleType
-) -> None:
-    run = synthetic.RunWriter(tmp_path, save_every=40, evaluate_every=40)
-    run.write(synthetic.Process(last=40, ended="killed"))
-    run.go_on(synthetic.World(last=40, cause="node_lost", detail="node 1 lost", ended="killed"))
-    run.go_on(
-        synthetic.World(
-            last=70, cause="node_lost", detail="node 2 lost", paused_seconds=3.0, ended="killed"
-        )
-    )
-    run.go_on(synthetic.World(last=100, cause="node_joined", detail="node 1 joined"))
-    history = read_history(run.directory)
-    goodput, live = _account(history), LiveAccounting()
-    for generation in (1, 2, 3, 4):
-        _replay(history, live, generation)
-    assert live.productive == pytest.approx(goodput.productive_seconds)
-    # The last save is reported when no pause follows that could pay for it.
-    assert live.lost == pytest.approx(goodput.lost_seconds, abs=1e-3)
-
-
-def test_live_totals_leave_out_what_rank_0_did_elsewhere(
+def test_accounts_leave_out_what_rank_0_did_elsewhere(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path, save_every=1000, evaluate_every=1000)
@@ -793,61 +794,72 @@ def test_live_totals_leave_out_what_rank_0_did_elsewhere(
         synthetic.World(last=30, cause="node_joined", detail="node 0 joined", ended="killed")
     )
     run.go_on(synthetic.World(last=40, cause="node_lost", detail="node 0 lost", ended="killed"))
-    history = read_history(run.directory)
-    goodput = _account(history)
-    there, here = LiveAccounting(), LiveAccounting()
-    _replay(history, there, 1)
-    here.begin(highest_step=10, last_time=None, takes_over=True)
-    _replay(history, here, 2)
-    there.begin(highest_step=20, last_time=None, takes_over=True)
-    _replay(history, there, 3)
-    here.begin(highest_step=30, last_time=None, takes_over=True)
-    _replay(history, here, 4)
-    assert there.productive + here.productive == pytest.approx(goodput.productive_seconds)
-    lost = {cause: there.lost[cause] + here.lost[cause] for cause in CAUSES}
+    goodput = _account(read_history(run.directory))
+    there = [*_heard(run.heard, {1}), _takes_over(20), *_heard(run.heard, {3})]
+    here = [
+        _takes_over(10),
+        *_heard(run.heard, {2}),
+        _takes_over(30),
+        *_heard(run.heard, {4}),
+    ]
+    first, second = _folded(Account(), there), _folded(Account(), here)
+    assert first["productive"] + second["productive"] == pytest.approx(
+        goodput.productive_seconds
+    )
+    lost = {cause: first[cause] + second[cause] for cause in CAUSES}
     assert lost == pytest.approx(goodput.lost_seconds, abs=1e-3)
 
 
-def test_a_live_start_after_all_state_was_lost_counts_repeated_steps_and_no_time_twice(
+def test_a_start_after_all_state_was_lost_counts_repeated_steps_and_no_time_twice(
     synthetic: ModuleType,
 ) -> None:
-    live = LiveAccounting()
-    live.event(Event(EventType.START, 2.0, 0, 1, {"process_start_time": 0.0}))
-    live.step(synthetic.step_record(1, time=3.0))
+    live = Account()
+    live.add(Event(EventType.START, 2.0, 0, 1, {"process_start_time": 0.5}))
+    live.add(synthetic.step_record(1, time=3.0))
     # Elsewhere steps 2 to 5 were trained until 8.0; then all processes were lost, and the nodes' own start is
     # long ago.
-    live.begin(highest_step=5, last_time=8.0, takes_over=False)
-    live.event(Event(EventType.START, 10.0, 0, 3, {"process_start_time": 0.0}))
-    live.step(synthetic.step_record(1, generation=3, time=11.0))
-    assert (live.productive, live.lost["recompute"]) == (0.5, 0.5)
-    assert live.lost["downtime"] == 0
-    assert live.lost["startup"] == pytest.approx(2.5 + 2.5)
+    live.add(_takes_over(5, 8.0, takes_over=False))
+    live.add(Event(EventType.START, 10.0, 0, 3, {"process_start_time": 0.5}))
+    live.add(synthetic.step_record(1, generation=3, time=11.0))
+    seconds = live.seconds()
+    assert (seconds["productive"], seconds["recompute"]) == (0.5, 0.5)
+    assert seconds["downtime"] == 0
+    assert seconds["startup"] == pytest.approx(2.0 + 2.5)
+    live.add(synthetic.step_record(2, generation=3, time=12.0))
+    assert live.seconds()["recompute"] == 1.0, "step 2 is productive in the other account"
+    live.add(synthetic.step_record(6, generation=3, time=13.0))
+    assert live.seconds()["productive"] == 1.0
 
 
-def test_a_late_save_report_is_paid_back_by_the_next_pause(synthetic: ModuleType) -> None:
-    live = LiveAccounting()
-    live.event(Event(EventType.START, 0.0, 0, 1, {"process_start_time": 0.0}))
+def test_a_save_that_is_reported_late_is_taken_out_of_the_other_time(
+    synthetic: ModuleType,
+) -> None:
+    live = Account()
+    live.add(Event(EventType.START, 0.0, 0, 1, {"process_start_time": 0.0}))
     now = 0.0
     for step in range(1, 41):
         now += 0.5
-        live.step(synthetic.step_record(step, time=now))
+        live.add(synthetic.step_record(step, time=now))
         if step % 10 == 0:
             now += 0.25
+        if step == 13:
+            assert live.seconds()["other"] == pytest.approx(0.25)
         if step % 10 == 3 and step > 10:
-            live.event(
-                Event(EventType.SAVE, now, step, 1, {"seconds": 1.0, "blocking_seconds": 0.25})
-            )
-    wall = 40 * 0.5 + 3 * 0.25
-    assert sum(live.phases.values()) - wall == pytest.approx(0.25)
-    assert live.lost["checkpoint"] == pytest.approx(0.75)
+            fields = {"seconds": 1.0, "blocking_seconds": 0.25}
+            live.add(Event(EventType.SAVE, now, step, 1, fields))
+    seconds = live.seconds()
+    assert seconds["checkpoint"] == pytest.approx(0.75)
+    assert seconds["other"] == pytest.approx(0.0)
+    assert math.fsum(seconds.values()) == pytest.approx(40 * 0.5 + 3 * 0.25)
 
 
-def test_live_totals_never_decrease_when_the_clock_goes_back(synthetic: ModuleType) -> None:
-    live = LiveAccounting(highest_step=0, last_time=500.0)
-    live.event(Event(EventType.START, 100.0, 0, 1, {"process_start_time": 90.0}))
-    before = dict(live.lost)
-    for step, time in ((1, 95.0), (2, 40.0), (3, 41.0)):
-        live.step(replace(synthetic.step_record(step), time=time))
-        assert all(live.lost[cause] >= before[cause] for cause in CAUSES)
-        before = dict(live.lost)
-    assert live.lost["downtime"] == 0
+def test_steps_that_are_remembered_no_more_stay_productive(synthetic: ModuleType) -> None:
+    live = Account(most_steps=10)
+    live.add(Event(EventType.START, 0.0, 0, 1, {}))
+    for step in range(1, 26):
+        live.add(synthetic.step_record(step, time=float(step)))
+    live.add(Event(EventType.START, 30.0, 0, 2, {"resumed_from": None}))
+    seconds = live.seconds()
+    # At 21 steps the oldest 11 were let go.
+    assert seconds["productive"] == pytest.approx(11 * 0.5)
+    assert seconds["recompute"] == pytest.approx(14 * 0.5)

@@ -14,7 +14,7 @@ import pytest
 from evergrad_coordinator.metrics import COLUMNS
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.events import event_row, parse_event_row, saved_step
-from evergrad_trainer.observers.history import StepTable, read_before, read_history
+from evergrad_trainer.observers.history import read_before, read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 from evergrad_trainer.run_directory import JsonLines, RunDirectory
@@ -378,7 +378,7 @@ def test_rows_without_a_field_are_refused_and_unknown_fields_are_not(
 
 
 def test_the_last_row_of_a_step_counts(synthetic: ModuleType) -> None:
-    table = StepTable.from_records(
+    table = synthetic.step_table(
         [
             synthetic.step_record(step, loss=float(index))
             for index, step in enumerate([1, 2, 3, 2, 3, 4])
@@ -387,7 +387,7 @@ def test_the_last_row_of_a_step_counts(synthetic: ModuleType) -> None:
     counting = table.take(table.last_rows())
     assert counting.step.tolist() == [1, 2, 3, 4]
     assert counting.loss.tolist() == [0.0, 3.0, 4.0, 5.0]
-    assert StepTable.from_records([]).last_rows().tolist() == []
+    assert synthetic.step_table([]).last_rows().tolist() == []
 
 
 def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(

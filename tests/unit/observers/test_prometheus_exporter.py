@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from evergrad_coordinator.causes import CHANGES, TROUBLES
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_trainer.node.metrics import NodeMetrics
-from evergrad_trainer.observers.accounting import CAUSES
+from evergrad_trainer.observers.goodput import CAUSES
 from evergrad_trainer.observers.history import Before
-from evergrad_trainer.observers.live_accounting import PHASES
+from evergrad_trainer.observers.instruments import PHASES
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import Relay, tell
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
@@ -337,13 +337,34 @@ def test_a_second_start_on_one_endpoint_keeps_the_counters(
     samples = _samples(exporter)
     assert samples["evergrad_steps_total", ()] == 21
     assert samples["evergrad_step", ()] == 41
+    # The 18 steps after step 42 are lost at once; the counter of productive seconds waits for new ones.
     assert samples["evergrad_lost_seconds_total", (("cause", "recompute"),)] == pytest.approx(
-        1.0 + 0.5
+        1.0 + 18 * 0.5 + 0.5
     )
     assert samples["evergrad_lost_seconds_total", (("cause", "downtime"),)] == pytest.approx(
         5.0 + 10.0
     )
     assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(18 * 0.5)
+    for step in range(42, 62):
+        exporter.step_end(synthetic.step_record(step, generation=4, time=90.0 + step))
+    samples = _samples(exporter)
+    assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(19 * 0.5)
+    assert samples["evergrad_lost_seconds_total", (("cause", "recompute"),)] == pytest.approx(
+        1.0 + 18 * 0.5 + 2 * 0.5
+    )
+
+
+def test_no_counter_goes_back_when_the_clock_does(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
+    exporter.event(Event(EventType.START, 100.0, 0, 1, {"process_start_time": 90.0}))
+    before = _samples(exporter)
+    for step, time in ((43, 95.0), (44, 40.0), (45, 41.0)):
+        exporter.step_end(synthetic.step_record(step, time=time))
+        after = _samples(exporter)
+        for key, value in before.items():
+            assert after[key] >= value or "seconds_total" not in key[0], key
+        before = after
 
 
 def test_what_is_relayed_arrives_with_what_the_run_has_left_before(

@@ -52,6 +52,12 @@ def saved_step(event: Event) -> int:
     return int(number) if number.isdecimal() else event.step
 
 
+def words_of(world: Event) -> str:
+    """The cause of a ``world`` event in words; a file of an older version has them where its
+    cause would be."""
+    return str(world.fields.get("detail") or world.fields.get("cause") or "")
+
+
 def seconds_of(event: Event, key: str) -> float:
     """A duration among an event's fields; 0 where it is missing, negative or no number."""
     value = event.fields.get(key)

@@ -4,7 +4,7 @@ records."""
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from operator import itemgetter
@@ -58,15 +58,6 @@ class StepTable:
 
     def __len__(self) -> int:
         return len(self.step)
-
-    @classmethod
-    def from_records(cls, records: Iterable[StepRecord]) -> "StepTable":
-        """The same steps as columns. Raises ValueError for a sample_hash that is not hexadecimal."""
-        columns = _Columns()
-        rows = [record.__dict__ for record in records]
-        if rows:
-            columns.extend(rows)
-        return columns.table()
 
     def last_rows(self) -> Integers:
         """Indices of the rows that count, the last of each step, in order of the steps."""

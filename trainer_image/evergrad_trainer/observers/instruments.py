@@ -7,8 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from evergrad_coordinator.causes import CHANGES, LOSSES, SKIPS, TROUBLES
 from evergrad_coordinator.metrics import TRAINER, Series
-from evergrad_trainer.observers.live_accounting import PHASES
 
+PHASES = ("data", "forward_backward", "comm_wait", "optimizer", "checkpoint", "eval", "other")
+"""Uses of the time from the first step on, in the words of the Prometheus metrics."""
 NON_FINITE = ("loss", "grad")
 _BEGINS: dict[str, Iterable[tuple[str, ...]]] = {
     "steps_total": [()],

@@ -4,8 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from evergrad_trainer.observers.events import saved_step
-from evergrad_trainer.observers.worlds import words_of
+from evergrad_trainer.observers.events import saved_step, words_of
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 SHORT_WINDOW_SECONDS = 60.0

@@ -15,11 +15,12 @@ from prometheus_client import (
 
 from evergrad_coordinator.causes import SKIPS, read_change, read_trouble
 from evergrad_trainer import __version__
+from evergrad_trainer.observers.account import Account
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import saved_step, seconds_of
+from evergrad_trainer.observers.goodput import CAUSES
 from evergrad_trainer.observers.history import Before
 from evergrad_trainer.observers.instruments import NON_FINITE, Instruments
-from evergrad_trainer.observers.live_accounting import LiveAccounting
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
 from evergrad_trainer.records import (
@@ -34,6 +35,8 @@ LOSS_WINDOW_STEPS = 10
 """The training loss is a mean of this many steps: a scrape sees one step of many, and a single
 one is noise."""
 
+MOST_STEPS = 2**20
+"""Steps whose seconds a restart can take back: 16 MiB. No run keeps a checkpoint from further back."""
 _LINGER_POLL_SECONDS = 0.1
 
 
@@ -68,9 +71,13 @@ class PrometheusExporter(BaseObserver):
         GCCollector(registry=self.registry)
         before = before or Before()
         self._metrics = Instruments(self.registry, run)
-        self._live = LiveAccounting(
-            highest_step=before.highest_step, last_time=before.last_time
+        self._account = Account(
+            highest_step=before.highest_step,
+            last_time=before.last_time,
+            most_steps=MOST_STEPS,
         )
+        self._other_in_steps = 0.0
+        """Seconds of the steps that no phase of theirs claims."""
         self._published: dict[tuple[str, ...], float] = {}
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW_STEPS)
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
@@ -84,9 +91,7 @@ class PrometheusExporter(BaseObserver):
     def run_start(self, info: RunInfo) -> None:
         metrics = self._metrics
         self._samples_per_step = info.samples_per_step
-        self._live.begin(
-            highest_step=info.highest_step, last_time=info.last_time, takes_over=info.takes_over
-        )
+        self._account.add(info)
         self._losses.clear()
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         if info.takes_over:
@@ -130,7 +135,15 @@ class PrometheusExporter(BaseObserver):
         metrics.observe("step_duration_seconds", record.step_seconds)
         metrics.set("rank_step_skew_seconds", record.rank_skew_seconds)
         metrics.set("last_step_timestamp_seconds", record.time)
-        self._live.step(record)
+        for phase, seconds in (
+            ("data", record.data_seconds),
+            ("forward_backward", record.forward_backward_seconds),
+            ("comm_wait", record.communication_seconds),
+            ("optimizer", record.optimizer_seconds),
+        ):
+            metrics.add("step_phase_seconds_total", seconds, phase)
+        self._other_in_steps += record.other_seconds
+        self._account.add(record)
         self._publish()
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
@@ -138,12 +151,12 @@ class PrometheusExporter(BaseObserver):
         self._metrics.set("eval_metric", record.perplexity, record.name, "perplexity")
         for name, value in record.metrics.items():
             self._metrics.set("eval_metric", value, record.name, name)
-        self._live.evaluation(record)
+        self._account.add(record)
         self._publish()
 
     def event(self, event: Event) -> None:
         metrics = self._metrics
-        self._live.event(event)
+        self._account.add(event)
         if event.type == EventType.SAVE:
             self._saved(event)
         elif event.type == EventType.SAVE_FAILED:
@@ -194,17 +207,29 @@ class PrometheusExporter(BaseObserver):
         metrics.set("checkpoint_last_step", saved_step(event))
 
     def _publish(self) -> None:
-        """Bring the counters up to the live accounts."""
-        live = self._live
-        self._increase("productive_seconds_total", live.productive)
-        for cause, seconds in live.lost.items():
-            self._increase("lost_seconds_total", seconds, cause)
-        for phase, seconds in live.phases.items():
-            self._increase("step_phase_seconds_total", seconds, phase)
+        """Bring the counters up to the accounts of this moment."""
+        seconds = self._account.seconds()
+        self._raise("productive_seconds_total", seconds["productive"])
+        for cause in CAUSES:
+            self._raise("lost_seconds_total", seconds[cause], cause)
+        between = seconds["other"] + seconds["reconfiguration"]
+        for phase, total in (
+            ("checkpoint", seconds["checkpoint"]),
+            ("eval", seconds["evaluation"]),
+            ("other", self._other_in_steps + between),
+        ):
+            self._raise("step_phase_seconds_total", total, phase)
 
-    def _increase(self, name: str, total: float, *labels: str) -> None:
-        self._metrics.add(name, total - self._published.get((name, *labels), 0.0), *labels)
-        self._published[name, *labels] = total
+    def _raise(self, name: str, total: float, *labels: str) -> None:
+        """Raise a counter to ``total``.
+
+        A counter must not go back. Where the accounts take seconds back, since steps were lost or a save is
+        reported late, it waits until they have caught up.
+        """
+        published = self._published.get((name, *labels), 0.0)
+        if total > published:
+            self._metrics.add(name, total - published, *labels)
+            self._published[name, *labels] = total
 
     def close(self) -> None:
         """Keep serving for the lingering time, so that the last values are scraped, then stop."""

@@ -9,7 +9,8 @@ import yaml
 
 from evergrad_coordinator.causes import CHANGES, describe_ending
 from evergrad_coordinator.text import count, duration, percent, real, short_count, size, utc
-from evergrad_trainer.observers.accounting import Goodput, account
+from evergrad_trainer.observers.accounting import account
+from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History, StepTable, read_history
 from evergrad_trainer.provenance.record import read_processes
 from evergrad_trainer.provenance.redaction import hide_home

@@ -8,8 +8,8 @@ import numpy as np
 
 from evergrad_coordinator.causes import CHANGES, LOSSES, describe_ending
 from evergrad_coordinator.text import count, duration, real, size, utc
-from evergrad_trainer.observers.accounting import Goodput
 from evergrad_trainer.observers.events import describe_changes, saved_step, seconds_of
+from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
 

@@ -1,0 +1,248 @@
+"""The one fold of a run's accounts of time: records go in, one by one, and seconds by cause come out.
+
+The exporter asks it after each record, the report after the last one of the files. Pure.
+"""
+
+import math
+from array import array
+
+from evergrad_trainer.observers.goodput import CAUSES, Goodput, Restart
+from evergrad_trainer.observers.parts import Part
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
+
+Record = RunInfo | StepRecord | EvaluationRecord | Event
+
+
+class Account:
+    """Where the time of a run went, up to the last record: productive seconds, and lost ones by cause.
+
+    Goodput = time in steps that were kept / elapsed time, as in Google's ml-goodput-measurement. A step is
+    kept until training begins again before it.
+    """
+
+    def __init__(
+        self,
+        *,
+        highest_step: int = 0,
+        last_time: float | None = None,
+        most_steps: int | None = None,
+    ) -> None:
+        """``highest_step`` and ``last_time`` (Unix s): what earlier processes of the run have left and have
+        accounted for.
+
+        ``most_steps``: of so many newest steps at most it is remembered what they took, 16 bytes a step; a
+        restart from further back leaves the older ones productive. None: all of them.
+        """
+        self._parts: list[Part] = []
+        self._last_time = last_time
+        self._elsewhere = [(1, highest_step)] if highest_step else []
+        """First and last steps that other accounts hold as productive: here they are repeated ones."""
+        self._highest_step = highest_step
+        self._takes_over = False
+        self._most_steps = most_steps
+        self._kept_steps = array("q")
+        self._kept_seconds = array("d")
+        self._waiting: list[Event | EvaluationRecord] = []
+        """Records of a generation of which nobody knows yet whether it is a new start or goes on."""
+
+    def add(self, record: Record) -> None:
+        """Take the next record, in the order in which things happened."""
+        if isinstance(record, StepRecord):
+            self.add_step(
+                record.step,
+                record.generation,
+                record.world_size,
+                record.step_seconds,
+                record.time,
+            )
+        elif isinstance(record, RunInfo):
+            self._add_rank_0(record)
+        elif isinstance(record, EvaluationRecord):
+            self._add_owned(record)
+        elif record.type == EventType.START:
+            self._add_start(record)
+        elif record.type == EventType.WORLD:
+            part = self._go_on(record.generation)
+            self._take_back(record.step)
+            part.add_world(record, takes_over=self._takes_over)
+            self._takes_over = False
+        else:
+            if record.type == EventType.STOP:
+                self._go_on(record.generation)
+            self._add_owned(record)
+
+    def add_step(
+        self, step: int, generation: int, world_size: int, seconds: float, time: float
+    ) -> None:
+        """Take a finished step; as ``add`` of its record."""
+        part = self._parts[-1] if self._parts else None
+        if part is None or generation > part.newest:
+            part = self._go_on(generation)
+        is_late = generation < part.newest
+        seconds = seconds if 0 < seconds < math.inf else 0.0
+        part.add_step(step, world_size, seconds, time, is_late=is_late)
+        if is_late:
+            part.recompute += seconds
+            return
+        if self._kept_steps and self._kept_steps[-1] >= step:
+            self._take_back(step - 1)
+        if step <= self._highest_step and self._is_elsewhere(step):
+            part.recompute += seconds
+            return
+        part.productive += seconds
+        self._kept_steps.append(step)
+        self._kept_seconds.append(seconds)
+        self._highest_step = max(self._highest_step, step)
+        if self._most_steps is not None and len(self._kept_steps) > 2 * self._most_steps:
+            self._forget(len(self._kept_steps) - self._most_steps)
+
+    def finish(self) -> None:
+        """Give the records that still wait to a part: nothing comes after them."""
+        waiting, self._waiting = self._waiting, []
+        has_started = any(part.start is not None for part in self._parts)
+        # A generation that only failed is a process of its own: nobody went on with its state. Without any
+        # start event nobody knows, and each generation is one.
+        own = {
+            one.generation
+            for one in waiting
+            if isinstance(one, Event) and one.type in (EventType.FAILED, EventType.END)
+        }
+        for record in sorted(waiting, key=lambda one: one.generation):
+            is_own = record.generation in own or not has_started
+            if is_own and (not self._parts or self._parts[-1].generation < record.generation):
+                self._append(Part(record.generation))
+            self._parts[-1].newest = max(self._parts[-1].newest, record.generation)
+            self._give(self._parts[-1], record)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds so far of every cause of CAUSES, and ``productive``; in constant time for each start."""
+        totals = dict.fromkeys(("productive", *CAUSES), 0.0)
+        previous_end = None
+        for part in self._parts:
+            previous_end = part.after if part.after is not None else previous_end
+            for cause, seconds in part.seconds(previous_end).items():
+                totals[cause] += seconds
+            previous_end = max(part.begin_after(previous_end), part.end)
+        return totals
+
+    def goodput(self) -> Goodput:
+        """The accounts so far, with each process, restart and change of the world."""
+        processes, restarts, notes = [], [], []
+        previous_end = None
+        for index, part in enumerate(self._parts):
+            previous_end = part.after if part.after is not None else previous_end
+            now = part.result(previous_end, is_last=index == len(self._parts) - 1)
+            notes.extend(part.odd_clocks(previous_end))
+            if processes:
+                restarts.append(
+                    Restart(
+                        cause=processes[-1].ended,
+                        detail=processes[-1].detail,
+                        time=now.begin,
+                        generation=now.generation,
+                        resumed_from=now.resumed_from,
+                        downtime_seconds=now.seconds["downtime"],
+                        repeated_steps=part.steps_lost_before,
+                    )
+                )
+            processes.append(now)
+            previous_end = now.end
+        return Goodput(
+            productive_seconds=math.fsum(one.seconds["productive"] for one in processes),
+            lost_seconds={
+                cause: math.fsum(one.seconds[cause] for one in processes) for cause in CAUSES
+            },
+            processes=tuple(processes),
+            restarts=tuple(restarts),
+            notes=tuple(notes),
+        )
+
+    def _add_rank_0(self, info: RunInfo) -> None:
+        """A process becomes rank 0. What others did since the last one here is in their accounts."""
+        if info.highest_step is not None and info.highest_step > self._highest_step:
+            self._elsewhere.append((self._highest_step + 1, info.highest_step))
+            self._highest_step = info.highest_step
+        self._last_time = self._last_time if info.last_time is None else info.last_time
+        self._takes_over = info.takes_over
+
+    def _add_start(self, event: Event) -> None:
+        """Begin a part: the state comes from a checkpoint or from nothing, and newer steps are lost."""
+        # What the process has written before its start event, such as what it read, is its own.
+        mine = [one for one in self._waiting if one.generation == event.generation]
+        self._waiting = [one for one in self._waiting if one.generation < event.generation]
+        self.finish()
+        part = Part(event.generation, event, after=self._last_time)
+        self._last_time, self._takes_over = None, False
+        if part.resumed_from is not None:
+            part.steps_lost_before = self._take_back(part.resumed_from)
+        self._append(part)
+        for record in mine:
+            self._give(part, record)
+
+    def _go_on(self, generation: int) -> Part:
+        """The part that trains, stops or changes its world in ``generation``: the last one, as a rule."""
+        is_known = any(part.start is not None or part.changes for part in self._parts)
+        if not self._parts or (not is_known and generation > self._parts[-1].newest):
+            # No start event is left: each generation is taken for a process of its own.
+            self.finish()
+            if not self._parts or generation > self._parts[-1].newest:
+                # What others did before this process took over from them is in their accounts.
+                after = None if self._takes_over else self._last_time
+                self._append(Part(generation, after=after))
+                self._last_time = None
+            return self._parts[-1]
+        part = self._parts[-1]
+        waiting = [one for one in self._waiting if one.generation <= generation]
+        self._waiting = [one for one in self._waiting if one.generation > generation]
+        for record in waiting:
+            # Also a failure: its peers have gone on without the process that failed.
+            self._give(part, record)
+        part.newest = max(part.newest, generation)
+        return part
+
+    def _add_owned(self, record: Event | EvaluationRecord) -> None:
+        """Give a record to the part of its generation, or let it wait where there is none yet."""
+        if not self._parts or record.generation > self._parts[-1].newest:
+            self._waiting.append(record)
+            return
+        owners = [part for part in self._parts if part.generation <= record.generation]
+        self._give(owners[-1] if owners else self._parts[0], record)
+
+    @staticmethod
+    def _give(part: Part, record: Event | EvaluationRecord) -> None:
+        if isinstance(record, Event):
+            part.add_event(record)
+        else:
+            part.add_evaluation(record)
+
+    def _append(self, part: Part) -> None:
+        part.first_kept = len(self._kept_steps)
+        self._parts.append(part)
+
+    def _is_elsewhere(self, step: int) -> bool:
+        return any(first <= step <= last for first, last in self._elsewhere)
+
+    def _take_back(self, step: int) -> int:
+        """Steps after ``step`` are lost: their seconds are no longer productive.
+
+        Returns how many of them the last part had trained.
+        """
+        lost, owners = 0, iter(reversed(self._parts))
+        owner = next(owners, None)
+        while self._kept_steps and self._kept_steps[-1] > step:
+            self._kept_steps.pop()
+            place, seconds = len(self._kept_steps), self._kept_seconds.pop()
+            while owner is not None and owner.first_kept > place:
+                owner.first_kept = place
+                owner = next(owners, None)
+            if owner is not None:
+                owner.productive -= seconds
+                owner.recompute += seconds
+                lost += owner is self._parts[-1]
+        return lost
+
+    def _forget(self, number: int) -> None:
+        """Let the oldest kept steps be productive for good."""
+        del self._kept_steps[:number], self._kept_seconds[:number]
+        for part in self._parts:
+            part.first_kept = max(0, part.first_kept - number)
