@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import Row, build_training, manifest, print_rows, write_documents
 
-from evergrad_trainer.observers.build import build_observers
+from evergrad_trainer.observers.build import Surroundings, build_observers
 from evergrad_trainer.records import RunInfo, StepRecord
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -47,9 +47,15 @@ def observer_seconds(folder: Path, row: dict[str, float], *, records: int) -> fl
     training = training.model_copy(
         update={"metrics": training.metrics.model_copy(update={"port": 0})}
     )
-    observers = build_observers(
-        directory, run="bench", training=training, stream=io.StringIO()
-    ).observers
+    around = Surroundings(
+        directory,
+        run="bench",
+        training=training,
+        stream=io.StringIO(),
+        should_stop=lambda: False,
+        relay=None,
+    )
+    observers = build_observers(around).observers
     observers.run_start(
         RunInfo(
             name="bench",

@@ -169,6 +169,8 @@ class RunInfo:
     """This process goes on where another one of the same run was rank 0 before: nothing has started."""
     highest_step: int | None = None
     """The highest step any process of the run has finished before; None where nobody has looked."""
+    metrics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What the recipe measures besides the loss: ``unit`` and ``help`` of each, from the catalogue."""
     last_time: float | None = None
     """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is
     none."""

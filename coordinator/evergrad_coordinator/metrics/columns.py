@@ -80,6 +80,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
 MOST_DECLARED: Final = 32
 """Metrics a recipe may have: each is a series of the endpoint, and a place in what ranks exchange at every
 step."""
+_WITH_UNIT = re.compile(r"(?P<help>.*\S)\s*\[(?P<unit>[^\[\]]{1,32})\]", re.DOTALL)
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 
 
@@ -87,7 +88,8 @@ def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
     """The columns of a recipe's own metrics, from their names and what they mean. They are compared like
     losses.
 
-    Raises ValueError that names everything that is wrong with them.
+    A text may end with its unit in brackets: ``"divergence from the teacher [nats]"``. Raises ValueError that
+    names everything that is wrong with them.
     """
     taken = {column.name for column in COLUMNS} | {
         "skipped",
@@ -110,4 +112,10 @@ def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
         wrong.append(f"there are {len(metrics)}; {MOST_DECLARED} are possible")
     if wrong:
         raise ValueError("; ".join(wrong))
-    return tuple(Column(name, "", text, "mean", "closely") for name, text in metrics.items())
+    columns = []
+    for name, text in metrics.items():
+        meaning, unit = text.strip(), ""
+        if found := _WITH_UNIT.fullmatch(meaning):
+            meaning, unit = found["help"], found["unit"]
+        columns.append(Column(name, unit, meaning, "mean", "closely"))
+    return tuple(columns)

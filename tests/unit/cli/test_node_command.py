@@ -1,6 +1,5 @@
 """``evergrad node``: what is wrong with its arguments is told at once, before anything heavy is imported."""
 
-import argparse
 import errno
 import gc
 import socket
@@ -125,13 +124,16 @@ def test_a_host_that_recovers_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ),
     ]
 
-    def prepare(args: argparse.Namespace) -> Callable[[], int]:
+    def prepare(request: node.NodeRequest) -> Callable[[], int]:
         if troubles:
             raise troubles.pop()
         return lambda: 0
 
     monkeypatch.setattr(node, "_prepare", prepare)
-    assert main(["node", str(EXAMPLE), "--join", "127.0.0.1:1"]) == 0
+    (tmp_path / "token").write_text("secret")
+    place = ["--join", "127.0.0.1:1", "--address", "127.0.0.1"]
+    token = ["--token-file", str(tmp_path / "token")]
+    assert main(["node", str(EXAMPLE), *place, *token]) == 0
 
 
 def test_trouble_of_a_host_that_comes_after_the_preparation_is_named_too(
@@ -140,7 +142,7 @@ def test_trouble_of_a_host_that_comes_after_the_preparation_is_named_too(
     def serve() -> int:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(node, "_prepare", lambda args: serve)
+    monkeypatch.setattr(node, "_prepare", lambda request: serve)
     code, (kind, text) = start_node(tmp_path)
     assert (code, kind) == (70, ErrorKind.ENVIRONMENT)
     assert "Cannot allocate memory" in text

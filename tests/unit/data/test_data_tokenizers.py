@@ -247,6 +247,19 @@ def test_code_of_a_directory_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_directory_is_read_once_in_a_process_until_its_files_are_others(
+    tmp_path: Path,
+) -> None:
+    config = Tokenizer.model_validate({"type": "transformers", "path": "bpe"})
+    train_bpe(tmp_path / "bpe")
+    first = load_tokenizer(config, tmp_path)
+    assert load_tokenizer(config, tmp_path) is first
+    file = tmp_path / "bpe" / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+    other = load_tokenizer(config, tmp_path)
+    assert other is not first and other.identity != first.identity
+
+
 def test_a_manifest_names_its_tokenizer_relative_to_its_own_directory(tmp_path: Path) -> None:
     train_bpe(tmp_path / "bpe")
     assert (

@@ -1,20 +1,32 @@
 """The fan-out: order, isolation of failing observers, essential ones."""
 
 import errno
+import io
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from evergrad_manifest.training import Training
 from evergrad_trainer.errors import VolumeError
 from evergrad_trainer.observers.base import BaseObserver, Observers
+from evergrad_trainer.observers.build import BUILT_IN, Surroundings, build_observers
 from evergrad_trainer.observers.history import read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
 from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord, Wish
 from evergrad_trainer.run_directory import RunDirectory
 
+TRAINING = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
+    "batching": {"globalBatchSize": 8, "microBatchSize": 2},
+    "optimizer": {"learningRate": 1e-3},
+    "horizon": {"steps": 10},
+    "metrics": {"port": 0},
+}
 INFO = RunInfo(
     "docs-lm",
     3,
@@ -230,3 +242,29 @@ def test_an_interrupt_is_never_swallowed(synthetic: ModuleType) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Observers([Interrupting()]).step_end(synthetic.step_record(1))
+
+
+def test_the_built_in_observers_are_a_registry_that_declares_who_may_stop_a_run(
+    tmp_path: Path,
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    around = Surroundings(
+        directory,
+        run="docs-lm",
+        training=Training.model_validate(TRAINING),
+        stream=io.StringIO(),
+        should_stop=lambda: False,
+        relay=BaseObserver(),
+    )
+    made = {name: build(around) for name, build in BUILT_IN.items()}
+    assert list(made) == ["record", "log", "progress", "relay", "endpoint"]
+    assert [name for name, one in made.items() if one is not None and one.essential] == [
+        "record"
+    ]
+    assert made["endpoint"] is None, "with a relay the endpoint is another process's"
+    assert build_observers(around).metrics_address is None
+    served = build_observers(replace(around, relay=None))
+    assert (served.metrics_address or "").startswith("http://localhost:")
+    for one in (*filter(None, made.values()), served.observers):
+        one.close()

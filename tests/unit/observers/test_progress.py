@@ -126,6 +126,8 @@ def test_metrics_of_a_recipe_stand_at_the_end_of_a_line_and_in_a_wide_bar(
     state.finish_step(record)
     assert "kl 0.125" in render_line(state, 300).plain
     assert "kl" not in render_line(state, 80).plain
+    state.start(replace(INFO, metrics={"kl": {"unit": "nats", "help": "divergence"}}))
+    assert "kl 0.125 nats" in render_line(state, 300).plain
 
 
 def test_a_rank_0_that_takes_over_says_who_came_or_went_instead_of_starting_again(

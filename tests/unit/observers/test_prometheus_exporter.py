@@ -79,7 +79,9 @@ def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
         Event(EventType.RESTORED, 103.0, 40, 3, {"checkpoint": "step-40", "seconds": 1.5})
     )
     for step in range(41, 61):
-        exporter.step_end(synthetic.step_record(step, time=105.0 + (step - 41) * 0.5))
+        exporter.step_end(
+            synthetic.step_record(step, generation=3, time=105.0 + (step - 41) * 0.5)
+        )
     exporter.evaluation_end(EvaluationRecord(60, 3, "heldOut", 2.5, 12.2, 4096, 2.0, 116.5))
     exporter.event(
         Event(
@@ -114,6 +116,22 @@ def test_metrics_of_a_recipe_are_shown_by_their_names(
         samples["evergrad_eval_metric", (("dataset", "heldOut"), ("metric", "accuracy"))]
         == 0.75
     )
+
+
+def test_the_help_of_a_recipe_s_metrics_has_their_units_and_meanings(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
+    metrics = {"kl": {"unit": "nats", "help": "divergence from the teacher"}}
+    for generation in (3, 4):
+        exporter.run_start(replace(INFO, generation=generation, metrics=metrics))
+    exporter.step_end(synthetic.step_record(41, metrics={"kl": 0.5}))
+    (family,) = [
+        one
+        for one in text_string_to_metric_families(_scrape(exporter))
+        if one.name == "evergrad_task_metric"
+    ]
+    assert family.documentation.endswith("last step: kl (nats): divergence from the teacher.")
+    assert [sample.value for sample in family.samples] == [0.5]
 
 
 def test_gauges_show_the_last_values_and_counters_the_sums(
@@ -215,7 +233,7 @@ def test_the_phases_sum_to_the_wall_time_since_the_first_step(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     _train(exporter, synthetic)
-    exporter.step_end(synthetic.step_record(61, time=118.0))
+    exporter.step_end(synthetic.step_record(61, generation=3, time=118.0))
     samples = _samples(exporter)
     phases = {
         phase: samples["evergrad_step_phase_seconds_total", (("phase", phase),)]
@@ -552,7 +570,9 @@ def test_the_documentation_lists_exactly_the_exported_metrics(
 ) -> None:
     """And those the node's supervisor adds to the same endpoint."""
     rows = re.findall(
-        r"^\| `(evergrad_\w+)` \| (\w+) \|([^|]*)\|", DOCUMENT.read_text("utf-8"), re.MULTILINE
+        r"^\| `(evergrad_\w+)` \| (\w+) \|[^|]*\|[^|]*\|([^|]*)\|",
+        DOCUMENT.read_text("utf-8"),
+        re.MULTILINE,
     )
     documented = {
         name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ import pytest
 from evergrad_trainer.cli import report as report_command
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, record_row
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, record_row
 from evergrad_trainer.report.build import write_report
 from evergrad_trainer.report.facts import gather_facts
 from evergrad_trainer.report.html import render_html
@@ -55,6 +56,9 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._open or self._open[-1] not in ("style", "script"):
             self.text += data
+
+
+INFO = RunInfo("docs-lm", 1, 2, 200, 0, 8192, 32, 10**7, "bf16", "dataParallel", "llama", "run")
 
 
 def _report(directory: RunDirectory) -> tuple[Page, str]:
@@ -404,6 +408,25 @@ def test_metrics_of_a_recipe_have_a_plot_each_and_columns_in_the_table_of_evalua
     assert facts.evaluations.rows[-1][4] == "0.6250"
 
 
+def test_a_metric_s_plot_has_the_unit_and_the_meaning_that_the_recipe_declares(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    log = RunLog(directory)
+    kl = {"unit": "nats", "help": "divergence from the teacher"}
+    log.run_start(replace(INFO, metrics={"kl": kl}))
+    log.event(Event(EventType.START, synthetic.BEGIN, 0, 1, {"resumed_from": None}))
+    for step in (1, 2):
+        log.step_end(synthetic.step_record(step, metrics={"kl": 0.5 * step}))
+    log.close()
+    facts = gather_facts(directory)
+    assert facts.metrics == {"kl": kl}
+    plots = {plot.title: plot for plot in build_plots(facts)}
+    (_, markup) = plots["kl, divergence from the teacher"].svgs[0]
+    assert "nats" in markup
+
+
 def test_many_evaluation_sets_are_all_in_the_table_and_six_in_the_plot(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
@@ -515,3 +538,29 @@ def test_a_curve_breaks_where_steps_begin_anew() -> None:
 def test_a_run_without_steps_has_no_plots(tmp_path: Path, synthetic: ModuleType) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=0, ended="killed"))
     assert build_plots(gather_facts(run.directory)) == ()
+
+
+def test_each_change_of_the_file_is_a_row_with_its_step_field_and_values(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=3, ended="killed"))
+    changes = [
+        {"path": "spec.training.overrides", "old": None, "new": [{"fromStep": 9}]},
+        {"path": "spec.training.horizon.steps", "old": 100, "new": 200},
+        {"path": "spec.training.checkpoint.every", "old": {"steps": 5}, "new": {"steps": 2}},
+        {"path": "spec.training.recipe (own.py)", "old": "sha256:1", "new": "sha256:2"},
+    ]
+    log = RunLog(run.directory)
+    log.event(Event(EventType.CHANGED, run.now, 3, 1, {"changes": changes}))
+    log.close()
+    facts = gather_facts(run.directory)
+    assert facts.changes.rows == (
+        ("3", "spec.training.overrides", "null", '[{"fromStep": 9}]'),
+        ("3", "spec.training.horizon.steps", "100", "200"),
+        ("3", "spec.training.checkpoint.every", '{"steps": 5}', '{"steps": 2}'),
+        ("3", "spec.training.recipe (own.py)", '"sha256:1"', '"sha256:2"'),
+    )
+    assert "Changes of the file" in render_html(facts, (), created="now")
+    assert "| 3 | spec.training.horizon.steps | 100 | 200 |" in render_markdown(
+        facts, created="now"
+    )

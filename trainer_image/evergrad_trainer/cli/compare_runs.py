@@ -156,7 +156,10 @@ def _as_json(
             "only_in_a": comparison.evaluations_only_in_a,
             "only_in_b": comparison.evaluations_only_in_b,
         },
-        "changes": {"a": comparison.changes_a, "b": comparison.changes_b},
+        "changes": {
+            "a": [change.__dict__ for change in comparison.changes_a],
+            "b": [change.__dict__ for change in comparison.changes_b],
+        },
         "repeated_steps": {
             "a": comparison.repeats_a.__dict__,
             "b": comparison.repeats_b.__dict__,
@@ -179,8 +182,9 @@ def _as_text(
     for name, repeats in (("A", comparison.repeats_a), ("B", comparison.repeats_b)):
         yield from _repeats(name, repeats)
     for name, changes in (("A", comparison.changes_a), ("B", comparison.changes_b)):
-        for step, words in changes:
-            yield f"   {name} went on after step {step:,} with another file: {words}"
+        for one in changes:
+            where = f"   {name} went on after step {one.step:,} with another file"
+            yield f"{where}: {one.field}: {one.old} → {one.new}"
     for name, missing in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if missing:
             yield f"differs  steps only in {name}: {_ranges(missing)}"

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,10 +96,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True)
+class NodeRequest:
+    """What ``evergrad node`` was asked for: its arguments, checked and with names for what they mean."""
+
+    loaded: LoadedManifest
+    directory: RunDirectory
+    settings: "NodeSettings"
+    """What the arguments say of this node; the manifest's part is added once it is checked."""
+    num_workers: int | None = None
+    """Training processes of this node; None: as the manifest says."""
+    has_grace: bool = False
+    """The grace period was given, so that a script's own does not count."""
+    start_method: str = "auto"
+
+
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → serve; the exit code says how this node's part ended (0, 64, 70, 75, 76)."""
     try:
-        return _prepare_and_serve(args)
+        try:
+            with sigterm_interrupts():
+                # The manifest may lie on the mount that is away: it is read again at each attempt.
+                serve = _prepare_patiently(lambda: _read_request(args))
+        except KeyboardInterrupt:
+            return int(ExitCode.STOPPED_SAVED)
+        return serve()
     except EvergradError as error:
         write_termination_message(args.termination_log, error.kind, str(error))
         raise
@@ -111,23 +133,14 @@ def execute(args: argparse.Namespace) -> int:
         raise
 
 
-def _prepare_and_serve(args: argparse.Namespace) -> int:
-    try:
-        with sigterm_interrupts():
-            serve = _prepare_patiently(args)
-    except KeyboardInterrupt:
-        return int(ExitCode.STOPPED_SAVED)
-    return serve()
-
-
-def _prepare_patiently(args: argparse.Namespace) -> Callable[[], int]:
+def _prepare_patiently(read: Callable[[], NodeRequest]) -> Callable[[], int]:
     """Prepare; trouble of this host is waited for a while, since a mount or a device may come back.
 
     Raises HostError.
     """
     for pause in (*_HOST_PAUSES, None):
         try:
-            return _prepare(args)
+            return _prepare(read())
         except (EvergradError, OSError) as error:
             trouble = describe_host_trouble(error)
             if trouble is None:
@@ -140,20 +153,16 @@ def _prepare_patiently(args: argparse.Namespace) -> Callable[[], int]:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _prepare(args: argparse.Namespace) -> Callable[[], int]:
+def _prepare(request: NodeRequest) -> Callable[[], int]:
     """All that comes before the node asks to join; what it returns serves, and gives the exit code."""
-    settings, loaded = _settings(args), load_from(args)
-    directory = RunDirectory(run_directory_of(args.run_directory, loaded.run))
+    loaded, directory, run = request.loaded, request.directory, request.loaded.run
     directory.create()
-    if args.base_directory is not None:
-        loaded = dataclasses.replace(loaded, base_directory=args.base_directory.absolute())
-    standing = inspect_directory(directory, loaded.run, extend=True)
+    standing = inspect_directory(directory, run, extend=True)
     if standing.state == "complete":
         # Nothing is trained twice, whatever became of those who knew that the run had ended.
-        print(f"{loaded.run.metadata.name} is complete, in {directory.path}. Nothing to do.")
+        print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return lambda: int(ExitCode.DONE)
-    run = loaded.run
-    machine, num_workers = machine_and_workers(args.workers, run, forks_above=0)
+    machine, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)
     _check_accelerators(run, machine)
     gc.disable()
     # Heavy imports, for a node that will serve; before workers are forked, so that these start warm.
@@ -163,11 +172,15 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     prepare_process()
     shared = fingerprint(run, loaded.base_directory)
     settings = dataclasses.replace(
-        settings, run=run.metadata.name, run_directory=directory.path, fingerprint=shared
+        request.settings,
+        run=run.metadata.name,
+        run_directory=directory.path,
+        fingerprint=shared,
     )
+    request = dataclasses.replace(request, settings=settings)
     if run.spec.script is None:
-        return _prepare_typed(args, loaded, settings, standing, machine, num_workers)
-    return _prepare_script(args, loaded, settings, num_workers)
+        return _prepare_typed(request, standing, machine, num_workers)
+    return _prepare_script(request, num_workers)
 
 
 def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
@@ -190,38 +203,56 @@ def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
 
 
 def _prepare_typed(
-    args: argparse.Namespace,
-    loaded: LoadedManifest,
-    settings: "NodeSettings",
-    standing: Standing,
-    machine: Machine,
-    num_workers: int,
+    request: NodeRequest, standing: Standing, machine: Machine, num_workers: int
 ) -> Callable[[], int]:
     from evergrad_trainer.node.fingerprint import TASK
     from evergrad_trainer.node.run import choose_start_method, run_node
 
-    directory = RunDirectory(settings.run_directory)
     # This machine is one of several, so that preflight reckons with all of them.
-    asked = PlanRequest(loaded, directory, standing, machine, num_workers, is_one_of_many=True)
+    asked = PlanRequest(
+        request.loaded, request.directory, standing, machine, num_workers, is_one_of_many=True
+    )
     plan = plan_session(asked)
     # The task's files as they were opened: preparing data may have taken hours since they were first read.
-    shared = settings.fingerprint | ({TASK: plan.task_hash} if plan.task_hash else {})
-    settings = dataclasses.replace(settings, recovery=plan.run.recovery, fingerprint=shared)
-    method = choose_start_method(args.start_method, num_accelerators=machine.num_accelerators)
+    shared = request.settings.fingerprint | ({TASK: plan.task_hash} if plan.task_hash else {})
+    settings = dataclasses.replace(
+        request.settings, recovery=plan.run.recovery, fingerprint=shared
+    )
+    method = choose_start_method(
+        request.start_method, num_accelerators=machine.num_accelerators
+    )
     return lambda: run_node(plan, settings, num_workers=num_workers, start_method=method)
 
 
-def _prepare_script(
-    args: argparse.Namespace, loaded: LoadedManifest, settings: "NodeSettings", num_workers: int
-) -> Callable[[], int]:
+def _prepare_script(request: NodeRequest, num_workers: int) -> Callable[[], int]:
     from evergrad_trainer.cli.script_runs import prepare_script
     from evergrad_trainer.node.run import run_script_node, with_grace_of
 
-    script, base = loaded.run.script, loaded.base_directory
-    own = with_grace_of(script, settings) if args.grace is None else settings
-    directory = RunDirectory(settings.run_directory)
+    script, base = request.loaded.run.script, request.loaded.base_directory
+    settings = request.settings
+    own = settings if request.has_grace else with_grace_of(script, settings)
     return prepare_script(
-        loaded, directory, lambda: run_script_node(script, base, own, num_workers=num_workers)
+        request.loaded,
+        request.directory,
+        lambda: run_script_node(script, base, own, num_workers=num_workers),
+    )
+
+
+def _read_request(args: argparse.Namespace) -> NodeRequest:
+    """Check the arguments and give them their meanings.
+
+    Raises ConfigurationError, and as ``load_from`` does.
+    """
+    settings, loaded = _settings(args), load_from(args)
+    if args.base_directory is not None:
+        loaded = dataclasses.replace(loaded, base_directory=args.base_directory.absolute())
+    return NodeRequest(
+        loaded,
+        directory=RunDirectory(run_directory_of(args.run_directory, loaded.run)),
+        settings=settings,
+        num_workers=args.workers,
+        has_grace=args.grace is not None,
+        start_method=args.start_method,
     )
 
 

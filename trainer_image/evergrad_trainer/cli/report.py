@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.observers.events import changes_of
 from evergrad_trainer.records import record_row
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ def _summary(paths: "ReportPaths") -> dict[str, Any]:
             "productive_seconds": goodput.productive_seconds,
             "lost_seconds": goodput.lost_seconds,
         },
+        "changes": [
+            change.__dict__ for event in facts.history.events for change in changes_of(event)
+        ],
         "restarts": [dict(restart.__dict__) for restart in goodput.restarts],
         "world_changes": [dict(change.__dict__) for change in goodput.changes],
         "warnings": list(facts.warnings),

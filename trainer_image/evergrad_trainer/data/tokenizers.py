@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -240,7 +241,10 @@ class BackendTokenizer:
 
 
 def load_directory(directory: Path) -> BackendTokenizer:
-    """The tokenizer of a transformers directory. Raises DataError naming the directory and what to do."""
+    """The tokenizer of a transformers directory, read once in a process as long as its files do not change.
+
+    Raises DataError naming the directory and what to do.
+    """
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise _problem(
@@ -249,6 +253,20 @@ def load_directory(directory: Path) -> BackendTokenizer:
             "a transformers tokenizer is a local directory",
             "Check the path; nothing is ever downloaded",
         )
+    # Preflight, preparation and the task ask one after the other, and a large tokenizer takes seconds.
+    try:
+        entries = [(path.name, path.stat()) for path in directory.iterdir() if path.is_file()]
+    except OSError as error:
+        raise _problem(directory, "cannot be read", str(error), "Check its rights") from error
+    stamps = sorted((name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in entries)
+    return _load_files(directory, tuple(stamps))
+
+
+@lru_cache(maxsize=2)
+def _load_files(
+    directory: Path, stamps: tuple[tuple[str, int, int, int], ...]
+) -> BackendTokenizer:
+    """``stamps``: what tells the directory's files from others that were there before."""
     path = directory / _FILE
     if not path.is_file():
         return _load_with_transformers(directory)

@@ -67,7 +67,8 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
     if state.saved_step is not None:
         parts.append((5, f"saved {count(state.saved_step)}", "dim"))
     parts.extend(
-        (1, f"{name} {compact(value)}", "cyan") for name, value in state.metrics.items()
+        (1, f"{name} {compact(value)} {state.units.get(name, '')}".rstrip(), "cyan")
+        for name, value in state.metrics.items()
     )
     parts.extend(
         (4, f"{name} {real(loss)}", "magenta") for name, loss in state.evaluations.items()

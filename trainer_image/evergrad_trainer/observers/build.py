@@ -1,8 +1,13 @@
-"""Puts rank 0's observers together, in the order in which they hear of things."""
+"""The registry of the built-in observers, which are rank 0's, and how a run's are made from it.
+
+An observer of a task is declared by the task, an observer of the product here. Both have the same hook
+points, those of :class:`~evergrad_trainer.observers.base.Observer`, and the same isolation, which each
+declares by ``essential``: an exception of an essential one ends the run, any other one is switched off.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, Final, Protocol, TextIO, runtime_checkable
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.observers.base import Observer, Observers
@@ -11,6 +16,63 @@ from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.observers.logs import EventLog
 from evergrad_trainer.observers.progress import build_progress
 from evergrad_trainer.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from evergrad_trainer.observers.prometheus import PrometheusExporter
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What built-in observers are made from."""
+
+    directory: RunDirectory
+    run: str
+    training: Training
+    stream: TextIO
+    """Where progress goes; a bar if it is a terminal."""
+    should_stop: Callable[[], bool]
+    """Cuts the endpoint's lingering short."""
+    relay: Observer | None
+    """Gets the records in the place of an endpoint of this process's own."""
+
+
+@runtime_checkable
+class Served(Protocol):
+    """An observer with an endpoint of its own."""
+
+    address: str
+
+
+def _build_exporter(around: Surroundings) -> "PrometheusExporter | None":
+    metrics = around.training.metrics
+    if around.relay is not None or metrics.port is None:
+        return None
+    # The client library takes a while to import, which a run without an endpoint need not wait for.
+    from evergrad_trainer.observers.prometheus import PrometheusExporter
+
+    return PrometheusExporter(
+        around.run,
+        port=metrics.port,
+        linger_seconds=metrics.linger_seconds,
+        before=read_before(around.directory),
+        should_stop=around.should_stop,
+    )
+
+
+BUILT_IN: Final[dict[str, Callable[[Surroundings], Observer | None]]] = {
+    "record": lambda around: RunLog(around.directory),
+    "log": lambda _: EventLog(),
+    "progress": lambda around: build_progress(
+        around.stream, every=around.training.logging.every.steps
+    ),
+    "relay": lambda around: around.relay,
+    "endpoint": _build_exporter,
+}
+"""By name, how each is made, or None where the run has it not.
+
+In this order they are called: the JSON lines first, since they are the record, and the endpoint last,
+because closing it may linger.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,40 +83,11 @@ class BuiltObservers:
     metrics_address: str | None
 
 
-def build_observers(
-    directory: RunDirectory,
-    *,
-    run: str,
-    training: Training,
-    stream: TextIO,
-    should_stop: Callable[[], bool] = lambda: False,
-    relay: Observer | None = None,
-) -> BuiltObservers:
-    """The run's JSON lines first, since they are the record; then the log and the progress;
-    the endpoint comes last because closing it may linger.
-
-    ``stream``: where progress goes; a bar if it is a terminal. ``should_stop`` cuts the endpoint's lingering
-    short. With a ``relay`` the records go there, and the endpoint is somebody else's. Raises
-    RunDirectoryError and ConfigurationError.
-    """
-    observers: list[Observer] = [
-        RunLog(directory),
-        EventLog(),
-        build_progress(stream, every=training.logging.every.steps),
-    ]
-    address = None
-    if relay is not None:
-        observers.append(relay)
-    elif training.metrics.port is not None:
-        from evergrad_trainer.observers.prometheus import PrometheusExporter
-
-        exporter = PrometheusExporter(
-            run,
-            port=training.metrics.port,
-            linger_seconds=training.metrics.linger_seconds,
-            before=read_before(directory),
-            should_stop=should_stop,
-        )
-        observers.append(exporter)
-        address = exporter.address
-    return BuiltObservers(observers=Observers(observers), metrics_address=address)
+def build_observers(around: Surroundings) -> BuiltObservers:
+    """Make the observers of rank 0. Raises RunDirectoryError and ConfigurationError."""
+    made = {name: build(around) for name, build in BUILT_IN.items()}
+    endpoint = made["endpoint"]
+    return BuiltObservers(
+        observers=Observers([one for one in made.values() if one is not None]),
+        metrics_address=endpoint.address if isinstance(endpoint, Served) else None,
+    )

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from evergrad_coordinator.text import size
@@ -66,6 +68,15 @@ def seconds_of(event: Event, key: str) -> float:
     return float(value) if 0 <= value < math.inf else 0.0
 
 
+def describe_metrics(metrics: Mapping[str, Mapping[str, str]]) -> str:
+    """What a recipe measures, as ``name (unit): help`` one after the other."""
+    texts = []
+    for name, one in metrics.items():
+        unit = f" ({one['unit']})" if one.get("unit") else ""
+        texts.append(f"{name}{unit}: {one.get('help', '')}".rstrip(".: "))
+    return "; ".join(texts)
+
+
 def describe_event(event: Event) -> str | None:
     """A transition in one plain line, ``kind key=value …``; None for those that nobody needs to see."""
     fields = event.fields
@@ -85,7 +96,10 @@ def describe_event(event: Event) -> str | None:
         EventType.EXTENDED: lambda: (
             f"from={fields.get('from_steps')} to={fields.get('to_steps')}"
         ),
-        EventType.CHANGED: lambda: f"step={event.step} {describe_changes(fields)}",
+        EventType.CHANGED: lambda: (
+            f"step={event.step} "
+            + "; ".join(f"{one.field}: {one.old} → {one.new}" for one in changes_of(event))
+        ),
         EventType.WARNING: lambda: str(fields.get("message")),
         EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
         EventType.NON_FINITE: lambda: f"step={event.step + 1} message={fields.get('message')}",
@@ -101,14 +115,29 @@ def describe_event(event: Event) -> str | None:
     return None if line is None else " ".join(f"{event.type} {line()}".split())
 
 
-def describe_changes(fields: dict[str, object]) -> str:
-    """``path: old → new; …`` of a ``changed`` event, values as JSON."""
-    changes = fields.get("changes")
-    return "; ".join(
-        f"{one.get('path')}: {json.dumps(one.get('old'))} → {json.dumps(one.get('new'))}"
+@dataclass(frozen=True)
+class FieldChange:
+    """One field of the file with which a run went on after ``step``. ``old`` and ``new`` are JSON."""
+
+    step: int
+    field: str
+    old: str
+    new: str
+
+
+def changes_of(event: Event) -> list[FieldChange]:
+    """The fields that a ``changed`` event names; none for any other event."""
+    changes = event.fields.get("changes") if event.type == EventType.CHANGED else None
+    return [
+        FieldChange(
+            event.step,
+            str(one.get("path")),
+            json.dumps(one.get("old"), ensure_ascii=False),
+            json.dumps(one.get("new"), ensure_ascii=False),
+        )
         for one in (changes if isinstance(changes, list) else ())
         if isinstance(one, dict)
-    )
+    ]
 
 
 def _describe_world(fields: dict[str, object]) -> str:

@@ -2,6 +2,7 @@
 evergrad_coordinator.metrics.TRAINER."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -58,6 +59,7 @@ class Instruments:
 
     def __init__(self, registry: CollectorRegistry, run: str) -> None:
         self._run = run
+        self._registry = registry
         made = build_series(TRAINER, "run", registry=registry)
         self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
         self._counters = {name: one for name, one in made.items() if isinstance(one, Counter)}
@@ -67,6 +69,15 @@ class Instruments:
         for name, rows in _BEGINS.items():
             for row in rows:
                 self._counters[name].labels(run, *row)
+
+    def describe(self, name: str, more: str) -> None:
+        """Let a gauge's help text end with ``more``; its values are cleared."""
+        (series,) = (one for one in TRAINER if one.name == name)
+        self._registry.unregister(self._gauges[name])
+        series = replace(series, help=f"{series.help}{more}")
+        made = build_series([series], "run", registry=self._registry)[name]
+        assert isinstance(made, Gauge)  # noqa: S101 - the catalogue says so
+        self._gauges[name] = made
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """A gauge's last value."""

@@ -205,6 +205,9 @@ class RunLog(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         self._facts = {name: getattr(info, name) for name in _START_FACTS}
+        if info.metrics:
+            # Events of a recipe without metrics of its own are what they were before there were any.
+            self._facts["metrics"] = info.metrics
 
     def step_end(self, record: StepRecord) -> None:
         self._metrics.write(record_row(record))

@@ -68,12 +68,14 @@ class State:
         self.evaluations: dict[str, float] = {}
         self.best_evaluations: dict[str, float] = {}
         self.metrics: Mapping[str, float] = {}
+        self.units: dict[str, str] = {}
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=clock)
         self._steps = Rate(window_seconds=LONG_WINDOW_SECONDS, clock=clock)
 
     def start(self, info: RunInfo) -> None:
         self.name, self.total_steps, self.step = info.name, info.total_steps, info.start_step
         self.num_processes = info.world_size
+        self.units = {name: one.get("unit", "") for name, one in info.metrics.items()}
         self.saved_step = None if info.takes_over else info.start_step or None
 
     def finish_step(self, record: StepRecord) -> None:

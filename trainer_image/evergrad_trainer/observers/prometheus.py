@@ -17,7 +17,7 @@ from evergrad_coordinator.causes import SKIPS, read_change, read_trouble
 from evergrad_trainer import __version__
 from evergrad_trainer.observers.account import Account
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.observers.events import saved_step, seconds_of
+from evergrad_trainer.observers.events import describe_metrics, saved_step, seconds_of
 from evergrad_trainer.observers.goodput import CAUSES
 from evergrad_trainer.observers.history import Before
 from evergrad_trainer.observers.instruments import NON_FINITE, Instruments
@@ -97,6 +97,8 @@ class PrometheusExporter(BaseObserver):
         if info.takes_over:
             metrics.forget_gauges()
         metrics.clear("info", "exit_code")
+        if info.metrics:
+            metrics.describe("task_metric", f": {describe_metrics(info.metrics)}")
         versions = (f"torch {metadata.version('torch')}", __version__)
         metrics.set(
             "info",

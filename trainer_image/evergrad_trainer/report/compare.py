@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad_coordinator.metrics import COLUMNS
-from evergrad_trainer.observers.events import describe_changes
+from evergrad_trainer.observers.events import FieldChange, changes_of
 from evergrad_trainer.observers.history import History, Integers, Reals, StepTable
-from evergrad_trainer.records import EvaluationRecord, EventType
+from evergrad_trainer.records import EvaluationRecord
 
 Mask = npt.NDArray[np.bool_]
 
@@ -90,10 +90,10 @@ class Comparison:
     evaluations_only_in_b: tuple[tuple[int, str], ...]
     repeats_a: Repeats
     repeats_b: Repeats
-    changes_a: tuple[tuple[int, str], ...] = ()
-    """Step and words of each change of the file that the run went on with; it is told, and makes no
-    difference by itself."""
-    changes_b: tuple[tuple[int, str], ...] = ()
+    changes_a: tuple[FieldChange, ...] = ()
+    """Each field of the file that changed while the run lived; it is shown, and makes no difference by
+    itself."""
+    changes_b: tuple[FieldChange, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -135,16 +135,8 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
         evaluations_only_in_b=tuple(key for key in evaluations_b if key not in evaluations_a),
         repeats_a=_repeats(a.steps, rules),
         repeats_b=_repeats(b.steps, rules),
-        changes_a=_changes(a),
-        changes_b=_changes(b),
-    )
-
-
-def _changes(run: History) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (event.step, describe_changes(event.fields))
-        for event in run.events
-        if event.type == EventType.CHANGED
+        changes_a=tuple(change for event in a.events for change in changes_of(event)),
+        changes_b=tuple(change for event in b.events for change in changes_of(event)),
     )
 
 

@@ -19,6 +19,7 @@ from evergrad_trainer.report.tables import (
     CAUSE_TEXTS,
     Table,
     best_evaluations,
+    change_table,
     checkpoint_table,
     evaluation_table,
     last_evaluations,
@@ -75,6 +76,8 @@ class Facts:
     evaluations: Table
     checkpoints: Table
     restarts: Table
+    changes: Table
+    """Fields of the file that changed while the run lived."""
     worlds: Table
     """Each change of the world; without rows where the world stayed the same."""
     world_causes: Table
@@ -87,6 +90,8 @@ class Facts:
     superseded: StepTable
     """The others, in the order of the file."""
     history: History
+    metrics: Mapping[str, Mapping[str, str]]
+    """What the recipe measures besides the loss: ``unit`` and ``help`` by name, from its start event."""
 
 
 def gather_facts(directory: RunDirectory) -> Facts:
@@ -109,6 +114,7 @@ def gather_facts(directory: RunDirectory) -> Facts:
         evaluations=evaluation_table(evaluations),
         checkpoints=checkpoint_table(history.events),
         restarts=restart_table(goodput),
+        changes=change_table(history.events),
         worlds=world_table(goodput),
         world_causes=world_cause_table(goodput),
         warnings=warnings_of(history, goodput),
@@ -118,6 +124,11 @@ def gather_facts(directory: RunDirectory) -> Facts:
         steps=counting,
         superseded=superseded,
         history=history,
+        metrics={
+            str(name): one
+            for name, one in _mapping(started.get("metrics")).items()
+            if isinstance(one, Mapping)
+        },
     )
 
 

@@ -46,6 +46,8 @@ def render_markdown(facts: Facts, *, created: str) -> str:
         ("Restarts", facts.restarts, "None: the run was trained in one go."),
     ):
         parts += [f"## {title}", _render(table) if table.rows else empty]
+    if facts.changes.rows:
+        parts += ["## Changes of the file", _render(facts.changes)]
     if facts.worlds.rows:
         parts += [
             "## Changes of the world",

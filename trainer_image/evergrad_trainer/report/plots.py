@@ -271,7 +271,8 @@ def _norm_plot(facts: Facts) -> _Draft:
 
 
 def _metric_plot(facts: Facts, name: str) -> _Draft:
-    """One metric of the recipe, as it says it."""
+    """One metric of the recipe, with the unit and the help that it declares."""
+    declared = facts.metrics.get(name, {})
     values = _finite(facts.steps.metrics[name])
     window = max(1, len(values) // 50)
     raw = envelope(facts.steps.step, values)
@@ -294,7 +295,9 @@ def _metric_plot(facts: Facts, name: str) -> _Draft:
         )
     )
     description = f"{name} against the step; the last is {last}."
-    return _Draft(name, description, legend, paint, unit="")
+    # The title's first part makes the ids, and is all there is where an older version wrote the events.
+    title = ", ".join(text for text in (name, declared.get("help", "").rstrip(".")) if text)
+    return _Draft(title, description, legend, paint, unit=declared.get("unit", ""))
 
 
 def _split_plot(facts: Facts) -> _Draft:

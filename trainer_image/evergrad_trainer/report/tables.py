@@ -8,7 +8,7 @@ import numpy as np
 
 from evergrad_coordinator.causes import CHANGES, LOSSES, describe_ending
 from evergrad_coordinator.text import count, duration, real, size, utc
-from evergrad_trainer.observers.events import describe_changes, saved_step, seconds_of
+from evergrad_trainer.observers.events import changes_of, saved_step, seconds_of
 from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
@@ -161,6 +161,17 @@ def evaluation_table(evaluations: Sequence[EvaluationRecord]) -> Table:
     return build_table(titles, rows, numeric=(titles[0], *titles[2:-1]))
 
 
+def change_table(events: Sequence[Event]) -> Table:
+    """Fields of the file that changed while the run lived, in order."""
+    titles = ("After step", "Field", "Before", "From then on")
+    rows = [
+        (count(one.step), one.field, one.old, one.new)
+        for event in events
+        for one in changes_of(event)
+    ]
+    return build_table(titles, rows, numeric=titles[:1])
+
+
 def best_evaluations(evaluations: Sequence[EvaluationRecord]) -> dict[str, EvaluationRecord]:
     """The evaluation with the lowest finite loss of each set."""
     best: dict[str, EvaluationRecord] = {}
@@ -191,8 +202,6 @@ def _warning(event: Event) -> str | None:
     fields = event.fields
     if event.type == EventType.WARNING:
         return str(fields.get("message"))
-    if event.type == EventType.CHANGED:
-        return f"the file changed after step {count(event.step)}: {describe_changes(fields)}"
     if event.type == EventType.FALLBACK:
         return (
             f"checkpoint {fields.get('checkpoint')} did not validate and was set aside: "

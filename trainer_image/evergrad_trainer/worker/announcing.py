@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from evergrad_coordinator.metrics import declare
 from evergrad_coordinator.wire import to_camel
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import ABSENT, Change, changed_settings, from_wire
@@ -161,6 +162,10 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
         model=plan.model.name,
         run_directory=str(plan.run_directory),
         metrics_address=session.metrics_address,
+        metrics={
+            column.name: {"unit": column.unit, "help": column.help}
+            for column in declare(session.opened.task.metrics)
+        },
     )
 
 

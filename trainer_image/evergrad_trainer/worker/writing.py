@@ -8,7 +8,7 @@ from typing import Any
 
 from evergrad_coordinator.causes import read_change
 from evergrad_trainer.observers.base import BaseObserver, Observer
-from evergrad_trainer.observers.build import build_observers
+from evergrad_trainer.observers.build import Surroundings, build_observers
 from evergrad_trainer.observers.history import last_step
 from evergrad_trainer.observers.lasting import Together
 from evergrad_trainer.records import EventType
@@ -35,12 +35,14 @@ class Writer:
             return False
         session = self._session
         built = build_observers(
-            session.directory,
-            run=session.plan.run.metadata.name,
-            training=session.plan.run.training,
-            stream=sys.stdout,
-            should_stop=session.is_signalled,
-            relay=self._relay,
+            Surroundings(
+                session.directory,
+                run=session.plan.run.metadata.name,
+                training=session.plan.run.training,
+                stream=sys.stdout,
+                should_stop=session.is_signalled,
+                relay=self._relay,
+            )
         )
         session.observers = Together(built.observers, session.opened.observers)
         session.metrics_address = built.metrics_address
