@@ -46,7 +46,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Three commands of their own."""
+    """Define three commands of their own."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_action(actions, "list", _list, "what there is, newest first")
     verify = _add_action(
@@ -117,7 +117,13 @@ def _list(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     store = _open_store(args.run_directory)
     found = [one for one in store.catalog.scan() if args.step in (None, one.version.step)]
-    reasons = {candidate.name: _find_fault(store, candidate) for candidate in found}
+    reasons = dict.fromkeys((candidate.name for candidate in found), "")
+    for name in reasons:
+        # Each by itself: one that cannot be read must not hide what is wrong with the others.
+        try:
+            store.reader.validate(name, checksums=True)
+        except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
+            reasons[name] = str(error)
     if args.json:
         results = [
             {"checkpoint": name, "valid": not reason, "reason": reason}
@@ -168,14 +174,6 @@ def _open_store(run_directory: Path) -> Store:
             )
         )
     return open_store(directory)
-
-
-def _find_fault(store: Store, candidate: Candidate) -> str:
-    try:
-        store.reader.validate(candidate.name, checksums=True)
-    except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
-        return str(error)
-    return ""
 
 
 def _describe(candidate: Candidate, *, is_best: bool, is_latest: bool) -> Row:

@@ -60,8 +60,9 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.report.compare import compare
     from evergrad_trainer.run_directory import dumps_strict
 
-    rules = _rules(args)
+    rules = _rules(args.tolerance, args.steps, exact=args.exact)
     comparison = compare(_read(args.a), _read(args.b), rules)
+    # Two empty files agree in everything they have, which must not pass for a proof.
     if not (comparison.num_compared or comparison.only_in_a or comparison.only_in_b):
         where = f"--steps {args.steps}" if args.steps else "both runs"
         raise InputError(
@@ -73,27 +74,28 @@ def execute(args: argparse.Namespace) -> int:
             )
         )
     if args.json:
-        print(dumps_strict(_as_json(args, rules, comparison), indent=2))
+        print(dumps_strict(_as_json((args.a, args.b), rules, comparison), indent=2))
     else:
-        print("\n".join(_as_text(args, rules, comparison)))
+        print("\n".join(_as_text((args.a, args.b), rules, comparison)))
     return int(ExitCode.DONE) if comparison.is_equal else DIFFERENT
 
 
-def _rules(args: argparse.Namespace) -> "Rules":
+def _rules(tolerance: float, steps: str | None, *, exact: bool) -> "Rules":
+    """What must agree. ``steps``: FROM:TO, as it was given. Raises InputError."""
     from evergrad_trainer.report.compare import Rules
 
-    if not (math.isfinite(args.tolerance) and args.tolerance >= 0):
+    if not (math.isfinite(tolerance) and tolerance >= 0):
         raise InputError(
             Problem(
                 "--tolerance",
-                f"{args.tolerance} is not a finite number of at least 0",
+                f"{tolerance} is not a finite number of at least 0",
                 "",
                 "Use e.g. 1e-5",
             )
         )
-    if args.steps is None:
-        return Rules(args.tolerance, args.exact)
-    first, colon, last = args.steps.partition(":")
+    if steps is None:
+        return Rules(tolerance, exact)
+    first, colon, last = steps.partition(":")
     bounds = [int(text) if text.strip().isdecimal() else None for text in (first, last)]
     is_wrong = any(
         text.strip() and bound is None
@@ -108,12 +110,12 @@ def _rules(args: argparse.Namespace) -> "Rules":
         raise InputError(
             Problem(
                 "--steps",
-                f"{args.steps!r} is no range of steps",
+                f"{steps!r} is no range of steps",
                 "",
                 "Use FROM:TO, e.g. 100:200, 100: or :200",
             )
         )
-    return Rules(args.tolerance, args.exact, first=bounds[0], last=bounds[1])
+    return Rules(tolerance, exact, first=bounds[0], last=bounds[1])
 
 
 def _read(path: Path) -> "History":
@@ -135,12 +137,12 @@ def _read(path: Path) -> "History":
 
 
 def _as_json(
-    args: argparse.Namespace, rules: "Rules", comparison: "Comparison"
+    runs: tuple[Path, Path], rules: "Rules", comparison: "Comparison"
 ) -> dict[str, Any]:
     return {
         "equal": comparison.is_equal,
-        "a": str(args.a),
-        "b": str(args.b),
+        "a": str(runs[0]),
+        "b": str(runs[1]),
         "tolerance": None if rules.exact else rules.tolerance,
         "exact": rules.exact,
         "steps": {
@@ -168,10 +170,12 @@ def _as_json(
 
 
 def _as_text(
-    args: argparse.Namespace, rules: "Rules", comparison: "Comparison"
+    runs: tuple[Path, Path], rules: "Rules", comparison: "Comparison"
 ) -> Iterable[str]:
-    yield f"A  {args.a}"
-    yield f"B  {args.b}"
+    yield f"A  {runs[0]}"
+    yield f"B  {runs[1]}"
+
+    # What was compared, and what either run did on its way there: it explains what follows.
     span = (
         f", {comparison.first_step:,} to {comparison.last_step:,}"
         if comparison.first_step is not None
@@ -185,6 +189,8 @@ def _as_text(
         for one in changes:
             where = f"   {name} went on after step {one.step:,} with another file"
             yield f"{where}: {one.field}: {one.old} → {one.new}"
+
+    # Differences that count come before those that are only shown.
     for name, missing in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if missing:
             yield f"differs  steps only in {name}: {_ranges(missing)}"
@@ -199,14 +205,11 @@ def _as_text(
         _difference(difference)
         for difference in sorted(comparison.differences, key=lambda one: not one.counts)
     )
-    yield _verdict(rules, comparison)
-
-
-def _verdict(rules: "Rules", comparison: "Comparison") -> str:
-    if not comparison.is_equal:
-        return "The runs differ."
-    how = "bit by bit" if rules.exact else f"within {rules.tolerance:g} relative"
-    return f"The runs agree: equal samples in every step, losses equal {how}."
+    if comparison.is_equal:
+        how = "bit by bit" if rules.exact else f"within {rules.tolerance:g} relative"
+        yield f"The runs agree: equal samples in every step, losses equal {how}."
+    else:
+        yield "The runs differ."
 
 
 def _difference(difference: "Difference") -> str:

@@ -124,6 +124,8 @@ def coordinator_settings(
     state = directory / COORDINATOR
     state.mkdir(parents=True, exist_ok=True)
     checkpoints = RunDirectory(directory).checkpoints
+    # The coordinator waits for a script that saves as long as its nodes do.
+    grace = 0 if run.spec.script is None else run.spec.script.grace_period_seconds
     return CoordinatorSettings(
         run=run.metadata.name,
         min_nodes=min(bounds.min, num_nodes),
@@ -136,14 +138,11 @@ def coordinator_settings(
         else 0,
         log=directory / "logs" / "coordinator.log",
         max_failures=run.spec.failure_policy.max_failures_without_progress,
-        extra=(*(("--hold-joins",) if recovery == "fresh" else ()), *_limits(run)),
+        extra=(
+            *(("--hold-joins",) if recovery == "fresh" else ()),
+            *build_soft_limit(grace + _SOFT_MARGIN_SECONDS),
+        ),
     )
-
-
-def _limits(run: TrainingRun) -> tuple[str, ...]:
-    """A coordinator that waits for a script that saves as long as its nodes do."""
-    grace = 0 if run.spec.script is None else run.spec.script.grace_period_seconds
-    return build_soft_limit(grace + _SOFT_MARGIN_SECONDS)
 
 
 def _node_settings(

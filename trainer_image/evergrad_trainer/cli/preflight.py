@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.reading.arguments import load_from
@@ -15,9 +14,6 @@ from evergrad_trainer.cli.run_arguments import (
 from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
-if TYPE_CHECKING:
-    from evergrad_trainer.preflight import Finding
-
 NAME = "preflight"
 EXAMPLES = """\
   evergrad preflight trainingrun.yaml
@@ -27,13 +23,14 @@ _MARKS = {"ok": "ok     ", "warning": "warning", "error": "error  "}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``run`` that decide what is checked."""
+    """Define the arguments of ``run`` that decide what is checked."""
     add_run_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def execute(args: argparse.Namespace) -> int:
     """Print every finding; exit 64 if one is an error."""
+    # torch and the model's library take seconds to import, which `evergrad --help` need not wait for.
     from evergrad_trainer.preflight import examine
 
     loaded = load_from(args)
@@ -49,27 +46,22 @@ def execute(args: argparse.Namespace) -> int:
     ).findings
     is_fine = all(finding.level != "error" for finding in findings)
     if args.json:
-        print(
-            json.dumps(
-                {"fine": is_fine, "findings": [_to_json(finding) for finding in findings]},
-                indent=2,
-            )
-        )
+        rows = [
+            {
+                "level": finding.level,
+                "path": finding.problem.path,
+                "what": finding.problem.what,
+                "why": finding.problem.why,
+                "remedy": finding.problem.remedy,
+            }
+            for finding in findings
+        ]
+        print(json.dumps({"fine": is_fine, "findings": rows}, indent=2))
     else:
+        # Errors go where a pipeline still shows them when it keeps the rest.
         for finding in findings:
             print(
                 f"{_MARKS[finding.level]}  {finding.problem}",
                 file=sys.stderr if finding.level == "error" else sys.stdout,
             )
     return int(ExitCode.DONE if is_fine else ExitCode.USER_ERROR)
-
-
-def _to_json(finding: "Finding") -> dict[str, str]:
-    problem = finding.problem
-    return {
-        "level": finding.level,
-        "path": problem.path,
-        "what": problem.what,
-        "why": problem.why,
-        "remedy": problem.remedy,
-    }

@@ -7,7 +7,6 @@ import sys
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import load_from
-from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
     RunRequest,
@@ -31,7 +30,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What decides how this process trains; what is trained stands in the manifest."""
+    """Define what decides how this process trains; the manifest has what is trained."""
     add_run_arguments(parser)
     parser.add_argument(
         "--nodes",
@@ -76,7 +75,9 @@ def execute(args: argparse.Namespace) -> int:
     directory = RunDirectory(request.directory)
     standing = inspect_directory(directory, loaded.run, extend=request.is_extension)
     if standing.state == "complete":
-        _say_complete(directory, loaded)
+        step, name = (directory.read_complete() or {}).get("step"), loaded.run.metadata.name
+        print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
+        print("To train longer, raise the horizon and use --extend.")
         return int(ExitCode.DONE)
     # Imports make hundreds of thousands of objects that stay: collecting among them costs a tenth of the
     # start-up.
@@ -155,10 +156,3 @@ def _is_launched() -> bool:
     from evergrad_trainer.distributed import read_launch
 
     return read_launch().world_size > 1
-
-
-def _say_complete(directory: RunDirectory, loaded: LoadedManifest) -> None:
-    facts = directory.read_complete() or {}
-    name, step = loaded.run.metadata.name, facts.get("step")
-    print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
-    print("To train longer, raise the horizon and use --extend.")

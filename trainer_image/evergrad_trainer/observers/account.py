@@ -78,15 +78,22 @@ class Account:
         part = self._parts[-1] if self._parts else None
         if part is None or generation > part.newest:
             part = self._go_on(generation)
+
+        # A process that was frozen while others went on may still write a step: it is nobody's progress.
         is_late = generation < part.newest
         seconds = seconds if 0 < seconds < math.inf else 0.0
         part.add_step(step, world_size, seconds, time, is_late=is_late)
         if is_late:
             part.recompute += seconds
             return
+
+        # A step comes again where training went back without a word; what was newer is lost with it.
         if self._kept_steps and self._kept_steps[-1] >= step:
             self._take_back(step - 1)
-        if step <= self._highest_step and self._is_elsewhere(step):
+        if step <= self._highest_step and any(
+            first <= step <= last for first, last in self._elsewhere
+        ):
+            # Its first training is productive in another account; the sum over all must count it once.
             part.recompute += seconds
             return
         part.productive += seconds
@@ -94,7 +101,11 @@ class Account:
         self._kept_seconds.append(seconds)
         self._highest_step = max(self._highest_step, step)
         if self._most_steps is not None and len(self._kept_steps) > 2 * self._most_steps:
-            self._forget(len(self._kept_steps) - self._most_steps)
+            # Seldom and many at once, since the front of an array is dear to take away.
+            number = len(self._kept_steps) - self._most_steps
+            del self._kept_steps[:number], self._kept_seconds[:number]
+            for one in self._parts:
+                one.first_kept = max(0, one.first_kept - number)
 
     def finish(self) -> None:
         """Give the records that still wait to a part: nothing comes after them."""
@@ -114,13 +125,17 @@ class Account:
             self._parts[-1].newest = max(self._parts[-1].newest, record.generation)
             self._give(self._parts[-1], record)
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds so far of every cause of CAUSES, and ``productive``; in constant time for each start."""
+    def seconds(self, *, only_settled: bool = False) -> dict[str, float]:
+        """Seconds so far of every cause of CAUSES, and ``productive``; in constant time for each start.
+
+        ``only_settled``: without the time since the last step of which it is not known yet what it is for.
+        """
         totals = dict.fromkeys(("productive", *CAUSES), 0.0)
         previous_end = None
         for part in self._parts:
             previous_end = part.after if part.after is not None else previous_end
-            for cause, seconds in part.seconds(previous_end).items():
+            is_open = only_settled and part is self._parts[-1]
+            for cause, seconds in part.seconds(previous_end, only_settled=is_open).items():
                 totals[cause] += seconds
             previous_end = max(part.begin_after(previous_end), part.end)
         return totals
@@ -219,9 +234,6 @@ class Account:
         part.first_kept = len(self._kept_steps)
         self._parts.append(part)
 
-    def _is_elsewhere(self, step: int) -> bool:
-        return any(first <= step <= last for first, last in self._elsewhere)
-
     def _take_back(self, step: int) -> int:
         """Steps after ``step`` are lost: their seconds are no longer productive.
 
@@ -240,9 +252,3 @@ class Account:
                 owner.recompute += seconds
                 lost += owner is self._parts[-1]
         return lost
-
-    def _forget(self, number: int) -> None:
-        """Let the oldest kept steps be productive for good."""
-        del self._kept_steps[:number], self._kept_seconds[:number]
-        for part in self._parts:
-            part.first_kept = max(0, part.first_kept - number)

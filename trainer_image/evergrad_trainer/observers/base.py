@@ -1,8 +1,8 @@
-"""What an observer is, and the fan-out that keeps a failing one from stopping the training."""
+"""The interface of observers, and the fan-out that keeps a failing one from stopping the training."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, get_args
 
@@ -23,9 +23,9 @@ WISHES: tuple[Wish, ...] = get_args(Wish)
 
 
 class Observer(Protocol):
-    """Hears of everything that happens in a run, on rank 0, between two steps.
+    """Receiver of everything that happens in a run, on rank 0, between two steps.
 
-    Must return quickly and change nothing.
+    Its methods return quickly and change nothing.
     """
 
     essential: bool
@@ -93,18 +93,8 @@ class BaseObserver:
         """Called once, after everything else, also after an error."""
 
 
-def _known(wishes: Iterable[Wish]) -> frozenset[Wish]:
-    """``wishes``, unless one of them is none. Raises ValueError then."""
-    found = frozenset(wishes)
-    if unknown := found - set(WISHES):
-        raise ValueError(
-            f"asks for {', '.join(sorted(map(str, unknown)))}; it may ask for {', '.join(WISHES)}"
-        )
-    return found
-
-
 class Observers(BaseObserver):
-    """Tells several observers, in order.
+    """Several observers that are called in order, and isolated from each other.
 
     An exception of an ordinary observer is logged and counted; after three in a row the observer is switched
     off, and the others get a ``warning`` event that says so. An exception of an essential one is raised: an
@@ -120,25 +110,35 @@ class Observers(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         self._last = replace(self._last, step=info.start_step, generation=info.generation)
-        self._tell(lambda observer: observer.run_start(info))
+        self._each(lambda observer: observer.run_start(info))
 
     def step_end(self, record: StepRecord) -> None:
         self._last = replace(self._last, step=record.step, generation=record.generation)
-        self._tell(lambda observer: observer.step_end(record))
+        self._each(lambda observer: observer.step_end(record))
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
-        self._tell(lambda observer: observer.evaluation_end(record))
+        self._each(lambda observer: observer.evaluation_end(record))
 
     def evaluation_progress(self, name: str, done: int, total: int) -> None:
-        self._tell(lambda observer: observer.evaluation_progress(name, done, total))
+        self._each(lambda observer: observer.evaluation_progress(name, done, total))
 
     def event(self, event: Event) -> None:
-        self._tell(lambda observer: observer.event(event))
+        self._each(lambda observer: observer.event(event))
 
     def wishes(self) -> frozenset[Wish]:
-        """What any of them asks for."""
+        """Return what any of them asks for."""
         found: set[Wish] = set()
-        self._tell(lambda observer: found.update(_known(observer.wishes())))
+
+        def ask(observer: Observer) -> None:
+            asked = frozenset(observer.wishes())
+            if unknown := asked - set(WISHES):
+                # All ranks act on the wishes that travel: one that none of them knows must not.
+                raise ValueError(
+                    f"asks for {', '.join(sorted(map(str, unknown)))}; it may ask for {', '.join(WISHES)}"
+                )
+            found.update(asked)
+
+        self._each(ask)
         return frozenset(found)
 
     def close(self) -> None:
@@ -153,12 +153,12 @@ class Observers(BaseObserver):
         if errors:
             raise errors[0]
 
-    def _tell(self, call: Callable[[Observer], None]) -> None:
+    def _each(self, call: Callable[[Observer], None]) -> None:
         for observer in tuple(self._active):
             self._call(observer, call)
 
     def _ask(self, observer: Observer, call: Callable[[Observer], None]) -> None:
-        """One of them, unless it is switched off."""
+        """Call one of them, unless it is switched off."""
         if observer in self._active:
             self._call(observer, call)
 
@@ -202,5 +202,5 @@ class Observers(BaseObserver):
         self._warn(replace(self._last, time=time.time(), fields={"message": message}))
 
     def _warn(self, event: Event) -> None:
-        """Tell the observers that are left."""
+        """Pass a warning on to the observers that are left."""
         self.event(event)

@@ -79,10 +79,14 @@ def describe_metrics(metrics: Mapping[str, Mapping[str, str]]) -> str:
 
 def describe_event(event: Event) -> str | None:
     """A transition in one plain line, ``kind key=value …``; None for those that nobody needs to see."""
-    fields = event.fields
+    fields, num_bytes = event.fields, event.fields.get("bytes")
+    # A value of one word, so that a line can be split at its blanks.
+    saved = (
+        size(num_bytes).replace(" ", "") if isinstance(num_bytes, int | float) else "unknown"
+    )
     line = {
         EventType.SAVE: lambda: (
-            f"step={saved_step(event)} seconds={_get(fields, 'seconds')} size={_size(fields)}"
+            f"step={saved_step(event)} seconds={_get(fields, 'seconds')} size={saved}"
         ),
         EventType.SAVE_FAILED: lambda: (
             f"step={event.step} failures={fields.get('failures')} reason={fields.get('reason')}"
@@ -159,8 +163,3 @@ def _describe_world(fields: dict[str, object]) -> str:
 def _get(fields: dict[str, object], key: str) -> str:
     value = fields.get(key)
     return f"{value:.2f}" if isinstance(value, int | float) else "unknown"
-
-
-def _size(fields: dict[str, object]) -> str:
-    value = fields.get("bytes")
-    return size(value).replace(" ", "") if isinstance(value, int | float) else "unknown"

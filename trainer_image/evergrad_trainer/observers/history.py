@@ -96,7 +96,10 @@ class _Columns:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, array[Any]] = {name: array(_typecode(name)) for name in _NAMES}
+        self._columns: dict[str, array[Any]] = {
+            name: array("Q" if name == "sample_hash" else "q" if name in _INTEGERS else "d")
+            for name in _NAMES
+        }
         self._metrics: dict[str, array[float]] = {}
 
     def extend(self, rows: list[dict[str, Any]]) -> None:
@@ -112,20 +115,17 @@ class _Columns:
             else:
                 column.extend([math.nan if value is None else value for value in values])
         for place, row in enumerate(rows, start=first):
-            if "metrics" in row:
-                self._extend_metrics(place, row["metrics"])
+            metrics = row.get("metrics", {})
+            if not isinstance(metrics, Mapping):
+                raise TypeError("metrics is no mapping")
+            for name, value in metrics.items():
+                column = self._metrics.setdefault(name, array("d"))
+                # A name may appear at any row, and be missing from any.
+                column.extend([math.nan] * (place - len(column)))
+                column.append(math.nan if value is None else value)
 
     def __len__(self) -> int:
         return len(self._columns["step"])
-
-    def _extend_metrics(self, place: int, metrics: Any) -> None:
-        if not isinstance(metrics, Mapping):
-            raise TypeError("metrics is no mapping")
-        for name, value in metrics.items():
-            column = self._metrics.setdefault(name, array("d"))
-            # A name may appear at any row, and be missing from any.
-            column.extend([math.nan] * (place - len(column)))
-            column.append(math.nan if value is None else value)
 
     def table(self) -> StepTable:
         for column in self._metrics.values():
@@ -136,10 +136,6 @@ class _Columns:
                 name: np.asarray(memoryview(column)) for name, column in self._metrics.items()
             },
         )
-
-
-def _typecode(name: str) -> str:
-    return "Q" if name == "sample_hash" else "q" if name in _INTEGERS else "d"
 
 
 @dataclass(frozen=True)
@@ -172,10 +168,12 @@ def read_steps(path: Path, notes: list[str]) -> StepTable:
     """
     columns, lines = _Columns(), JsonLines(path)
     rows = iter(lines)
+    # Chunk by chunk: a million rows as dictionaries would not fit beside their columns.
     while chunk := list(islice(rows, _CHUNK)):
         try:
             columns.extend([row for _, row in chunk])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
+            # Which row it was is only looked for now, so that good files are read quickly.
             raise _first_bad(lines, chunk) from error
     _note_torn(lines, notes)
     return columns.table()
@@ -250,7 +248,7 @@ def _note_torn(lines: JsonLines, notes: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Before:
-    """What a new process can know of the ones before it at no cost."""
+    """Facts about the processes before a new one that cost it nothing to find."""
 
     highest_step: int = 0
     last_time: float | None = None
@@ -258,7 +256,7 @@ class Before:
 
 
 def read_before(directory: RunDirectory, *, tail_bytes: int = 4 << 20) -> Before:
-    """Look at the ends of metrics.jsonl and events.jsonl, some ten thousand rows, in milliseconds.
+    """Read the ends of metrics.jsonl and events.jsonl, some ten thousand rows, in milliseconds.
 
     Raises RunDirectoryError.
     """

@@ -124,6 +124,7 @@ class JsonLinesWriter:
         if self._descriptor < 0:
             self._descriptor = self._open()
         while self._waiting:
+            # A line leaves the queue once it is written whole: a failure leaves it for the next try.
             self._append(self._waiting[0])
             self._waiting_bytes -= len(self._waiting.popleft())
         if self._pause:
@@ -136,15 +137,12 @@ class JsonLinesWriter:
             while written < len(data):
                 written += os.write(self._descriptor, data[written:])
         except OSError:
-            self._take_back(written)
+            # Half a line would join the next one; another process may have appended after it, though.
+            with suppress(OSError):
+                end = os.lseek(self._descriptor, 0, os.SEEK_CUR)
+                if written and end == os.fstat(self._descriptor).st_size:
+                    os.ftruncate(self._descriptor, end - written)
             raise
-
-    def _take_back(self, written: int) -> None:
-        """Remove the part of a line that was written, unless another process has appended after it."""
-        with suppress(OSError):
-            end = os.lseek(self._descriptor, 0, os.SEEK_CUR)
-            if written and end == os.fstat(self._descriptor).st_size:
-                os.ftruncate(self._descriptor, end - written)
 
     def _close_descriptor(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -157,6 +155,7 @@ class JsonLinesWriter:
         if self._is_closed:
             return
         self._is_closed = True
+        # A short wait only: whoever asked this process to stop may kill it next.
         try:
             retry(
                 self._finish,
@@ -180,7 +179,7 @@ class JsonLinesWriter:
 
 
 class RunLog(BaseObserver):
-    """The run's memory.
+    """Writer of the run's records.
 
     Essential: a run that can no longer keep its steps, not even in memory, must not go on.
     """

@@ -47,6 +47,8 @@ class Part:
     ended: str = ""
     detail: str = ""
     end: float = -math.inf
+    _settled: float = -math.inf
+    """Up to here it is known what the time between steps was for: a change of the world claims what follows."""
     _begin: float = math.inf
     _first_step_begin: float | None = None
     _claimed_before_step: float = 0.0
@@ -99,7 +101,8 @@ class Part:
             self.world_size = world_size if self.world_size is None else self.world_size
         # Trained again: a save that is reported from now on is of this one.
         self._saving.pop(step, None)
-        self._step_time = time if math.isfinite(time) else self._step_time
+        if math.isfinite(time):
+            self._step_time = self._settled = time
         self._saved = self._evaluated = 0.0
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
@@ -152,6 +155,7 @@ class Part:
         if step is not None:
             self._saving[step] = change
         self.newest, self._saved, self._evaluated = event.generation, 0.0, 0.0
+        self._settled = event.time
         # One of its processes may have ended or failed; the others went on.
         self.ended = self.detail = ""
 
@@ -174,6 +178,8 @@ class Part:
     def _add_ending(self, event: Event) -> None:
         """Note how a process ends; what came first counts, and an error's name and message above all."""
         fields = event.fields
+        if event.type in (EventType.STOP, EventType.COMPLETE, EventType.FAILED, EventType.END):
+            self._settled = event.time
         if self.ended == "failed":
             return
         if event.type == EventType.STOP:
@@ -215,8 +221,13 @@ class Part:
             return begin
         return max(begin, previous_end)
 
-    def seconds(self, previous_end: float | None) -> dict[str, float]:
-        """Seconds of every cause, and ``productive``; they sum to the part's share of the time."""
+    def seconds(
+        self, previous_end: float | None, *, only_settled: bool = False
+    ) -> dict[str, float]:
+        """Seconds of every cause, and ``productive``; they sum to the part's share of the time.
+
+        ``only_settled``: without the time since the last step that a change of the world may still claim.
+        """
         begin = self.begin_after(previous_end)
         end = max(begin, self.end)
         first, claimed = self._first_step_begin, self._claimed_before_step + self.restore
@@ -232,6 +243,8 @@ class Part:
             "reconfiguration": max(0.0, self.reconfiguration),
             "startup": max(0.0, startup) if math.isfinite(startup) else 0.0,
         }
+        if only_settled and self._first_step_begin is not None:
+            end = max(begin, self._settled)
         # Durations come from a clock that never goes back. Where they exceed the wall time, the wall clock
         # was set.
         measured = math.fsum(seconds.values())

@@ -210,7 +210,7 @@ class PrometheusExporter(BaseObserver):
 
     def _publish(self) -> None:
         """Bring the counters up to the accounts of this moment."""
-        seconds = self._account.seconds()
+        seconds = self._account.seconds(only_settled=True)
         self._raise("productive_seconds_total", seconds["productive"])
         for cause in CAUSES:
             self._raise("lost_seconds_total", seconds[cause], cause)

@@ -20,11 +20,11 @@ Mask = npt.NDArray[np.bool_]
 _COLUMNS = tuple(
     sorted(
         (column for column in COLUMNS if column.compared is not None),
-        # Other samples explain other losses, so they are told first; what counts nothing is told last.
+        # Other samples explain other losses, so they come first; what counts nothing comes last.
         key=lambda column: (column.compared == "told", column.name != "sample_hash"),
     )
 )
-"""In the order in which differences are told."""
+"""In the order in which differences are shown."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Rules:
 class Difference:
     """One column that differs. ``a`` and ``b``: the values at the first step that differs.
 
-    ``counts``: whether it makes the runs differ; otherwise it is only told.
+    ``counts``: whether it makes the runs differ; otherwise it is only shown.
     """
 
     field: str
@@ -111,11 +111,16 @@ class Comparison:
 
 def compare(a: History, b: History, rules: Rules) -> Comparison:
     """Align by step, the last row of each counting, and compare."""
-    left, right = (_counting(run.steps, rules) for run in (a, b))
+    counting = [run.steps.take(run.steps.last_rows()) for run in (a, b)]
+    left, right = (steps.take(rules.includes(steps.step)) for steps in counting)
+
+    # Steps that both runs have are compared; those of one run alone are a difference by themselves.
     common, of_left, of_right = np.intersect1d(
         left.step, right.step, assume_unique=True, return_indices=True
     )
     left_common, right_common = left.take(of_left), right.take(of_right)
+
+    # The last evaluation of each step and set counts, as with steps.
     evaluations_a, evaluations_b = (_evaluations(run.evaluations, rules) for run in (a, b))
     shared = [key for key in evaluations_a if key in evaluations_b]
     return Comparison(
@@ -138,11 +143,6 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
         changes_a=tuple(change for event in a.events for change in changes_of(event)),
         changes_b=tuple(change for event in b.events for change in changes_of(event)),
     )
-
-
-def _counting(steps: StepTable, rules: Rules) -> StepTable:
-    last = steps.take(steps.last_rows())
-    return last.take(rules.includes(last.step))
 
 
 def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Difference]:
@@ -194,6 +194,14 @@ def _differing(
     left, right = pair
     first = [column[rows[0]].item() for column in pair]
     shown = [f"{value:016x}" if name == "sample_hash" else value for value in first]
+    largest = None
+    if left.dtype == np.float64:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            size = np.maximum(np.abs(left[rows]), np.abs(right[rows]))
+            relative = np.abs(left[rows] - right[rows]) / size
+        # An infinite or undefined ratio says nothing of how far apart the others are.
+        finite = relative[np.isfinite(relative)]
+        largest = float(finite.max()) if len(finite) else float("nan")
     return Difference(
         field=name,
         counts=counts,
@@ -201,18 +209,9 @@ def _differing(
         first_step=int(steps[rows[0]]),
         a=shown[0],
         b=shown[1],
-        largest_relative=_largest_relative(left[rows], right[rows])
-        if left.dtype == np.float64
-        else None,
+        largest_relative=largest,
         where=where,
     )
-
-
-def _largest_relative(a: Reals, b: Reals) -> float:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        relative = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
-    finite = relative[np.isfinite(relative)]
-    return float(finite.max()) if len(finite) else float("nan")
 
 
 def _evaluations(

@@ -58,7 +58,11 @@ def render_markdown(facts: Facts, *, created: str) -> str:
     if facts.environment:
         parts += ["## Environment", _table(("", ""), facts.environment, right=set())]
     if facts.configuration:
-        parts += ["## Resolved configuration", _fenced(facts.configuration)]
+        # A fence longer than any run of backticks inside, or the block would end there.
+        runs = re.findall(r"`+", facts.configuration)
+        fence = "`" * max(3, 1 + max(map(len, runs), default=0))
+        text = f"{fence}yaml\n{facts.configuration.rstrip()}\n{fence}"
+        parts += ["## Resolved configuration", text]
     parts.append(
         f"Written by evergrad {__version__} on {created} UTC. Loss is in nats per token; the "
         "last row of a step counts."
@@ -83,10 +87,3 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[i
         *([escape(cell) for cell in row] for row in rows),
     ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _fenced(text: str) -> str:
-    """A code block whose fence is longer than any run of backticks inside."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}yaml\n{text.rstrip()}\n{fence}"

@@ -26,6 +26,7 @@ def envelope(x: Integers, y: Reals, *, points: int = 700) -> Curve:
     if len(x) <= points:
         return Curve(x.astype(np.float64), y)
     picked: list[int] = []
+    # The extremes of each span, in their order: means would hide the spikes that are looked for.
     for begin, end in _spans(len(x), points // 2):
         part = y[begin:end]
         if np.isnan(part).all():
@@ -44,12 +45,8 @@ def means(x: Integers, y: Reals, *, points: int = 300) -> Curve:
         return Curve(x.astype(np.float64), y)
     spans = _spans(len(x), points)
     middles = np.array([float(x[begin:end].mean()) for begin, end in spans])
-    return Curve(middles, np.array([_mean(y[begin:end]) for begin, end in spans]))
-
-
-def _mean(values: Reals) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else float("nan")
+    finite = [part[np.isfinite(part)] for part in (y[begin:end] for begin, end in spans)]
+    return Curve(middles, np.array([part.mean() if len(part) else np.nan for part in finite]))
 
 
 def _spans(length: int, number: int) -> list[tuple[int, int]]:

@@ -158,16 +158,18 @@ def clean(svg: str, *, key: str, label: str) -> str:
     view_box = re.search(r'viewBox="[^"]+"', svg)
     opening = f'<svg class="plot" role="img" aria-label="{escape(label)}" {view_box[0] if view_box else ""}>'
     svg = opening + svg[svg.index(">") + 1 :]
+    # Several plots share a page, where ids must be unique; those nobody refers to are only ballast.
     used = {match[2] for match in _REFERENCE.finditer(svg)}
     svg = _ID.sub(lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "", svg)
     svg = _REFERENCE.sub(lambda match: f"{match[1]}{key}-{match[2]}", svg)
     svg = _FONT.sub(lambda match: f"font-size: {match[1]}px", svg)
     svg = _NO_ROTATION.sub("", _FAMILY.sub("", svg))
-    svg = _TAG.sub(lambda match: _LONG_NUMBER.sub(_short, match[0]), svg)
+    # A hundredth of a pixel is more than any screen shows, and halves the page.
+    svg = _TAG.sub(
+        lambda tag: _LONG_NUMBER.sub(
+            lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), tag[0]
+        ),
+        svg,
+    )
     svg = _COLOR.sub(lambda match: _COLOR_OF[match[0]], svg)
     return re.sub(r"\n\s*", "\n", svg).strip()
-
-
-def _short(match: re.Match[str]) -> str:
-    """A coordinate to a hundredth of a pixel: more than any screen shows."""
-    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
