@@ -196,7 +196,7 @@ class Account:
 
     def _go_on(self, generation: int) -> Part:
         """The part that trains, stops or changes its world in ``generation``: the last one, as a rule."""
-        is_known = any(part.start is not None or part.changes for part in self._parts)
+        is_known = any(part.start is not None or part.changes.all for part in self._parts)
         if not self._parts or (not is_known and generation > self._parts[-1].newest):
             # No start event is left: each generation is taken for a process of its own.
             self.finish()

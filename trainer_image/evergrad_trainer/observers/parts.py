@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from evergrad_coordinator.text import duration
 from evergrad_trainer.observers.events import saved_step, seconds_of
 from evergrad_trainer.observers.goodput import ProcessAccount
-from evergrad_trainer.observers.worlds import OpenChange, is_positive
+from evergrad_trainer.observers.worlds import Changes, is_positive
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
 _CLOCK_TOLERANCE_SECONDS = 0.001
@@ -37,29 +37,20 @@ class Part:
     restore: float = 0.0
     checkpoint: float = 0.0
     evaluation: float = 0.0
-    reconfiguration: float = 0.0
     absent: float = 0.0
     """Seconds in which rank 0 was elsewhere: they are in another account."""
     num_steps: int = 0
     last_step: int | None = None
     world_size: int | None = None
-    changes: list[OpenChange] = field(default_factory=list)
+    changes: Changes = field(default_factory=Changes)
     ended: str = ""
     detail: str = ""
     end: float = -math.inf
     _settled: float = -math.inf
-    """Up to here it is known what the time between steps was for: a change of the world claims what follows."""
+    """Up to here the use of the time between steps is known: a change of the world may claim what follows."""
     _begin: float = math.inf
     _first_step_begin: float | None = None
     _claimed_before_step: float = 0.0
-    _step_time: float | None = None
-    """End of the newest step."""
-    _saved: float = 0.0
-    """Seconds that saves of the newest step have blocked so far."""
-    _evaluated: float = 0.0
-    """Seconds of evaluations since the newest step or change."""
-    _saving: dict[int, OpenChange] = field(default_factory=dict)
-    """By step, the change that came right after it: saves of that step are reported later."""
     _times: dict[str, float] = field(default_factory=dict)
     """Newest time of each of the run's files."""
     _backwards: float = 0.0
@@ -92,29 +83,21 @@ class Part:
         if is_late:
             return
         self.last_step, begin = step, time - seconds
-        if self.changes and not self.changes[-1].has_step:
-            self._move(self.changes[-1]).close(begin)
-            self.reconfiguration += self.changes[-1].seconds
+        self.changes.add_step(step, begin, time)
         if self._first_step_begin is None:
             self._first_step_begin = begin
-            self._claimed_before_step += self.reconfiguration
-            self.world_size = world_size if self.world_size is None else self.world_size
-        # Trained again: a save that is reported from now on is of this one.
-        self._saving.pop(step, None)
-        if math.isfinite(time):
-            self._step_time = self._settled = time
-        self._saved = self._evaluated = 0.0
+            self._claimed_before_step += self.changes.seconds
+            if self.world_size is None:
+                self.world_size = world_size
+        self._settled = time if math.isfinite(time) else self._settled
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
         """Count an evaluation."""
         seconds = record.seconds if 0 < record.seconds < math.inf else 0.0
         self._see("evaluations", record.time, begin=record.time - record.seconds)
         self.evaluation += seconds
-        self._evaluated += seconds
+        self.changes.add_evaluation(seconds)
         self._claim_before_step(seconds)
-        if self.changes and not self.changes[-1].has_step:
-            # It counts once a step has come; before another change it belongs to that one.
-            self.changes[-1].claimed_later += seconds
 
     def add_event(self, event: Event) -> None:
         """Count an event, but for starts and changes of the world."""
@@ -122,7 +105,11 @@ class Part:
         if event.type == EventType.RESTORED:
             self.restore += seconds_of(event, "seconds")
         elif event.type in (EventType.SAVE, EventType.SAVE_FAILED):
-            self._add_save(event)
+            seconds = seconds_of(event, "blocking_seconds")
+            self.checkpoint += seconds
+            self._claim_before_step(seconds)
+            step = saved_step(event) if event.type == EventType.SAVE else event.step
+            self.changes.add_save(step, event.generation, seconds)
         self._add_ending(event)
 
     def add_world(self, event: Event, *, takes_over: bool) -> None:
@@ -130,50 +117,20 @@ class Part:
 
         ``takes_over``: rank 0 comes from elsewhere, where the last step was.
         """
-        before = self.changes[-1] if self.changes else None
-        claimed, step = 0.0, None
+        last_sign = self.end if math.isfinite(self.end) else event.time
+        elsewhere_until = None
         if takes_over:
-            begin = event.time - seconds_of(event, "paused_seconds")
-            gap = max(0.0, begin - self.end) if math.isfinite(self.end) else 0.0
+            # What went on elsewhere is in another account, and this part's time must not have it too.
+            elsewhere_until = event.time - seconds_of(event, "paused_seconds")
+            gap = max(0.0, elsewhere_until - last_sign)
             self.absent += gap
             self._claim_before_step(gap)
-        elif before is not None and not before.has_step:
-            begin, claimed = before.world.time, self._evaluated
-        elif self._step_time is not None:
-            begin, claimed, step = (
-                self._step_time,
-                self._evaluated + self._saved,
-                self.last_step,
-            )
-        else:
-            begin = self.end if math.isfinite(self.end) else event.time
+        self.changes.open(event, last_sign=last_sign, elsewhere_until=elsewhere_until)
+        begin = event.time if elsewhere_until is None else elsewhere_until
         self._see("events", event.time, begin=begin)
-        # Clocks of two machines: the last step may have been written after this event.
-        change = OpenChange(event, min(begin, event.time), event.time, claimed)
-        self.changes.append(change)
-        self.reconfiguration += change.seconds
-        if step is not None:
-            self._saving[step] = change
-        self.newest, self._saved, self._evaluated = event.generation, 0.0, 0.0
-        self._settled = event.time
+        self.newest, self._settled = event.generation, event.time
         # One of its processes may have ended or failed; the others went on.
         self.ended = self.detail = ""
-
-    def _add_save(self, event: Event) -> None:
-        seconds = seconds_of(event, "blocking_seconds")
-        self.checkpoint += seconds
-        self._claim_before_step(seconds)
-        step = saved_step(event) if event.type == EventType.SAVE else event.step
-        if step == self.last_step:
-            self._saved += seconds
-        if change := self._saving.get(step):
-            self._move(change).claim_save(event.generation, seconds)
-            self.reconfiguration += change.seconds
-
-    def _move(self, change: OpenChange) -> OpenChange:
-        """Take a change out of the sum: its seconds are about to differ."""
-        self.reconfiguration -= change.seconds
-        return change
 
     def _add_ending(self, event: Event) -> None:
         """Note how a process ends; what came first counts, and an error's name and message above all."""
@@ -232,7 +189,7 @@ class Part:
         end = max(begin, self.end)
         first, claimed = self._first_step_begin, self._claimed_before_step + self.restore
         if first is None:
-            first, claimed = end, claimed + self.reconfiguration
+            first, claimed = end, claimed + self.changes.seconds
         startup = first - begin - claimed
         seconds = {
             "productive": max(0.0, self.productive),
@@ -240,7 +197,7 @@ class Part:
             "restore": self.restore,
             "checkpoint": self.checkpoint,
             "evaluation": self.evaluation,
-            "reconfiguration": max(0.0, self.reconfiguration),
+            "reconfiguration": max(0.0, self.changes.seconds),
             "startup": max(0.0, startup) if math.isfinite(startup) else 0.0,
         }
         if only_settled and self._first_step_begin is not None:
@@ -267,13 +224,13 @@ class Part:
             ended=self.ended or ("running or killed" if is_last else "killed"),
             detail=self.detail,
             seconds=self.seconds(previous_end),
-            changes=tuple(change.result() for change in self.changes),
+            changes=tuple(change.result() for change in self.changes.all),
         )
 
     def odd_clocks(self, previous_end: float | None) -> list[str]:
         """Clocks that went back in this part or before it, as sentences."""
         notes = []
-        tolerance = _CLOCKS_APART_SECONDS if self.changes else _CLOCK_TOLERANCE_SECONDS
+        tolerance = _CLOCKS_APART_SECONDS if self.changes.all else _CLOCK_TOLERANCE_SECONDS
         if self._backwards > tolerance:
             notes.append(
                 f"the clock went back by {duration(self._backwards)} while generation "

@@ -103,6 +103,7 @@ def gather_facts(directory: RunDirectory) -> Facts:
     resolved = directory.read_resolved() or {}
     started = _started(history, resolved)
     evaluations = last_evaluations(history.evaluations)
+    manifest = resolved.get("manifest", resolved)
     return Facts(
         name=str(started.get("run") or directory.path.resolve().name),
         subtitle=_subtitle(started, goodput),
@@ -119,7 +120,11 @@ def gather_facts(directory: RunDirectory) -> Facts:
         world_causes=world_cause_table(goodput),
         warnings=warnings_of(history, goodput),
         environment=_environment(read_processes(directory)),
-        configuration=_as_yaml(resolved.get("manifest", resolved)),
+        configuration=hide_home(
+            yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=110)
+        )
+        if manifest
+        else "",
         goodput=goodput,
         steps=counting,
         superseded=superseded,
@@ -384,11 +389,3 @@ def _earlier_versions(processes: list[dict[str, Any]], versions: Mapping[str, An
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _as_yaml(value: Any) -> str:
-    return (
-        hide_home(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110))
-        if value
-        else ""
-    )
