@@ -3,6 +3,8 @@ torch has changed."""
 
 import inspect
 import re
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,3 +83,67 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
         for match in private.finditer(path.read_text("utf-8"))
     }
     assert not found
+
+
+_EAGER_STEP = """
+import sys
+import torch
+from evergrad_trainer import torch_private
+torch_private.delay_compiler()
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+ids = torch.arange(8)[None]
+model(input_ids=ids, labels=ids).loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+assert "torch._dynamo.symbolic_convert" not in sys.modules
+"""
+
+
+def _run_python(code: str) -> None:
+    """In a process of its own: what it imports would stay in this one."""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_an_eager_step_of_a_transformers_model_does_not_import_the_compiler() -> None:
+    _run_python(_EAGER_STEP)
+
+
+def test_a_delayed_compiler_compiles_and_heeds_what_was_decorated_before() -> None:
+    _run_python(
+        """
+import sys
+import torch
+from evergrad_trainer import torch_private
+torch_private.delay_compiler()
+import torch._dynamo
+seen = []
+
+@torch._dynamo.disable
+def note(x):
+    seen.append(torch.compiler.is_compiling())
+    return x + 1
+
+@torch._dynamo.allow_in_graph
+def whole(x):
+    return x * 2
+
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+assert note(torch.ones(1)).item() == 2.0
+assert "torch._dynamo.symbolic_convert" not in sys.modules
+compiled = torch.compile(lambda x: note(whole(x)), backend=backend)
+assert compiled(torch.ones(1)).item() == 3.0
+assert seen == [False, False], seen
+assert len(graphs) == 1 and any(node.target is whole for node in graphs[0].graph.nodes), graphs
+torch_private.import_slow_parts()
+"""
+    )

@@ -1,6 +1,13 @@
 """Every private name of torch that Evergrad uses, each with the reason; a test per supported torch holds
 them."""
 
+import functools
+import importlib
+import importlib.util
+import sys
+import threading
+import types
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -8,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch
+
+_COMPILER = "torch._dynamo"
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """The base of a class that sees each operation before it runs. torch documents it and has no public name
@@ -48,7 +57,97 @@ def scale(tensors: list[torch.Tensor], factor: float) -> None:
 def import_slow_parts() -> None:
     """Import what the first optimizer step of a process, and torch's log formatter at the first error,
     import: seconds."""
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
+
+    # Any attribute makes a delayed one load.
+    _ = torch._dynamo.config
+
+
+def delay_compiler() -> None:
+    """Let torch's compiler be imported by its first real use, not by everything that may use it.
+
+    transformers and torch's own optimizers import it in every process, for decorators that mean something to
+    compiled code alone: a third of a second to a second of each start. Nothing changes where it has been
+    imported already.
+    """
+    if _COMPILER in sys.modules:
+        return
+    spec = importlib.util.find_spec(_COMPILER)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    module.__class__ = _DelayedCompiler
+    sys.modules[_COMPILER] = module
+    torch._dynamo = module
+    # transformers' attention masks take a class from this part, which needs no other.
+    importlib.import_module(f"{_COMPILER}._trace_wrapped_higher_order_op")
+    # Any further part is a use of the compiler: they import each other through the whole.
+    del module.__path__
+
+
+class _DelayedCompiler(types.ModuleType):
+    """torch's compiler before its code has run.
+
+    It answers what is asked of it at imports and in eager steps. Any other name loads it, into this same
+    module, and what was asked before takes effect.
+    """
+
+    def graph_break(self, msg: str = "") -> None:
+        """End the graph that is being traced: there is none."""
+
+    def allow_in_graph(self, function: Any) -> Any:
+        """Leave a call of ``function`` as it is in graphs: noted until there are graphs."""
+        _noted.append(("allow_in_graph", function))
+        return function
+
+    def assume_constant_result(self, function: Any) -> Any:
+        """Trace ``function`` as a constant: noted until there are graphs."""
+        _noted.append(("assume_constant_result", function))
+        return function
+
+    def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
+        """Keep ``function`` from being traced, from the moment that anything can be."""
+        if function is None:
+            return functools.partial(self.disable, recursive=recursive, **options)
+        if not isinstance(function, types.FunctionType):
+            return getattr(_load_compiler(self), "disable")(function, recursive, **options)  # noqa: B009 - a class of this module has the name, too
+        disabled: list[Callable[..., Any]] = []
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(self, _DelayedCompiler):
+                return function(*args, **kwargs)
+            if not disabled:
+                loaded: Any = self
+                disabled.append(loaded.disable(function, recursive, **options))
+            return disabled[0](*args, **kwargs)
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        # Others look for such names in every module (inspect, warnings): no use of the compiler.
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        return getattr(_load_compiler(self), name)
+
+
+_noted: list[tuple[str, Any]] = []
+_loading = threading.RLock()
+
+
+def _load_compiler(module: types.ModuleType) -> types.ModuleType:
+    """Run the compiler's own code in ``module``, once."""
+    # Reentrant: its code imports parts of itself, which ask the module for what it has by then.
+    with _loading:
+        if isinstance(module, _DelayedCompiler):
+            spec: Any = module.__spec__
+            module.__class__ = types.ModuleType  # type: ignore[assignment]
+            module.__path__ = spec.submodule_search_locations
+            spec.loader.exec_module(module)
+            while _noted:
+                name, function = _noted.pop()
+                getattr(module, name)(function)
+    return module
 
 
 def group_state() -> tuple[int, Any]:

@@ -13,7 +13,7 @@ import pytest
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.script import Script
 from evergrad_manifest.script_files import script_problems
-from evergrad_trainer.node.scripts import _imports_of, preload
+from evergrad_trainer.node.scripts import _names_from, preload
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -109,7 +109,7 @@ def test_only_known_libraries_that_the_script_imports_are_loaded_before_the_fork
         "import numpy as np\nimport mine\nfrom torch import nn\ndef f():\n    from os import path\n",
         "utf-8",
     )
-    assert _imports_of(path) == {"numpy", "mine", "torch", "os"}
+    assert set(_names_from(path)) == {"numpy", "mine", "torch", "os"}
     assert preload(Script(command=("train.py",)), tmp_path) == ("torch", "numpy")
 
 
@@ -131,3 +131,36 @@ def test_the_manifest_of_the_documentation_is_valid_and_its_script_is_there(
     script = load_manifest(tmp_path / "demo.yaml").run.script
     assert script.grace_period_seconds == 60
     assert script_problems(script, base_directory=ROOT) == []
+
+
+def test_the_names_a_script_takes_from_a_package_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from transformers import LlamaForCausalLM, LlamaConfig as Config\n"
+        "from transformers.models.gpt2 import GPT2Config\n"
+        "import transformers\n",
+        "utf-8",
+    )
+    assert _names_from(path) == {"transformers": {"LlamaForCausalLM", "LlamaConfig"}}
+
+
+def test_the_model_class_that_a_script_takes_from_transformers_is_loaded_before_workers_are_forked(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "from transformers import NoSuchClass, LlamaForCausalLM\n", "utf-8"
+    )
+    code = (
+        "import sys; from pathlib import Path; from evergrad_manifest.script import Script; "
+        "from evergrad_trainer.node.scripts import preload; "
+        "preload(Script(command=('train.py',)), Path(sys.argv[1])); "
+        "print('transformers.models.llama.modeling_llama' in sys.modules)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    assert ended.stdout.split() == ["True"]

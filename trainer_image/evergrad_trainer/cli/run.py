@@ -7,6 +7,7 @@ import sys
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import load_from
+from evergrad_trainer.checkpoint.ahead import read_ahead
 from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
     RunRequest,
@@ -15,6 +16,7 @@ from evergrad_trainer.cli.run_arguments import (
     machine_and_workers,
     run_directory_of,
 )
+from evergrad_trainer.machine import observe_machine
 from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -79,16 +81,24 @@ def execute(args: argparse.Namespace) -> int:
         print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
         print("To train longer, raise the horizon and use --extend.")
         return int(ExitCode.DONE)
+    if standing.state == "begun":
+        # The disk reads while the processor imports.
+        read_ahead(directory.checkpoints, memory_bytes=observe_machine().memory_bytes)
     # Imports make hundreds of thousands of objects that stay: collecting among them costs a tenth of the
     # start-up.
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
+    from evergrad_trainer import torch_private
     from evergrad_trainer.worker.run import run_session
 
     forks_above = None if _is_launched() else 1 if request.num_nodes is None else 0
     machine, num_workers = machine_and_workers(
         request.num_workers, loaded.run, forks_above=forks_above
     )
+    is_alone = request.num_nodes is None and (num_workers == 1 or _is_launched())
+    if is_alone and loaded.run.training.runtime.compile != "on":
+        # Processes that are forked from this one get it with everything else that is slow to import.
+        torch_private.delay_compiler()
     asked = PlanRequest(
         loaded,
         directory,
@@ -107,7 +117,7 @@ def execute(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return int(ExitCode.STOPPED_SAVED)
-    if request.num_nodes is None and (num_workers == 1 or _is_launched()):
+    if is_alone:
         return run_session(plan)
     # Several processes are several members of one elastic run, whether they are on one node or on many.
     from evergrad_trainer.cli.nodes import run_nodes

@@ -13,6 +13,7 @@ import torch
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Model
 from evergrad_trainer.errors import ModelError
+from evergrad_trainer.models.imports import import_transformers
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def count_parameters(plan: ModelPlan) -> int:
 
 
 def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
+    import_transformers()
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -183,6 +185,7 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
 
 
 def _read_directory(directory: Path) -> "PreTrainedConfig":
+    import_transformers()
     from transformers import AutoConfig
 
     if not (directory / "config.json").is_file():

@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
@@ -43,14 +44,15 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
     path = (
         program_path(script.program, base_directory) if script.program.kind == "file" else None
     )
-    wanted = {"torch"} | (_imports_of(path) if path is not None else set())
+    names = _names_from(path) if path is not None else {}
+    wanted = {"torch", *names}
     loaded = []
     for name in _WORTH_PRELOADING:
         if name in wanted and importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
             loaded.append(name)
     if "accelerate" in loaded or "transformers" in loaded:
-        _load_trainer()
+        _load_classes(sorted(names.get("transformers", ())))
     return tuple(loaded)
 
 
@@ -124,20 +126,31 @@ def _exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def _imports_of(path: Path) -> set[str]:
-    """Top-level names a Python file imports; nothing for a file that cannot be read or parsed: its worker
-    will say so."""
-    names: set[str] = set()
+def _names_from(path: Path) -> dict[str, set[str]]:
+    """Top-level packages a Python file imports, each with the names it takes from it.
+
+    Nothing for a file that cannot be read or parsed: its worker will say so.
+    """
+    names: dict[str, set[str]] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Import):
-                names.update(alias.name.partition(".")[0] for alias in node.names)
+                for alias in node.names:
+                    names.setdefault(alias.name.partition(".")[0], set())
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module.partition(".")[0])
+                package, _, part = node.module.partition(".")
+                taken = names.setdefault(package, set())
+                if not part:
+                    taken |= {alias.name for alias in node.names}
     return names
 
 
-def _load_trainer() -> None:
-    """transformers loads its classes on first use; these are the ones a training script uses."""
+def _load_classes(names: Sequence[str]) -> None:
+    """Load the classes that a training script uses, and ``names``: transformers loads each on first use."""
     with contextlib.suppress(Exception):
         from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: F401
+    transformers = sys.modules.get("transformers")
+    for name in names:
+        # An error of a name is the script's, whose worker meets it again.
+        with contextlib.suppress(Exception):
+            getattr(transformers, name)
