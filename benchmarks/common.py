@@ -4,6 +4,9 @@ import json
 import math
 import operator
 import pydoc_data.topics
+import random
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,12 +40,29 @@ class Row:
 def print_rows(rows: list[Row]) -> None:
     """A table for people."""
     for row in rows:
-        verdict = {None: "", True: "reached", False: "MISSED"}[row.is_reached]
+        outcome = {None: "", True: "reached", False: "MISSED"}[row.is_reached]
         print(
             f"{row.what:<58} {row.name:<28} {row.value:>14,.4g} {row.unit:<10} {row.goal:<10} "
-            f"{verdict} {row.note}",
+            f"{outcome} {row.note}",
             flush=True,
         )
+
+
+def interval_of_median(
+    values: Sequence[float], *, share: float = 0.95, draws: int = 2000
+) -> tuple[float, float]:
+    """Interval that holds the median of what ``values`` were drawn from, with probability
+    ``share``.
+
+    A percentile bootstrap. Its generator has a seed, so that one file of samples gives one
+    interval.
+    """
+    generator = random.Random(0)
+    medians = sorted(
+        statistics.median(generator.choices(values, k=len(values))) for _ in range(draws)
+    )
+    cut = round((1 - share) / 2 * draws)
+    return medians[cut], medians[-1 - cut]
 
 
 _SHAPES = {

@@ -1,8 +1,9 @@
 """What being elastic costs while nothing happens: tokens/s of two nodes against plain torchrun, and a
 supervisor's memory.
 
-Both groups are there at the same time and take turns: whoever is not in turn is stopped (SIGSTOP), so that
-whatever else the machine does hits both alike. Only steps that began and ended within a turn count.
+Both groups are there at the same time and take turns: the one that is not in turn is stopped (SIGSTOP), so
+that whatever else the machine does hits both alike. Only steps that began and ended within a turn count.
+Turns go on until the interval of the ratio is narrow enough, or there have been many.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common import interval_of_median
 from elastic_nodes import (
     LENGTH,
     BenchmarkError,
@@ -33,6 +35,12 @@ from elastic_nodes import (
 NUM_NODES = 2
 _SAMPLES = 4
 _STEPS_A_TURN = 5
+HALF_WIDTH = 0.01
+"""Of the ratio's interval of 95 %: turns go on until it is narrower."""
+_BLOCK = 10
+"""Turns between two looks at the interval. Only its width is looked at, so that stopping does
+not favour a result."""
+_MOST_BLOCKS_AN_EVENT = 4
 Sample = dict[str, Any]
 
 
@@ -53,19 +61,31 @@ def measure_cost(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[
             _static(folder / "static", nodes.directory.parent) as (agent, steps),
         ):
             static = _with_descendants(agent.pid)
-            samples = []
             _signal(static, signal.SIGSTOP)
-            for number in range(2 * events + 1):
-                turn = {"elastic": _turn(elastic, nodes.steps), "static": _turn(static, steps)}
-                # The first turn warms up.
-                samples += [turn] if number else []
-                if number and number % 5 == 0:
-                    print(
-                        f"  turn {number}: {turn['elastic']:.0f} and {turn['static']:.0f} tokens/s",
-                        flush=True,
-                    )
+            groups = {"elastic": (elastic, nodes.steps), "static": (static, steps)}
+            _pair(groups, is_turned=False)  # warms up
+            samples: list[Sample] = []
+            blocks = 1 if is_tiny else _MOST_BLOCKS_AN_EVENT * events
+            for _ in range(blocks):
+                # The one that comes second finds warm caches: they take turns in that, too.
+                samples += [_pair(groups, is_turned=bool(turn % 2)) for turn in range(_BLOCK)]
+                low, high = interval_of_ratio(samples)
+                print(f"  {len(samples)} turns: ratio {low:.4f} to {high:.4f}", flush=True)
+                if high - low < 2 * HALF_WIDTH:
+                    break
             _signal(static, signal.SIGCONT)
     return {"turn": samples}
+
+
+def interval_of_ratio(samples: list[Sample]) -> tuple[float, float]:
+    """The 95 % interval of elastic tokens/s over static ones."""
+    return interval_of_median([one["elastic"] / one["static"] for one in samples])
+
+
+def _pair(groups: dict[str, tuple[list[int], Steps]], *, is_turned: bool) -> Sample:
+    """One turn of each group: tokens/s by name."""
+    order = sorted(groups, reverse=is_turned)
+    return {name: _turn(*groups[name]) for name in order}
 
 
 @contextlib.contextmanager

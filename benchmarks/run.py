@@ -44,6 +44,7 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "speed-bf16": _speed("bf16-autocast", compiled=False, rounds=6),
     "speed-bf16-compile": _speed("bf16-autocast", compiled=True, rounds=6),
     "resume": _simple("resume_time"),
+    "start": _simple("start_time"),
     "checkpoint-cost": _simple("checkpoint_cost"),
     "checkpoint-throughput": _simple("checkpoint_throughput"),
     "memory": _simple("memory"),
@@ -107,7 +108,7 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
             "times of different runs."
         ),
     ]
-    verdicts = {None: "", True: "reached", False: "**missed**"}
+    outcomes = {None: "", True: "reached", False: "**missed**"}
     for name, part in document.items():
         machine = ", ".join(
             f"{key.replace('_', ' ')} {value}" for key, value in part["machine"].items()
@@ -122,7 +123,7 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
             "|---|---|---:|---|---|",
         ]
         for row in part["rows"]:
-            end = f"{verdicts[row['reached']]} {row['note']}".strip()
+            end = f"{outcomes[row['reached']]} {row['note']}".strip()
             lines.append(
                 f"| {row['what']} | {row['name']} | {row['value']:,.4g} {row['unit']} | "
                 f"{row['goal']} | {end} |"
