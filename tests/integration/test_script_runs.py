@@ -97,7 +97,21 @@ class ScriptRun:
             time.sleep(0.02)
 
     def wait(self) -> int:
-        return self.launcher.wait(SECONDS)
+        """Exit code of the launcher. A run that does not end shows what it did last."""
+        try:
+            return self.launcher.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            events = "\n".join(json.dumps(event) for event in self.events()[-30:])
+            processes = subprocess.run(
+                ["ps", "-eo", "pid,ppid,stat,wchan:20,etimes,args"],
+                capture_output=True,
+                text=True,
+                check=False,
+            ).stdout
+            raise AssertionError(
+                f"the run did not end in {SECONDS} s\n{self.output[-6000:]}\n"
+                f"coordinator:\n{events}\n{processes}"
+            ) from None
 
     def events(self) -> list[dict[str, Any]]:
         text = (self.path / "runs/script/logs/coordinator.log").read_text("utf-8")
