@@ -1,4 +1,4 @@
-"""What the loop tells its observers: plain frozen records, the rows of the run directory's JSONL files."""
+"""Records that the loop gives its observers: the rows of the run directory's JSONL files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class EvaluationRecord:
 
 
 def record_row(record: StepRecord | EvaluationRecord) -> dict[str, Any]:
-    """The record as a line of its file: its fields in their order; ``metrics`` is left out where
+    """Return the record as a line of its file: its fields in their order; ``metrics`` is left out where
     it is empty."""
     row = dict(record.__dict__)
     if not row["metrics"]:

@@ -23,7 +23,7 @@ from evergrad_trainer.observers.goodput import CAUSES
 from evergrad_trainer.observers.history import Before
 from evergrad_trainer.observers.instruments import PHASES
 from evergrad_trainer.observers.prometheus import PrometheusExporter
-from evergrad_trainer.observers.relay import Relay, tell
+from evergrad_trainer.observers.relay import Relay, deliver
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
 INFO = RunInfo(
@@ -394,7 +394,7 @@ def test_what_is_relayed_arrives_with_what_the_run_has_left_before(
     relay.run_start(replace(INFO, run_directory=str(tmp_path), takes_over=True))
     relay.step_end(synthetic.step_record(58, generation=4, time=run.now))
     for kind, record in sent:
-        tell(exporter, kind, record)
+        deliver(exporter, kind, record)
     assert (sent[0][1]["highest_step"], sent[0][1]["last_time"]) == (57, run.now)
     samples = _samples(exporter)
     assert samples["evergrad_step", ()] == 58

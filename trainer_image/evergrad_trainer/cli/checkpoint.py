@@ -29,7 +29,7 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class Row:
-    """One published checkpoint, as ``list`` shows it.
+    """Row of one published checkpoint, as ``list`` shows it.
 
     ``reason`` says why one without facts cannot be read.
     """

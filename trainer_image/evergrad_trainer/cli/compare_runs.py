@@ -28,7 +28,7 @@ _MOST_SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two runs and how closely they must agree."""
+    """Define the two runs, and how closely they must agree."""
     parser.add_argument("a", type=Path, metavar="A", help="run directory")
     parser.add_argument("b", type=Path, metavar="B", help="run directory")
     parser.add_argument(
@@ -81,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _rules(tolerance: float, steps: str | None, *, exact: bool) -> "Rules":
-    """What must agree. ``steps``: FROM:TO, as it was given. Raises InputError."""
+    """Read what must agree. ``steps``: FROM:TO, as it was given. Raises InputError."""
     from evergrad_trainer.report.compare import Rules
 
     if not (math.isfinite(tolerance) and tolerance >= 0):

@@ -48,7 +48,7 @@ _FIRST_OWN_INDEX = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the node belongs, and what it brings."""
+    """Define where the node belongs, and what it brings."""
     add_run_arguments(parser)
     parser.add_argument(
         "--join", required=True, metavar="HOST:PORT", help="where the run's coordinator listens"
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What ``evergrad node`` was asked for: its arguments, checked and with names for what they mean."""
+    """Arguments of ``evergrad node``, checked and with names for what they mean."""
 
     loaded: LoadedManifest
     directory: RunDirectory
@@ -154,7 +154,7 @@ def _prepare_patiently(read: Callable[[], NodeRequest]) -> Callable[[], int]:
 
 
 def _prepare(request: NodeRequest) -> Callable[[], int]:
-    """All that comes before the node asks to join; what it returns serves, and gives the exit code."""
+    """Do all that comes before the node asks to join. The result serves, and returns the exit code."""
     loaded, directory, run = request.loaded, request.directory, request.loaded.run
     directory.create()
     standing = inspect_directory(directory, run, extend=True)
@@ -184,7 +184,7 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
 
 
 def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
-    """A pod that was given accelerators and sees none must not train on its processor. Raises HostError."""
+    """Refuse to train on the processor of a pod that was given accelerators. Raises HostError."""
     asked = [
         name for name in run.spec.resources.limits if name.startswith(_ACCELERATOR_PREFIXES)
     ]
@@ -257,7 +257,7 @@ def _read_request(args: argparse.Namespace) -> NodeRequest:
 
 
 def _settings(args: argparse.Namespace) -> "NodeSettings":
-    """What the arguments say of this node. Raises ConfigurationError with all that is wrong with them."""
+    """Read what the arguments say of this node. Raises ConfigurationError with all that is wrong in them."""
     from evergrad_trainer.node.settings import NodeSettings
 
     host, _, port = args.join.rpartition(":")
@@ -312,7 +312,7 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine that leads to the coordinator. Raises ConfigurationError."""
+    """Find the address of this machine that leads to the coordinator. Raises ConfigurationError."""
     from evergrad_trainer.worker.sockets import address_towards
 
     try:

@@ -117,8 +117,8 @@ def run_script(request: RunRequest) -> int:
 def coordinator_settings(
     run: TrainingRun, directory: Path, *, num_nodes: int, recovery: Recovery
 ) -> CoordinatorSettings:
-    """A local coordinator for ``num_nodes`` nodes, to which more may be added by hand up to the manifest's
-    maximum."""
+    """Settings of a local coordinator for ``num_nodes`` nodes, to which more may be added by hand up to the
+    manifest's maximum."""
     bounds = run.spec.nodes
     most = max(num_nodes, bounds.max or bounds.min)
     state = directory / COORDINATOR

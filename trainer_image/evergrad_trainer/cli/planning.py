@@ -39,7 +39,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What ``run`` and ``node`` ask to have planned, read from their arguments."""
+    """Request of ``run`` and ``node`` for a plan, read from their arguments."""
 
     loaded: LoadedManifest
     directory: RunDirectory
@@ -122,7 +122,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
 
 
 def _examine(request: PlanRequest) -> "ModelPlan":
-    """Look before training: errors stop, warnings are printed."""
+    """Run preflight before training: errors stop, warnings are printed."""
     from evergrad_trainer.preflight import examine
 
     loaded, nodes = request.loaded, request.loaded.run.spec.nodes

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0 when everything is prepared, 75 after Ctrl-C: what is finished is kept.
+    """Prepare everything; exit 0, or 75 after Ctrl-C: what is finished is kept.
 
     Raises DataError, ConfigurationError.
     """
@@ -108,7 +108,7 @@ def prepare_with_progress(
     workers: int | None = None,
     stream: TextIO | None = None,
 ) -> Prepared:
-    """``prepare`` with a bar where ``stream`` (default: stderr) is a terminal, else with a line every few
+    """Run ``prepare`` with a bar where ``stream`` (default: stderr) is a terminal, else with a line every few
     seconds.
 
     Says nothing when there is nothing to do, but for lines that were skipped as malformed: those are named at
@@ -145,7 +145,7 @@ def prepare_with_progress(
 
 
 def describe_prepared(prepared: Prepared) -> list[str]:
-    """One line a source."""
+    """Describe each source in one line."""
     width = max(len(source.name) for source in (*prepared.sources, *prepared.evaluation))
     return [
         f"{source.name:<{width}}  {_describe(source)}"
@@ -225,7 +225,7 @@ def _display(stream: TextIO) -> Iterator[_Display]:
 
 
 class _Lines:
-    """A line every few seconds."""
+    """Display that prints a line every few seconds."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -246,7 +246,7 @@ def _line(progress: PrepareProgress) -> str:
 
 
 class _Bar:
-    """A bar that appears when there is something to do and is gone afterwards."""
+    """Display with a bar that appears when there is something to do and is gone afterwards."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console

@@ -19,7 +19,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run and where its report goes."""
+    """Define the run, and where its report goes."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="where to write (default: the run directory)"

@@ -12,7 +12,7 @@ from evergrad_trainer.machine import Machine, observe_machine
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The manifest's arguments, ``--run-directory`` and ``--workers``."""
+    """Define the manifest's arguments, ``--run-directory`` and ``--workers``."""
     add_manifest_arguments(parser)
     parser.add_argument(
         "--run-directory",
@@ -30,7 +30,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What ``evergrad run`` was asked for: its arguments, checked and with names for what they mean."""
+    """Arguments of ``evergrad run``, checked and with names for what they mean."""
 
     loaded: LoadedManifest
     directory: Path
@@ -68,14 +68,14 @@ def check_request_of_script(request: RunRequest) -> None:
 
 
 def run_directory_of(given: Path | None, run: TrainingRun) -> Path:
-    """``--run-directory``, else ``runs/<name>`` below the current directory."""
+    """Return ``--run-directory``, else ``runs/<name>`` below the current directory."""
     return given if given is not None else Path("runs") / run.metadata.name
 
 
 def machine_and_workers(
     asked: int | None, run: TrainingRun, *, forks_above: int | None = None
 ) -> tuple[Machine, int]:
-    """This machine, and how many training processes it will run.
+    """Observe this machine, and choose how many training processes it will run.
 
     ``asked``: ``--workers``; without it the manifest decides, else one an accelerator, else 1.
 

@@ -16,7 +16,7 @@ from evergrad_trainer.run_directory import RunDirectory
 def prepare_script(
     loaded: LoadedManifest, directory: RunDirectory, serve: Callable[[], int]
 ) -> Callable[[], int]:
-    """Check the script's files, record the run, and import what workers will need; what it returns serves and
+    """Check the script's files, record the run, and import what workers will need; the result serves and
     marks the end.
 
     Each node writes the same record and the same mark, so the directory tells whose it is whoever comes

@@ -16,7 +16,7 @@ from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.observers.instruments import build_series
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.prometheus import PrometheusExporter
-from evergrad_trainer.observers.relay import tell
+from evergrad_trainer.observers.relay import deliver
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class NodeMetrics:
     def tell(self, kind: str, record: dict[str, Any]) -> None:
         """A record of rank 0."""
         if self._exporter is not None:
-            tell(self._exporter, kind, record)
+            deliver(self._exporter, kind, record)
         if kind == "run_start":
             self._total_steps = int(record["total_steps"])
         elif kind == "event" and record.get("type") == "save":

@@ -1,1 +1,1 @@
-"""Who watches a run: JSON lines, progress, logs, Prometheus, and the accounts of where time went."""
+"""Observers of a run: JSON lines, progress, logs, Prometheus, and the accounts of where time went."""

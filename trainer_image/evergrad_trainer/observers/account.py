@@ -1,4 +1,4 @@
-"""The one fold of a run's accounts of time: records go in, one by one, and seconds by cause come out.
+"""Fold of a run's records into its accounts of time: productive seconds, and lost ones by cause.
 
 The exporter asks it after each record, the report after the last one of the files. Pure.
 """
@@ -14,7 +14,7 @@ Record = RunInfo | StepRecord | EvaluationRecord | Event
 
 
 class Account:
-    """Where the time of a run went, up to the last record: productive seconds, and lost ones by cause.
+    """Accounts of a run up to the last record: productive seconds, and lost ones by cause.
 
     Goodput = time in steps that were kept / elapsed time, as in Google's ml-goodput-measurement. A step is
     kept until training begins again before it.
@@ -126,7 +126,8 @@ class Account:
             self._give(self._parts[-1], record)
 
     def seconds(self, *, only_settled: bool = False) -> dict[str, float]:
-        """Seconds so far of every cause of CAUSES, and ``productive``; in constant time for each start.
+        """Sum the seconds so far of every cause of CAUSES, and ``productive``; in constant time for each
+        start.
 
         ``only_settled``: without the time since the last step of which it is not known yet what it is for.
         """
@@ -141,7 +142,7 @@ class Account:
         return totals
 
     def goodput(self) -> Goodput:
-        """The accounts so far, with each process, restart and change of the world."""
+        """Return the accounts so far, with each process, restart and change of the world."""
         processes, restarts, notes = [], [], []
         previous_end = None
         for index, part in enumerate(self._parts):
@@ -173,7 +174,8 @@ class Account:
         )
 
     def _add_rank_0(self, info: RunInfo) -> None:
-        """A process becomes rank 0. What others did since the last one here is in their accounts."""
+        """Note that a process becomes rank 0. What others did since the last one here is in their
+        accounts."""
         if info.highest_step is not None and info.highest_step > self._highest_step:
             self._elsewhere.append((self._highest_step + 1, info.highest_step))
             self._highest_step = info.highest_step
@@ -195,7 +197,8 @@ class Account:
             self._give(part, record)
 
     def _go_on(self, generation: int) -> Part:
-        """The part that trains, stops or changes its world in ``generation``: the last one, as a rule."""
+        """Find the part that trains, stops or changes its world in ``generation``: the last one, as a
+        rule."""
         is_known = any(part.start is not None or part.changes.all for part in self._parts)
         if not self._parts or (not is_known and generation > self._parts[-1].newest):
             # No start event is left: each generation is taken for a process of its own.
@@ -235,7 +238,7 @@ class Account:
         self._parts.append(part)
 
     def _take_back(self, step: int) -> int:
-        """Steps after ``step`` are lost: their seconds are no longer productive.
+        """Take back the steps after ``step``, which are lost: their seconds are no longer productive.
 
         Returns how many of them the last part had trained.
         """

@@ -38,7 +38,7 @@ def account(
 def _places(
     steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]
 ) -> Iterator[tuple[int, Event | EvaluationRecord]]:
-    """Each event and evaluation with the number of step rows that come before it, in order.
+    """Yield each event and evaluation with the number of step rows that come before it, in order.
 
     Generations order the processes, since each start and each change of the world raises them and clocks of
     two machines may differ. Within a generation one process writes all three files, by one clock.
@@ -68,8 +68,8 @@ def _places(
 def _rising(
     generations: npt.NDArray[np.int64], times: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """The times, each at least as late as those before it in its generation: files are read in their order
-    also where a clock went back."""
+    """Raise the times so that each is at least as late as those before it in its generation: files are read
+    in their order also where a clock went back."""
     edges = [0, *(np.nonzero(np.diff(generations))[0] + 1).tolist(), len(generations)]
     parts = [
         np.fmax.accumulate(np.nan_to_num(times[first:last], nan=-math.inf))

@@ -22,7 +22,7 @@ _LONGEST_BAR = 40
 
 
 def render_line(state: State, width: int, *, is_unicode: bool = True) -> Text:
-    """The bar at ``width`` columns: parts that do not fit are left out, the least important first."""
+    """Render the bar at ``width`` columns: parts that do not fit are left out, the least important first."""
     parts = _parts(state)
     while len(parts) > 1 and _needed(parts) > width:
         parts.remove(min(parts, key=lambda part: part[0]))
@@ -38,7 +38,7 @@ def render_line(state: State, width: int, *, is_unicode: bool = True) -> Text:
 
 
 def _parts(state: State) -> list[tuple[int, str, str]]:
-    """(importance, text, style), in the order they stand in."""
+    """List (importance, text, style) of each part, from left to right."""
     share = state.step / state.total_steps if state.total_steps else 0.0
     is_over = state.step >= state.total_steps > 0
     remaining = (
@@ -92,7 +92,7 @@ def _bar(state: State, width: int, *, is_unicode: bool) -> Text:
 
 
 class _Line:
-    """What rich asks to draw itself at the terminal's present width."""
+    """Line that rich draws at the terminal's present width."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -102,8 +102,8 @@ class _Line:
 
 
 class ProgressBar(BaseObserver):
-    """Draws at most five times a second, in the calling thread: no thread of its own competes with the
-    training."""
+    """Observer that draws at most five times a second, in the calling thread: no thread of its own competes
+    with the training."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

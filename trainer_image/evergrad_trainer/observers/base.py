@@ -71,7 +71,7 @@ class BaseObserver:
         """Called at each transition of the run."""
 
     def wishes(self) -> frozenset[Wish]:
-        """Called before each step: what this observer asks for.
+        """Return what this observer asks for; called before each step.
 
         All ranks do it after that step, at its boundary. It follows from the observer's state and changes
         nothing: a step that is lost with its world is asked about once more.
@@ -79,7 +79,8 @@ class BaseObserver:
         return frozenset()
 
     def state(self) -> Mapping[str, Any]:
-        """What this observer must remember, as JSON values. Of a task's observers: saved in each checkpoint.
+        """Return what this observer must remember, as JSON values. A checkpoint holds it for a task's
+        observers.
 
         It must follow from the steps and evaluations alone, and from nothing that only one rank measures,
         such as seconds: whichever rank is lost, another one's state goes on.

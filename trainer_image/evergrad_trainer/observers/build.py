@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What built-in observers are made from."""
+    """Everything that built-in observers are made from."""
 
     directory: RunDirectory
     run: str
@@ -77,7 +77,7 @@ because closing it may linger.
 
 @dataclass(frozen=True)
 class BuiltObservers:
-    """``metrics_address``: URL of the Prometheus endpoint, or None without one."""
+    """Observers of rank 0. ``metrics_address``: URL of the Prometheus endpoint, or None without one."""
 
     observers: Observers
     metrics_address: str | None

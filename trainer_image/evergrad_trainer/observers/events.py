@@ -13,7 +13,7 @@ _KEYS = ("type", "time", "step", "generation")
 
 
 def event_row(event: Event) -> dict[str, Any]:
-    """The line of an event: its fields beside type, time, step and generation.
+    """Return the line of an event: its fields beside type, time, step and generation.
 
     Raises ValueError where they collide.
     """
@@ -32,7 +32,7 @@ def event_row(event: Event) -> dict[str, Any]:
 
 
 def parse_event_row(row: dict[str, Any]) -> Event:
-    """The event of a line. Raises ValueError or TypeError for a line that is none."""
+    """Read the event of a line. Raises ValueError or TypeError for a line that is none."""
     missing = [key for key in _KEYS if key not in row]
     if missing:
         raise ValueError(f"has no {' and no '.join(missing)}")
@@ -47,21 +47,21 @@ def parse_event_row(row: dict[str, Any]) -> Event:
 
 
 def saved_step(event: Event) -> int:
-    """The step a ``save`` event is about: a background save is reported some steps later than the step it
-    holds."""
+    """Return the step a ``save`` event is about: a background save is reported some steps later than the step
+    it holds."""
     name = str(event.fields.get("checkpoint", "")).rstrip("/").rpartition("/")[2]
     number = name.removeprefix("step-").split(".")[0]
     return int(number) if number.isdecimal() else event.step
 
 
 def words_of(world: Event) -> str:
-    """The cause of a ``world`` event in words; a file of an older version has them where its
+    """Return the cause of a ``world`` event in words; a file of an older version has them where its
     cause would be."""
     return str(world.fields.get("detail") or world.fields.get("cause") or "")
 
 
 def seconds_of(event: Event, key: str) -> float:
-    """A duration among an event's fields; 0 where it is missing, negative or no number."""
+    """Read a duration among an event's fields; 0 where it is missing, negative or no number."""
     value = event.fields.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
@@ -69,7 +69,7 @@ def seconds_of(event: Event, key: str) -> float:
 
 
 def describe_metrics(metrics: Mapping[str, Mapping[str, str]]) -> str:
-    """What a recipe measures, as ``name (unit): help`` one after the other."""
+    """Describe what a recipe measures, as ``name (unit): help`` one after the other."""
     texts = []
     for name, one in metrics.items():
         unit = f" ({one['unit']})" if one.get("unit") else ""
@@ -78,7 +78,7 @@ def describe_metrics(metrics: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def describe_event(event: Event) -> str | None:
-    """A transition in one plain line, ``kind key=value …``; None for those that nobody needs to see."""
+    """Describe a transition in one line, ``kind key=value …``; None for those that nobody needs to see."""
     fields, num_bytes = event.fields, event.fields.get("bytes")
     # A value of one word, so that a line can be split at its blanks.
     saved = (
@@ -130,7 +130,7 @@ class FieldChange:
 
 
 def changes_of(event: Event) -> list[FieldChange]:
-    """The fields that a ``changed`` event names; none for any other event."""
+    """List the fields that a ``changed`` event names; none for any other event."""
     changes = event.fields.get("changes") if event.type == EventType.CHANGED else None
     return [
         FieldChange(

@@ -60,7 +60,7 @@ class ProcessAccount:
 
 @dataclass(frozen=True)
 class Restart:
-    """One new beginning.
+    """One new start of the run.
 
     ``cause``: signal, stop_file, stop_after_steps, after_step, complete (extended), failed or killed.
     """

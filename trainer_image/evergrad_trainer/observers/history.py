@@ -60,14 +60,14 @@ class StepTable:
         return len(self.step)
 
     def last_rows(self) -> Integers:
-        """Indices of the rows that count, the last of each step, in order of the steps."""
+        """Find the rows that count, the last of each step, in order of the steps, as indices."""
         if not len(self):
             return np.zeros(0, np.int64)
         _, from_the_end = np.unique(self.step[::-1], return_index=True)
         return len(self) - 1 - from_the_end
 
     def record(self, row: int) -> StepRecord:
-        """One row as a record."""
+        """Return one row as a record."""
         values = {name: getattr(self, name)[row].item() for name in _NAMES}
         metrics = {name: column[row].item() for name, column in self.metrics.items()}
         return StepRecord(
@@ -76,7 +76,7 @@ class StepTable:
         )
 
     def take(self, rows: npt.NDArray[Any]) -> "StepTable":
-        """These rows only, by indices or by a mask."""
+        """Return these rows only, by indices or by a mask."""
         columns = {name: getattr(self, name)[rows] for name in _NAMES}
         return replace(
             self,
@@ -90,7 +90,7 @@ _VALUES = itemgetter(*_NAMES)
 
 
 class _Columns:
-    """Collects rows into typed columns.
+    """Collector of rows into typed columns.
 
     ``extend`` raises KeyError, TypeError, ValueError or OverflowError for a bad one.
     """
@@ -140,7 +140,7 @@ class _Columns:
 
 @dataclass(frozen=True)
 class History:
-    """All that a run has written down. ``notes``: what was odd about the files, as sentences."""
+    """Everything that a run has written down. ``notes``: what was odd about the files, as sentences."""
 
     steps: StepTable
     evaluations: tuple[EvaluationRecord, ...]
@@ -162,7 +162,7 @@ def read_history(directory: RunDirectory) -> History:
 
 
 def read_steps(path: Path, notes: list[str]) -> StepTable:
-    """The rows of a metrics file; appends to ``notes`` what was odd.
+    """Read the rows of a metrics file; appends to ``notes`` what was odd.
 
     Raises RunDirectoryError with the line of a bad row.
     """
@@ -284,6 +284,6 @@ def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
 
 
 def last_step(directory: RunDirectory, *, tail_bytes: int = 64 << 10) -> int:
-    """Step of the last row of metrics.jsonl; 0 without one."""
+    """Read the step of the last row of metrics.jsonl; 0 without one."""
     steps = [int(row["step"]) for row in _tail(directory.metrics, tail_bytes) if "step" in row]
     return steps[-1] if steps else 0

@@ -34,7 +34,7 @@ _BEGINS: dict[str, Iterable[tuple[str, ...]]] = {
 def build_series(
     series: Iterable[Series], *labels: str, registry: CollectorRegistry
 ) -> dict[str, Gauge | Counter | Histogram]:
-    """The collectors of these entries of the catalogue, by name. ``labels`` stand before their own."""
+    """Build the collectors of these entries of the catalogue, by name. ``labels`` stand before their own."""
     made: dict[str, Gauge | Counter | Histogram] = {}
     for one in series:
         name, text = one.exported, f"{one.help}."
@@ -80,22 +80,22 @@ class Instruments:
         self._gauges[name] = made
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """A gauge's last value."""
+        """Set a gauge."""
         self._gauges[name].labels(self._run, *labels).set(value)
 
     def add(self, name: str, amount: float, *labels: str) -> None:
-        """So much more on a counter."""
+        """Raise a counter by ``amount``."""
         self._counters[name].labels(self._run, *labels).inc(amount)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """One value of a histogram."""
+        """Add one value to a histogram."""
         self._histograms[name].labels(self._run, *labels).observe(value)
 
     def clear(self, *names: str) -> None:
-        """These gauges have no value for now."""
+        """Take these gauges' values away until new ones come."""
         for name in names:
             self._gauges[name].clear()
 
     def forget_gauges(self) -> None:
-        """Last values of what goes on elsewhere by now would be wrong; counters stay."""
+        """Take all gauges' values away: those of what goes on elsewhere would be wrong. Counters stay."""
         self.clear(*self._gauges)

@@ -54,8 +54,8 @@ _START_FACTS = (
 
 
 class JsonLinesWriter:
-    """Appends objects to one file. A line reaches the kernel in one ``write``, so that a kill loses no
-    finished step.
+    """Writer that appends objects to one file. A line reaches the kernel in one ``write``, so that a kill
+    loses no finished step.
 
     While the volume is away or full, lines wait in memory, and are written in their order later: training
     needs nothing of them.

@@ -1,8 +1,8 @@
-"""Observers of a task: on every rank, with a state that is saved, fed and restored like the rest of the run.
+"""Observers of a task: on every rank, with a state that is saved and given on like the rest of the run.
 
 The observers of a run's files and displays are rank 0's, and are made anew where rank 0 is another process.
-Those of a task are made once in each process. Every rank tells them of the same steps and evaluations, so
-that each holds the same state, whichever rank is lost. On rank 0 they hear of the start and of all
+Those of a task are made once in each process. Every rank calls them for the same steps and evaluations, so
+that each holds the same state, whichever rank is lost. On rank 0 they are called for the start and for all
 transitions, too.
 """
 
@@ -42,12 +42,12 @@ class Lasting(Observers):
             self._names[f"{name}#{number + 1}" if number else name] = observer
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """None: a task's tensors are its kept ones."""
+        """Return none: a task's tensors are its kept ones."""
         return {}
 
     def values(self) -> Mapping[str, Any]:
-        """The state of each observer after the last step it heard of, by its name; those without one are left
-        out."""
+        """Return the state of each observer after the last step it was called for, by its name; those without
+        one are left out."""
         for name, observer in self._names.items():
             self._ask(observer, lambda one, name=name: self._keep(name, one.state()))  # type: ignore[misc]
         return {name: state for name, state in self._states.items() if state}

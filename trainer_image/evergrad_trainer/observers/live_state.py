@@ -14,7 +14,7 @@ CHANGE_SHOWN_SECONDS = 20.0
 
 
 class Rate:
-    """Something a second over a moving window of real wall time: pauses between the steps count too."""
+    """Rate over a moving window of real wall time: pauses between the steps count too."""
 
     def __init__(self, *, window_seconds: float, clock: Callable[[], float]) -> None:
         self._window = window_seconds
@@ -24,8 +24,8 @@ class Rate:
         self._is_first = True
 
     def add(self, amount: float, *, first_seconds: float) -> None:
-        """``amount`` was finished now; ``first_seconds``: how long it took, used until there is a
-        second one."""
+        """Count an ``amount`` that was finished now; ``first_seconds``: how long it took, used until there is
+        a second one."""
         now = self._clock()
         if not self._points:
             self._points.append((now - first_seconds, 0.0))
@@ -51,7 +51,7 @@ class Rate:
 
 
 class State:
-    """What both displays show: the newest facts of the run."""
+    """Newest facts of the run, which both displays show."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -14,8 +14,8 @@ _log = logging.getLogger(__name__)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever ``sys.stderr`` is when it writes: while the progress bar is up, that is the bar's
-    own proxy."""
+    """Handler that writes to whatever ``sys.stderr`` is by then: while the progress bar is up, that is the
+    bar's own proxy."""
 
     @property
     def stream(self) -> TextIO:
@@ -80,14 +80,14 @@ def setup_logging(
 
 
 class _TerminalFormatter(logging.Formatter):
-    """``warning: message``; tracebacks stay in the file."""
+    """Formatter to ``warning: message``; tracebacks stay in the file."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{record.levelname.lower()}: {record.getMessage().rstrip()}"
 
 
 class EventLog(BaseObserver):
-    """Writes the run's transitions into rank 0's log, so that a log read alone tells what happened."""
+    """Observer that writes the run's transitions into rank 0's log, so that it can be read alone."""
 
     def run_start(self, info: RunInfo) -> None:
         _log.info("run %s", dumps_strict(info.__dict__))

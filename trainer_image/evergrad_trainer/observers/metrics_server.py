@@ -23,11 +23,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """A line a scrape would only fill the log."""
+        """Write nothing: a line a scrape would only fill the log."""
 
 
 class MetricsServer:
-    """Answers every path with the registry's metrics until it is closed."""
+    """Server that answers every path with the registry's metrics until it is closed."""
 
     def __init__(self, registry: CollectorRegistry, *, port: int, host: str) -> None:
         """Listen on ``port`` of ``host``; 0 takes a free one. Raises ConfigurationError, naming the field."""

@@ -1,4 +1,4 @@
-"""What people see while a run trains: a bar on a terminal, plain lines anywhere else."""
+"""Display of a run that trains: a bar on a terminal, plain lines anywhere else."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecor
 def build_progress(
     stream: TextIO, *, every: int, clock: Callable[[], float] = time.monotonic
 ) -> Observer:
-    """The bar where ``stream`` is a terminal, else a line every ``every`` steps."""
+    """Build the bar where ``stream`` is a terminal, else a line every ``every`` steps."""
     if stream.isatty():
         from evergrad_trainer.observers.bar import ProgressBar
 
@@ -23,7 +23,7 @@ def build_progress(
 
 
 def describe_evaluation(record: EvaluationRecord) -> str:
-    """An evaluation in one plain line."""
+    """Describe an evaluation in one plain line."""
     return (
         f"evaluation step={record.step} set={record.name} loss={real(record.loss)} "
         f"perplexity={compact(record.perplexity)} seconds={record.seconds:.2f}{_metrics(record.metrics)}"
@@ -31,7 +31,7 @@ def describe_evaluation(record: EvaluationRecord) -> str:
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:
-    """Further ``key=value`` pairs at the end of a line."""
+    """Write further ``key=value`` pairs at the end of a line."""
     return "".join(f" {name}={compact(value)}" for name, value in metrics.items())
 
 

@@ -41,10 +41,10 @@ _LINGER_POLL_SECONDS = 0.1
 
 
 class PrometheusExporter(BaseObserver):
-    """Last values as gauges, all that adds up as counters; one endpoint a run, on rank 0.
+    """Observer with last values as gauges and all that adds up as counters; one endpoint a run, on rank 0.
 
     In the supervisor of a node it outlives rank 0, which may go elsewhere and come back: ``run_start`` may be
-    heard many times, and no counter ever decreases.
+    called many times, and no counter ever decreases.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PrometheusExporter(BaseObserver):
         metrics.set("world_size", info.world_size)
 
     def rank_0_left(self) -> None:
-        """Rank 0 is on another node now, whose endpoint has the last values."""
+        """Drop the last values: rank 0 is on another node now, whose endpoint has them."""
         self._metrics.forget_gauges()
 
     def step_end(self, record: StepRecord) -> None:

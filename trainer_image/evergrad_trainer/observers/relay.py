@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Relay(BaseObserver):
-    """The sending side.
+    """Observer on the sending side.
 
     ``send(kind, record)``: ``kind`` is the observer's method, ``record`` its argument as JSON values.
     """
@@ -45,8 +45,8 @@ class Relay(BaseObserver):
         self._send("event", event_row(event))
 
 
-def tell(observer: Observer, kind: str, record: dict[str, Any]) -> None:
-    """The receiving side: give a passed-on record to an observer as if it had been there."""
+def deliver(observer: Observer, kind: str, record: dict[str, Any]) -> None:
+    """Give a record that was passed on to an observer, on the receiving side, as if it had been there."""
     if kind == "run_start":
         observer.run_start(RunInfo(**record))
     elif kind == "step_end":

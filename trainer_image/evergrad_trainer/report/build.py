@@ -15,7 +15,7 @@ from evergrad_trainer.run_directory import RunDirectory, reported, write_atomica
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """Where the report is, and the facts it shows."""
+    """Paths of a report, and the facts it shows."""
 
     html: Path
     markdown: Path

@@ -77,7 +77,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between two runs."""
+    """Differences between two runs."""
 
     num_compared: int
     first_step: int | None
@@ -161,7 +161,7 @@ def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Differen
 
 
 def _disagree(pair: Sequence[Reals], rules: Rules) -> Mask:
-    """Where two columns differ: bit by bit, or by more than the tolerance relative to the larger.
+    """Mark where two columns differ: bit by bit, or by more than the tolerance relative to the larger.
 
     Not a number equals itself.
     """
@@ -187,7 +187,7 @@ def _differing(
     counts: bool = True,
     where: str = "",
 ) -> Difference | None:
-    """One column of both runs, by what ``mask`` says of its rows; None where no row differs."""
+    """Describe one column of both runs, by what ``mask`` says of its rows; None where no row differs."""
     rows = np.nonzero(mask)[0]
     if not len(rows):
         return None
@@ -217,7 +217,7 @@ def _differing(
 def _evaluations(
     evaluations: Sequence[EvaluationRecord], rules: Rules
 ) -> dict[tuple[int, str], EvaluationRecord]:
-    """The last row of each step and set, in order."""
+    """Keep the last row of each step and set, in order."""
     last = {(one.step, one.name): one for one in evaluations if rules.includes(one.step)}
     return {key: last[key] for key in sorted(last)}
 

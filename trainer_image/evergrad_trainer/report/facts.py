@@ -1,4 +1,4 @@
-"""Gathers what a report says from a run directory. Both renderers show these facts and compute nothing."""
+"""Gathers the facts of a report from a run directory. Both renderers show them and compute nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything a report shows besides its plots."""
+    """Everything that a report shows besides its plots."""
 
     name: str
     subtitle: tuple[str, ...]
@@ -142,7 +142,7 @@ def _current_step(steps: StepTable) -> int:
 
 
 def _split(steps: StepTable) -> tuple[StepTable, StepTable]:
-    """The rows that count and the rest.
+    """Separate the rows that count from the rest.
 
     Rows beyond the newest row's step were lost in a kill and will be trained again.
     """
@@ -154,7 +154,7 @@ def _split(steps: StepTable) -> tuple[StepTable, StepTable]:
 
 
 def _started(history: History, resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of the newest start event, with the manifest's where it has none."""
+    """Take the facts of the newest start event, with the manifest's where it has none."""
     starts = [event.fields for event in history.events if event.type == EventType.START]
     training = _dig(resolved, "manifest", "spec", "training")
     from_manifest = {
@@ -193,7 +193,7 @@ def _subtitle(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...]:
 
 
 def _processes(at_start: Any, goodput: Goodput) -> str:
-    """``2 processes``, or ``1–3 processes`` where training went on with another number of them."""
+    """Write ``2 processes``, or ``1–3 processes`` where training went on with another number of them."""
     sizes = {change.world_size for change in goodput.changes} | {
         change.from_world_size for change in goodput.changes
     }
@@ -268,7 +268,7 @@ def _loss_figure(steps: StepTable) -> Figure:
 
 
 def _evaluation_figures(history: History) -> list[Figure]:
-    """The newest loss of each set, at most four of them."""
+    """Show the newest loss of each set, at most four of them."""
     best = best_evaluations(history.evaluations)
     newest = {one.name: one for one in last_evaluations(history.evaluations)}
     figures = []
@@ -324,8 +324,8 @@ def _world_figures(goodput: Goodput) -> list[Figure]:
 
 
 def _shares(goodput: Goodput) -> tuple[Share, ...]:
-    """Productive time first, then what was lost, the largest part first; causes that took nothing are left
-    out."""
+    """List productive time first, then what was lost, the largest part first; causes that took nothing are
+    left out."""
     elapsed = goodput.elapsed_seconds
     lost = sorted(goodput.lost_seconds.items(), key=lambda item: -item[1])
     parts = [
@@ -347,7 +347,7 @@ def _shares(goodput: Goodput) -> tuple[Share, ...]:
 
 
 def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """The newest process's provenance, as rows."""
+    """Show the newest process's provenance, as rows."""
     if not processes:
         return ()
     entry = processes[-1]

@@ -13,7 +13,7 @@ from evergrad_trainer.report.plots import Plot
 
 
 def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
-    """The page. Everything from the run is escaped; only the plots' own markup is not."""
+    """Render the page. Everything from the run is escaped; only the plots' own markup is not."""
     safe = [
         {
             "title": plot.title,

@@ -13,12 +13,12 @@ _MARKUP = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
 def escape(text: str) -> str:
-    """``text`` as plain words on one line, whatever it contains."""
+    """Write ``text`` as plain words on one line, whatever it contains."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()).translate(_MARKUP))
 
 
 def render_markdown(facts: Facts, *, created: str) -> str:
-    """The text, ending in a newline."""
+    """Render the text, which ends in a newline."""
     parts = [
         f"# {escape(facts.name)}",
         f"**{escape(facts.status.label)}**: {escape(facts.status.detail)}",

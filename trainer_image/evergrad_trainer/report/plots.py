@@ -36,7 +36,8 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Legend:
-    """``color``: a name of COLORS. ``style``: line, faint, dashed, dot or area. ``value``: text beside it."""
+    """Entry of a legend. ``color``: a name of COLORS. ``style``: line, faint, dashed, dot or area. ``value``:
+    text beside it."""
 
     label: str
     color: str
@@ -46,7 +47,8 @@ class Legend:
 
 @dataclass(frozen=True)
 class Plot:
-    """``svgs``: (CSS class, markup) of one or two forms of the same plot, or none where ``note`` says why."""
+    """Drawn plot. ``svgs``: (CSS class, markup) of one or two forms of the same plot, or none where ``note``
+    says why."""
 
     title: str
     legend: tuple[Legend, ...] = ()
@@ -69,7 +71,8 @@ class _Draft:
 
 
 def build_plots(facts: Facts) -> tuple[Plot, ...]:
-    """All plots in the order of the page; none for a run without steps. They share one range of steps."""
+    """Draw all plots in the order of the page; none for a run without steps. They share one range of
+    steps."""
     steps = facts.steps
     if not len(steps):
         return ()
@@ -271,7 +274,7 @@ def _norm_plot(facts: Facts) -> _Draft:
 
 
 def _metric_plot(facts: Facts, name: str) -> _Draft:
-    """One metric of the recipe, with the unit and the help that it declares."""
+    """Plan the plot of a metric of the recipe, with the unit and the help that it declares."""
     declared = facts.metrics.get(name, {})
     values = _finite(facts.steps.metrics[name])
     window = max(1, len(values) // 50)
@@ -351,7 +354,7 @@ def _split_plot(facts: Facts) -> _Draft:
 
 
 def _world_plot(facts: Facts) -> _Draft:
-    """The one plot over time: where training stands still, no step goes by."""
+    """Plan the one plot over time: where training stands still, no step goes by."""
     sizes = facts.goodput.world_sizes[-_MOST_CHANGES:]
     begin = facts.goodput.world_sizes[0][0]
     elapsed = sizes[-1][0] - begin
@@ -409,7 +412,7 @@ def _mark_restarts(axes: "Axes", steps: Sequence[int]) -> None:
 
 
 def _limit_outliers(axes: "Axes", values: Any, *, from_zero: bool = False) -> None:
-    """A logarithmic axis where a linear one would press nearly everything onto its lower edge."""
+    """Take a logarithmic axis where a linear one would press nearly everything onto its lower edge."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return

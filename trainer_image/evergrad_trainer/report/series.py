@@ -22,7 +22,8 @@ class Curve:
 
 
 def envelope(x: Integers, y: Reals, *, points: int = 700) -> Curve:
-    """Every point, or the lowest and the highest of each of ``points`` / 2 spans: no spike disappears."""
+    """Keep every point, or the lowest and the highest of each of ``points`` / 2 spans: no spike
+    disappears."""
     if len(x) <= points:
         return Curve(x.astype(np.float64), y)
     picked: list[int] = []
@@ -39,8 +40,8 @@ def envelope(x: Integers, y: Reals, *, points: int = 700) -> Curve:
 
 
 def means(x: Integers, y: Reals, *, points: int = 300) -> Curve:
-    """Every point, or the mean of each of ``points`` spans at its middle; values that are no numbers are left
-    out."""
+    """Keep every point, or the mean of each of ``points`` spans at its middle; values that are no numbers are
+    left out."""
     if len(x) <= points:
         return Curve(x.astype(np.float64), y)
     spans = _spans(len(x), points)
@@ -55,7 +56,7 @@ def _spans(length: int, number: int) -> list[tuple[int, int]]:
 
 
 def smooth(y: Reals, window: int) -> Reals:
-    """Mean of the ``window`` values around each, fewer at the ends, of those that are finite.
+    """Take the mean of the ``window`` values around each, fewer at the ends, of those that are finite.
 
     Centred, so it does not lag.
     """
@@ -76,7 +77,7 @@ def smooth(y: Reals, window: int) -> Reals:
 
 
 def broken(x: Integers, y: Reals) -> Curve:
-    """The curve with a break wherever the steps do not rise by one: another attempt at the same steps begins
+    """Break the curve wherever the steps do not rise by one: another attempt at the same steps begins
     there."""
     cuts = np.nonzero(np.diff(x) != 1)[0] + 1
     return Curve(np.insert(x.astype(np.float64), cuts, np.nan), np.insert(y, cuts, np.nan))

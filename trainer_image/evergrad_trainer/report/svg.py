@@ -1,4 +1,4 @@
-"""From matplotlib to markup that may stand inside an HTML page: themed by CSS, no foreign names, nothing
+"""Draws with matplotlib, and makes markup of it that an HTML page can hold: themed by CSS, nothing
 fetched."""
 
 import io
@@ -73,7 +73,7 @@ def draw(
 
 @cache
 def _matplotlib() -> Any:
-    """Imported when the first plot is drawn: it takes longer than everything else a report does."""
+    """Import matplotlib when the first plot is drawn: it takes longer than everything else a report does."""
     import matplotlib
     import matplotlib.backends.backend_svg
     import matplotlib.figure
@@ -113,7 +113,7 @@ _STYLE: dict[str, Any] = {
 
 
 def _dress(axes: "Axes", unit: str, across: str, *, columns: int) -> None:
-    """Ticks, labels and their formats, alike on all plots."""
+    """Set ticks, labels and their formats, alike on all plots."""
     ticker = _matplotlib().ticker
     axes.xaxis.set_major_locator(
         ticker.MaxNLocator(

@@ -21,7 +21,7 @@ CAUSE_TEXTS: Mapping[str, str] = {"productive": "Training steps that were kept",
 
 @dataclass(frozen=True)
 class Table:
-    """Text cells.
+    """Table of text cells.
 
     ``numeric``: titles of right-aligned columns. ``gap``: after which row ``left_out`` rows are missing.
     """
@@ -36,7 +36,7 @@ class Table:
 def build_table(
     titles: Sequence[str], rows: Sequence[tuple[str, ...]], *, numeric: Sequence[str]
 ) -> Table:
-    """A table that names its first and last rows when there are too many to read."""
+    """Build a table, of its first and last rows alone when there are too many to read."""
     left_out = len(rows) - _FIRST_ROWS - _LAST_ROWS
     if left_out < 2:
         return Table(tuple(titles), tuple(rows), frozenset(numeric))
@@ -45,7 +45,7 @@ def build_table(
 
 
 def checkpoint_table(events: Sequence[Event]) -> Table:
-    """Published checkpoints and failed saves, in order."""
+    """List published checkpoints and failed saves, in order."""
     saves = [event for event in events if event.type in (EventType.SAVE, EventType.SAVE_FAILED)]
     titles = ("Step", "Published (UTC)", "Size", "Took", "Training waited", "")
     return build_table(
@@ -77,7 +77,7 @@ def _checkpoint_row(event: Event) -> tuple[str, ...]:
 
 
 def restart_table(goodput: Goodput) -> Table:
-    """Why processes ended and where the next one went on."""
+    """Show why processes ended and where the next one went on."""
     titles = (
         "Restarted (UTC)",
         "The process before was",
@@ -101,7 +101,7 @@ def restart_table(goodput: Goodput) -> Table:
 
 
 def world_cause_table(goodput: Goodput) -> Table:
-    """What changes of the world cost, by their cause, the dearest first."""
+    """Show what changes of the world cost, by their cause, the dearest first."""
     seconds, counts = goodput.reconfiguration_seconds_by_cause, goodput.changes_by_cause
     longest = {
         cause: max(one.seconds for one in goodput.changes if one.cause == cause)
@@ -121,7 +121,7 @@ def world_cause_table(goodput: Goodput) -> Table:
 
 
 def world_table(goodput: Goodput) -> Table:
-    """All changes of the world in order."""
+    """List all changes of the world in order."""
     titles = ("Changed (UTC)", "Processes", "After step", "Training stood still", "")
     rows = [
         (
@@ -141,7 +141,7 @@ def _processes(number: int | None) -> str:
 
 
 def evaluation_table(evaluations: Sequence[EvaluationRecord]) -> Table:
-    """All evaluations in order; the best of each set is marked."""
+    """List all evaluations in order; the best of each set is marked."""
     best = best_evaluations(evaluations)
     metrics = dict.fromkeys(name for one in evaluations for name in one.metrics)
     titles = ("Step", "Set", "Loss", "Perplexity", *metrics, "Tokens", "Took", "")
@@ -162,7 +162,7 @@ def evaluation_table(evaluations: Sequence[EvaluationRecord]) -> Table:
 
 
 def change_table(events: Sequence[Event]) -> Table:
-    """Fields of the file that changed while the run lived, in order."""
+    """List the fields of the file that changed while the run lived, in order."""
     titles = ("After step", "Field", "Before", "From then on")
     rows = [
         (count(one.step), one.field, one.old, one.new)
@@ -173,7 +173,7 @@ def change_table(events: Sequence[Event]) -> Table:
 
 
 def best_evaluations(evaluations: Sequence[EvaluationRecord]) -> dict[str, EvaluationRecord]:
-    """The evaluation with the lowest finite loss of each set."""
+    """Find the evaluation with the lowest finite loss of each set."""
     best: dict[str, EvaluationRecord] = {}
     for one in evaluations:
         if math.isfinite(one.loss) and (one.name not in best or one.loss < best[one.name].loss):
@@ -182,13 +182,13 @@ def best_evaluations(evaluations: Sequence[EvaluationRecord]) -> dict[str, Evalu
 
 
 def last_evaluations(evaluations: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
-    """One a set and step, the last row of each, in order of the steps."""
+    """Keep the last row of each set and step, in order of the steps."""
     last = {(one.step, one.name): one for one in evaluations}
     return [last[key] for key in sorted(last, key=lambda key: key[0])]
 
 
 def warnings_of(history: History, goodput: Goodput) -> tuple[str, ...]:
-    """Everything a reader should not overlook, as sentences."""
+    """Collect everything that a reader should not overlook, as sentences."""
     found = [text for event in history.events if (text := _warning(event)) is not None]
     non_finite = int(np.count_nonzero(~np.isfinite(history.steps.loss)))
     if non_finite:
@@ -222,7 +222,7 @@ def _warning(event: Event) -> str | None:
 
 
 def _folded(sentences: Sequence[str]) -> list[str]:
-    """Each sentence once, with how often it was said; the newest hundred."""
+    """Keep each sentence once, with how often it was said; the newest hundred."""
     times: dict[str, int] = {}
     for sentence in sentences:
         times[sentence] = times.get(sentence, 0) + 1
