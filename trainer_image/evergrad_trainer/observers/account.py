@@ -6,7 +6,7 @@ The exporter asks it after each record, the report after the last one of the fil
 import math
 from array import array
 
-from evergrad_trainer.observers.goodput import CAUSES, Goodput, Restart
+from evergrad_trainer.observers.goodput import CAUSES, Goodput, ProcessAccount, Restart
 from evergrad_trainer.observers.parts import Part
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
@@ -143,9 +143,12 @@ class Account:
 
     def goodput(self) -> Goodput:
         """Return the accounts so far, with each process, restart and change of the world."""
-        processes, restarts, notes = [], [], []
+        processes: list[ProcessAccount] = []
+        restarts: list[Restart] = []
+        notes: list[str] = []
         previous_end = None
         for index, part in enumerate(self._parts):
+            # Where another account has the time before, it knows when the run was last seen.
             previous_end = part.after if part.after is not None else previous_end
             now = part.result(previous_end, is_last=index == len(self._parts) - 1)
             notes.extend(part.odd_clocks(previous_end))
@@ -176,6 +179,7 @@ class Account:
     def _add_rank_0(self, info: RunInfo) -> None:
         """Note that a process becomes rank 0. What others did since the last one here is in their
         accounts."""
+        # Steps above the newest one here were counted as productive where rank 0 was meanwhile.
         if info.highest_step is not None and info.highest_step > self._highest_step:
             self._elsewhere.append((self._highest_step + 1, info.highest_step))
             self._highest_step = info.highest_step
@@ -223,6 +227,7 @@ class Account:
         if not self._parts or record.generation > self._parts[-1].newest:
             self._waiting.append(record)
             return
+        # A process that was overtaken may report something when a newer one has begun.
         owners = [part for part in self._parts if part.generation <= record.generation]
         self._give(owners[-1] if owners else self._parts[0], record)
 
@@ -244,6 +249,7 @@ class Account:
         """
         lost, owners = 0, iter(reversed(self._parts))
         owner = next(owners, None)
+        # From the newest step down: each belongs to the last part that began before its place.
         while self._kept_steps and self._kept_steps[-1] > step:
             self._kept_steps.pop()
             place, seconds = len(self._kept_steps), self._kept_seconds.pop()

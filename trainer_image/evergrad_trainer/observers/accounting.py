@@ -24,6 +24,7 @@ def account(
     columns = (steps.step, steps.generation, steps.world_size, steps.step_seconds, steps.time)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     done = 0
+    # Steps stay columns until they are folded: a million records would not fit beside them.
     for place, record in _places(steps, events, evaluations):
         for row in islice(rows, place - done):
             fold.add_step(*row)
@@ -43,6 +44,7 @@ def _places(
     Generations order the processes, since each start and each change of the world raises them and clocks of
     two machines may differ. Within a generation one process writes all three files, by one clock.
     """
+    # A row of an older generation after newer ones was written late: it stays where it is in the file.
     generations = np.maximum.accumulate(steps.generation)
     times = _rising(generations, steps.time)
     keyed = []

@@ -24,10 +24,12 @@ _LONGEST_BAR = 40
 def render_line(state: State, width: int, *, is_unicode: bool = True) -> Text:
     """Render the bar at ``width`` columns: parts that do not fit are left out, the least important first."""
     parts = _parts(state)
+    # A narrow terminal loses what matters least; the step itself always stays.
     while len(parts) > 1 and _needed(parts) > width:
         parts.remove(min(parts, key=lambda part: part[0]))
     space = width - _needed(parts, bar=0)
     line = Text(no_wrap=True, overflow="crop")
+    # The bar takes the space that the texts leave, after the run's name.
     for index, (_, text, style) in enumerate(parts):
         if index == 1 and space >= _SHORTEST_BAR:
             line.append_text(
@@ -41,6 +43,7 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
     """List (importance, text, style) of each part, from left to right."""
     share = state.step / state.total_steps if state.total_steps else 0.0
     is_over = state.step >= state.total_steps > 0
+    # Nothing remains of a run that is over: how long it took is worth more.
     remaining = (
         f"in {duration(state.elapsed_seconds)}"
         if is_over
@@ -54,6 +57,7 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
         (6, f"{short_count(state.tokens_per_second or math.nan)} tokens/s", ""),
         (7, remaining, "green"),
     ]
+    # A single process needs no mention, unless somebody has just gone.
     if state.num_processes > 1 or state.recent_change:
         parts.append(
             (
@@ -85,6 +89,7 @@ def _needed(parts: list[tuple[int, str, str]], bar: int = _SHORTEST_BAR) -> int:
 def _bar(state: State, width: int, *, is_unicode: bool) -> Text:
     full, half, empty = ("━", "╸", "━") if is_unicode else ("#", "-", "-")
     share = min(1.0, state.step / state.total_steps) if state.total_steps else 0.0
+    # Half a character at a time, so that the bar moves on long runs too.
     halves = math.floor(share * width * 2)
     done, has_half = divmod(halves, 2)
     bar = Text(full * done + half * has_half, "green")
@@ -143,6 +148,7 @@ class ProgressBar(BaseObserver):
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
         state = self._state
+        # Asked before the state takes the record in, or it would be compared with itself.
         better = math.isfinite(record.loss) and record.loss < state.best_evaluations.get(
             record.name, math.inf
         )
@@ -160,6 +166,7 @@ class ProgressBar(BaseObserver):
     def event(self, event: Event) -> None:
         self._state.see(event)
         line = describe_event(event)
+        # Saves are in the bar itself; a line for each would push everything else away.
         if line is not None and event.type != EventType.SAVE:
             style = "yellow" if event.type in _ALARMING else "dim"
             self._print(Text(line, "bold red" if event.type == EventType.FAILED else style))

@@ -144,6 +144,7 @@ class Observers(BaseObserver):
 
     def close(self) -> None:
         """Close all of them, also when one fails; then raise the first error of an essential one."""
+        # Files of the others must be closed whatever one of them raises.
         errors: list[Exception] = []
         while self._active:
             observer = self._active.pop(0)
@@ -174,6 +175,7 @@ class Observers(BaseObserver):
     def _failed(self, observer: Observer, error: Exception) -> None:
         name = type(observer).__name__
         self.failures[name] = self.failures.get(name, 0) + 1
+        # An essential observer is the record itself: without it nobody could say what was trained.
         if observer.essential:
             if isinstance(error, OSError):
                 what = f"cannot be written by {name}"
@@ -184,12 +186,14 @@ class Observers(BaseObserver):
         _log.error(
             "observer %s failed: %s: %s", name, type(error).__name__, error, exc_info=error
         )
+        # One failure may pass, such as a full disk; several in a row will go on failing.
         in_a_row = self._in_a_row.get(id(observer), 0) + 1
         self._in_a_row[id(observer)] = in_a_row
         if in_a_row >= FAILURES_BEFORE_DISABLED and observer in self._active:
             self._switch_off(observer, name, error)
 
     def _switch_off(self, observer: Observer, name: str, error: Exception) -> None:
+        # Out of the list first: the warning below goes to those that are left.
         self._active.remove(observer)
         message = (
             f"observer {name} is switched off after {FAILURES_BEFORE_DISABLED} failures in a "

@@ -17,6 +17,7 @@ def event_row(event: Event) -> dict[str, Any]:
 
     Raises ValueError where they collide.
     """
+    # One object a line has one place for each name; the event's own must win.
     taken = event.fields.keys() & set(_KEYS)
     if taken:
         raise ValueError(
@@ -49,6 +50,7 @@ def parse_event_row(row: dict[str, Any]) -> Event:
 def saved_step(event: Event) -> int:
     """Return the step a ``save`` event is about: a background save is reported some steps later than the step
     it holds."""
+    # The name has the step that was saved; the event has the one at which that was reported.
     name = str(event.fields.get("checkpoint", "")).rstrip("/").rpartition("/")[2]
     number = name.removeprefix("step-").split(".")[0]
     return int(number) if number.isdecimal() else event.step
@@ -63,6 +65,7 @@ def words_of(world: Event) -> str:
 def seconds_of(event: Event, key: str) -> float:
     """Read a duration among an event's fields; 0 where it is missing, negative or no number."""
     value = event.fields.get(key)
+    # Files come from other versions and broken machines: a sum must survive any value.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
     return float(value) if 0 <= value < math.inf else 0.0

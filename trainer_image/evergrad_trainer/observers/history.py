@@ -105,6 +105,7 @@ class _Columns:
     def extend(self, rows: list[dict[str, Any]]) -> None:
         """Append all rows (at least one), or raise; after an exception the object is of no more use."""
         first = len(self)
+        # Column by column: a loop over cells in Python would take minutes for a long run.
         for (name, column), values in zip(
             self._columns.items(), zip(*map(_VALUES, rows), strict=True), strict=True
         ):
@@ -114,6 +115,7 @@ class _Columns:
                 column.extend(values)
             else:
                 column.extend([math.nan if value is None else value for value in values])
+        # Metrics of a recipe are few and may come and go, so that they go row by row.
         for place, row in enumerate(rows, start=first):
             metrics = row.get("metrics", {})
             if not isinstance(metrics, Mapping):
@@ -128,6 +130,7 @@ class _Columns:
         return len(self._columns["step"])
 
     def table(self) -> StepTable:
+        # Rows after the last one that had a metric have none.
         for column in self._metrics.values():
             column.extend([math.nan] * (len(self) - len(column)))
         return StepTable(
@@ -180,6 +183,7 @@ def read_steps(path: Path, notes: list[str]) -> StepTable:
 
 
 def _first_bad(lines: JsonLines, chunk: list[tuple[int, dict[str, Any]]]) -> RunDirectoryError:
+    # One row at a time, each by each of its fields: this is only done for a bad file.
     for number, row in chunk:
         missing = [name for name in _NAMES if name not in row]
         if missing:
@@ -211,6 +215,7 @@ def _evaluation(row: dict[str, Any]) -> EvaluationRecord:
     if missing:
         raise ValueError(f"has no {' and no '.join(missing)}")
     values = {name: row[name] for name in names}
+    # JSON has no NaN; the writer puts null in its place.
     for name in ("loss", "perplexity", "seconds", "time"):
         values[name] = math.nan if values[name] is None else float(values[name])
     for name in ("step", "generation", "tokens"):
@@ -260,6 +265,7 @@ def read_before(directory: RunDirectory, *, tail_bytes: int = 4 << 20) -> Before
 
     Raises RunDirectoryError.
     """
+    # Only the ends: a start must not read gigabytes to know where the last one stopped.
     rows = [*_tail(directory.metrics, tail_bytes), *_tail(directory.events, 1 << 16)]
     steps = [
         row["step"] for row in rows if "sample_hash" in row and isinstance(row.get("step"), int)
@@ -277,6 +283,7 @@ def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
                 lines = file.read().split(b"\n")
         except FileNotFoundError:
             return
+    # The first line of a part from the middle of a file is cut off.
     for line in lines[1:] if start else lines:
         row = parse_object(line)
         if row is not None:

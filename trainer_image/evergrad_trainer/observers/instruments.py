@@ -66,6 +66,7 @@ class Instruments:
         self._histograms = {
             name: one for name, one in made.items() if isinstance(one, Histogram)
         }
+        # A counter that first appears above 0 hides that increase from rate().
         for name, rows in _BEGINS.items():
             for row in rows:
                 self._counters[name].labels(run, *row)
@@ -73,6 +74,7 @@ class Instruments:
     def describe(self, name: str, more: str) -> None:
         """Let a gauge's help text end with ``more``; its values are cleared."""
         (series,) = (one for one in TRAINER if one.name == name)
+        # The client library has no way to change a help text: the series is made anew.
         self._registry.unregister(self._gauges[name])
         series = replace(series, help=f"{series.help}{more}")
         made = build_series([series], "run", registry=self._registry)[name]

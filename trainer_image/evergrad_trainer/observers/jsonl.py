@@ -90,6 +90,7 @@ class JsonLinesWriter:
         data = encode_text(dumps_strict(row)) + b"\n"
         self._waiting.append(data)
         self._waiting_bytes += len(data)
+        # While the volume is away, a try at every step would slow the training down.
         if (
             self._pause
             and self._clock() < self._next_try
@@ -103,6 +104,7 @@ class JsonLinesWriter:
 
     def _put_off(self, error: Exception) -> None:
         """Try again after a pause that grows; give up where too much waits."""
+        # Memory is for the training: rather an end that is understood than one by the kernel.
         if self._waiting_bytes > LONGEST_WAITING_BYTES:
             what = f"{len(self._waiting)} lines wait to be written"
             remedy = "Free some space, raise the quota, or check the volume's server, and start again"
@@ -113,6 +115,7 @@ class JsonLinesWriter:
             _log.warning(
                 "%s: cannot be written: %s; its lines wait in memory", self._path, error
             )
+        # Twice as long each time: a volume that is away for an hour is asked a hundred times, not thousands.
         self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
         self._next_try = self._clock() + self._pause
 
@@ -121,6 +124,7 @@ class JsonLinesWriter:
             # A handle that went stale stays stale, and another process may have appended meanwhile.
             self._close_descriptor()
             mend_last_line(self._path)
+        # The file may have been closed by a try that failed.
         if self._descriptor < 0:
             self._descriptor = self._open()
         while self._waiting:
@@ -215,6 +219,7 @@ class RunLog(BaseObserver):
         self._evaluation.write(record_row(record))
 
     def event(self, event: Event) -> None:
+        # So that events.jsonl can be read alone.
         if event.type == EventType.START:
             event = replace(event, fields=self._facts | event.fields)
         self._events.write(event_row(event))
@@ -227,6 +232,7 @@ class RunLog(BaseObserver):
 
     def close(self) -> None:
         """Bring everything to the disk. All three are closed, also when one fails."""
+        # A stack runs all of them, and raises the last error once each is closed.
         with ExitStack() as stack:
             for writer in (self._metrics, self._events, self._evaluation):
                 stack.callback(writer.close)

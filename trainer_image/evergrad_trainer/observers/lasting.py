@@ -36,6 +36,7 @@ class Lasting(Observers):
         """Hears of a task's observer that is switched off: the run's own observers, on rank 0."""
         self._names: dict[str, Observer] = {}
         self._states: dict[str, Any] = {}
+        # Names are keys in the checkpoint: two observers of one class need two.
         for observer in observers:
             name = type(observer).__name__
             number = sum(type(one) is type(observer) for one in self._names.values())
@@ -68,6 +69,7 @@ class Lasting(Observers):
         self.listener.event(event)
 
     def _keep(self, name: str, state: Mapping[str, Any]) -> None:
+        # Written and read back at once: what a restart would give is what is kept, without shared objects.
         text = json.dumps(state, allow_nan=False)
         if len(text) > MAX_STATE_BYTES:
             raise ValueError(
@@ -111,5 +113,6 @@ class Together(BaseObserver):
         return self.own.wishes() | self.lasting.wishes()
 
     def close(self) -> None:
+        # The run's own observers are closed; a warning must not reach them any more.
         self.lasting.listener = BaseObserver()
         self.own.close()

@@ -80,6 +80,7 @@ class State:
 
     def finish_step(self, record: StepRecord) -> None:
         self.step, self.num_processes = record.step, record.world_size
+        # A step without an update has no loss or metric worth showing: the last ones stay.
         self.loss = self.loss if record.skipped else record.loss
         self.metrics = self.metrics if record.skipped else record.metrics
         self._tokens.add(record.tokens, first_seconds=record.step_seconds)
@@ -88,6 +89,7 @@ class State:
     def finish_evaluation(self, record: EvaluationRecord) -> None:
         self.activity = ""
         self.evaluations[record.name] = record.loss
+        # A loss that is no number would be the best one for ever.
         if math.isfinite(record.loss):
             self.best_evaluations[record.name] = min(
                 record.loss, self.best_evaluations.get(record.name, math.inf)

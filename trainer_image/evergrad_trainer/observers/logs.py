@@ -65,6 +65,7 @@ def setup_logging(
     )
     file.setFormatter(logging.Formatter(prefix, datefmt="%Y-%m-%dT%H:%M:%S"))
     handlers: list[logging.Handler] = [file]
+    # One voice on the terminal: with many ranks the same warning would come many times.
     if rank == 0 if on_terminal is None else on_terminal:
         terminal = _StderrHandler()
         terminal.setLevel(logging.WARNING)
@@ -75,6 +76,7 @@ def setup_logging(
     root.setLevel(level)
     for handler in handlers:
         root.addHandler(handler)
+    # Warnings of libraries belong into the log too, and not across the progress bar.
     logging.captureWarnings(True)
     return logs
 

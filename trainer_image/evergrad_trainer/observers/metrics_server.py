@@ -43,6 +43,7 @@ class MetricsServer:
             ) from error
         self.port = self._server.server_port
         self.address = f"http://localhost:{self.port}/metrics"
+        # A daemon: a scrape that hangs must not keep the process alive.
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": 0.1},
@@ -53,6 +54,7 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop listening and end the thread. A second call does nothing."""
+        # shutdown() waits for the loop, which would be for ever where it is not running.
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()

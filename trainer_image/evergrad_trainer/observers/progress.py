@@ -64,6 +64,7 @@ class ProgressLines(BaseObserver):
     def step_end(self, record: StepRecord) -> None:
         state = self._state
         state.finish_step(record)
+        # The last step is always printed: a log must not end before the run does.
         if record.step % self._every and record.step != state.total_steps:
             return
         self._print(

@@ -66,6 +66,7 @@ class PrometheusExporter(BaseObserver):
         # The classic text format would show each counter's creation time as one more series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        # A registry of its own: several exporters in one process, as in tests, must not meet.
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
@@ -84,6 +85,7 @@ class PrometheusExporter(BaseObserver):
         self._samples_per_step = 0
         self._linger_seconds = linger_seconds
         self._should_stop = should_stop
+        # Last, since from here on somebody may read what is not there yet.
         self._server = MetricsServer(self.registry, port=port, host=host)
         self.address = self._server.address
         self.port = self._server.port
@@ -92,10 +94,12 @@ class PrometheusExporter(BaseObserver):
         metrics = self._metrics
         self._samples_per_step = info.samples_per_step
         self._account.add(info)
+        # Means and rates over what another rank 0 did would be of no run.
         self._losses.clear()
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         if info.takes_over:
             metrics.forget_gauges()
+        # Their labels and values are of the process before; two info series would be joined twice.
         metrics.clear("info", "exit_code")
         if info.metrics:
             metrics.describe("task_metric", f": {describe_metrics(info.metrics)}")
@@ -137,6 +141,7 @@ class PrometheusExporter(BaseObserver):
         metrics.observe("step_duration_seconds", record.step_seconds)
         metrics.set("rank_step_skew_seconds", record.rank_skew_seconds)
         metrics.set("last_step_timestamp_seconds", record.time)
+        # The parts that the step measures itself; those between steps follow from the accounts.
         for phase, seconds in (
             ("data", record.data_seconds),
             ("forward_backward", record.forward_backward_seconds),
@@ -159,6 +164,7 @@ class PrometheusExporter(BaseObserver):
     def event(self, event: Event) -> None:
         metrics = self._metrics
         self._account.add(event)
+        # Counters of what happened; durations and steps of a save come with its event.
         if event.type == EventType.SAVE:
             self._saved(event)
         elif event.type == EventType.SAVE_FAILED:
@@ -197,6 +203,7 @@ class PrometheusExporter(BaseObserver):
     def _saved(self, event: Event) -> None:
         metrics = self._metrics
         seconds, blocking = seconds_of(event, "seconds"), seconds_of(event, "blocking_seconds")
+        # A save that blocked nearly as long as it took was no background save.
         metrics.observe(
             "checkpoint_duration_seconds",
             seconds,
@@ -235,6 +242,7 @@ class PrometheusExporter(BaseObserver):
 
     def close(self) -> None:
         """Keep serving for the lingering time, so that the last values are scraped, then stop."""
+        # A scraper comes every so many seconds; without this it would miss the values of the end.
         until = time.monotonic() + self._linger_seconds
         while time.monotonic() < until and not self._should_stop():
             time.sleep(min(_LINGER_POLL_SECONDS, max(0.0, until - time.monotonic())))

@@ -33,6 +33,7 @@ class Relay(BaseObserver):
             info = replace(info, highest_step=before.highest_step, last_time=before.last_time)
         except (RunDirectoryError, VolumeError) as error:
             _log.warning("the metrics may count repeated steps as new ones: %s", error)
+        # As JSON values: the receiver is another process, and maybe another version.
         self._send("run_start", asdict(info))
 
     def step_end(self, record: StepRecord) -> None:

@@ -30,6 +30,7 @@ class OpenChange:
     def close(self, step_begin: float) -> None:
         """End the change where the first step of its world begins."""
         self.has_step = True
+        # A row without a time ends the change where its event was.
         if math.isfinite(step_begin):
             self.end = max(self.end, step_begin)
 
