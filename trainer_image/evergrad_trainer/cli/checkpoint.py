@@ -92,6 +92,7 @@ def _add_action(
 def _list(args: argparse.Namespace) -> int:
     catalog = _open_store(args.run_directory).catalog
     found = catalog.scan()
+    # The same choice as the trainer makes, so that the mark here is the checkpoint that is kept there.
     best = choose_best(found, catalog.read_pointer(BEST))
     latest = next((candidate.name for candidate in found if candidate.manifest), None)
     rows = [
@@ -133,6 +134,7 @@ def _verify(args: argparse.Namespace) -> int:
     else:
         for name, reason in reasons.items():
             print(f"{name}: {reason or 'valid'}")
+    # After the output, so that a program that reads it gets its document in any case.
     if not found:
         what = (
             "there is no checkpoint"

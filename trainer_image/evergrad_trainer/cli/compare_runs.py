@@ -95,6 +95,7 @@ def _rules(tolerance: float, steps: str | None, *, exact: bool) -> "Rules":
         )
     if steps is None:
         return Rules(tolerance, exact)
+    # Either end may be left out, but not both: "all steps" is what one gets without the option.
     first, colon, last = steps.partition(":")
     bounds = [int(text) if text.strip().isdecimal() else None for text in (first, last)]
     is_wrong = any(
@@ -124,6 +125,7 @@ def _read(path: Path) -> "History":
 
     directory = RunDirectory(path)
     directory.require_run()
+    # Comparing with a run that has made no step is a mistake of the command, and not a difference.
     if not directory.metrics.exists():
         raise InputError(
             Problem(

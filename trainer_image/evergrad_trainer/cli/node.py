@@ -156,12 +156,14 @@ def _prepare_patiently(read: Callable[[], NodeRequest]) -> Callable[[], int]:
 def _prepare(request: NodeRequest) -> Callable[[], int]:
     """Do all that comes before the node asks to join. The result serves, and returns the exit code."""
     loaded, directory, run = request.loaded, request.directory, request.loaded.run
+    # A volume that cannot be written is found out before minutes of imports.
     directory.create()
     standing = inspect_directory(directory, run, extend=True)
     if standing.state == "complete":
         # Nothing is trained twice, whatever became of those who knew that the run had ended.
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return lambda: int(ExitCode.DONE)
+    # This process forks its workers: it must not touch an accelerator before them.
     machine, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)
     _check_accelerators(run, machine)
     gc.disable()
@@ -281,6 +283,7 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
         problems.append(
             Problem("--workers", f"{args.workers} is below 1", "", "Give a positive number")
         )
+    # A node without the run's token would be refused by the coordinator, in words less clear than these.
     token = ""
     if args.token_file is None:
         problems.append(

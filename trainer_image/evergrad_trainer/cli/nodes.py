@@ -49,6 +49,7 @@ def run_nodes(
     prepare_process()
     method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
+    # Made before any node: their settings name its port, which it chooses when it starts.
     coordinator = LocalCoordinator(
         coordinator_settings(
             plan.run, directory, num_nodes=num_nodes, recovery=plan.run.recovery
@@ -67,6 +68,7 @@ def run_nodes(
             recovery=plan.run.recovery,
         )
         settings = dataclasses.replace(settings, is_only_node=request.num_nodes is None)
+        # The start-up of a node that comes back is its own, and not as old as the command.
         own = plan if nodes.starts[index] == 1 else started_later(plan)
         return run_node(own, settings, num_workers=num_workers, start_method=method)
 
@@ -106,6 +108,7 @@ def run_script(request: RunRequest) -> int:
                 run.script, base, with_grace_of(run.script, own), num_workers=num_workers
             )
 
+        # A script may need longer to save than a node of ours does to leave.
         grace_seconds = max(LocalNodes.grace_seconds, float(run.script.grace_period_seconds))
         return run_local(
             coordinator, LocalNodes(be_node, num_nodes, grace_seconds=grace_seconds)
@@ -120,6 +123,7 @@ def coordinator_settings(
     """Settings of a local coordinator for ``num_nodes`` nodes, to which more may be added by hand up to the
     manifest's maximum."""
     bounds = run.spec.nodes
+    # --nodes may ask for more than the file's maximum; by hand as many may come as either allows.
     most = max(num_nodes, bounds.max or bounds.min)
     state = directory / COORDINATOR
     state.mkdir(parents=True, exist_ok=True)

@@ -88,6 +88,7 @@ def machine_and_workers(
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     accelerators = 0 if wants_cpu else count_accelerators()
     num_workers = asked or run.spec.workers_per_node or max(1, accelerators)
+    # Asking for the memory starts the device's runtime, which does not survive a fork.
     may_touch = forks_above is None or num_workers <= forks_above
     memory = accelerator_memory_bytes() if accelerators and may_touch else None
     return observe_machine(

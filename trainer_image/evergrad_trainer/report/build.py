@@ -31,6 +31,7 @@ def write_report(
     Raises RunDirectoryError for what is no run directory, for unreadable files, and where the report cannot
     be written.
     """
+    # Everything is read before the first byte is written: a bad row must not leave half a report.
     facts = gather_facts(RunDirectory(run_directory))
     created = utc(time.time() if now is None else now)
     target = output or run_directory
@@ -41,6 +42,7 @@ def write_report(
         markdown=target / RunFile.REPORT_MARKDOWN,
         facts=facts,
     )
+    # Each whole or not at all: somebody may be looking at the one before.
     write_atomically(paths.html, render_html(facts, build_plots(facts), created=created))
     write_atomically(paths.markdown, render_markdown(facts, created=created))
     return paths

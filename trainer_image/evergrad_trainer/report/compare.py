@@ -153,6 +153,7 @@ def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Differen
         mask = _disagree(pair, rules) if is_real else pair[0] != pair[1]
         counts = column.compared in ("exactly", "closely") or (rules.exact and is_real)
         found.append(_differing(column.name, a.step, pair, mask, counts=counts))
+    # Metrics of a recipe: their names are in the rows alone.
     for name in dict.fromkeys([*a.metrics, *b.metrics]):
         # Not a number where only one of the runs measures it.
         pair = tuple(side.metrics.get(name, np.full(len(side), np.nan)) for side in (a, b))
@@ -226,6 +227,7 @@ def _evaluation_differences(
     pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], rules: Rules
 ) -> list[Difference]:
     found = []
+    # Set by set, since a difference is told with the name of its set.
     for where in dict.fromkeys(a.name for a, _ in pairs):
         sides = list(zip(*[pair for pair in pairs if pair[0].name == where], strict=True))
         steps = np.array([one.step for one in sides[0]], np.int64)
@@ -246,6 +248,7 @@ def _evaluation_differences(
 def _repeats(steps: StepTable, rules: Rules) -> Repeats:
     inside = steps.take(rules.includes(steps.step)) if len(steps) else steps
     numbers, counts = np.unique(inside.step, return_counts=True)
+    # A step that was trained again must have seen the same samples: the hash shows it.
     repeated = numbers[counts > 1]
     rows = np.isin(inside.step, repeated)
     hashes: dict[int, set[int]] = {}

@@ -99,6 +99,7 @@ def gather_facts(directory: RunDirectory) -> Facts:
     directory.require_run()
     history = read_history(directory)
     goodput = account(history.steps, history.events, history.evaluations)
+    # A step trained again after a kill is in the file twice: figures and curves show the one that counts.
     counting, superseded = _split(history.steps)
     resolved = directory.read_resolved() or {}
     started = _started(history, resolved)
@@ -147,6 +148,7 @@ def _split(steps: StepTable) -> tuple[StepTable, StepTable]:
     Rows beyond the newest row's step were lost in a kill and will be trained again.
     """
     last = steps.last_rows()
+    # Training went back to the newest row: what is beyond it has not come again yet.
     last = last[steps.step[last] <= _current_step(steps)]
     is_counting = np.zeros(len(steps), np.bool_)
     is_counting[last] = True
@@ -157,6 +159,7 @@ def _started(history: History, resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Take the facts of the newest start event, with the manifest's where it has none."""
     starts = [event.fields for event in history.events if event.type == EventType.START]
     training = _dig(resolved, "manifest", "spec", "training")
+    # A run that failed before its first start event has a manifest all the same.
     from_manifest = {
         "run": _dig(resolved, "manifest", "metadata", "name"),
         "model": _dig(training, "model", "config", "model_type")
@@ -205,6 +208,7 @@ def _processes(at_start: Any, goodput: Goodput) -> str:
 
 
 def _status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
+    # The mark of the end counts, whatever the last process of the run wrote after it.
     if is_complete:
         return Status("Complete", "good", f"reached step {count(step)}")
     if not goodput.processes:
@@ -255,6 +259,7 @@ def _figures(
 def _loss_figure(steps: StepTable) -> Figure:
     if not len(steps):
         return Figure("Training loss", "–", "no step yet")
+    # One step's loss is noise: the mean is what runs are compared by.
     recent = steps.loss[-FINAL_LOSS_STEPS:]
     recent = recent[np.isfinite(recent)]
     last = real(float(steps.loss[-1]))
@@ -274,6 +279,7 @@ def _evaluation_figures(history: History) -> list[Figure]:
     figures = []
     for name, one in list(newest.items())[:4]:
         note = f"perplexity {real(one.perplexity, 2)}"
+        # The best one is worth a word only where it is not the newest.
         if name in best and best[name].step != one.step:
             note += f"; best {real(best[name].loss)} at step {count(best[name].step)}"
         figures.append(Figure(f"{name} loss", real(one.loss), note))
@@ -281,6 +287,7 @@ def _evaluation_figures(history: History) -> list[Figure]:
 
 
 def _speed_figure(steps: StepTable) -> Figure:
+    # Rows of a broken clock have no duration; a speed over no time would be infinite.
     seconds = float(np.nansum(steps.step_seconds))
     if not seconds > 0:
         return Figure("Tokens per second", "–", "no step yet")
@@ -327,6 +334,7 @@ def _shares(goodput: Goodput) -> tuple[Share, ...]:
     """List productive time first, then what was lost, the largest part first; causes that took nothing are
     left out."""
     elapsed = goodput.elapsed_seconds
+    # The dearest cause first, since that is what one can do something about.
     lost = sorted(goodput.lost_seconds.items(), key=lambda item: -item[1])
     parts = [
         ("productive", goodput.productive_seconds),
@@ -350,6 +358,7 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
     """Show the newest process's provenance, as rows."""
     if not processes:
         return ()
+    # Earlier processes may have run elsewhere; the newest one says how the run goes on.
     entry = processes[-1]
     versions, hardware, git, task = (
         _mapping(entry.get(key)) for key in ("versions", "hardware", "git", "task")

@@ -14,6 +14,7 @@ from evergrad_trainer.report.plots import Plot
 
 def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
     """Render the page. Everything from the run is escaped; only the plots' own markup is not."""
+    # Only what we have drawn ourselves is markup: names and texts come from the run, and are escaped.
     safe = [
         {
             "title": plot.title,

@@ -71,6 +71,7 @@ def render_markdown(facts: Facts, *, created: str) -> str:
 
 
 def _render(table: Table) -> str:
+    # The gap is a row of its own, so that nobody takes the rows beside it for neighbours.
     rows = list(table.rows)
     if table.left_out:
         note = f"… {table.left_out:,} rows are left out here"

@@ -76,6 +76,7 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
     steps = facts.steps
     if not len(steps):
         return ()
+    # All plots against the step share one range, so that the eye can go down the page.
     last = float(steps.step[-1])
     evaluations = [
         one for one in last_evaluations(facts.history.evaluations) if one.step <= last
@@ -105,6 +106,7 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
 
 
 def _draw(draft: _Draft, span: tuple[float, float]) -> Plot:
+    # The key makes ids that do not change from one report to the next.
     key = draft.title.partition(",")[0].lower().replace(" ", "-")
     forms = (
         [("", NARROW)]
@@ -140,11 +142,13 @@ def _finite(values: Any) -> Any:
 
 def _loss_plot(facts: Facts) -> _Draft:
     steps, superseded = facts.steps, facts.superseded
+    # Fifty windows over the run: the trend shows, and a short run keeps each step.
     window = max(1, len(steps) // 50)
     loss = _finite(steps.loss)
     raw = envelope(steps.step, loss)
     smoothed = means(steps.step, smooth(loss, window), points=500)
     lost = broken(superseded.step, _finite(superseded.loss))
+    # Each attempt is a line of its own until there are too many points to draw.
     if len(lost) > 4000:
         lost = envelope(superseded.step, _finite(superseded.loss))
     restarts = [one.resumed_from for one in facts.goodput.restarts if one.resumed_from][-100:]
@@ -180,6 +184,7 @@ def _loss_plot(facts: Facts) -> _Draft:
 
 def _evaluation_plot(evaluations: Sequence[EvaluationRecord]) -> _Draft:
     names = list(dict.fromkeys(one.name for one in evaluations))
+    # More colours than these cannot be told apart; the table has all sets.
     shown, legend, curves = names[:_MOST_SETS], [], []
     for index, name in enumerate(shown):
         own = [one for one in evaluations if one.name == name]
@@ -227,6 +232,7 @@ def _learning_rate_plot(facts: Facts) -> _Draft:
 
 def _speed_plot(facts: Facts) -> _Draft:
     steps = facts.steps
+    # A step of no measured duration has no speed: it leaves a gap.
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = _finite(steps.tokens / steps.step_seconds)
     curve = means(steps.step, speed, points=300)
@@ -314,12 +320,14 @@ def _split_plot(facts: Facts) -> _Draft:
         else 0.0
         for field, _ in PHASES
     ]
+    # Milliseconds for small models: an axis of 0.00 says nothing.
     total = sum(averages) or 1.0
     scale, unit = (1.0, "seconds per step") if total >= 1 else (1e3, "milliseconds per step")
 
     def paint(axes: "Axes") -> None:
         x, layers = curves[0].x, [np.nan_to_num(curve.y) * scale for curve in curves]
         colors = [COLORS[f"p{1 + index}"] for index in range(len(layers))]
+        # Areas need a width: one or two steps are drawn as bars.
         if len(x) < 3:
             for index, layer in enumerate(layers):
                 axes.bar(
@@ -363,6 +371,7 @@ def _world_plot(facts: Facts) -> _Draft:
     )
     x = np.array([(time - begin) / seconds for time, _ in sizes], np.float64)
     y = np.array([size for _, size in sizes], np.float64)
+    # By time, not by change: a short spell of one process must not weigh as much as a day of ten.
     lengths = np.clip(np.diff(x), 0.0, None)
     mean = float((y[:-1] * lengths).sum() / lengths.sum()) if lengths.sum() > 0 else float(y[0])
 
@@ -393,6 +402,7 @@ def _line(
     opacity: float = 1.0,
     marker: bool = False,
 ) -> None:
+    # A line through one point is invisible.
     is_point = marker or int(np.count_nonzero(np.isfinite(curve.y))) == 1
     axes.plot(
         curve.x,
@@ -413,6 +423,7 @@ def _mark_restarts(axes: "Axes", steps: Sequence[int]) -> None:
 
 def _limit_outliers(axes: "Axes", values: Any, *, from_zero: bool = False) -> None:
     """Take a logarithmic axis where a linear one would press nearly everything onto its lower edge."""
+    # Quantiles of nothing are an error.
     finite = values[np.isfinite(values)]
     if not len(finite):
         return

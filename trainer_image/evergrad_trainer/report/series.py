@@ -51,6 +51,7 @@ def means(x: Integers, y: Reals, *, points: int = 300) -> Curve:
 
 
 def _spans(length: int, number: int) -> list[tuple[int, int]]:
+    # Spans of equal numbers of steps, of which the first begins at 0 and the last ends at the end.
     edges = np.linspace(0, length, min(number, length) + 1).astype(np.int64)
     return [(int(begin), int(end)) for begin, end in pairwise(edges)]
 
@@ -64,6 +65,7 @@ def smooth(y: Reals, window: int) -> Reals:
     # In long doubles, so that one huge value does not blur all sums after it.
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, y, 0.0), dtype=np.longdouble)])
     counts = np.concatenate([[0], np.cumsum(is_finite)])
+    # Windows are shorter at the ends, where the other half of their steps is missing.
     places = np.arange(len(y))
     begins, ends = (
         np.maximum(0, places - window // 2),

@@ -58,6 +58,7 @@ def draw(
             figsize=(size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH),
             layout="constrained",
         )
+        # The style is set for this figure alone: other code may draw with another one.
         axes = figure.subplots()
         paint(axes)
         _dress(axes, unit, across, columns=size[0])
@@ -150,6 +151,7 @@ _REFERENCE = re.compile(r'(url\(#|href="#)([^")]+)')
 def clean(svg: str, *, key: str, label: str) -> str:
     """Strip what only a file of its own needs, make ids unique, and let the page's style rule colours and
     fonts."""
+    # Inside a page there is neither an XML declaration nor a document type.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
@@ -162,6 +164,7 @@ def clean(svg: str, *, key: str, label: str) -> str:
     used = {match[2] for match in _REFERENCE.finditer(svg)}
     svg = _ID.sub(lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "", svg)
     svg = _REFERENCE.sub(lambda match: f"{match[1]}{key}-{match[2]}", svg)
+    # Sizes stay, families go: the page chooses the font, in both themes.
     svg = _FONT.sub(lambda match: f"font-size: {match[1]}px", svg)
     svg = _NO_ROTATION.sub("", _FAMILY.sub("", svg))
     # A hundredth of a pixel is more than any screen shows, and halves the page.
@@ -171,5 +174,6 @@ def clean(svg: str, *, key: str, label: str) -> str:
         ),
         svg,
     )
+    # Placeholders become CSS variables, so that a dark page has its own colours.
     svg = _COLOR.sub(lambda match: _COLOR_OF[match[0]], svg)
     return re.sub(r"\n\s*", "\n", svg).strip()

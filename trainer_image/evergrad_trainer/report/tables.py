@@ -40,6 +40,7 @@ def build_table(
     left_out = len(rows) - _FIRST_ROWS - _LAST_ROWS
     if left_out < 2:
         return Table(tuple(titles), tuple(rows), frozenset(numeric))
+    # How it began and how it stands: what is between them is in the files.
     shown = (*rows[:_FIRST_ROWS], *rows[-_LAST_ROWS:])
     return Table(tuple(titles), shown, frozenset(numeric), gap=_FIRST_ROWS, left_out=left_out)
 
@@ -191,6 +192,7 @@ def warnings_of(history: History, goodput: Goodput) -> tuple[str, ...]:
     """Collect everything that a reader should not overlook, as sentences."""
     found = [text for event in history.events if (text := _warning(event)) is not None]
     non_finite = int(np.count_nonzero(~np.isfinite(history.steps.loss)))
+    # Such steps leave gaps in the curve, which are easily overlooked.
     if non_finite:
         found.append(
             f"{count(non_finite)} step{'s' if non_finite > 1 else ''} had a loss that is not a number"
@@ -230,6 +232,7 @@ def _folded(sentences: Sequence[str]) -> list[str]:
         sentence if number == 1 else f"{sentence} ({number} times)"
         for sentence, number in times.items()
     ]
+    # A page of ten thousand warnings would not be read; the newest ones say where the run is.
     if len(folded) <= _MOST_WARNINGS:
         return folded
     return [
