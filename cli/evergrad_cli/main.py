@@ -77,13 +77,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     # each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = sys.argv[1:] if argv is None else list(argv)
-    return _execute(_build_parser(arguments).parse_args(arguments))
+    parser = _Parser(
+        prog="evergrad",
+        description=(
+            "Train from one TrainingRun file: exact data order, checkpoints that survive kills, a "
+            "report at the end."
+        ),
+        epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
+    )
+    _add_commands(parser, {**COMMANDS, **CLUSTER_COMMANDS}, arguments)
+    return _execute(parser.parse_args(arguments))
 
 
 def main_of_plugin(argv: Sequence[str] | None = None) -> int:
     """``kubectl evergrad``: the commands for a cluster alone."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    return _execute(_build_plugin_parser(arguments).parse_args(arguments))
+    parser = _Parser(
+        prog="kubectl evergrad",
+        description="TrainingRuns on a cluster: submit, follow, stop and look after them.",
+    )
+    _add_commands(parser, CLUSTER_COMMANDS, arguments)
+    return _execute(parser.parse_args(arguments))
 
 
 def _execute(args: argparse.Namespace) -> int:
@@ -135,32 +149,12 @@ class _Parser(argparse.ArgumentParser):
         self.exit(int(ExitCode.USER_ERROR), f"error: {self.prog}: {message}\n")
 
 
-def _build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="evergrad",
-        description=(
-            "Train from one TrainingRun file: exact data order, checkpoints that survive kills, a "
-            "report at the end."
-        ),
-        epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
-    )
-    return _add_commands(parser, {**COMMANDS, **CLUSTER_COMMANDS}, arguments)
-
-
 def build_whole_parser() -> argparse.ArgumentParser:
     """All commands with all of their arguments, for what describes the command line.
 
     Imports every command.
     """
     return _add_commands(_Parser(prog="evergrad"), {**COMMANDS, **CLUSTER_COMMANDS}, None)
-
-
-def _build_plugin_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="kubectl evergrad",
-        description="TrainingRuns on a cluster: submit, follow, stop and look after them.",
-    )
-    return _add_commands(parser, CLUSTER_COMMANDS, arguments)
 
 
 def _add_commands(
@@ -179,19 +173,17 @@ def _add_commands(
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if arguments is None or list(arguments[:1]) == [name]:
-            _import_command(sub, name, parser)
+        # One command is imported, not twenty: half of them need packages that take seconds.
+        if arguments is not None and list(arguments[:1]) != [name]:
+            continue
+        try:
+            module = importlib.import_module(_module_of(name, parser))
+        except ModuleNotFoundError as error:
+            parser.exit(_explain_missing(error, name))
+        sub.epilog = "examples:\n" + module.EXAMPLES.replace("  evergrad ", f"  {parser.prog} ")
+        module.add_arguments(sub)
+        sub.set_defaults(command=module, is_for_cluster=name in CLUSTER_COMMANDS)
     return parser
-
-
-def _import_command(sub: argparse.ArgumentParser, name: str, parser: _Parser) -> None:
-    try:
-        module = importlib.import_module(_module_of(name, parser))
-    except ModuleNotFoundError as error:
-        parser.exit(_explain_missing(error, name))
-    sub.epilog = "examples:\n" + module.EXAMPLES.replace("  evergrad ", f"  {parser.prog} ")
-    module.add_arguments(sub)
-    sub.set_defaults(command=module, is_for_cluster=name in CLUSTER_COMMANDS)
 
 
 def _module_of(name: str, parser: _Parser) -> str:

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any, TextIO
+from typing import TextIO
 
 import yaml
 
@@ -22,7 +22,6 @@ from evergrad_manifest.reading.arguments import add_manifest_arguments, load_fro
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_manifest.script_files import portable_problems
 from evergrad_manifest.task_files import task_problems
-from evergrad_manifest.training import Training
 
 NAME = "validate"
 EXAMPLES = """\
@@ -52,6 +51,8 @@ def execute(args: argparse.Namespace) -> int:
     except ConfigurationError as error:
         _print_problems(error.problems, as_json=args.json)
         return int(error.exit_code)
+
+    # Files beside the manifest are part of it; those of a pod or a volume are not looked for.
     spec, base = loaded.run.spec, loaded.base_directory
     missing = [] if spec.script is None else portable_problems(spec.script, base_directory=base)
     missing += (
@@ -71,36 +72,28 @@ def execute(args: argparse.Namespace) -> int:
     elif args.print_resolved:
         _print(yaml.safe_dump(to_wire(loaded.run), sort_keys=False, width=130).rstrip())
     else:
-        _print(_summary(loaded))
+        run = loaded.run
+        what = _describe_training(run) if run.spec.script is None else _describe_script(run)
+        _print(f"valid: {run.metadata.name} ({loaded.path}); {what}{_describe_size(loaded)}")
     return int(ExitCode.DONE)
 
 
 def _print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
     if as_json:
-        listed = [_as_json(problem) for problem in problems]
+        listed = [
+            {
+                "path": problem.path,
+                "what": problem.what,
+                "why": problem.why,
+                "remedy": problem.remedy,
+                "message": str(problem),
+            }
+            for problem in problems
+        ]
         _print(json.dumps({"valid": False, "problems": listed}, indent=2))
         return
     for problem in problems:
         _print(f"error: {problem}", file=sys.stderr)
-
-
-def _as_json(problem: Problem) -> dict[str, Any]:
-    return {
-        "path": problem.path,
-        "what": problem.what,
-        "why": problem.why,
-        "remedy": problem.remedy,
-        "message": str(problem),
-    }
-
-
-def _summary(loaded: LoadedManifest) -> str:
-    what = (
-        _describe_script(loaded.run)
-        if loaded.run.spec.script is not None
-        else _describe_training(loaded.run)
-    )
-    return f"valid: {loaded.run.metadata.name} ({loaded.path}); {what}{_describe_size(loaded)}"
 
 
 def _describe_size(loaded: LoadedManifest) -> str:
@@ -140,20 +133,16 @@ def _describe_training(run: TrainingRun) -> str:
     training = run.training
     slots = slots_per_step(training.batching)
     sources = ", ".join(source.name for source in training.data.sources)
-    return (
-        f"{_horizon(training)}, {training.batching.global_batch_size} samples a step in {slots} "
-        f"slots, trained on {sources}"
-    )
-
-
-def _horizon(training: Training) -> str:
     horizon = training.horizon
     if horizon.steps is not None:
-        return f"{horizon.steps} steps"
+        length = f"{horizon.steps} steps"
+    elif horizon.tokens is not None:
+        length = f"{horizon.tokens} tokens"
+    else:
+        length = f"{horizon.epochs:g} epochs"
     return (
-        f"{horizon.tokens} tokens"
-        if horizon.tokens is not None
-        else f"{horizon.epochs:g} epochs"
+        f"{length}, {training.batching.global_batch_size} samples a step in {slots} "
+        f"slots, trained on {sources}"
     )
 
 

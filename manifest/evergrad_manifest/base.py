@@ -43,6 +43,8 @@ def check_local_path(path: str) -> str:
         raise FieldValueError(
             f"{show(path)} is a URL", "only local files and directories are read", remedy
         )
+
+    # A shell would expand it; no program does.
     if path.startswith("~"):
         remedy = "Write the whole path, or one relative to the file"
         raise FieldValueError(f"{show(path)} begins with ~", "it is not expanded", remedy)

@@ -57,6 +57,8 @@ def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
         )
     per_step, length = training.batching.global_batch_size, training.data.sequence_length
     total = total_steps(training, num_samples=num_samples)
+
+    # Refused here where a horizon in epochs gets its length; for the others the file was refused before.
     schedule = training.schedule
     decay = schedule.decay if schedule.type == "wsd" else 0
     raise_if(
@@ -66,6 +68,8 @@ def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
         ],
         ConfigurationError,
     )
+
+    # Rounding both shares up could make them one step longer than the run: the decay gives way.
     warmup_steps = min(steps_of(schedule.warmup, total), total)
     return HorizonNumbers(
         total_steps=total,

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from types import NoneType
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -26,29 +25,26 @@ def describe_type(field: Field) -> str:
             else f"`{choices[0]}`"
         )
     words = _describe_annotation(field.info.annotation, tuple(field.info.metadata))
-    return words + _describe_bounds(field.info.metadata)
-
-
-def _describe_bounds(metadata: Sequence[Any]) -> str:
-    found = {
+    bounds = {
         key: getattr(item, key)
-        for item in metadata
+        for item in field.info.metadata
         for key in _WORDS
         if getattr(item, key, None) is not None
     }
-    return "".join(f", {_WORDS[key]} {_short(found[key])}" for key in _WORDS if key in found)
-
-
-def _short(bound: int | float) -> str:
-    """A bound as a person would write it: 2^20, 10^12, 1024."""
-    for base in (10, 2):
-        exponent = round(math.log(bound, base)) if bound > 10**4 else 0
-        if exponent and base**exponent == bound:
-            return f"{base}^{exponent}"
-    return _plain(bound)
+    for key in (key for key in _WORDS if key in bounds):
+        bound = bounds[key]
+        shown = _plain(bound)
+        # As a person would write it: 2^20, 10^12, 1024.
+        for base in (2, 10):
+            exponent = round(math.log(bound, base)) if bound > 10**4 else 0
+            if exponent and base**exponent == bound:
+                shown = f"{base}^{exponent}"
+        words += f", {_WORDS[key]} {shown}"
+    return words
 
 
 def _describe_annotation(annotation: Any, metadata: tuple[Any, ...]) -> str:
+    # A human number has a word of its own, whatever it becomes.
     for marker in (*metadata, *getattr(annotation, "__metadata__", ())):
         if isinstance(marker, Human):
             return marker.kind

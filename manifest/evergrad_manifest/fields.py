@@ -36,7 +36,9 @@ class Field:
 
 def shape_of(info: FieldInfo) -> Shape:
     """The shape of a field, without looking inside mappings that are not ours."""
-    members = _union_members(info.annotation)
+    members: tuple[Any, ...] = (info.annotation,)
+    if get_origin(info.annotation) in (Union, UnionType):
+        members = get_args(info.annotation)
     is_optional = type(None) in members
     for member in members:
         if get_origin(member) is tuple:
@@ -46,12 +48,6 @@ def shape_of(info: FieldInfo) -> Shape:
         elif inspect.isclass(member) and issubclass(member, Section):
             return Shape(member, False, is_optional)
     return Shape(None, False, is_optional)
-
-
-def _union_members(annotation: Any) -> tuple[Any, ...]:
-    return (
-        get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    )
 
 
 @cache
@@ -82,6 +78,7 @@ def find_section(root: type[Section], path: FieldPath) -> type[Section] | None:
 
 def find_field(root: type[Section], path: FieldPath) -> FieldInfo | None:
     """The field that ``path`` leads to or into (an item of a list belongs to the list's field)."""
+    # The last name: numbers behind it are items of that list.
     names = [index for index, part in enumerate(path) if isinstance(part, str)]
     if not names:
         return None

@@ -73,13 +73,19 @@ def build_reference() -> str:
             "| field | type | default | meaning |",
             "|---|---|---|---|",
         ]
-        lines += [_row(field) for field in fields]
+        for field in fields:
+            # One line, and no bar that would end a cell.
+            meaning = " ".join((field.info.description or "").split())
+            meaning = meaning.replace("``", "`").replace("|", "\\|")
+            kind, default = describe_type(field), describe_default(field.info)
+            lines.append(f"| `{field.path}` | {kind} | {default} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def _chapters() -> Iterator[tuple[str, list[Field]]]:
     """The envelope first, then each section of ``spec.training``, then ``spec.script``."""
+    # The order of the models, which is that of a file.
     fields = list(walk_fields(TrainingRun))
     inside, script = "spec.training.", "spec.script."
     yield (
@@ -102,13 +108,6 @@ def _chapters() -> Iterator[tuple[str, list[Field]]]:
     yield "`spec.script`", [field for field in fields if field.path.startswith(script)]
 
 
-def _row(field: Field) -> str:
-    meaning = (
-        " ".join((field.info.description or "").split()).replace("``", "`").replace("|", "\\|")
-    )
-    return f"| `{field.path}` | {describe_type(field)} | {describe_default(field.info)} | {meaning} |"
-
-
 def build_schema() -> str:
     """The JSON schema of a TrainingRun as it may be written, as text."""
     schema = TrainingRun.model_json_schema(by_alias=True, mode="validation")
@@ -128,6 +127,9 @@ def _tidy(node: Any, *, is_names: bool = False) -> Any:
         return [_tidy(item) for item in node]
     if not isinstance(node, Mapping):
         return node
+
+    # pydantic writes bounds of numbers that it parses from texts beside the branches, where they would
+    # bound the texts too.
     bounds = {} if is_names else {_BOUNDS[key]: node[key] for key in _BOUNDS if key in node}
     result = {
         key: _tidy(value, is_names=key in ("properties", "$defs") and not is_names)
@@ -178,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     stale = 0
     for name, text in build_files(args.root).items():
+        # Only what differs is written, so that `make` sees no new file where nothing has changed.
         path = args.root / name
         old = path.read_text("utf-8") if path.exists() else ""
         if old == text:

@@ -131,6 +131,7 @@ def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
 def _find_holders(raw: dict[str, Any], parents: list[str]) -> Iterator[dict[str, Any]]:
     """The mappings at ``parents``, below lists (``name[]``) too. A section that is absent is made where it
     would be there by default."""
+    # Level by level; below a list there are several.
     holders: list[Any] = [raw]
     for index, part in enumerate(parents):
         name = part.removesuffix("[]")
@@ -196,6 +197,7 @@ def settings_hash(run: TrainingRun) -> str:
     That is more than the recipe: nodes that save, evaluate or stop at other steps would wait for one another.
     It is less than the file: what concerns one machine may differ.
     """
+    # Each of these sections decides what all ranks do at the same step, or is sent between them.
     training = to_wire(run)["spec"]["training"]
     shared = {key: value for key, value in training.items() if key not in _OF_ONE_MACHINE}
     shared["runtime"] = {
@@ -235,6 +237,9 @@ def _without_later_defaults(
         key, path = info.alias or name, f"{prefix}{info.alias or name}"
         if key not in wire:
             continue
+
+        # A required field is written in every file; of the optional ones only those of the first version
+        # were hashed at their default.
         value, written = getattr(section, name), wire[key]
         is_later = not info.is_required() and path not in _HASHED_AT_DEFAULT
         if isinstance(value, Section):
@@ -265,6 +270,7 @@ def changed_fields(
 
 def _changes(old: Any, new: Any, path: str) -> list[Change]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
+        # In the order of the file, old fields first: it is the order of the message.
         keys = [*old, *(key for key in new if key not in old)]
         return [
             change
@@ -278,6 +284,8 @@ def _changes(old: Any, new: Any, path: str) -> list[Change]:
             for index, (before, after) in pairs
             for change in _changes(before, after, f"{path}[{index}]")
         ]
+
+    # By JSON and not by ==, for which 1, 1.0 and true are equal.
     if _canonical(old) == _canonical(new):
         return []
     return [(path, old, new)]

@@ -102,6 +102,7 @@ def _quantities(view: View, kind: str) -> dict[str, str]:
 
 
 def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
+    # The commonest slips: 4 for 4Gi, 400m for 400Mi, half a device, gpu for the vendor's name.
     amount = quantity_value(quantity)
     if name == "memory" and amount < _SMALLEST_MEMORY:
         why = f"it means {float(amount):g} bytes"
@@ -170,6 +171,9 @@ def check_storage(view: View) -> Iterator[Problem]:
     """Either a new volume or an existing one."""
     if view.get(_STORAGE) is UNKNOWN:
         return
+
+    # What belongs to a new volume says nothing of an existing one: the first contradiction only, since one
+    # mistake often shows as several.
     size, claim = view.is_given(f"{_STORAGE}.size"), view.is_given(f"{_STORAGE}.claimName")
     storage_class = view.is_given(f"{_STORAGE}.storageClassName")
     if size and claim:
@@ -193,6 +197,8 @@ def check_storage(view: View) -> Iterator[Problem]:
             why,
             "Add `size: 20Gi`, or name an existing claim by claimName",
         )
+
+    # Single values, whatever was said above of them together.
     quantity = view.get(f"{_STORAGE}.size")
     if isinstance(quantity, str) and quantity_value(quantity) < _SMALLEST_MEMORY:
         why = f"it means {float(quantity_value(quantity)):g} bytes"
@@ -231,6 +237,7 @@ def check_image(view: View) -> Iterator[Problem]:
 
 def check_labels(view: View) -> Iterator[Problem]:
     """Keys and values of labels and annotations, of the object and of the pods' template."""
+    # Read from the file itself: a label whose value is wrong hides nothing of its neighbours.
     for where in ("metadata", "spec.template"):
         for kind in (
             "labels",

@@ -53,12 +53,11 @@ def check_command(view: View) -> Iterator[Problem]:
     if (launcher := _launcher_in(command)) is not None:
         index, name = launcher
         why = "the run starts its workers itself, as many as nodes and workersPerNode say"
-        yield Problem(
-            f"{_COMMAND}[{index}]",
-            f"{show(name)} is a launcher",
-            why,
-            _without_launcher(command, index),
-        )
+        # The first word that looks like the program, for the remedy.
+        rest = command[index + 1 :]
+        looks = (word for word in rest if word.endswith(".py") or word == MODULE)
+        remedy = f"Begin with what follows its options: {show(next(looks, 'train.py'))}"
+        yield Problem(f"{_COMMAND}[{index}]", f"{show(name)} is a launcher", why, remedy)
     elif command[0].startswith("-") and command[0] != MODULE:
         why = "options of the launcher are not given: the run sets them from nodes and workersPerNode"
         yield Problem(
@@ -74,6 +73,7 @@ def check_command(view: View) -> Iterator[Problem]:
 def _launcher_in(command: Sequence[str]) -> tuple[int, str] | None:
     """Where the command names a launcher of its own: as the program, as a module, or both after
     ``python``."""
+    # `python -u -m torch.distributed.run …` hides the launcher behind options of the interpreter.
     is_python = _PYTHON.fullmatch(PurePosixPath(command[0]).name) is not None
     start = 1 if is_python else 0
     while (
@@ -90,19 +90,12 @@ def _launcher_in(command: Sequence[str]) -> tuple[int, str] | None:
     return None
 
 
-def _without_launcher(command: Sequence[str], index: int) -> str:
-    """The remedy, with the first word that looks like the program where there is one."""
-    rest = command[index + 1 :]
-    program = next(
-        (word for word in rest if word.endswith(".py") or word == MODULE), "train.py"
-    )
-    return f"Begin with what follows its options: {show(program)}"
-
-
 def _check_program(program: Program) -> Iterator[Problem]:
     if program.kind == "module":
         yield from _check_module(program.name)
         return
+
+    # `["train.py --epochs 3"]` is the commonest mistake: a shell's line in one item.
     words = program.name.split()
     if not words:
         yield Problem(

@@ -151,6 +151,8 @@ def check_volumes(view: View) -> Iterator[Problem]:
         yield from _check_volume_kinds(path, volume, kinds)
     yield from _check_unique(volumes, "name")
     yield from _check_unique(mounts, "mountPath")
+
+    # Names and mounts against each other, and against what the run itself has in its pods.
     names = dict.fromkeys(str(volume.get("name")) for _, volume in volumes)
     for path, mount in mounts:
         if isinstance(mount.get("name"), str) and mount["name"] and mount["name"] not in names:
@@ -209,6 +211,8 @@ def _check_volume_kinds(
                 why,
                 "" if near else f"Use another. {allowed}",
             )
+
+    # A projected volume could bring in by the back door what is refused as a volume of its own.
     sources = value_at(volume, ("projected", "sources"))
     for index, source in enumerate(sources if isinstance(sources, list | tuple) else ()):
         for kind in source if isinstance(source, Mapping) else ():
@@ -280,6 +284,8 @@ def check_environment(view: View) -> Iterator[Problem]:
 def _check_value_from(path: FieldPath, source: Any) -> Iterator[Problem]:
     if source is None:
         return
+
+    # What the source holds is the API server's to check: its schema has those fields.
     known = f"Known here: {', '.join(VALUE_KINDS)}"
     if not isinstance(source, Mapping) or len(source) != 1:
         yield Problem(

@@ -14,7 +14,7 @@ from typing import Final
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.reading.loader import path_label
-from evergrad_manifest.script import Program, Script, program_path, working_directory_of
+from evergrad_manifest.script import Script, program_path, working_directory_of
 
 _COMMAND: Final = "spec.script.command"
 _NAMED: Final = f"{_COMMAND} names it"
@@ -24,10 +24,22 @@ _RELATIVE: Final = "Check the path; it is relative to the manifest's directory"
 def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
     """Why the script cannot start here: its file, executable or working directory is missing or cannot be
     used."""
-    return [
-        *_program_problems(script, base_directory),
-        *_directory_problems(working_directory_of(script, base_directory)),
-    ]
+    program, path = script.program, program_path(script.program, base_directory)
+    problems: list[Problem] = []
+    if path is not None:
+        problems = _file_problems(path)
+        # Python reads a file; anything else the system starts itself.
+        if not problems and program.kind != "file" and not os.access(path, os.X_OK):
+            problems = [_denied(path, "executed")]
+    elif program.kind == "executable":
+        search_path = script.env.get("PATH")
+        if shutil.which(program.name, path=search_path) is None:
+            where = "spec.script.env.PATH" if search_path is not None else "PATH"
+            what = f"the executable {program.name!r} was not found"
+            why = f"a name without a slash is looked up in {where}"
+            remedy = f"Install it, or write ./{program.name}"
+            problems = [Problem(f"{_COMMAND}[0]", what, why, remedy)]
+    return [*problems, *_directory_problems(working_directory_of(script, base_directory))]
 
 
 def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
@@ -46,6 +58,7 @@ def is_module_found(script: Script, *, base_directory: Path) -> bool:
 
     What import hooks would find is not seen.
     """
+    # The places in which a worker's interpreter looks, in its order.
     program, folder = script.program, working_directory_of(script, base_directory)
     from_env = [
         str(folder / entry)
@@ -60,34 +73,6 @@ def is_module_found(script: Script, *, base_directory: Path) -> bool:
             return False
         places = tuple(found.submodule_search_locations or ())
     return True
-
-
-def _program_problems(script: Script, base_directory: Path) -> list[Problem]:
-    program, path = script.program, program_path(script.program, base_directory)
-    if program.kind == "file" and path is not None:
-        return _file_problems(path)
-    if path is not None:
-        return _file_problems(path) or _executable_problems(path)
-    return (
-        _lookup_problems(program, script.env.get("PATH"))
-        if program.kind == "executable"
-        else []
-    )
-
-
-def _lookup_problems(program: Program, search_path: str | None) -> list[Problem]:
-    if shutil.which(program.name, path=search_path) is not None:
-        return []
-    where = "spec.script.env.PATH" if search_path is not None else "PATH"
-    why = f"a name without a slash is looked up in {where}"
-    return [
-        Problem(
-            f"{_COMMAND}[0]",
-            f"the executable {program.name!r} was not found",
-            why,
-            f"Install it, or write ./{program.name}",
-        )
-    ]
 
 
 def _file_problems(path: Path) -> list[Problem]:
@@ -116,10 +101,6 @@ def _mode_of(path: Path) -> int | str:
         return f"cannot be read: {getattr(error, 'strerror', None) or 'it is no path'}"
 
 
-def _executable_problems(path: Path) -> list[Problem]:
-    return [] if os.access(path, os.X_OK) else [_denied(path, "executed")]
-
-
 def _denied(path: Path, verb: str) -> Problem:
     return Problem(
         path_label(path),
@@ -130,6 +111,7 @@ def _denied(path: Path, verb: str) -> Problem:
 
 
 def _directory_problems(path: Path) -> list[Problem]:
+    # Entering a folder needs another right than reading it.
     named, mode = "spec.script.workingDirectory names it", _mode_of(path)
     if isinstance(mode, str):
         return [Problem(path_label(path), mode, named, _RELATIVE)]

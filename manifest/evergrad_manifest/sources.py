@@ -69,6 +69,8 @@ def existing(paths: Iterable[Path]) -> Iterator[Path]:
 def _find_imported(path: Path, folder: Path) -> list[Path]:
     """The files in ``folder`` that a Python file imports; none for one that cannot be read or parsed."""
     found: list[Path] = []
+
+    # A shell script or a binary has no imports that could be followed.
     if path.suffix != ".py":
         return found
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
@@ -77,6 +79,8 @@ def _find_imported(path: Path, folder: Path) -> list[Path]:
                 for alias in node.names:
                     found += files_of_module(folder, alias.name.split("."))
             elif isinstance(node, ast.ImportFrom):
+                # Relative imports count from the file's own folder, one level up for each dot after the
+                # first.
                 start = (
                     path.parents[node.level - 1]
                     if 0 < node.level <= len(path.parents)

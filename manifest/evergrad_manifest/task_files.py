@@ -71,6 +71,9 @@ def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
         raise ConfigurationError(
             Problem(_FIELD, "cannot be read", str(error), remedy)
         ) from error
+
+    # Refused here, where the names of the files are known: the API server would only say that the object is
+    # too large.
     size = sum(len(text.encode()) for text in files.values())
     if size > MAX_BYTES:
         what = f"{', '.join(files)} are {size:,} bytes together"

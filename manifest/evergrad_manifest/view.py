@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from evergrad_manifest.base import Section
-from evergrad_manifest.fields import FieldPath, Shape, fields_of, shape_of, value_at
+from evergrad_manifest.fields import FieldPath, fields_of, shape_of, value_at
 
 
 class _Unknown:
@@ -34,21 +34,17 @@ def without_nulls(raw: Any, section: type[Section]) -> Any:
         info = fields_of(section).get(key)
         if info is None or (value is None and info.is_required()):
             result[key] = value
-        elif value is not None:
-            result[key] = _without_nulls_inside(value, shape_of(info))
+            continue
+        if value is None:
+            continue
+        # Only sections are ours: a null in a map of the user's own is a value.
+        shape = shape_of(info)
+        if shape.section is not None and not shape.is_list:
+            value = without_nulls(value, shape.section)
+        elif shape.section is not None and isinstance(value, list | tuple):
+            value = [without_nulls(item, shape.section) for item in value]
+        result[key] = value
     return result
-
-
-def _without_nulls_inside(value: Any, shape: Shape) -> Any:
-    if shape.section is None:
-        return value
-    if shape.is_list:
-        return (
-            [without_nulls(item, shape.section) for item in value]
-            if isinstance(value, list | tuple)
-            else value
-        )
-    return without_nulls(value, shape.section)
 
 
 class View:

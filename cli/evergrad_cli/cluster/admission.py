@@ -91,6 +91,8 @@ def check_webhook(
         return Check(
             _NAME, State.WARN, what, "Switch it on in the chart: --set webhook.enabled=true"
         )
+
+    # Where it may be passed over, runs go on being made; where it may not, none can be.
     state = State.FAIL if asked.answer is Answer.FAILED else State.WARN
     what = (
         "it does not answer, and no run can be created"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from evergrad_cli.cluster.runs import NON_FINITE, Condition, Pod, Run
+from evergrad_cli.cluster.runs import NON_FINITE, Pod, Run
 from evergrad_cli.cluster.text import age
 
 _UNSEEN_SECONDS: Final = 30.0
@@ -31,9 +31,15 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
     if not run.is_observed:
         return _unseen(run, now)
     if run.is_true("Complete"):
-        return _complete(run)
+        place = f"claim {run.claim}, folder {run.folder}"
+        return [
+            f"Report, checkpoints and complete.json are on the {place}.",
+            f"Its last output: evergrad logs {run.name}",
+        ]
     if run.is_true("Failed"):
         return _failed(run)
+
+    # Before what follows: such a run is suspended, too, yet resuming it would stop it at once.
     if run.is_beyond_its_stop:
         return [
             (
@@ -60,8 +66,9 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
             *_where_to_look(run, pods),
         ]
     if run.phase == "Running":
-        stale = _false(run, "Progressing")
-        if stale is not None and run.reason != "CoordinatorLost":
+        stale = run.condition("Progressing")
+        is_stale = stale is not None and stale.status == "False"
+        if stale is not None and is_stale and run.reason != "CoordinatorLost":
             return [
                 (
                     f"No step for long ({stale.message or stale.reason}). Look at its output: "
@@ -75,11 +82,6 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
     ]
 
 
-def _false(run: Run, kind: str) -> Condition | None:
-    condition = run.condition(kind)
-    return condition if condition is not None and condition.status == "False" else None
-
-
 def _unseen(run: Run, now: float) -> list[str]:
     waited = None if run.created is None else now - run.created
     if waited is not None and waited < _UNSEEN_SECONDS:
@@ -89,14 +91,6 @@ def _unseen(run: Run, now: float) -> list[str]:
             f"No operator has looked at it for {age(waited)}. Is one running, and does it watch this "
             "namespace? evergrad doctor"
         )
-    ]
-
-
-def _complete(run: Run) -> list[str]:
-    place = f"claim {run.claim}, folder {run.folder}"
-    return [
-        f"Report, checkpoints and complete.json are on the {place}.",
-        f"Its last output: evergrad logs {run.name}",
     ]
 
 

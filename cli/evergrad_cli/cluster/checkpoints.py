@@ -2,6 +2,7 @@
 them all."""
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -44,7 +45,12 @@ def execute(args: argparse.Namespace) -> int:
     """Returns 0, also for a run without a checkpoint."""
     with connect(args) as cluster:
         run = read_run(cluster, args.name)
-        volume = _read_volume(cluster, run)
+        # What this user may not read is named in the answer, not an error.
+        path = core_path("persistentvolumeclaims", cluster.namespace, run.claim)
+        volume: Volume | None = None
+        with contextlib.suppress(RefusedError):
+            raw = find(cluster, path, what=f"persistentvolumeclaim {run.claim}")
+            volume = Volume("missing", "", {}) if raw is None else parse_volume(raw, run.name)
         pod = _running_pod(cluster, run)
     facts = document(run, volume, pod)
     if args.json:
@@ -53,15 +59,6 @@ def execute(args: argparse.Namespace) -> int:
     for line in render(facts, now=time.time()):
         say(line)
     return int(ExitCode.DONE)
-
-
-def _read_volume(cluster: Cluster, run: Run) -> Volume | None:
-    path = core_path("persistentvolumeclaims", cluster.namespace, run.claim)
-    try:
-        raw = find(cluster, path, what=f"persistentvolumeclaim {run.claim}")
-    except RefusedError:
-        return None
-    return parse_volume(raw, run.name) if raw is not None else Volume("missing", "", {})
 
 
 def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
@@ -81,6 +78,7 @@ def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
 
 
 def _running_pod(cluster: Cluster, run: Run) -> str | None:
+    """The name of a node's pod in which the volume can be listed."""
     try:
         raw = cluster.items(
             core_path("pods", cluster.namespace),
@@ -95,6 +93,7 @@ def _running_pod(cluster: Cluster, run: Run) -> str | None:
 
 def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]:
     """What is known, as one JSON document. ``pod``: one that runs and has the volume."""
+    # The claim's record outlives the run's object, and knows of a completion that the status no longer has.
     complete = volume.record.get("complete") if volume is not None else None
     step = run.checkpoint_step
     if isinstance(complete, Mapping) and isinstance(complete.get("step"), int):
@@ -129,6 +128,7 @@ def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]
 
 def render(facts: Mapping[str, Any], *, now: float) -> list[str]:
     """The document as people read it. ``now`` in Unix seconds."""
+    # The newest first: what would be lost if everything stopped now.
     newest = "none known" if facts["newestStep"] is None else f"step {facts['newestStep']}"
     if facts["savedAt"] is not None:
         newest += f", {age(now - facts['savedAt'])} ago"

@@ -53,6 +53,8 @@ class Check:
 def check_version(raw: Mapping[str, Any], host: str) -> Check:
     """The API server's ``/version``."""
     text = str(raw.get("gitVersion", "unknown"))
+
+    # A vendor writes its own: 1, 34+, v1.34.4-gke.1.
     numbers = [
         "".join(c for c in str(raw.get(key, "")) if c.isdigit()) for key in ("major", "minor")
     ]
@@ -126,6 +128,8 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
                 f"{_namespace(raw)}/{_name(raw)} is not available",
                 remedy,
             )
+
+    # Running training does not depend on either version: a warning, no failure.
     shown = ", ".join(f"{_namespace(raw)}/{_name(raw)}" for raw in deployments)
     labels = (deployments[0].get("metadata") or {}).get("labels") or {}
     other = labels.get("app.kubernetes.io/version")
@@ -326,7 +330,12 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
     """NetworkPolicies of the namespace that could cut a run's pods off from each other or from DNS."""
     if policies is None:
         return Check("network", State.SKIP, "this user may not list NetworkPolicies")
-    others = [raw for raw in policies if not _is_of_run(raw)]
+    # Those of runs let their own pods reach each other.
+    others = [
+        raw
+        for raw in policies
+        if "evergrad.dev/run" not in ((raw.get("metadata") or {}).get("labels") or {})
+    ]
     closing = [_name(raw) for raw in others if _selects_all(raw) and "Egress" in _types(raw)]
     if closing:
         what = f"{', '.join(closing)} limits what all pods may reach"
@@ -340,10 +349,6 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
         )
         return Check("network", State.OK, what)
     return Check("network", State.OK, "no NetworkPolicy is in the way")
-
-
-def _is_of_run(raw: Mapping[str, Any]) -> bool:
-    return "evergrad.dev/run" in ((raw.get("metadata") or {}).get("labels") or {})
 
 
 def _selects_all(raw: Mapping[str, Any]) -> bool:
@@ -414,6 +419,8 @@ def check_groups(groups: Collection[str]) -> list[Check]:
             "no Prometheus operator; metrics can be scraped from the pods' port named metrics",
         )
     )
+
+    # Of schedulers only what a run would notice.
     gangs = {"kueue.x-k8s.io": "Kueue", "scheduling.x-k8s.io": "coscheduling"}
     found = [name for group, name in gangs.items() if group in groups]
     text = (

@@ -176,6 +176,8 @@ class KubernetesCluster:
         read_seconds: float | None = None,
     ) -> Iterator[bytes]:
         response = self._open(_Request("GET", path, what, query), read_seconds=read_seconds)
+
+        # A line may arrive in several chunks, and a chunk may hold several lines.
         with contextlib.closing(response.response) as stream, self._translated(what):
             if response.status >= 300:
                 raise error_of(response.status, response.read(), what=what)
@@ -203,6 +205,8 @@ class KubernetesCluster:
         return response.status, answer
 
     def _open(self, request: _Request, *, read_seconds: float | None) -> Any:
+        # The client's own request, so that its credentials are renewed when they expire; the answer is read
+        # as it comes.
         headers = {
             "Accept": "application/json, */*",
             "User-Agent": f"{FIELD_MANAGER}/{__version__}",
@@ -229,20 +233,17 @@ class KubernetesCluster:
         try:
             yield
         except self._failures as error:
+            # The bottom of urllib3's chain, without the address that its messages repeat:
+            # "HTTPSConnection(host='10.0.0.1', port=6443): Failed to …"
+            reason: Any = getattr(error, "reason", None)
+            while getattr(reason, "reason", None) is not None:
+                reason = reason.reason
+            text = str(reason or error).strip() or type(error).__name__
+            text = text.partition("): ")[2] or text.partition(">: ")[2] or text
             raise UnreachableError(
-                f"{what}: {self.host} cannot be reached; {_innermost(error)}. Check the context "
-                "and the network, or try again."
+                f"{what}: {self.host} cannot be reached; {text}. Check the context and the "
+                "network, or try again."
             ) from error
-
-
-def _innermost(error: BaseException) -> str:
-    """What is at the bottom of a failure of urllib3, whose own messages repeat the whole address."""
-    reason: Any = getattr(error, "reason", None)
-    while isinstance(reason, BaseException) and getattr(reason, "reason", None) is not None:
-        reason = getattr(reason, "reason", None)
-    text = str(reason or error).strip() or type(error).__name__
-    # "HTTPSConnection(host='10.0.0.1', port=6443): Failed to …"
-    return text.partition("): ")[2] or text.partition(">: ")[2] or text
 
 
 def connect(args: argparse.Namespace) -> KubernetesCluster:
@@ -278,7 +279,10 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
     """Fill ``settings``; the namespace of the context."""
     file = str(args.kubeconfig) if args.kubeconfig is not None else None
     try:
-        if file is None and args.context is None and not _has_kubeconfig(config):
+        # Inside of a pod there is no kubeconfig, unless one is named: its own account is used.
+        places = str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(":")
+        has_kubeconfig = any(Path(place).expanduser().exists() for place in places if place)
+        if file is None and args.context is None and not has_kubeconfig:
             config.load_incluster_config(client_configuration=settings)
             return _IN_CLUSTER_NAMESPACE.read_text().strip()
         contexts, current = config.list_kube_config_contexts(config_file=file)
@@ -294,11 +298,6 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
         current = next((context for context in contexts if context["name"] == args.context), {})
     namespace = (current.get("context") or {}).get("namespace")
     return str(namespace) if namespace else None
-
-
-def _has_kubeconfig(config: Any) -> bool:
-    places = str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(":")
-    return any(Path(place).expanduser().exists() for place in places if place)
 
 
 def _kubeconfig_error(args: argparse.Namespace, error: Exception) -> ClusterInputError:

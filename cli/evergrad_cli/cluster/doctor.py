@@ -80,6 +80,7 @@ def render(found: Sequence[Check]) -> list[str]:
 
 def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> list[Check]:
     """All checks. Raises UnreachableError when not even the version can be read."""
+    # From the outside in: the cluster, the installation, this user, this namespace.
     namespace = cluster.namespace
     found = [
         checks.check_version(cluster.get("/version", what="version"), cluster.host),
@@ -87,7 +88,8 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
     ]
     found += _check_operator(cluster, operator_namespace, now)
     found.append(_check_webhook(cluster, now))
-    found.append(checks.check_rights(_review(cluster, namespace), namespace))
+    rights = {right: _may(cluster, right, namespace) for right in checks.RIGHTS}
+    found.append(checks.check_rights(rights, namespace))
     raw, may_read = _read(
         lambda: cluster.get(
             core_path("namespaces", None, namespace), what=f"namespace {namespace}"
@@ -198,12 +200,9 @@ def _ask_webhook(cluster: Cluster) -> Asked:
     return Asked(Answer.ACCEPTED)
 
 
-def _review(cluster: Cluster, namespace: str) -> dict[checks.Right, bool]:
-    """Ask the API server about every right that commands use."""
-    return {right: _may(cluster, right, namespace) for right in checks.RIGHTS}
-
-
 def _may(cluster: Cluster, right: checks.Right, namespace: str) -> bool:
+    """Ask the API server about one right of this user."""
+    # What RBAC says counts, and not what a request would do: nothing is changed by asking.
     attributes = {
         "namespace": namespace,
         "verb": right.verb,

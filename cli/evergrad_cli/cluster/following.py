@@ -5,7 +5,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -109,17 +109,15 @@ def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> st
             "time": line.time,
         }
         return json.dumps({**facts, "line": line.text})
-    text = _prefixed(pod, line.text) if prefix else line.text
+    text = line.text
+    if prefix:
+        said = f"[{COORDINATOR}" if pod.index is None else f"[node {pod.index}"
+        attempt = f" #{pod.attempt}" if pod.attempt else ""
+        # The supervisor names its node itself; a second prefix would say it twice.
+        is_named = text.startswith((f"{said} ", f"{said}]"))
+        rest = text[len(said) :] if is_named else f"] {text}"
+        text = f"{said}{attempt}{rest}"
     return f"{line.time} {text}" if with_time and line.time else text
-
-
-def _prefixed(pod: Pod, text: str) -> str:
-    place = COORDINATOR if pod.index is None else f"node {pod.index}"
-    attempt = f" #{pod.attempt}" if pod.attempt else ""
-    said = f"[{place}"
-    if text.startswith((f"{said} ", f"{said}]")):
-        return f"{said}{attempt}{text[len(said) :]}"
-    return f"{said}{attempt}] {text}"
 
 
 class Reader:
@@ -167,6 +165,7 @@ class Reader:
             line = split_line(pod, raw)
             if since and line.time and order_of(line.time) <= order_of(since):
                 continue
+            # Lines of two pods must not be mixed: each pod has a thread of its own.
             with self._lock:
                 self._show(line)
             last = line.time or last
@@ -215,25 +214,34 @@ class Follower:
                 continue
             patience.is_well()
             is_seen = True
-            for pod in self._select(pods):
-                self._start(pod)
+            wanted = [pod for pod in pods if self._selection.is_wanted(pod)]
+            if self._selection == Selection():
+                wanted = self._of_leader(wanted)
+            for pod in wanted:
+                if pod.has_started and pod.name not in self._threads:
+                    # A daemon: a stream that hangs must not keep the command from ending.
+                    thread = threading.Thread(
+                        target=self._read,
+                        args=(pod,),
+                        name=f"output of {pod.name}",
+                        daemon=True,
+                    )
+                    self._threads[pod.name] = thread
+                    thread.start()
             if run.is_over:
                 break
-            if not pods:
-                self._say_once(
-                    f"No pods: the run is {run.phase}{f' ({run.message})' if run.message else ''}. Waiting."
-                )
+            message = f" ({run.message})" if run.message else ""
+            waiting = "" if pods else f"No pods: the run is {run.phase}{message}. Waiting."
+            if waiting and waiting != self._remarked:
+                self._remarked = waiting
+                self._remark(waiting)
             time.sleep(_POLL_SECONDS)
-        self._end()
 
-    def _select(self, pods: Sequence[Pod]) -> list[Pod]:
-        wanted = [pod for pod in pods if self._selection.is_wanted(pod)]
-        one = not (
-            self._selection.is_all
-            or self._selection.is_coordinator
-            or self._selection.index is not None
-        )
-        return [pod for pod in (self._of_leader(wanted) if one else wanted) if pod.has_started]
+        # The readers come to the end of what there is; a stream that stays open has no more to say.
+        until = time.monotonic() + _AFTER_THE_END_SECONDS
+        self._is_over.set()
+        for thread in self._threads.values():
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _of_leader(self, pods: Sequence[Pod]) -> list[Pod]:
         """The pods of one node: the lowest there is, also before it has started, and another while that is
@@ -241,6 +249,7 @@ class Follower:
 
         What was followed before goes on being shown: nobody knows which of the two speaks for the run.
         """
+        # Nodes with output that are still there; the lowest of them speaks for the run.
         alive = sorted(
             {
                 pod.index
@@ -265,15 +274,8 @@ class Follower:
             self._leader, self._leader_missed = alive[0], 0.0
         return [pod for pod in pods if pod.index == self._leader]
 
-    def _start(self, pod: Pod) -> None:
-        if pod.name not in self._threads:
-            thread = threading.Thread(
-                target=self._read, args=(pod,), name=f"output of {pod.name}", daemon=True
-            )
-            self._threads[pod.name] = thread
-            thread.start()
-
     def _read(self, pod: Pod) -> None:
+        # From the last line that was shown: a stream ends with its container, but also with the API server.
         last, failures = "", 0
         while failures < _MOST_FAILURES:
             before = last
@@ -302,16 +304,3 @@ class Follower:
                 for other in list_pods(self._cluster, self._name)
             )
         return False
-
-    def _say_once(self, text: str) -> None:
-        if text != self._remarked:
-            self._remarked = text
-            self._remark(text)
-
-    def _end(self) -> None:
-        """Let the readers come to the end of what there is."""
-        until = time.monotonic() + _AFTER_THE_END_SECONDS
-        threads: Iterable[threading.Thread] = list(self._threads.values())
-        self._is_over.set()
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))

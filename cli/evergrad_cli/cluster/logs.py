@@ -9,7 +9,6 @@ from evergrad_cli.cluster.client import KubernetesCluster, connect
 from evergrad_cli.cluster.errors import ClusterInputError, NotFoundError, RefusedError
 from evergrad_cli.cluster.following import (
     Follower,
-    Line,
     Reader,
     Selection,
     choose,
@@ -82,28 +81,25 @@ def execute(args: argparse.Namespace) -> int:
         )
     selection = Selection(args.node, args.all, args.coordinator)
     with connect(args) as cluster:
-        show = partial(
-            _show, prefix=args.all or args.follow, with_time=args.timestamps, as_json=args.json
+        shown = partial(
+            show_line,
+            prefix=args.all or args.follow,
+            with_time=args.timestamps,
+            as_json=args.json,
         )
-        reader = Reader(cluster, show, tail=args.tail)
-        if args.follow:
-            return _follow(cluster, args.name, selection, reader)
-        return _show_once(cluster, args, selection, reader)
+        reader = Reader(cluster, lambda line: say(shown(line)), tail=args.tail)
+        if not args.follow:
+            return _show_once(cluster, args, selection, reader)
 
-
-def _show(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> None:
-    say(show_line(line, prefix=prefix, with_time=with_time, as_json=as_json))
-
-
-def _follow(cluster: KubernetesCluster, name: str, selection: Selection, reader: Reader) -> int:
-    Follower(cluster, name, selection, reader, remark=note).follow()
-    try:
-        verdict = judge(read_run(cluster, name), Goal.COMPLETE)
-    except NotFoundError:
-        return int(ExitCode.DONE)
-    note(f"trainingrun/{name} {verdict.text}")
+        # To the end of the run; then its end is the command's.
+        Follower(cluster, args.name, selection, reader, remark=note).follow()
+        try:
+            outcome = judge(read_run(cluster, args.name), Goal.COMPLETE)
+        except NotFoundError:
+            return int(ExitCode.DONE)
+    note(f"trainingrun/{args.name} {outcome.text}")
     sys.stdout.flush()
-    return int(verdict.exit_code or 0)
+    return int(outcome.exit_code or 0)
 
 
 def _show_once(

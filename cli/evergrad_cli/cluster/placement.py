@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Final, get_args
 
-from pydantic.fields import FieldInfo
-
 from evergrad_coordinator.contract import VOLUME_PATH
 from evergrad_manifest.base import LocalPath, Section
 from evergrad_manifest.envelope import TrainingRun
@@ -32,6 +30,8 @@ def placement_warnings(run: TrainingRun) -> list[Problem]:
     """Paths at which nothing is mounted, where the image is the stock one, which holds no data."""
     if run.spec.image is not None:
         return []
+
+    # The stock image holds no data: a path must lie on the run's volume or a mounted one.
     mounts = [
         VOLUME_PATH,
         *(str(mount.get("mountPath", "")) for mount in run.spec.template.volume_mounts),
@@ -48,7 +48,7 @@ def placement_warnings(run: TrainingRun) -> list[Problem]:
         )
         for path, value in local_paths(run)
         if PurePosixPath(value).is_absolute()
-        and not any(_is_below(value, mount) for mount in mounts)
+        and not any(PurePosixPath(value).is_relative_to(mount) for mount in mounts if mount)
     ]
 
 
@@ -67,14 +67,11 @@ def _paths_in(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
             for index, item in enumerate(value):
                 if isinstance(item, Section):
                     yield from _paths_in(item, f"{prefix}.{key}[{index}]")
-        elif isinstance(value, str) and _is_local_path(info):
-            yield f"{prefix}.{key}", value
-
-
-def _is_local_path(info: FieldInfo) -> bool:
-    return _VALIDATOR in info.metadata or any(
-        _VALIDATOR in get_args(member) for member in get_args(info.annotation)
-    )
+        elif isinstance(value, str):
+            # The mark stands at the field, or inside of `LocalPath | None`.
+            members = [get_args(member) for member in get_args(info.annotation)]
+            if any(_VALIDATOR in marks for marks in (info.metadata, *members)):
+                yield f"{prefix}.{key}", value
 
 
 def _problems_of_script(run: TrainingRun) -> Iterator[Problem]:
@@ -99,7 +96,3 @@ def _relative(path: str, value: str) -> Problem:
         "spec.template.volumeMounts"
     )
     return Problem(path, f"{value} is a relative path", _WHY, remedy)
-
-
-def _is_below(path: str, mount: str) -> bool:
-    return bool(mount) and PurePosixPath(path).is_relative_to(PurePosixPath(mount))

@@ -23,8 +23,15 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
 
     ``what`` was asked for, as a message names it: ``trainingrun docs-lm``.
     """
-    answer = _parse(body)
-    message = str(answer.get("message") or _plain(body))[:_LONGEST]
+    # A Status from the API server itself; anything else is from a proxy on the way, and is shown as it is.
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        parsed = None
+    is_status = isinstance(parsed, Mapping) and parsed.get("kind") == "Status"
+    answer: Mapping[str, Any] = parsed if is_status else {}
+    plain = body[:_LONGEST].decode("utf-8", "replace").strip()
+    message = str(answer.get("message") or plain)[:_LONGEST]
     if status == Status.NOT_FOUND:
         return _not_found(answer, message, what)
     if status == Status.UNAUTHORIZED:
@@ -43,23 +50,12 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
         return UnreachableError(
             f"{what}: the cluster answers with {status}; {message or 'it says no more'}. Try again."
         )
-    causes = _causes(answer)
-    problems = [_problem(cause, what) for cause in causes] or [
-        Problem(what, "the cluster refuses this", message)
+    refusal = "the cluster refuses this"
+    problems = [
+        Problem(_field(cause, what), str(cause.get("message", "")) or refusal)
+        for cause in _causes(answer)
     ]
-    return RefusedError(*problems, status=status)
-
-
-def _parse(body: bytes) -> Mapping[str, Any]:
-    try:
-        answer = json.loads(body)
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, Mapping) and answer.get("kind") == "Status" else {}
-
-
-def _plain(body: bytes) -> str:
-    return body[:_LONGEST].decode("utf-8", "replace").strip()
+    return RefusedError(*problems or [Problem(what, refusal, message)], status=status)
 
 
 def _not_found(answer: Mapping[str, Any], message: str, what: str) -> NotFoundError:
@@ -106,6 +102,8 @@ def _forbidden(what: str, message: str) -> Problem:
 
 def _conflict(answer: Mapping[str, Any], message: str, what: str) -> RefusedError:
     causes = _causes(answer)
+
+    # Server-side apply names each owner of a field in prose alone.
     managers = frozenset(
         match[1]
         for cause in causes
@@ -135,12 +133,6 @@ def _causes(answer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         [cause for cause in found if isinstance(cause, Mapping)]
         if isinstance(found, list)
         else []
-    )
-
-
-def _problem(cause: Mapping[str, Any], what: str) -> Problem:
-    return Problem(
-        _field(cause, what), str(cause.get("message", "")) or "the cluster refuses this"
     )
 
 

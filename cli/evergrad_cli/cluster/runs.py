@@ -5,7 +5,7 @@ Pure; a missing field is no error.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from evergrad_cli.cluster.text import parse_short_count, parse_time
 from evergrad_coordinator.contract import LABEL_PREFIX
@@ -35,6 +35,17 @@ class Condition:
     message: str
     since: float | None
 
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, Any]) -> Self:
+        """The condition as the status has it."""
+        return cls(
+            _text(raw, "type"),
+            _text(raw, "status"),
+            _text(raw, "reason"),
+            _text(raw, "message"),
+            parse_time(raw.get("lastTransitionTime")),
+        )
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -48,6 +59,19 @@ class Failure:
     message: str
     at: float | None
 
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, Any]) -> Self:
+        """The failure as the status has it."""
+        return cls(
+            cause=_text(raw, "cause"),
+            node=_integer(raw.get("node")),
+            rank=_integer(raw.get("rank")),
+            step=_integer(raw.get("step")),
+            exit_code=_integer(raw.get("exitCode")),
+            message=_text(raw, "message"),
+            at=parse_time(raw.get("at")),
+        )
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -57,6 +81,12 @@ class Ended:
     cause: str
     exit_code: int | None
     at: float | None
+
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, Any]) -> Self:
+        """The end as the status lists it."""
+        code, at = _integer(raw.get("exitCode")), parse_time(raw.get("at"))
+        return cls(_text(raw, "pod"), _text(raw, "cause"), code, at)
 
 
 @dataclass(frozen=True)
@@ -148,9 +178,14 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         _mapping(status, "nodes"),
         _mapping(spec, "storage"),
     )
-    restarts = _mapping(status, "restarts")
+    restarts, failure = _mapping(status, "restarts"), _mapping(status, "lastFailure")
     step, total = _integer(progress.get("step")), _integer(progress.get("totalSteps"))
     generation = _integer(metadata.get("generation")) or 0
+    # The status rounds to whole percents; both numbers say it better.
+    percent = parse_short_count(progress.get("percent"))
+    if step is not None and total:
+        percent = round(100 * step / total, 1)
+    by_cause = _mapping(restarts, "byCause").items()
     stop_after = parse_short_count(
         _mapping(_mapping(spec, "training"), "stop").get("afterStep")
     )
@@ -171,7 +206,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         nodes=_text(nodes, "summary"),
         step=step,
         total_steps=total,
-        percent=_percent(step, total, progress.get("percent")),
+        percent=percent,
         loss=_text(progress, "loss"),
         tokens_per_second=_text(progress, "tokensPerSecond"),
         eta=_text(progress, "eta"),
@@ -180,57 +215,19 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         checkpoint_step=_integer(_mapping(status, "checkpoint").get("step")),
         checkpoint_at=parse_time(_mapping(status, "checkpoint").get("savedAt")),
         restarts=_integer(restarts.get("total")) or 0,
-        restarts_by_cause=_counts(_mapping(restarts, "byCause")),
+        restarts_by_cause={
+            str(key): number for key, value in by_cause if (number := _integer(value))
+        },
         failures_without_progress=_integer(_mapping(status, "failures").get("withoutProgress")),
         restart_nonce=_text(status, "restartNonce"),
         image=_text(status, "image"),
         started=parse_time(status.get("startTime")),
         completed=parse_time(status.get("completionTime")),
-        last_failure=_parse_failure(_mapping(status, "lastFailure")),
-        attempts=tuple(_parse_ended(item) for item in _mappings(status, "attempts")),
-        conditions=tuple(_parse_condition(item) for item in _mappings(status, "conditions")),
+        last_failure=Failure.from_raw(failure) if failure else None,
+        attempts=tuple(map(Ended.from_raw, _mappings(status, "attempts"))),
+        conditions=tuple(map(Condition.from_raw, _mappings(status, "conditions"))),
         claim=_text(storage, "claimName") or name,
         folder=_text(storage, "path") or name,
-    )
-
-
-def _percent(step: int | None, total: int | None, said: Any) -> float | None:
-    if step is not None and total:
-        return round(100 * step / total, 1)
-    return parse_short_count(said)
-
-
-def _parse_failure(raw: Mapping[str, Any]) -> Failure | None:
-    if not raw:
-        return None
-    return Failure(
-        cause=_text(raw, "cause"),
-        node=_integer(raw.get("node")),
-        rank=_integer(raw.get("rank")),
-        step=_integer(raw.get("step")),
-        exit_code=_integer(raw.get("exitCode")),
-        message=_text(raw, "message"),
-        at=parse_time(raw.get("at")),
-    )
-
-
-def _parse_ended(raw: Mapping[str, Any]) -> Ended:
-    return Ended(
-        _text(raw, "pod"),
-        _text(raw, "cause"),
-        _integer(raw.get("exitCode")),
-        parse_time(raw.get("at")),
-    )
-
-
-def _parse_condition(raw: Mapping[str, Any]) -> Condition:
-    since = parse_time(raw.get("lastTransitionTime"))
-    return Condition(
-        _text(raw, "type"),
-        _text(raw, "status"),
-        _text(raw, "reason"),
-        _text(raw, "message"),
-        since,
     )
 
 
@@ -306,6 +303,8 @@ def newest_of_each(pods: Sequence[Pod]) -> list[Pod]:
 def _parse_pod(raw: Mapping[str, Any]) -> Pod:
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
     labels = _mapping(metadata, "labels")
+
+    # Our container among those that others have injected.
     containers = _mappings(status, "containerStatuses")
     own = next((item for item in containers if item.get("name") in _OWN_CONTAINERS), _NOTHING)
     state = _mapping(own, "state")
@@ -324,12 +323,21 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
         _text(waiting, "message") or _text(status, "message") or _text(unscheduled, "message")
     )
     names = [_text(item, "name") for item in _mappings(spec, "containers")]
+
+    # In one word, as kubectl has it: what is going on now before what the pod's phase says.
+    reason = _text(terminated, "reason") or _text(waiting, "reason") or _text(status, "reason")
+    phase = reason or _text(status, "phase") or "Unknown"
+    code = _integer(terminated.get("exitCode"))
+    if reason == "Error" and code is not None:
+        phase = f"Error ({code})"
+    if metadata.get("deletionTimestamp") is not None:
+        phase = "Terminating"
     return Pod(
         name=_text(metadata, "name"),
         role=str(labels.get(LABEL_ROLE) or NODE),
         index=_integer(labels.get(LABEL_INDEX)),
         attempt=_integer(labels.get(LABEL_ATTEMPT)) or 0,
-        phase=_pod_phase(metadata, status, terminated, waiting),
+        phase=phase,
         is_ready=ready.get("status") == "True",
         is_over=_text(status, "phase") in ("Succeeded", "Failed"),
         has_started=bool(
@@ -341,21 +349,6 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
         message=message,
         created=parse_time(metadata.get("creationTimestamp")),
     )
-
-
-def _pod_phase(
-    metadata: Mapping[str, Any],
-    status: Mapping[str, Any],
-    terminated: Mapping[str, Any],
-    waiting: Mapping[str, Any],
-) -> str:
-    if metadata.get("deletionTimestamp") is not None:
-        return "Terminating"
-    code = _integer(terminated.get("exitCode"))
-    reason = _text(terminated, "reason") or _text(waiting, "reason") or _text(status, "reason")
-    if reason == "Error" and code is not None:
-        return f"Error ({code})"
-    return reason or _text(status, "phase") or "Unknown"
 
 
 def pod_row(pod: Pod) -> dict[str, Any]:
@@ -381,28 +374,29 @@ class Event:
     count: int
     at: float | None
 
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, Any]) -> Self:
+        """The event as the API server has it, whichever of its two shapes it was written in."""
+        involved, series = _mapping(raw, "involvedObject"), _mapping(raw, "series")
+        times = (
+            series.get("lastObservedTime"),
+            raw.get("lastTimestamp"),
+            raw.get("eventTime"),
+            raw.get("firstTimestamp"),
+        )
+        return cls(
+            type=_text(raw, "type") or "Normal",
+            reason=_text(raw, "reason"),
+            message=_text(raw, "message"),
+            object=f"{_text(involved, 'kind').lower()}/{_text(involved, 'name')}",
+            count=_integer(series.get("count")) or _integer(raw.get("count")) or 1,
+            at=next((found for time in times if (found := parse_time(time)) is not None), None),
+        )
+
 
 def parse_events(raw: Iterable[Mapping[str, Any]]) -> list[Event]:
     """Oldest first."""
-    return sorted((_parse_event(item) for item in raw), key=lambda event: event.at or 0.0)
-
-
-def _parse_event(raw: Mapping[str, Any]) -> Event:
-    involved, series = _mapping(raw, "involvedObject"), _mapping(raw, "series")
-    times = (
-        series.get("lastObservedTime"),
-        raw.get("lastTimestamp"),
-        raw.get("eventTime"),
-        raw.get("firstTimestamp"),
-    )
-    return Event(
-        type=_text(raw, "type") or "Normal",
-        reason=_text(raw, "reason"),
-        message=_text(raw, "message"),
-        object=f"{_text(involved, 'kind').lower()}/{_text(involved, 'name')}",
-        count=_integer(series.get("count")) or _integer(raw.get("count")) or 1,
-        at=next((found for time in times if (found := parse_time(time)) is not None), None),
-    )
+    return sorted(map(Event.from_raw, raw), key=lambda event: event.at or 0.0)
 
 
 def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -427,7 +421,3 @@ def _integer(value: Any) -> int | None:
         return None if value is None or isinstance(value, bool) else int(value)
     except (TypeError, ValueError):
         return None
-
-
-def _counts(raw: Mapping[str, Any]) -> dict[str, int]:
-    return {str(key): number for key, value in raw.items() if (number := _integer(value))}

@@ -83,11 +83,13 @@ def gather(cluster: Cluster, name: str) -> Facts:
     )
     selector = {"fieldSelector": f"involvedObject.kind=TrainingRun,involvedObject.name={name}"}
     raw = _try_items(cluster, "events", selector, unknown)
+    # Not those of a run of the same name that is gone.
     raw = [
         item
         for item in raw
         if (item.get("involvedObject") or {}).get("uid") in (run.uid, None, "")
     ]
+    # Of pods only what went wrong: each tells half a dozen times that it starts.
     if pods and "events" not in unknown:
         names = {pod.name for pod in pods}
         warnings = _try_items(
@@ -149,7 +151,19 @@ def render(
     """The run as people read it."""
     run = facts.run
     lines = _head(run, now, is_unicode=is_unicode)
-    lines += _section("Conditions", _conditions(run, now))
+    rows = [
+        (
+            "",
+            one.type,
+            one.status,
+            age(None if one.since is None else now - one.since),
+            one.reason,
+            one.message,
+        )
+        for one in run.conditions
+    ]
+    head = ("", "TYPE", "STATUS", "SINCE", "REASON", "MESSAGE")
+    lines += _section("Conditions", table(head, rows) if rows else [])
     lines += _section("Pods", _pods(facts, now))
     if run.last_failure is not None:
         lines += _section("Last failure", _failure(run.last_failure, now))
@@ -171,6 +185,16 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     phase = "Deleting" if run.is_deleting else run.phase
     if run.reason and run.reason != phase:
         phase += f" ({run.reason})"
+    progress = "" if run.step is None else f"step {run.step:,}"
+    if run.step is not None and run.total_steps:
+        share = run.step / run.total_steps
+        done = f"{run.step:,}/{run.total_steps:,}"
+        progress = f"{bar(share, is_unicode=is_unicode)}  {done}  {int(100 * share)}%"
+    ages = age(None if run.created is None else now - run.created)
+    if run.started is not None and run.completed is not None:
+        ages += (
+            f"; ended {age(now - run.completed)} ago, after {age(run.completed - run.started)}"
+        )
     facts = [
         ("Name", run.name),
         ("Namespace", run.namespace),
@@ -178,7 +202,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
         ("Message", run.message),
     ]
     facts += [
-        ("Progress", _progress(run, is_unicode=is_unicode)),
+        ("Progress", progress),
         ("", _speed(run, now)),
         ("Nodes", run.nodes),
     ]
@@ -192,29 +216,12 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     facts += [
         ("Storage", f"claim {run.claim}, folder {run.folder}"),
         ("Image", run.image),
-        ("Age", _ages(run, now)),
+        ("Age", ages),
     ]
+    # What the operator has not said yet has no line.
     return [
         f"{f'{label}:' if label else '':<12}{printable(text)}" for label, text in facts if text
     ]
-
-
-def _ages(run: Run, now: float) -> str:
-    text = age(None if run.created is None else now - run.created)
-    if run.started is not None and run.completed is not None:
-        text += (
-            f"; ended {age(now - run.completed)} ago, after {age(run.completed - run.started)}"
-        )
-    return text
-
-
-def _progress(run: Run, *, is_unicode: bool) -> str:
-    if run.step is None:
-        return ""
-    if not run.total_steps:
-        return f"step {run.step:,}"
-    share = run.step / run.total_steps
-    return f"{bar(share, is_unicode=is_unicode)}  {run.step:,}/{run.total_steps:,}  {int(100 * share)}%"
 
 
 def _speed(run: Run, now: float) -> str:
@@ -229,19 +236,10 @@ def _speed(run: Run, now: float) -> str:
     return "  ".join(parts)
 
 
-def _conditions(run: Run, now: float) -> list[str]:
-    rows = []
-    for condition in run.conditions:
-        since = age(None if condition.since is None else now - condition.since)
-        rows.append(
-            ("", condition.type, condition.status, since, condition.reason, condition.message)
-        )
-    return table(("", "TYPE", "STATUS", "SINCE", "REASON", "MESSAGE"), rows) if rows else []
-
-
 def _pods(facts: Facts, now: float) -> list[str]:
     if "pods" in facts.unknown:
         return ["  unknown: this user may not list pods"]
+    # A run of a thousand nodes would fill the screen; JSON has them all.
     newest = newest_of_each(facts.pods)
     shown = newest[:_LONGEST_POD_LIST]
     rows = []

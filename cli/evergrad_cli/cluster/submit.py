@@ -65,6 +65,8 @@ def execute(args: argparse.Namespace) -> int:
     """Returns 0, 64 or 70; with ``--wait`` how the run ended, or 124."""
     loaded = _with_task(load_from(args))
     namespace = _namespace(args, loaded)
+
+    # What works here and cannot in a pod is refused before anything is sent.
     raise_if(placement_problems(loaded.run), ConfigurationError)
     for warning in placement_warnings(loaded.run):
         note(f"warning: {warning}")
@@ -79,10 +81,22 @@ def execute(args: argparse.Namespace) -> int:
         )
         if not args.json:
             say(text)
-            _remark(run, result)
+            if (remark := _remark(run, result)) is not None:
+                note(remark)
         code = int(ExitCode.DONE)
         if (args.wait or args.watch) and not args.dry_run:
-            code, text = _await(cluster, args, name)
+            teller = ChangeTeller()
+            is_told = args.watch and not args.json
+            outcome, _ = wait_for(
+                cluster,
+                name,
+                Goal.COMPLETE,
+                timeout=args.timeout,
+                on_change=teller.tell if is_told else lambda run: None,
+            )
+            code, text = int(outcome.exit_code or 0), f"trainingrun/{name} {outcome.text}"
+            if not args.json:
+                (say if code == 0 else note)(text)
     if args.json:
         facts = {
             "name": name,
@@ -191,34 +205,17 @@ def _without_bookkeeping(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _remark(run: Run, result: str) -> None:
+def _remark(run: Run, result: str) -> str | None:
+    """What the user may not expect of a run in this state, or the next command."""
     if run.is_true("Complete"):
-        note(
+        return (
             f"It is complete already and never trains again. See it: evergrad status {run.name}"
         )
-    elif run.is_true("Failed"):
-        note(
-            f"It has failed. See why: evergrad status {run.name}; try again: evergrad restart {run.name}"
-        )
-    elif run.wants_suspension:
-        note(f"It is suspended. To let it train: evergrad resume {run.name}")
-    elif result == "created":
-        note(f"Follow it: evergrad logs {run.name} -f")
-
-
-def _await(cluster: Cluster, args: argparse.Namespace, name: str) -> tuple[int, str]:
-    teller = ChangeTeller()
-    verdict, _ = wait_for(
-        cluster,
-        name,
-        Goal.COMPLETE,
-        timeout=args.timeout,
-        on_change=teller.tell if args.watch and not args.json else lambda run: None,
-    )
-    code, text = int(verdict.exit_code or 0), f"trainingrun/{name} {verdict.text}"
-    if not args.json:
-        (say if code == 0 else note)(text)
-    return code, text
+    if run.is_true("Failed"):
+        return f"It has failed. See why: evergrad status {run.name}; try again: evergrad restart {run.name}"
+    if run.wants_suspension:
+        return f"It is suspended. To let it train: evergrad resume {run.name}"
+    return f"Follow it: evergrad logs {run.name} -f" if result == "created" else None
 
 
 class ChangeTeller:

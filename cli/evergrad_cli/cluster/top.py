@@ -60,6 +60,8 @@ def execute(args: argparse.Namespace) -> int:
             parse_run(raw) for raw in cluster.items(runs_path(namespace), what="trainingruns")
         ]
         usage, reason = _read_usage(cluster, namespace)
+
+    # What has ended uses nothing.
     if not args.all:
         runs = [run for run in runs if not run.is_over and run.phase != "Suspended"]
     runs = order(runs, usage or {}, by=args.sort)
@@ -182,17 +184,13 @@ def render(
             *shown,
         )
         rows.append([run.namespace, *row] if with_namespace else list(row))
-    if len(runs) > 1:
-        rows.append([*([""] if with_namespace else []), *_total(runs, usage)])
-    return table(headers, rows)
+    if len(runs) <= 1:
+        return table(headers, rows)
 
-
-def _total(runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage] | None) -> list[str]:
+    # The sum of what is known, below the rows.
     speed = sum(parse_short_count(run.tokens_per_second or None) or 0.0 for run in runs)
-    used = [found for run in runs if (found := (usage or {}).get((run.namespace, run.name)))]
-    sums = (
-        (f"{sum(one.cores for one in used):.2f}", size(sum(one.memory_bytes for one in used)))
-        if used
-        else (NOTHING, NOTHING)
-    )
-    return ["total", "", "", short_count(speed) if speed else NOTHING, "", *sums]
+    known = [found for run in runs if (found := (usage or {}).get((run.namespace, run.name)))]
+    cores, memory = sum(one.cores for one in known), sum(one.memory_bytes for one in known)
+    sums = (f"{cores:.2f}", size(memory)) if known else (NOTHING, NOTHING)
+    total = ("total", "", "", short_count(speed) if speed else NOTHING, "", *sums)
+    return table(headers, [*rows, [*([""] if with_namespace else []), *total]])

@@ -8,7 +8,7 @@ import yaml
 from evergrad_manifest.crd.nodes import VALIDATIONS, Schema, text
 from evergrad_manifest.crd.rules import RULES
 from evergrad_manifest.crd.schema import section_schema
-from evergrad_manifest.crd.status import build_status
+from evergrad_manifest.crd.status import STATUS
 from evergrad_manifest.envelope import Spec
 
 GROUP: Final = "evergrad.dev"
@@ -43,6 +43,18 @@ _COLUMNS: Final = (
 
 def build_definition() -> dict[str, Any]:
     """The CustomResourceDefinition as JSON values."""
+    words = ("name", "type", "jsonPath", "description", "priority")
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": build_root()},
+        # The operator's writes of the status ask no webhook, and leave the generation as it is.
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": [
+            dict(zip(words, column, strict=True)) for column in _COLUMNS
+        ],
+    }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -61,29 +73,8 @@ def build_definition() -> dict[str, Any]:
                 "shortNames": ["trun"],
                 "categories": ["training"],
             },
-            "versions": [_version()],
+            "versions": [version],
         },
-    }
-
-
-def _version() -> dict[str, Any]:
-    return {
-        "name": VERSION,
-        "served": True,
-        "storage": True,
-        "schema": {"openAPIV3Schema": build_root()},
-        "subresources": {"status": {}},
-        "additionalPrinterColumns": [_column(*column) for column in _COLUMNS],
-    }
-
-
-def _column(name: str, kind: str, path: str, description: str, priority: int) -> dict[str, Any]:
-    return {
-        "name": name,
-        "type": kind,
-        "jsonPath": path,
-        "description": description,
-        "priority": priority,
     }
 
 
@@ -101,9 +92,10 @@ def build_root() -> Schema:
             "kind": _plain(text("Kind of the object: TrainingRun.")),
             "metadata": {"type": "object"},
             "spec": spec,
-            "status": build_status(),
+            "status": STATUS,
         },
     }
+    # Each rule where it holds, so that the API server names that field.
     for path, rules in RULES.items():
         node = _node_at(root, path)
         node[VALIDATIONS] = [*node.get(VALIDATIONS, []), *rules]

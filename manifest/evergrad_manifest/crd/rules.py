@@ -45,6 +45,7 @@ def _within(owner: str, condition: str) -> str:
 
 def _object_rules() -> tuple[Schema, ...]:
     """What a run keeps. Spelled field by field, since this language has no object without a field."""
+    # Of runtime only the precision is the recipe; left out, it is its default.
     precision = fields_of(Runtime)["precision"].default
     runtime = "{0}.spec.training.runtime"
     used = f"(has({runtime}) && has({runtime}.precision) ? {runtime}.precision : '{precision}')"
@@ -57,6 +58,8 @@ def _object_rules() -> tuple[Schema, ...]:
             f"{used.format('self')} == {used.format('oldSelf')}",
         )
     )
+
+    # A list of rules, one a field of the object, so that the refusal names the field.
     further = "Make a new TrainingRun, with training.initFrom for the weights."
     kinds = " && ".join(f"has(self.spec.{kind}) == has(oldSelf.spec.{kind})" for kind in KINDS)
     kept = [

@@ -58,6 +58,7 @@ def section_schema(section: type[Section], prefix: str = "") -> Schema:
 def field_schema(field: Field) -> Schema:
     """The structural schema of one field, its description first."""
     found: Schema = {"description": describe(field)}
+    # Kubernetes' own structures, such as volumes, are written out by hand.
     fragments = build_fragments()
     if field.path in fragments:
         return {**found, **deepcopy(fragments[field.path])}
@@ -72,6 +73,8 @@ def field_schema(field: Field) -> Schema:
         }
     else:
         found |= section_schema(field.shape.section, f"{field.path}.")
+
+    # What an API server can hold of the rules without a rule of its own, which would cost.
     if field.path in EXACTLY_ONE:
         found |= {"minProperties": 1, "maxProperties": 1}
     if field.path in SHOWN_DEFAULTS:
@@ -96,19 +99,15 @@ def describe(field: Field) -> str:
 def _plain_schema(field: Field) -> Schema:
     annotation, metadata = _unwrapped(field.info.annotation, list(field.info.metadata))
     if (choices := choices_of(field.info)) and bool not in get_args(annotation):
-        return _choice_schema(field, choices)
+        # YAML reads a bare on or off as true or false.
+        if {"on", "off"} <= set(choices):
+            return {PRESERVE: True, "enum": [*choices, True, False]}
+        return {"type": "string", "enum": list(choices)}
     if get_origin(annotation) is tuple:
         return _tuple_schema(field, annotation)
     if get_origin(annotation) is dict:
         return _dict_schema(field, annotation)
     return scalar_schema(annotation, metadata)
-
-
-def _choice_schema(field: Field, choices: tuple[str, ...]) -> Schema:
-    if {"on", "off"} <= set(choices):
-        # YAML reads a bare on or off as true or false.
-        return {PRESERVE: True, "enum": [*choices, True, False]}
-    return {"type": "string", "enum": list(choices)}
 
 
 def _tuple_schema(field: Field, annotation: Any) -> Schema:
@@ -146,6 +145,7 @@ def _dict_schema(field: Field, annotation: Any) -> Schema:
     item = {"description": "Its value.", **scalar_schema(inner, metadata)}
     if item.get("type") == "string":
         item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
+    # Every map needs a bound: the API server multiplies the cost of rules by it.
     most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
     most = next(
         (found for one in field.info.metadata if (found := getattr(one, "max_length", None))),
@@ -156,6 +156,7 @@ def _dict_schema(field: Field, annotation: Any) -> Schema:
 
 def _unwrapped(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
     """The annotation without ``| None`` and ``Annotated``, and what the latter said."""
+    # In any order and number: `Annotated[X, …] | None` as well as `Annotated[X | None, …]`.
     while True:
         if get_origin(annotation) is Annotated:
             metadata = [*metadata, *annotation.__metadata__]
@@ -217,6 +218,7 @@ def _number_bounds(metadata: list[Any]) -> Schema:
     ]:
         for name, (word, is_exclusive) in _BOUNDS.items():
             bound = getattr(marker, name, None)
+            # A bound beyond 64 bits cannot be written, and no number could break it.
             if bound is None or abs(bound) > LARGEST_COUNT:
                 continue
             found[word] = bound

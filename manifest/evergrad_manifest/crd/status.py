@@ -27,183 +27,172 @@ def _counts(description: str, what: str) -> Schema:
     }
 
 
-def _condition() -> Schema:
-    return mapping(
-        "One aspect of the run's state.",
-        {
-            "type": text(
-                "Which: Ready, Complete, Failed, Suspended, PodsReady, Progressing, "
-                "CheckpointHealthy, Stalled, …"
-            ),
-            "status": {
-                "type": "string",
-                "description": "True, False or Unknown.",
-                "enum": ["True", "False", "Unknown"],
-            },
-            "reason": text("Why, in one CamelCase word for programs.", longest=128),
-            "message": text(
-                "Why, in words: what happened and what to do.", longest=_LONGEST_MESSAGE
-            ),
-            "observedGeneration": integer(
-                "Generation of the run that this is about.", least=0, large=True
-            ),
-            "lastTransitionTime": moment("When status last changed."),
+_CONDITION: Final[Schema] = mapping(
+    "One aspect of the run's state.",
+    {
+        "type": text(
+            "Which: Ready, Complete, Failed, Suspended, PodsReady, Progressing, "
+            "CheckpointHealthy, Stalled, …"
+        ),
+        "status": {
+            "type": "string",
+            "description": "True, False or Unknown.",
+            "enum": ["True", "False", "Unknown"],
         },
-        required=("type", "status", "reason", "lastTransitionTime"),
-    )
+        "reason": text("Why, in one CamelCase word for programs.", longest=128),
+        "message": text(
+            "Why, in words: what happened and what to do.", longest=_LONGEST_MESSAGE
+        ),
+        "observedGeneration": integer(
+            "Generation of the run that this is about.", least=0, large=True
+        ),
+        "lastTransitionTime": moment("When status last changed."),
+    },
+    required=("type", "status", "reason", "lastTransitionTime"),
+)
 
 
-def _progress() -> Schema:
-    return mapping(
-        "How far training is, as the nodes last reported it.",
+_PROGRESS: Final[Schema] = mapping(
+    "How far training is, as the nodes last reported it.",
+    {
+        "step": integer("Optimizer steps done.", least=0, large=True),
+        "totalSteps": integer("Optimizer steps of the whole run.", least=0, large=True),
+        "summary": text("Steps done, of all: 1200/20000.", longest=64),
+        "percent": integer("Share of the steps that is done, in percent.", least=0, most=100),
+        "loss": text("Training loss of the newest step, in nats a token.", longest=32),
+        "tokensPerSecond": text(
+            "Tokens a second of all nodes together, shortened (41.2k).", longest=32
+        ),
+        "eta": text("Time to the end at this speed, shortened (5h12m).", longest=32),
+        "etaSeconds": integer("Seconds to the end at this speed.", least=0, large=True),
+        "generation": integer(
+            "Serial of the group that trains; it grows as nodes come and go.",
+            least=0,
+            large=True,
+        ),
+        "updatedAt": moment("When the nodes last reported progress."),
+    },
+)
+
+
+_NODES: Final[Schema] = mapping(
+    "The nodes that train.",
+    {
+        "summary": text("Ready nodes, of the most it may use: 3/4.", longest=32),
+        "min": integer("Bounds in force: the fewest nodes.", least=0),
+        "max": integer("Bounds in force: the most nodes.", least=0),
+        "ready": integer("Nodes that are part of the group.", least=0),
+        "running": integer("Pods whose container runs.", least=0),
+    },
+)
+
+
+_FAILURE: Final[Schema] = mapping(
+    "The newest failure with its root cause: the first rank that failed, not those it took along.",
+    {
+        "cause": text(
+            "Why, in one CamelCase word: WorkerCrash, OutOfMemory, NodeLost, …", longest=64
+        ),
+        "node": integer("Index of the node, from 0.", least=0),
+        "rank": integer("Rank of the process that failed first.", least=0),
+        "step": integer("Optimizer step it failed in.", least=0, large=True),
+        "exitCode": integer("Exit code of the process or container."),
+        "message": text("What it said, and what to do.", longest=_LONGEST_MESSAGE),
+        "at": moment("When it was seen."),
+    },
+)
+
+
+_ATTEMPT: Final[Schema] = mapping(
+    "The end of one pod.",
+    {
+        "pod": text("Name of the pod."),
+        "cause": text("Why it ended, in one CamelCase word.", longest=64),
+        "exitCode": integer("Exit code of its container; absent when it did not run."),
+        "at": moment("When it ended."),
+    },
+)
+
+
+_COUNTERS: Final[dict[str, Schema]] = {
+    "restarts": mapping(
+        "Pods that ended and were replaced.",
         {
-            "step": integer("Optimizer steps done.", least=0, large=True),
-            "totalSteps": integer("Optimizer steps of the whole run.", least=0, large=True),
-            "summary": text("Steps done, of all: 1200/20000.", longest=64),
-            "percent": integer(
-                "Share of the steps that is done, in percent.", least=0, most=100
-            ),
-            "loss": text("Training loss of the newest step, in nats a token.", longest=32),
-            "tokensPerSecond": text(
-                "Tokens a second of all nodes together, shortened (41.2k).", longest=32
-            ),
-            "eta": text("Time to the end at this speed, shortened (5h12m).", longest=32),
-            "etaSeconds": integer("Seconds to the end at this speed.", least=0, large=True),
-            "generation": integer(
-                "Serial of the group that trains; it grows as nodes come and go.",
-                least=0,
-                large=True,
-            ),
-            "updatedAt": moment("When the nodes last reported progress."),
+            "total": integer("How many, whatever the cause.", least=0),
+            "byCause": _counts("How many by each cause.", "How many."),
         },
-    )
-
-
-def _nodes() -> Schema:
-    return mapping(
-        "The nodes that train.",
+    ),
+    "failures": mapping(
+        "What failurePolicy counts.",
         {
-            "summary": text("Ready nodes, of the most it may use: 3/4.", longest=32),
-            "min": integer("Bounds in force: the fewest nodes.", least=0),
-            "max": integer("Bounds in force: the most nodes.", least=0),
-            "ready": integer("Nodes that are part of the group.", least=0),
-            "running": integer("Pods whose container runs.", least=0),
-        },
-    )
-
-
-def _failure() -> Schema:
-    return mapping(
-        "The newest failure with its root cause: the first rank that failed, not those it took along.",
-        {
-            "cause": text(
-                "Why, in one CamelCase word: WorkerCrash, OutOfMemory, NodeLost, …", longest=64
+            "withoutProgress": integer(
+                "Failures of pods in a row without progress between them.", least=0
             ),
-            "node": integer("Index of the node, from 0.", least=0),
-            "rank": integer("Rank of the process that failed first.", least=0),
-            "step": integer("Optimizer step it failed in.", least=0, large=True),
-            "exitCode": integer("Exit code of the process or container."),
-            "message": text("What it said, and what to do.", longest=_LONGEST_MESSAGE),
-            "at": moment("When it was seen."),
+            "checkpointStep": integer(
+                "Newest checkpoint when counting began.", least=0, large=True
+            ),
         },
-    )
+    ),
+}
 
 
-def _attempt() -> Schema:
-    return mapping(
-        "The end of one pod.",
-        {
-            "pod": text("Name of the pod."),
-            "cause": text("Why it ended, in one CamelCase word.", longest=64),
-            "exitCode": integer("Exit code of its container; absent when it did not run."),
-            "at": moment("When it ended."),
-        },
-    )
-
-
-def _counters() -> dict[str, Schema]:
-    return {
-        "restarts": mapping(
-            "Pods that ended and were replaced.",
+STATUS: Final[Schema] = mapping(
+    "What the operator reports. Written by it alone.",
+    {
+        "observedGeneration": integer(
+            "Newest generation of the run that was acted upon.", least=0, large=True
+        ),
+        "phase": text("The run in one word, for people; programs read conditions.", longest=32),
+        "reason": text("Why it is so, in one CamelCase word.", longest=128),
+        "message": text(
+            "Why it is so, and what to do if something is to be done.",
+            longest=_LONGEST_MESSAGE,
+        ),
+        "image": text(
+            "Image of the training pods, kept until restartNonce changes.", longest=1024
+        ),
+        "recipeHash": text(
+            "SHA-256 of the recipe, in hex: two runs of the same hash train the same.",
+            longest=64,
+        ),
+        "attempt": integer(
+            "How often the run was started: at first, by restartNonce, after a suspension.",
+            least=0,
+        ),
+        "restartNonce": text("Value of spec.restartNonce that was acted upon.", longest=64),
+        "startTime": moment("When the run began to start its pods."),
+        "completionTime": moment("When the run became Complete or Failed."),
+        "coordinator": mapping(
+            "The coordinator.",
+            {"attempt": integer("Serial of its pod, which grows.", least=0)},
+        ),
+        "nodes": _NODES,
+        "progress": _PROGRESS,
+        "checkpoint": mapping(
+            "The newest valid checkpoint.",
             {
-                "total": integer("How many, whatever the cause.", least=0),
-                "byCause": _counts("How many by each cause.", "How many."),
+                "step": integer("Optimizer step it was saved at.", least=0, large=True),
+                "savedAt": moment("When the operator first heard of it."),
             },
         ),
-        "failures": mapping(
-            "What failurePolicy counts.",
-            {
-                "withoutProgress": integer(
-                    "Failures of pods in a row without progress between them.", least=0
-                ),
-                "checkpointStep": integer(
-                    "Newest checkpoint when counting began.", least=0, large=True
-                ),
-            },
+        **_COUNTERS,
+        "lastFailure": _FAILURE,
+        "attempts": items("The last pods that ended, oldest first.", _ATTEMPT, most=10),
+        "lostSeconds": _counts("Seconds without training, by what took them.", "Seconds."),
+        "memory": texts_by_name(
+            "What the operator must not forget; no promise to anybody.",
+            most=32,
+            longest=8192,
         ),
-    }
+        "conditions": items(
+            "The run's state, one entry for each aspect.",
+            _CONDITION,
+            most=16,
+            keys=("type",),
+        ),
+    },
+)
+"""The structural schema of ``status``.
 
-
-def build_status() -> Schema:
-    """The structural schema of ``status``.
-
-    Texts stand for what is no whole number, as Kubernetes' conventions ask.
-    """
-    return mapping(
-        "What the operator reports. Written by it alone.",
-        {
-            "observedGeneration": integer(
-                "Newest generation of the run that was acted upon.", least=0, large=True
-            ),
-            "phase": text(
-                "The run in one word, for people; programs read conditions.", longest=32
-            ),
-            "reason": text("Why it is so, in one CamelCase word.", longest=128),
-            "message": text(
-                "Why it is so, and what to do if something is to be done.",
-                longest=_LONGEST_MESSAGE,
-            ),
-            "image": text(
-                "Image of the training pods, kept until restartNonce changes.", longest=1024
-            ),
-            "recipeHash": text(
-                "SHA-256 of the recipe, in hex: two runs of the same hash train the same.",
-                longest=64,
-            ),
-            "attempt": integer(
-                "How often the run was started: at first, by restartNonce, after a suspension.",
-                least=0,
-            ),
-            "restartNonce": text("Value of spec.restartNonce that was acted upon.", longest=64),
-            "startTime": moment("When the run began to start its pods."),
-            "completionTime": moment("When the run became Complete or Failed."),
-            "coordinator": mapping(
-                "The coordinator.",
-                {"attempt": integer("Serial of its pod, which grows.", least=0)},
-            ),
-            "nodes": _nodes(),
-            "progress": _progress(),
-            "checkpoint": mapping(
-                "The newest valid checkpoint.",
-                {
-                    "step": integer("Optimizer step it was saved at.", least=0, large=True),
-                    "savedAt": moment("When the operator first heard of it."),
-                },
-            ),
-            **_counters(),
-            "lastFailure": _failure(),
-            "attempts": items("The last pods that ended, oldest first.", _attempt(), most=10),
-            "lostSeconds": _counts("Seconds without training, by what took them.", "Seconds."),
-            "memory": texts_by_name(
-                "What the operator must not forget; no promise to anybody.",
-                most=32,
-                longest=8192,
-            ),
-            "conditions": items(
-                "The run's state, one entry for each aspect.",
-                _condition(),
-                most=16,
-                keys=("type",),
-            ),
-        },
-    )
+Texts stand for what is no whole number, as Kubernetes' conventions ask.
+"""

@@ -72,32 +72,30 @@ def _weighted(description: str, key: str, preference: Schema) -> Schema:
     )
 
 
-def _node_affinity() -> Schema:
-    terms = items(
-        "Terms of which one must hold.",
-        _node_term("Comparisons that must all hold."),
-        most=_MOST_ITEMS,
-    )
-    required = mapping(
-        "Nodes that are possible at all.",
-        {"nodeSelectorTerms": terms},
-        required=("nodeSelectorTerms",),
-    )
-    preferred = _weighted(
-        "Nodes that are taken rather than others.",
-        "preference",
-        _node_term("Comparisons with the node."),
-    )
-    return mapping(
-        "Affinity to nodes.",
-        {
-            "requiredDuringSchedulingIgnoredDuringExecution": {
-                **required,
-                "x-kubernetes-map-type": "atomic",
-            },
-            "preferredDuringSchedulingIgnoredDuringExecution": preferred,
+_NODE_AFFINITY: Final[Schema] = mapping(
+    "Affinity to nodes.",
+    {
+        "requiredDuringSchedulingIgnoredDuringExecution": {
+            **mapping(
+                "Nodes that are possible at all.",
+                {
+                    "nodeSelectorTerms": items(
+                        "Terms of which one must hold.",
+                        _node_term("Comparisons that must all hold."),
+                        most=_MOST_ITEMS,
+                    )
+                },
+                required=("nodeSelectorTerms",),
+            ),
+            "x-kubernetes-map-type": "atomic",
         },
-    )
+        "preferredDuringSchedulingIgnoredDuringExecution": _weighted(
+            "Nodes that are taken rather than others.",
+            "preference",
+            _node_term("Comparisons with the node."),
+        ),
+    },
+)
 
 
 def _pod_term(description: str) -> Schema:
@@ -138,86 +136,76 @@ def _pod_affinity(description: str) -> Schema:
     )
 
 
-def _affinity() -> Mapping[str, Schema]:
-    return {
-        "nodeAffinity": _node_affinity(),
-        "podAffinity": _pod_affinity("Affinity to other pods."),
-        "podAntiAffinity": _pod_affinity("Distance from other pods."),
-    }
+_AFFINITY: Final[Mapping[str, Schema]] = {
+    "nodeAffinity": _NODE_AFFINITY,
+    "podAffinity": _pod_affinity("Affinity to other pods."),
+    "podAntiAffinity": _pod_affinity("Distance from other pods."),
+}
 
 
-def _toleration() -> Schema:
-    return mapping(
-        "A taint that is tolerated.",
-        {
-            "key": text("Key of the taint; every one if it is left out.", longest=317),
-            "operator": choice(
-                "Exists, or Equal (the default), Lt, Gt with value.",
-                ("Exists", "Equal", "Lt", "Gt"),
-            ),
-            "value": text("Value of the taint."),
-            "effect": choice(
-                "Effect of the taint; every one if it is left out.",
-                ("NoSchedule", "PreferNoSchedule", "NoExecute"),
-            ),
-            "tolerationSeconds": integer(
-                "Seconds that a NoExecute taint is tolerated; default: for ever.", large=True
-            ),
-        },
-    )
+_TOLERATION: Final[Schema] = mapping(
+    "A taint that is tolerated.",
+    {
+        "key": text("Key of the taint; every one if it is left out.", longest=317),
+        "operator": choice(
+            "Exists, or Equal (the default), Lt, Gt with value.",
+            ("Exists", "Equal", "Lt", "Gt"),
+        ),
+        "value": text("Value of the taint."),
+        "effect": choice(
+            "Effect of the taint; every one if it is left out.",
+            ("NoSchedule", "PreferNoSchedule", "NoExecute"),
+        ),
+        "tolerationSeconds": integer(
+            "Seconds that a NoExecute taint is tolerated; default: for ever.", large=True
+        ),
+    },
+)
 
 
-def _spread() -> Schema:
-    policy = ("Honor", "Ignore")
-    return mapping(
-        "One rule of spreading.",
-        {
-            "maxSkew": integer(
-                "Largest difference of the numbers of pods in two places.", least=1
-            ),
-            "topologyKey": text(
-                "Label of nodes whose value makes them one place.", longest=317
-            ),
-            "whenUnsatisfiable": choice(
-                "What happens if it cannot be kept.", ("DoNotSchedule", "ScheduleAnyway")
-            ),
-            "labelSelector": _label_selector("Which pods are counted."),
-            "matchLabelKeys": _label_keys(
-                "Labels in which the pods counted equal the new one."
-            ),
-            "minDomains": integer("Fewest places to spread over.", least=1),
-            "nodeAffinityPolicy": choice(
-                "Whether nodes that affinity excludes are left out; default: Honor.", policy
-            ),
-            "nodeTaintsPolicy": choice(
-                "Whether tainted nodes are left out; default: Ignore.", policy
-            ),
-        },
-        required=("maxSkew", "topologyKey", "whenUnsatisfiable"),
-    )
+_POLICIES: Final = ("Honor", "Ignore")
+_SPREAD: Final[Schema] = mapping(
+    "One rule of spreading.",
+    {
+        "maxSkew": integer("Largest difference of the numbers of pods in two places.", least=1),
+        "topologyKey": text("Label of nodes whose value makes them one place.", longest=317),
+        "whenUnsatisfiable": choice(
+            "What happens if it cannot be kept.", ("DoNotSchedule", "ScheduleAnyway")
+        ),
+        "labelSelector": _label_selector("Which pods are counted."),
+        "matchLabelKeys": _label_keys("Labels in which the pods counted equal the new one."),
+        "minDomains": integer("Fewest places to spread over.", least=1),
+        "nodeAffinityPolicy": choice(
+            "Whether nodes that affinity excludes are left out; default: Honor.", _POLICIES
+        ),
+        "nodeTaintsPolicy": choice(
+            "Whether tainted nodes are left out; default: Ignore.", _POLICIES
+        ),
+    },
+    required=("maxSkew", "topologyKey", "whenUnsatisfiable"),
+)
 
 
-def _mount() -> Schema:
-    return mapping(
-        "One mount.",
-        {
-            "name": text("Name of a volume under template.volumes.", longest=63),
-            "mountPath": text("Absolute path in the container.", longest=1024, shortest=1),
-            "subPath": text(
-                "Path in the volume that is mounted; default: all of it.", longest=1024
-            ),
-            "subPathExpr": text("As subPath, with variables as $(NAME).", longest=1024),
-            "readOnly": switch("Mount it read-only. Default: false."),
-            "recursiveReadOnly": choice(
-                "Whether mounts inside are read-only too.",
-                ("Disabled", "IfPossible", "Enabled"),
-            ),
-            "mountPropagation": choice(
-                "How later mounts are seen.", ("None", "HostToContainer", "Bidirectional")
-            ),
-        },
-        required=("name", "mountPath"),
-    )
+_MOUNT: Final[Schema] = mapping(
+    "One mount.",
+    {
+        "name": text("Name of a volume under template.volumes.", longest=63),
+        "mountPath": text("Absolute path in the container.", longest=1024, shortest=1),
+        "subPath": text(
+            "Path in the volume that is mounted; default: all of it.", longest=1024
+        ),
+        "subPathExpr": text("As subPath, with variables as $(NAME).", longest=1024),
+        "readOnly": switch("Mount it read-only. Default: false."),
+        "recursiveReadOnly": choice(
+            "Whether mounts inside are read-only too.",
+            ("Disabled", "IfPossible", "Enabled"),
+        ),
+        "mountPropagation": choice(
+            "How later mounts are seen.", ("None", "HostToContainer", "Bidirectional")
+        ),
+    },
+    required=("name", "mountPath"),
+)
 
 
 def _key_of(kind: str) -> Schema:
@@ -232,53 +220,48 @@ def _key_of(kind: str) -> Schema:
     )
 
 
-def _field_ref() -> Schema:
-    properties = {
+_FIELD_REF: Final[Schema] = mapping(
+    "A field of the pod.",
+    {
         "fieldPath": text("Field, such as metadata.name or status.podIP.", longest=512),
         "apiVersion": text("Version that the path is written for. Default: v1."),
-    }
-    return mapping(
-        "A field of the pod.",
-        properties,
-        required=("fieldPath",),
-        **{"x-kubernetes-map-type": "atomic"},
-    )
+    },
+    required=("fieldPath",),
+    **{"x-kubernetes-map-type": "atomic"},
+)
 
 
-def _resource_field_ref() -> Schema:
-    properties = {
+_RESOURCE_FIELD_REF: Final[Schema] = mapping(
+    "A resource of the container.",
+    {
         "resource": text("Resource, such as limits.cpu."),
         "containerName": text("Name of the container.", longest=63),
         "divisor": int_or_text("Unit of the value, a quantity. Default: 1.", pattern=_QUANTITY),
-    }
-    return mapping(
-        "A resource of the container.",
-        properties,
-        required=("resource",),
-        **{"x-kubernetes-map-type": "atomic"},
-    )
+    },
+    required=("resource",),
+    **{"x-kubernetes-map-type": "atomic"},
+)
 
 
-def _variable() -> Schema:
-    sources = {
-        "configMapKeyRef": _key_of("ConfigMap"),
-        "secretKeyRef": _key_of("Secret"),
-        "fieldRef": _field_ref(),
-        "resourceFieldRef": _resource_field_ref(),
-    }
-    return mapping(
-        "One variable.",
-        {
-            "name": text("Name of the variable.", shortest=1),
-            "value": text(
-                "Its value; a text, so numbers stand in quotes. Default: empty.", longest=32768
-            ),
-            "valueFrom": mapping(
-                "Where its value comes from, instead of value: exactly one.", sources
-            ),
-        },
-        required=("name",),
-    )
+_VARIABLE: Final[Schema] = mapping(
+    "One variable.",
+    {
+        "name": text("Name of the variable.", shortest=1),
+        "value": text(
+            "Its value; a text, so numbers stand in quotes. Default: empty.", longest=32768
+        ),
+        "valueFrom": mapping(
+            "Where its value comes from, instead of value: exactly one.",
+            {
+                "configMapKeyRef": _key_of("ConfigMap"),
+                "secretKeyRef": _key_of("Secret"),
+                "fieldRef": _FIELD_REF,
+                "resourceFieldRef": _RESOURCE_FIELD_REF,
+            },
+        ),
+    },
+    required=("name",),
+)
 
 
 def _mode(description: str) -> Schema:
@@ -287,34 +270,41 @@ def _mode(description: str) -> Schema:
     )
 
 
-def _key_items() -> Schema:
-    properties = {
-        "key": text("The key."),
-        "path": text("File it becomes, relative.", longest=1024),
-        "mode": _mode("Of the file."),
-    }
-    item = mapping("A key as a file.", properties, required=("key", "path"))
-    return items("Keys that become files; default: all.", item, most=128)
+_KEY_ITEMS: Final[Schema] = items(
+    "Keys that become files; default: all.",
+    mapping(
+        "A key as a file.",
+        {
+            "key": text("The key."),
+            "path": text("File it becomes, relative.", longest=1024),
+            "mode": _mode("Of the file."),
+        },
+        required=("key", "path"),
+    ),
+    most=128,
+)
 
 
-def _downward_items() -> Schema:
-    properties = {
-        "path": text("File it becomes, relative.", longest=1024),
-        "mode": _mode("Of the file."),
-        "fieldRef": _field_ref(),
-        "resourceFieldRef": _resource_field_ref(),
-    }
-    return items(
-        "Fields that become files.",
-        mapping("A field as a file.", properties, required=("path",)),
-        most=64,
-    )
+_DOWNWARD_ITEMS: Final[Schema] = items(
+    "Fields that become files.",
+    mapping(
+        "A field as a file.",
+        {
+            "path": text("File it becomes, relative.", longest=1024),
+            "mode": _mode("Of the file."),
+            "fieldRef": _FIELD_REF,
+            "resourceFieldRef": _RESOURCE_FIELD_REF,
+        },
+        required=("path",),
+    ),
+    most=64,
+)
 
 
 def _object_volume(kind: str, name: str, *, has_mode: bool) -> Schema:
     properties = {
         name: text(f"Name of the {kind}."),
-        "items": _key_items(),
+        "items": _KEY_ITEMS,
         "optional": switch("Whether it may be missing."),
     }
     if has_mode:
@@ -322,111 +312,127 @@ def _object_volume(kind: str, name: str, *, has_mode: bool) -> Schema:
     return mapping(f"The keys of a {kind} as files.", properties)
 
 
-def _projected() -> Schema:
-    bundle = mapping(
-        "Certificates of a ClusterTrustBundle as a file.",
-        {
-            "name": text("Name of the bundle."),
-            "signerName": text("Signer of the bundles, instead of name.", longest=571),
-            "labelSelector": _label_selector("Which of the signer's bundles."),
-            "path": text("File it becomes, relative.", longest=1024),
-            "optional": switch("Whether it may be missing. Default: false."),
-        },
-        required=("path",),
-    )
-    source = {
-        "configMap": _object_volume("ConfigMap", "name", has_mode=False),
-        "secret": _object_volume("Secret", "name", has_mode=False),
-        "downwardAPI": mapping("Fields of the pod as files.", {"items": _downward_items()}),
-        "clusterTrustBundle": bundle,
-    }
-    sources = items(
-        "What is projected. No service account's token.",
-        mapping("One source: exactly one of these.", source),
-        most=16,
-    )
-    return mapping(
-        "Several sources in one folder.",
-        {"sources": sources, "defaultMode": _mode("Of the files. Default: 420.")},
-    )
-
-
-def _ephemeral() -> Schema:
-    requests = {
-        "type": "object",
-        "description": "What is reserved: storage.",
-        "maxProperties": 4,
-        "additionalProperties": int_or_text("A quantity.", pattern=_QUANTITY),
-    }
-    claim = mapping(
-        "What the claim asks for.",
-        {
-            "accessModes": items(
-                "How it is mounted: ReadWriteOnce, …", text("A mode.", longest=32), most=4
-            ),
-            "resources": mapping("Its size.", {"requests": requests}),
-            "storageClassName": text("Its storage class; default: the cluster's."),
-            "volumeMode": choice(
-                "As a folder or as a device. Default: Filesystem.", ("Filesystem", "Block")
-            ),
-        },
-        required=("accessModes", "resources"),
-    )
-    metadata = mapping(
-        "Labels and annotations of the claim.",
-        {
-            "labels": texts_by_name("Labels.", most=_MOST_ITEMS, longest=63),
-            "annotations": texts_by_name("Annotations.", most=_MOST_ITEMS),
-        },
-    )
-    template = mapping(
-        "The claim that is made for each pod.",
-        {"metadata": metadata, "spec": claim},
-        required=("spec",),
-    )
-    properties = {"volumeClaimTemplate": template}
-    return mapping(
-        "A volume that lives as long as its pod.", properties, required=("volumeClaimTemplate",)
-    )
-
-
-def _volume() -> Schema:
-    claim = {
-        "claimName": text("Name of the PVC.", shortest=1),
-        "readOnly": switch("Mount it read-only. Default: false."),
-    }
-    scratch = {
-        "medium": text(
-            "Empty for the node's disk, Memory for a tmpfs. Default: empty.", longest=32
-        ),
-        "sizeLimit": int_or_text(
-            "Most it may hold, a quantity. Default: no limit.", pattern=_QUANTITY
-        ),
-    }
-    return mapping(
-        "One volume: a name and exactly one source.",
-        {
-            "name": text(
-                "Name of the volume; the prefix evergrad- is taken.", longest=63, shortest=1
-            ),
-            "configMap": _object_volume("ConfigMap", "name", has_mode=True),
-            "secret": _object_volume("Secret", "secretName", has_mode=True),
-            "emptyDir": mapping("Scratch space that lives as long as the pod.", scratch),
-            "persistentVolumeClaim": mapping(
-                "An existing PVC.", claim, required=("claimName",)
-            ),
-            "projected": _projected(),
-            "downwardAPI": mapping(
-                "Fields of the pod as files.",
+_PROJECTED: Final[Schema] = mapping(
+    "Several sources in one folder.",
+    {
+        "sources": items(
+            "What is projected. No service account's token.",
+            mapping(
+                "One source: exactly one of these.",
                 {
-                    "items": _downward_items(),
-                    "defaultMode": _mode("Of the files. Default: 420."),
+                    "configMap": _object_volume("ConfigMap", "name", has_mode=False),
+                    "secret": _object_volume("Secret", "name", has_mode=False),
+                    "downwardAPI": mapping(
+                        "Fields of the pod as files.", {"items": _DOWNWARD_ITEMS}
+                    ),
+                    "clusterTrustBundle": mapping(
+                        "Certificates of a ClusterTrustBundle as a file.",
+                        {
+                            "name": text("Name of the bundle."),
+                            "signerName": text(
+                                "Signer of the bundles, instead of name.", longest=571
+                            ),
+                            "labelSelector": _label_selector("Which of the signer's bundles."),
+                            "path": text("File it becomes, relative.", longest=1024),
+                            "optional": switch("Whether it may be missing. Default: false."),
+                        },
+                        required=("path",),
+                    ),
                 },
             ),
-            "ephemeral": _ephemeral(),
-        },
-        required=("name",),
-    )
+            most=16,
+        ),
+        "defaultMode": _mode("Of the files. Default: 420."),
+    },
+)
+
+
+_EPHEMERAL: Final[Schema] = mapping(
+    "A volume that lives as long as its pod.",
+    {
+        "volumeClaimTemplate": mapping(
+            "The claim that is made for each pod.",
+            {
+                "metadata": mapping(
+                    "Labels and annotations of the claim.",
+                    {
+                        "labels": texts_by_name("Labels.", most=_MOST_ITEMS, longest=63),
+                        "annotations": texts_by_name("Annotations.", most=_MOST_ITEMS),
+                    },
+                ),
+                "spec": mapping(
+                    "What the claim asks for.",
+                    {
+                        "accessModes": items(
+                            "How it is mounted: ReadWriteOnce, …",
+                            text("A mode.", longest=32),
+                            most=4,
+                        ),
+                        "resources": mapping(
+                            "Its size.",
+                            {
+                                "requests": {
+                                    "type": "object",
+                                    "description": "What is reserved: storage.",
+                                    "maxProperties": 4,
+                                    "additionalProperties": int_or_text(
+                                        "A quantity.", pattern=_QUANTITY
+                                    ),
+                                }
+                            },
+                        ),
+                        "storageClassName": text("Its storage class; default: the cluster's."),
+                        "volumeMode": choice(
+                            "As a folder or as a device. Default: Filesystem.",
+                            ("Filesystem", "Block"),
+                        ),
+                    },
+                    required=("accessModes", "resources"),
+                ),
+            },
+            required=("spec",),
+        )
+    },
+    required=("volumeClaimTemplate",),
+)
+
+
+_VOLUME: Final[Schema] = mapping(
+    "One volume: a name and exactly one source.",
+    {
+        "name": text(
+            "Name of the volume; the prefix evergrad- is taken.", longest=63, shortest=1
+        ),
+        "configMap": _object_volume("ConfigMap", "name", has_mode=True),
+        "secret": _object_volume("Secret", "secretName", has_mode=True),
+        "emptyDir": mapping(
+            "Scratch space that lives as long as the pod.",
+            {
+                "medium": text(
+                    "Empty for the node's disk, Memory for a tmpfs. Default: empty.", longest=32
+                ),
+                "sizeLimit": int_or_text(
+                    "Most it may hold, a quantity. Default: no limit.", pattern=_QUANTITY
+                ),
+            },
+        ),
+        "persistentVolumeClaim": mapping(
+            "An existing PVC.",
+            {
+                "claimName": text("Name of the PVC.", shortest=1),
+                "readOnly": switch("Mount it read-only. Default: false."),
+            },
+            required=("claimName",),
+        ),
+        "projected": _PROJECTED,
+        "downwardAPI": mapping(
+            "Fields of the pod as files.",
+            {"items": _DOWNWARD_ITEMS, "defaultMode": _mode("Of the files. Default: 420.")},
+        ),
+        "ephemeral": _EPHEMERAL,
+    },
+    required=("name",),
+)
 
 
 def _listed(
@@ -443,16 +449,17 @@ def build_fragments() -> Mapping[str, Schema]:
 
     Not to be changed.
     """
+    # Copies of the Kubernetes API's own structures, cut to what a run may say.
     where = "spec.template."
     return {
-        f"{where}tolerations": _listed(_toleration()),
-        f"{where}affinity": {"type": "object", "properties": dict(_affinity())},
+        f"{where}tolerations": _listed(_TOLERATION),
+        f"{where}affinity": {"type": "object", "properties": dict(_AFFINITY)},
         f"{where}topologySpreadConstraints": _listed(
-            _spread(), keys=("topologyKey", "whenUnsatisfiable")
+            _SPREAD, keys=("topologyKey", "whenUnsatisfiable")
         ),
-        f"{where}volumes": _listed(_volume(), keys=("name",)),
-        f"{where}volumeMounts": _listed(_mount(), keys=("mountPath",)),
-        f"{where}env": _listed(_variable(), most=256, keys=("name",)),
+        f"{where}volumes": _listed(_VOLUME, keys=("name",)),
+        f"{where}volumeMounts": _listed(_MOUNT, keys=("mountPath",)),
+        f"{where}env": _listed(_VARIABLE, most=256, keys=("name",)),
         f"{where}imagePullSecrets": _listed(
             mapping(
                 "A Secret of the run's namespace.",

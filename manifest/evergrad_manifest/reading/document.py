@@ -186,6 +186,7 @@ _REMEDIES: Final = (
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, label: str) -> Problem:
+    # Where it was noticed, which may be a line after the mistake: the remedies say so.
     mark = error.problem_mark or error.context_mark
     where = f"{label}:{mark.line + 1}:{mark.column + 1}" if mark is not None else label
     if error.context == "expected a single document in the stream":
@@ -217,6 +218,7 @@ class _Construction:
 
     def value(self, node: yaml.Node, path: FieldPath) -> Any:
         """The value of ``node``; its place, and the problems in it, go to the document."""
+        # An alias is expanded where it is used: a page of text can stand for a million values.
         self._count += 1
         if self._count > MAX_VALUES:
             remedy = "Write the values out where they are needed"
@@ -244,9 +246,11 @@ class _Construction:
         try:
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
-            if isinstance(node, yaml.SequenceNode):
-                return self._sequence(node, path)
-            return self._scalar(node, path)
+            if not isinstance(node, yaml.SequenceNode):
+                return self._scalar(node, path)
+            if node.tag != f"{_TAG}seq":
+                return self._foreign_tag(node, path)
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         finally:
             self._open.pop()
 
@@ -266,11 +270,6 @@ class _Construction:
             Problem(format_path(path) or self._label, f"{what} ({where})", why, remedy)
         )
 
-    def _sequence(self, node: yaml.SequenceNode, path: FieldPath) -> Any:
-        if node.tag != f"{_TAG}seq":
-            return self._foreign_tag(node, path)
-        return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-
     def _mapping(self, node: yaml.MappingNode, path: FieldPath) -> Any:
         if node.tag != f"{_TAG}map":
             return self._foreign_tag(node, path)
@@ -286,26 +285,24 @@ class _Construction:
                 continue
             here = (*path, key)
             if key in first:
-                self._refuse_duplicate(here, first[key], key_node)
+                source = f" of {self._source}" if self._source else ""
+                lines = f"in lines {first[key]} and {_line(key_node)}{source}"
+                what, why = f"the key is given twice, {lines}", "only one of them could count"
+                self._document.problems.append(
+                    Problem(format_path(here), what, why, "Remove one of them")
+                )
                 continue
             first[key] = _line(key_node)
             self._document.places.setdefault(here, Place(self._source, _line(key_node)))
             result[key] = self.value(value_node, here)
+        # Last: what stands beside `<<` wins over what is merged, wherever it stands.
         for merged in self._merged(merges, path):
             result = {**merged, **result}
         return result
 
-    def _refuse_duplicate(self, path: FieldPath, first: int, node: yaml.Node) -> None:
-        source = f" of {self._source}" if self._source else ""
-        what = f"the key is given twice, in lines {first} and {_line(node)}{source}"
-        self._document.problems.append(
-            Problem(
-                format_path(path), what, "only one of them could count", "Remove one of them"
-            )
-        )
-
     def _merged(self, nodes: list[yaml.Node], path: FieldPath) -> Iterator[dict[str, Any]]:
         """The mappings of ``<<``; earlier ones win, and a key beside them wins over all."""
+        # YAML allows one `<<`; of two the second would win silently.
         for node in nodes[1:]:
             self._refuse(
                 (*path, "<<"),
@@ -329,6 +326,8 @@ class _Construction:
     def _key(self, node: yaml.Node, path: FieldPath) -> str | None:
         if isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}str":
             return self._text(node, path)
+
+        # A key such as `on:` or `1:` would be another type than the name it is meant to be.
         shown = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
         remedy = (
             f'Put it in quotes: "{shown}"'
@@ -339,7 +338,7 @@ class _Construction:
             path,
             node,
             f"the key {show(shown)} is not a text",
-            why=f"YAML reads it as {_kind(node)}",
+            why=f"YAML reads it as {_KINDS.get(node.tag.removeprefix(_TAG), 'something else')}",
             remedy=remedy,
         )
         return None
@@ -353,6 +352,7 @@ class _Construction:
         )
 
     def _scalar(self, node: yaml.Node, path: FieldPath) -> Any:
+        # The tag is what YAML has resolved, or what the file claims; the text must be so in both cases.
         text = str(node.value)
         kind = node.tag.removeprefix(_TAG)
         if kind == "str":
@@ -399,6 +399,8 @@ class _Construction:
                 remedy="Put it in quotes if it is a text",
             )
             return None
+        # A leading 0 is octal in YAML, and nearly always a slip, or a text such as a postal code. Only a pod
+        # template has octal numbers: modes of files.
         digits = text.lstrip("+-")
         sign = -1 if text.startswith("-") else 1
         if digits[:2] in ("0x", "0b"):
@@ -428,6 +430,7 @@ class _Construction:
                 remedy="Write a finite number",
             )
             return None
+        # Never rounded to infinity or to zero: 1e400 and 1e-400 are slips.
         number = float(text.replace("_", ""))
         is_zero = re.fullmatch(r"[-+0._]*(?:[eE].*)?", text) is not None
         if math.isfinite(number) and (number != 0 or is_zero):
@@ -440,15 +443,16 @@ class _Construction:
         return None
 
 
+_KINDS: Final = {
+    "bool": "true or false",
+    "int": "a number",
+    "float": "a number",
+    "null": "nothing",
+}
 _BOOLEANS: Final[Mapping[str, bool]] = {
     **dict.fromkeys(("yes", "true", "on"), True),
     **dict.fromkeys(("no", "false", "off"), False),
 }
-
-
-def _kind(node: yaml.Node) -> str:
-    words = {"bool": "true or false", "int": "a number", "float": "a number", "null": "nothing"}
-    return words.get(node.tag.removeprefix(_TAG), "something else")
 
 
 def _line(node: yaml.Node) -> int:

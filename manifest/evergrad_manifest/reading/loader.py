@@ -2,7 +2,7 @@
 with its line."""
 
 import errno
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +10,7 @@ from typing import Any, Final
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.fields import format_path
-from evergrad_manifest.reading.document import Document, Place, parse_document
+from evergrad_manifest.reading.document import Document, parse_document
 from evergrad_manifest.reading.overrides import (
     Layered,
     Override,
@@ -50,11 +50,17 @@ def load_manifest(
     )
     run, found = check_run(layered.value)
     places = {format_path(where): place for where, place in layered.places.items()}
-    news = [
-        _with_place(problem, places)
-        for problem in found
-        if not _is_within(problem.path, layered.lost)
-    ]
+    news = []
+    for problem in found:
+        # A value that could not be read is null: what is said of it, or of a value in it, would repeat that.
+        path = problem.path
+        ends = [index for index, character in enumerate(path) if character in ".["]
+        if path in layered.lost or any(path[:end] in layered.lost for end in ends):
+            continue
+        place = places.get(path)
+        news.append(
+            problem if place is None else replace(problem, what=f"{problem.what} ({place})")
+        )
     if run is None or layered.problems or news:
         raise ConfigurationError(*at_most([*layered.problems, *news]))
     base_directory = Path(path).absolute().parent
@@ -70,6 +76,8 @@ def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
         *(read_document(overlay, source=str(overlay)) for overlay in overlays),
     ]
     parsed = [parse_override(text) for text in overrides]
+
+    # Nothing can be laid over a file that is none; what is known by now is said together.
     fatal = [
         problem
         for document in documents
@@ -85,6 +93,8 @@ def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
             for problem in document.problems
         ]
         raise ConfigurationError(*at_most([*fatal, *others]))
+
+    # In the order of the command line: overlays, then --set.
     base, *over = documents
     layered = Layered(base.value, base.places, base.problems, base.lost)
     for document in over:
@@ -95,20 +105,9 @@ def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
     return layered
 
 
-def _is_within(path: str, lost: Collection[str]) -> bool:
-    """Whether a problem only repeats one that reading the value, or one around it, has already found."""
-    ends = [index for index, character in enumerate(path) if character in ".["]
-    return path in lost or any(path[:end] in lost for end in ends)
-
-
-def _with_place(problem: Problem, places: Mapping[str, Place]) -> Problem:
-    """Say the line of the field, where it is known."""
-    place = places.get(problem.path)
-    return problem if place is None else replace(problem, what=f"{problem.what} ({place})")
-
-
 def read_document(path: Path, *, source: str = "") -> Document:
     """The mapping in ``path``; its value is None, with a problem, when there is none."""
+    # Each step can end it: bytes, text, YAML, a mapping.
     data, label = _read(path), path_label(path)
     if isinstance(data, Problem):
         return Document(problems=[data])
@@ -123,18 +122,13 @@ def read_document(path: Path, *, source: str = "") -> Document:
     document = parse_document(text, label=label, source=source)
     if document.value is not None and not isinstance(document.value, dict):
         why = "its top level must be keys such as apiVersion, kind, metadata, spec"
+        shown = show(document.value)
+        held = shown if isinstance(document.value, list) else f"only the value {shown}"
         problem = Problem(
-            label,
-            f"holds {_describe(document.value)} and not a mapping",
-            why,
-            "Write `key: value` lines",
+            label, f"holds {held} and not a mapping", why, "Write `key: value` lines"
         )
         return Document(problems=[problem])
     return document
-
-
-def _describe(value: Any) -> str:
-    return show(value) if isinstance(value, dict | list) else f"only the value {show(value)}"
 
 
 def path_label(path: Path) -> str:
@@ -166,6 +160,8 @@ def _read(path: Path) -> bytes | Problem:
             code or 0, (f"cannot be read; {error}", "Check the path and the volume")
         )
         return Problem(path_label(path), what, "", remedy)
+
+    # One byte more than allowed was asked for, so that a device or an endless pipe is never read whole.
     if len(data) > MAX_BYTES:
         why = f"the largest manifest read is {MAX_BYTES} bytes (1 MiB)"
         return Problem(

@@ -63,6 +63,7 @@ class _Merging:
         self, base: Mapping[str, Any], over: Mapping[str, Any], path: FieldPath
     ) -> dict[str, Any]:
         """``base`` with ``over``, the part of the overlay at ``path``, laid over it."""
+        # Mappings are merged, null removes, all else replaces: Kubernetes' merge patch (RFC 7386).
         merged = dict(base)
         for key, value in over.items():
             here = (*path, key)
@@ -173,6 +174,8 @@ def parse_path(text: str) -> FieldPath | None:
             position += 1
         elif position and text[position] != "[":
             return None
+
+        # Segment by segment: a quoted key may hold dots and brackets.
         match = _SEGMENT.match(text, position)
         if match is None:
             return None
@@ -219,6 +222,8 @@ def _set(node: Any, path: FieldPath, value: Any, done: FieldPath) -> Any:
     """A copy of ``node`` in which ``path`` holds ``value``."""
     if not path:
         return value
+
+    # A copy of each mapping and list on the way, so that the base stays as it was.
     part, here = path[0], (*done, path[0])
     if isinstance(node, list):
         if not isinstance(part, int) or part > len(node):

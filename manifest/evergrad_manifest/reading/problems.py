@@ -77,8 +77,20 @@ def problems_of(
 
     ``root``: the model that refused it. ``below``: the path of ``raw`` in the file.
     """
-    found = [details for details in error.errors(include_url=False) if not _is_echo(details)]
-    told = [_problem_of(details, raw, root, below) for details in found[:_MOST_IN_WORDS]]
+    # pydantic counts only the items that are right, and so calls a list too short whose items are wrong.
+    found = [
+        details
+        for details in error.errors(include_url=False)
+        if details["type"] != "too_short"
+        or len(details["input"]) < details["ctx"]["min_length"]
+    ]
+    told = []
+    for details in found[:_MOST_IN_WORDS]:
+        path: FieldPath = details["loc"]
+        say = _SAYINGS.get(details["type"], _say_otherwise)
+        sentence = say(_Finding(path, details, value_at(raw, path), root))
+        told.append(Problem(format_path((*below, *path)), *sentence))
+
     # An object of an API server may have a hundred thousand unknown keys, and words for each take seconds in
     # which the operator does nothing else. The rest is only counted, by its paths.
     rest = (format_path((*below, *details["loc"])) for details in found[_MOST_IN_WORDS:])
@@ -89,13 +101,6 @@ def problems_of(
             for path in rest
         ),
     ]
-
-
-def _is_echo(details: ErrorDetails) -> bool:
-    """pydantic counts only the items that are right, and so calls a list too short whose items are wrong."""
-    return (
-        details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
-    )
 
 
 def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -111,15 +116,6 @@ def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
         "Correct these first",
     )
     return (*unique[:MOST_PROBLEMS], rest)
-
-
-def _problem_of(
-    details: ErrorDetails, raw: Any, root: type[Section], below: FieldPath
-) -> Problem:
-    path: FieldPath = details["loc"]
-    say = _SAYINGS.get(details["type"], _say_otherwise)
-    what, why, remedy = say(_Finding(path, details, value_at(raw, path), root))
-    return Problem(format_path((*below, *path)), what, why, remedy)
 
 
 class _Finding:
@@ -157,17 +153,16 @@ def _say_missing(finding: _Finding) -> Sentence:
     choices = choices_of(info) if info is not None else ()
     if len(choices) == 1:
         return "missing", "it has no default", f"Add `{finding.key}: {choices[0]}`"
-    meaning = _first_sentence(info.description or "") if info is not None else ""
+    # The first sentence of the field's description says what to write.
+    meaning = "" if info is None else info.description or ""
+    meaning = re.split(r"(?<=[a-z)])\. |\n", meaning)[0].rstrip(".").replace("``", "`")
+    if meaning[1:2].islower():
+        meaning = meaning[0].lower() + meaning[1:]
     return (
         "missing",
         "it has no default",
         f"Add `{finding.key}`" + (f" ({meaning})" if meaning else ""),
     )
-
-
-def _first_sentence(text: str) -> str:
-    sentence = re.split(r"(?<=[a-z)])\. |\n", text)[0].rstrip(".").replace("``", "`")
-    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence
 
 
 def _say_unknown_key(finding: _Finding) -> Sentence:
@@ -186,7 +181,9 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
         near = word
     if near is not None:
         return "unknown key", f"did you mean `{near}`? {here}", ""
-    if finding.root is TrainingRun and (places := _places_of(finding.key)):
+    # A known key in a wrong place is a slip of the indentation, unless many sections have one of that name.
+    places = _all_places().get(finding.key, ()) if finding.root is TrainingRun else ()
+    if 0 < len(places) <= 2:
         remedy = f"Check the indentation, or the path that follows --set. {here}"
         return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", remedy
     return "unknown key", "", f"Remove it. {here}"
@@ -231,12 +228,6 @@ def _all_places() -> Mapping[str, tuple[str, ...]]:
             field.path.rpartition(".")[0] or "the top level"
         )
     return {key: tuple(found) for key, found in places.items()}
-
-
-def _places_of(key: str) -> tuple[str, ...]:
-    """Where else ``key`` is known, if that is only in a few places."""
-    places = _all_places().get(key, ())
-    return places if len(places) <= 2 else ()
 
 
 def _say_not_a_mapping(finding: _Finding) -> Sentence:
@@ -355,8 +346,14 @@ def _say_pattern(finding: _Finding) -> Sentence:
 def _say_own_words(finding: _Finding) -> Sentence:
     error = finding.context.get("error")
     if isinstance(error, NumberError):
-        seconds = _seconds_of(finding.value) if "Seconds" in finding.key else None
-        if seconds is not None:
+        # A duration such as 90s, 5m or 1h: Kubernetes' own fields of seconds take none either.
+        duration = (
+            re.fullmatch(r"(\d{1,9})([smhd])", finding.value)
+            if "Seconds" in finding.key and isinstance(finding.value, str)
+            else None
+        )
+        if duration is not None:
+            seconds = int(duration[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[duration[2]]
             return (
                 f"{finding.shown} is not a number",
                 "the field counts seconds and takes no unit",
@@ -364,12 +361,6 @@ def _say_own_words(finding: _Finding) -> Sentence:
             )
         return error.what, error.why, error.remedy
     return str(error), "", ""
-
-
-def _seconds_of(value: Any) -> int | None:
-    """Seconds of a duration such as ``90s``, ``5m`` or ``1h``; None where it is none."""
-    found = re.fullmatch(r"(\d{1,9})([smhd])", value) if isinstance(value, str) else None
-    return int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]] if found else None
 
 
 def _say_otherwise(finding: _Finding) -> Sentence:

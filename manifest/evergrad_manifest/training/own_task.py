@@ -66,6 +66,8 @@ def check_files(view: View) -> Iterator[Problem]:
             yield Problem(
                 f"{TRAINING}.files", f"{show(name)} cannot be a file's name", why, "Rename it"
             )
+
+    # A file that is not there would be noticed by the first pod only.
     if recipe not in (*RECIPES, UNKNOWN):
         stem = recipe.partition(":")[0].replace(".", "/")
         if not {f"{stem}.py", f"{stem}/__init__.py"} & {*files}:

@@ -303,6 +303,7 @@ class StepOverride(Section):
 
 def check_overrides(view: View) -> Iterator[Problem]:
     """Each override replaces something, from a step within the run that lies behind the one before it."""
+    # In one pass: each is compared with the one before it and with the end.
     total, last = total_steps_of(view), 0
     for path, item in view.items(f"{TRAINING}.overrides"):
         first, here = item["fromStep"], format_path((*path, "fromStep"))

@@ -60,6 +60,7 @@ def show(value: Any) -> str:
 
 
 def _exact(value: Any, units: dict[str, Any]) -> Ratio:
+    # First: for Python true and false are numbers.
     if isinstance(value, bool):
         raise NumberError(
             f"{show(value)} is not a number",
@@ -92,6 +93,9 @@ def _exact_text(text: str, units: dict[str, Any]) -> Ratio:
             "",
             "Write a shorter number, such as 20M",
         )
+
+    # Bounded before it is parsed, and its exponent before it is expanded: 1e999999999 would take all
+    # memory.
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         raise _not_a_number(text, units)
@@ -144,6 +148,8 @@ def _unknown_unit(text: str, digits: str, unit: str, units: dict[str, Any]) -> N
         return NumberError(
             what, "it could mean bytes or billions", f"Write {digits} for bytes, or {digits}G"
         )
+
+    # 20MB, 20mb and 20m: what is meant is nearly always the unit of the same letter.
     stem = unit.rstrip("bB") or unit
     near = next(
         (guess for guess in (stem, stem.upper(), stem.capitalize()) if guess in units), None
@@ -220,6 +226,7 @@ def parse_real(value: Any) -> float:
 
 def parse_fraction(value: Any) -> float:
     """``5%`` → 0.05, ``0.05`` → 0.05. Raises NumberError outside 0 to 1."""
+    # 5 is refused and not read as 5%: it could as well be a slip for 0.5.
     number = _exact(value, PERCENT)
     if not 0 <= number <= 1:
         is_percent = 1 < number <= 100 and not (

@@ -65,6 +65,8 @@ def parse_quantity(value: Any) -> str:
             why,
             f'Put it in quotes: "{show(value)}"',
         )
+
+    # Kept as it was written: the API server compares quantities by their value, people by their text.
     text = value if isinstance(value, str) else show(int(value))
     if len(text) > _LONGEST or _QUANTITY.fullmatch(text) is None:
         raise _not_a_quantity(value, text)
@@ -96,6 +98,8 @@ def _not_a_quantity(value: Any, text: str) -> NumberError:
             "a quantity is zero or more",
             "Write a positive quantity",
         )
+
+    # 4GB, 4gi and 4 Gi: the unit that was meant, spelled right.
     match = _LIKELY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     guess = (
         match[1] + _PROPER_UNITS.get(match[2].lower().removesuffix("b"), "?")
