@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
 from evergrad_coordinator.metrics import fill_tables
 from evergrad_manifest.crd.definition import build_definition_text
 from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.example import EXAMPLE, OWN_TASK, SCRIPT
 from evergrad_manifest.fields import Field, walk_fields
 
 REFERENCE: Final = "docs/reference/configuration.md"
@@ -66,9 +69,13 @@ On a cluster the operator's webhook refuses the same mistakes in the same words;
 def build_reference() -> str:
     """The text of the reference page."""
     lines = [_PREFACE]
-    for title, fields in _chapters():
+    for title, fields, example in _chapters():
         lines += [
             f"## {title}",
+            "",
+            "```yaml",
+            yaml.safe_dump(example, sort_keys=False, allow_unicode=True).rstrip(),
+            "```",
             "",
             "| field | type | default | meaning |",
             "|---|---|---|---|",
@@ -83,14 +90,20 @@ def build_reference() -> str:
     return "\n".join(lines)
 
 
-def _chapters() -> Iterator[tuple[str, list[Field]]]:
-    """The envelope first, then each section of ``spec.training``, then ``spec.script``."""
+def _chapters() -> Iterator[tuple[str, list[Field], Mapping[str, Any]]]:
+    """Title, fields and example of each chapter.
+
+    The envelope first, then each section of ``spec.training``, then ``spec.script``.
+    """
     # The order of the models, which is that of a file.
     fields = list(walk_fields(TrainingRun))
     inside, script = "spec.training.", "spec.script."
+    training = EXAMPLE["spec"]["training"]
+    envelope = {key: value for key, value in EXAMPLE["spec"].items() if key != "training"}
     yield (
         "The object and its envelope",
         [field for field in fields if not field.path.startswith((inside, script))],
+        {**EXAMPLE, "spec": envelope},
     )
     own = [field for field in fields if field.path.startswith(inside)]
     for section in dict.fromkeys(
@@ -104,8 +117,10 @@ def _chapters() -> Iterator[tuple[str, list[Field]]]:
                 for field in own
                 if field.path == start or field.path.startswith((f"{start}.", f"{start}[]"))
             ],
+            {section: training.get(section, OWN_TASK.get(section))},
         )
-    yield "`spec.script`", [field for field in fields if field.path.startswith(script)]
+    own = [field for field in fields if field.path.startswith(script)]
+    yield "`spec.script`", own, {"script": SCRIPT}
 
 
 def build_schema() -> str:

@@ -17,6 +17,9 @@ from evergrad_coordinator.contract import API_VERSION, KIND
 
 WEBHOOK: Final = "trainingruns.evergrad.dev"
 _NAME: Final = "webhook"
+_UTC_TIME: Final = 0x17
+_VERSION: Final = 0xA0
+"""Tags of DER."""
 _WRONG: Final = "spec.training.schedule.warmup"
 QUESTION: Final[Mapping[str, Any]] = {
     "apiVersion": API_VERSION,
@@ -139,7 +142,9 @@ def _find_fault(
         return f"the certificate in its caBundle {fault}", f"{renew}. {log}"
 
     # Somebody who answers.
-    if slices is not None and not any(_is_ready(raw) for raw in slices):
+    endpoints = [one for raw in slices or () for one in raw.get("endpoints") or ()]
+    are_ready = [(one.get("conditions") or {}).get("ready") is not False for one in endpoints]
+    if slices is not None and not any(are_ready):
         return f"the service {namespace}/{name} has no endpoint that is ready", log
 
     # The certificate that is served.
@@ -152,13 +157,6 @@ def _find_fault(
         return why, f"Delete the Secret {namespace}/{name}-webhook; the operator makes another"
     remedy = "Let the API server reach the operator's port 9443: NetworkPolicies, firewalls"
     return "configuration, endpoint and certificate look right", remedy
-
-
-def _is_ready(raw: Mapping[str, Any]) -> bool:
-    return any(
-        (endpoint.get("conditions") or {}).get("ready") is not False
-        for endpoint in raw.get("endpoints") or ()
-    )
 
 
 # ---- certificates ------------------------------------------------------------------------------------------
@@ -199,13 +197,17 @@ def read_validity(der: bytes) -> tuple[float, float]:
     _, position, _ = _element(der, certificate)
     # version (tagged 0) may be left out; then serialNumber, signature and issuer precede the validity.
     tag, _, _ = _element(der, position)
-    for _ in range(4 if tag == 0xA0 else 3):
+    for _ in range(4 if tag == _VERSION else 3):
         _, _, position = _element(der, position)
     _, inside, _ = _element(der, position)
     times = []
     for _ in range(2):
         tag, start, after = _element(der, inside)
-        times.append(_parse_time(tag, der[start:after].decode("ascii")))
+        text = der[start:after].decode("ascii")
+        # UTCTime has two digits of the year, from 1950 on; GeneralizedTime has four.
+        if tag == _UTC_TIME:
+            text = f"{19 if int(text[:2]) >= 50 else 20}{text}"
+        times.append(datetime.strptime(f"{text[:-1]}+0000", "%Y%m%d%H%M%S%z").timestamp())
         inside = after
     return times[0], times[1]
 
@@ -221,10 +223,3 @@ def _element(der: bytes, position: int) -> tuple[int, int, int]:
     if start + length > len(der):
         raise ValueError("the certificate ends early")
     return tag, start, start + length
-
-
-def _parse_time(tag: int, text: str) -> float:
-    """UTCTime (two digits of the year, from 1950) or GeneralizedTime."""
-    if tag == 0x17:
-        text = f"{19 if int(text[:2]) >= 50 else 20}{text}"
-    return datetime.strptime(f"{text[:-1]}+0000", "%Y%m%d%H%M%S%z").timestamp()

@@ -368,7 +368,11 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
     ready = [
         raw
         for raw in nodes
-        if _is_ready(raw) and not (raw.get("spec") or {}).get("unschedulable")
+        if not (raw.get("spec") or {}).get("unschedulable")
+        and any(
+            (one.get("type"), one.get("status")) == ("Ready", "True")
+            for one in (raw.get("status") or {}).get("conditions") or ()
+        )
     ]
     if not ready:
         return Check("nodes", State.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes")
@@ -384,14 +388,6 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
     state = State.OK if len(ready) == len(nodes) else State.WARN
     remedy = "" if state is State.OK else "kubectl get nodes"
     return Check("nodes", state, f"{len(ready)} of {len(nodes)} ready; {shown}", remedy)
-
-
-def _is_ready(raw: Mapping[str, Any]) -> bool:
-    conditions = (raw.get("status") or {}).get("conditions") or ()
-    return any(
-        condition.get("type") == "Ready" and condition.get("status") == "True"
-        for condition in conditions
-    )
 
 
 def check_groups(groups: Collection[str]) -> list[Check]:

@@ -190,6 +190,14 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
         share = run.step / run.total_steps
         done = f"{run.step:,}/{run.total_steps:,}"
         progress = f"{bar(share, is_unicode=is_unicode)}  {done}  {int(100 * share)}%"
+    values = (
+        ("loss", run.loss),
+        ("tokens/s", run.tokens_per_second),
+        ("ETA", "" if run.is_over else run.eta),
+    )
+    speed = [f"{label} {value}" for label, value in values if value]
+    if run.updated is not None and speed and not run.is_over:
+        speed.append(f"{age(now - run.updated)} ago")
     ages = age(None if run.created is None else now - run.created)
     if run.started is not None and run.completed is not None:
         ages += (
@@ -203,7 +211,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     ]
     facts += [
         ("Progress", progress),
-        ("", _speed(run, now)),
+        ("", "  ".join(speed)),
         ("Nodes", run.nodes),
     ]
     if run.checkpoint_step is not None:
@@ -222,18 +230,6 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     return [
         f"{f'{label}:' if label else '':<12}{printable(text)}" for label, text in facts if text
     ]
-
-
-def _speed(run: Run, now: float) -> str:
-    values = (
-        ("loss", run.loss),
-        ("tokens/s", run.tokens_per_second),
-        ("ETA", "" if run.is_over else run.eta),
-    )
-    parts = [f"{label} {value}" for label, value in values if value]
-    if run.updated is not None and parts and not run.is_over:
-        parts.append(f"{age(now - run.updated)} ago")
-    return "  ".join(parts)
 
 
 def _pods(facts: Facts, now: float) -> list[str]:

@@ -97,25 +97,16 @@ def build_root() -> Schema:
     }
     # Each rule where it holds, so that the API server names that field.
     for path, rules in RULES.items():
-        node = _node_at(root, path)
+        node = root
+        for part in path.split(".") if path else ():
+            node = node["properties"][part.removesuffix("[]")]
+            node = node["items"] if part.endswith("[]") else node
         node[VALIDATIONS] = [*node.get(VALIDATIONS, []), *rules]
     return root
 
 
 def _plain(schema: Schema) -> Schema:
     return {key: value for key, value in schema.items() if key != "maxLength"}
-
-
-def _node_at(root: Schema, path: str) -> Schema:
-    """The node at ``path``, where ``[]`` enters a list's items and ``{}`` a map's values. Raises KeyError."""
-    node = root
-    for part in path.split(".") if path else ():
-        node = node["properties"][part.rstrip("[]{}")]
-        if part.endswith("[]"):
-            node = node["items"]
-        elif part.endswith("{}"):
-            node = node["additionalProperties"]
-    return node
 
 
 class _Dumper(yaml.SafeDumper):

@@ -171,7 +171,12 @@ def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
     """A text, a switch, a quantity or a human number."""
     for marker in metadata:
         if isinstance(marker, Human):
-            return _number_schema(marker, metadata)
+            # A number, whose bounds hold, or a text, which the whole validation reads. A share has no type:
+            # there is none for both.
+            kind = {"x-kubernetes-int-or-string": True}
+            if marker.kind not in ("count", "bytes"):
+                kind = {PRESERVE: True}
+            return {**kind, "maxLength": _LONGEST_NUMBER, **_number_bounds(metadata)}
         if type(marker).__name__ == "_QuantitySchema":
             return {"x-kubernetes-int-or-string": True, "maxLength": _LONGEST_NUMBER}
     if annotation is bool:
@@ -198,17 +203,6 @@ def _text_schema(metadata: list[Any]) -> Schema:
             if (value := getattr(marker, name, None)) is not None:
                 found[word] = value
     return found
-
-
-def _number_schema(human: Human, metadata: list[Any]) -> Schema:
-    """A number, whose bounds hold, or a text, which the whole validation reads.
-
-    A share has no type: there is none for both.
-    """
-    bounds = _number_bounds(metadata)
-    if human.kind in ("count", "bytes"):
-        return {"x-kubernetes-int-or-string": True, "maxLength": _LONGEST_NUMBER, **bounds}
-    return {PRESERVE: True, "maxLength": _LONGEST_NUMBER, **bounds}
 
 
 def _number_bounds(metadata: list[Any]) -> Schema:

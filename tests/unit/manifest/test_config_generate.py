@@ -10,8 +10,11 @@ import yaml
 
 from evergrad_coordinator.contract import API_VERSION, KIND
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.fields import walk_fields
+from evergrad_manifest.example import EXAMPLE, OWN_TASK, SCRIPT
+from evergrad_manifest.fields import fields_of, walk_fields
 from evergrad_manifest.generate import REFERENCE, SCHEMA, build_reference, build_schema, main
+from evergrad_manifest.reading.validation import check_run
+from evergrad_manifest.training import Training
 
 BASE = Path(__file__).parent / "base_manifest.yaml"
 
@@ -213,3 +216,19 @@ def test_the_published_names_are_the_coordinators() -> None:
     schema = json.loads(build_schema())
     assert schema["properties"]["apiVersion"]["const"] == API_VERSION
     assert schema["properties"]["kind"]["const"] == KIND
+
+
+def test_each_section_has_an_example_that_validate_accepts() -> None:
+    training = EXAMPLE["spec"]["training"]
+    without = {key: value for key, value in EXAMPLE["spec"].items() if key != "training"}
+    for kind in (
+        {"training": training},
+        {"training": {**training, **OWN_TASK}},
+        {"script": SCRIPT},
+    ):
+        assert check_run({**EXAMPLE, "spec": {**without, **kind}})[1] == []
+    assert {*training, *OWN_TASK} == set(fields_of(Training))
+    examples = re.findall(r"^```yaml\n(.*?)^```$", build_reference(), flags=re.M | re.S)
+    shown = [next(iter(yaml.safe_load(text).items())) for text in examples]
+    assert [key for key, _ in shown[1:]] == [*fields_of(Training), "script"]
+    assert all(value is not None for _, value in shown)

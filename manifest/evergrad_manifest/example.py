@@ -1,0 +1,64 @@
+"""One run that sets something in each section, from which the reference page takes its examples."""
+
+from typing import Any, Final
+
+EXAMPLE: Final[dict[str, Any]] = {
+    "apiVersion": "evergrad.dev/v1alpha1",
+    "kind": "TrainingRun",
+    "metadata": {"name": "docs-lm", "labels": {"team": "search"}},
+    "spec": {
+        "nodes": {"min": 2, "max": 4},
+        "workersPerNode": 8,
+        "resources": {"requests": {"cpu": "16"}, "limits": {"nvidia.com/gpu": 8}},
+        "storage": {"size": "200Gi", "storageClassName": "shared"},
+        "template": {"nodeSelector": {"pool": "training"}},
+        "failurePolicy": {"maxFailuresWithoutProgress": 3},
+        "training": {
+            "recipe": "pretrain",
+            "model": {
+                "config": {"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 12}
+            },
+            "tokenizer": {"type": "transformers", "path": "/data/tokenizer"},
+            "data": {
+                "sources": [
+                    {"name": "docs", "path": "/data/docs.jsonl", "weight": 3},
+                    {"name": "code", "type": "tokens", "path": "/data/code.bin"},
+                ],
+                "sequenceLength": 2048,
+                "heldOut": {"fraction": "1%"},
+            },
+            "batching": {"globalBatchSize": 256, "microBatchSize": 4},
+            "optimizer": {"learningRate": "6e-4", "weightDecay": 0.1},
+            "schedule": {"type": "wsd", "warmup": "1%", "decay": "20%"},
+            "horizon": {"tokens": "20G"},
+            "stop": {"afterStep": 10_000},
+            "onNonFinite": {"skip": 2},
+            "skipSteps": [1207],
+            "overrides": [{"fromStep": 20_000, "learningRate": "3e-4"}],
+            "checkpoint": {
+                "every": {"steps": 500},
+                "keep": 3,
+                "best": {"metric": "heldOut/loss"},
+            },
+            "evaluation": {"every": {"steps": 1000}, "samples": 512},
+            "initFrom": {"path": "/data/docs-lm-small"},
+            "reproducibility": {"seed": 7, "elastic": "fast"},
+            "runtime": {"precision": "bf16-autocast", "bucketSize": "64Mi"},
+            "logging": {"every": {"steps": 10}},
+            "metrics": {"port": 29402, "lingerSeconds": 30},
+        },
+    },
+}
+"""The sections of ``spec.training`` that belong to a task of the user's own stand in ``OWN_TASK``."""
+OWN_TASK: Final[dict[str, Any]] = {
+    "recipe": "task:Averaged",
+    "options": {"decay": 0.999},
+    "files": {"task.py": "…"},
+}
+SCRIPT: Final[dict[str, Any]] = {
+    "command": ["train.py", "--epochs", "3"],
+    "env": {"TOKENIZERS_PARALLELISM": "false"},
+    "gracePeriodSeconds": 60,
+    "metrics": {"port": 29402},
+}
+"""A ``spec.script``, which takes the place of ``spec.training``."""
