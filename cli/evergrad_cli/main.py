@@ -14,7 +14,7 @@ from evergrad_manifest.errors import EvergradError, InputError
 
 
 class Command(Protocol):
-    """What each module that is a command offers."""
+    """Interface of a module that is a command."""
 
     NAME: str
     EXAMPLES: str
@@ -24,8 +24,8 @@ class Command(Protocol):
     def execute(self, args: argparse.Namespace) -> int: ...
 
 
-# The one-line descriptions stand here so that `evergrad --help` imports no command: half of them need torch's
-# packages.
+# Descriptions of commands are here and not in the commands, so that `evergrad --help` imports none: half
+# of them need torch's packages.
 COMMANDS = {
     "run": "train a TrainingRun on this machine; started again, it goes on where it stopped",
     "node": "be one node of an elastic run: join its coordinator, train, leave when asked to",
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # they wait for as soon as anything else wants a core (another worker, a background save). Read once, when
     # torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # A lost peer is an everyday event here, told in our own words; torch's C++ would add fifty frames for
+    # A lost peer is an everyday event here, with a message of our own; torch's C++ would add fifty frames for
     # each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = sys.argv[1:] if argv is None else list(argv)

@@ -12,8 +12,8 @@ from evergrad_manifest.values.numbers import NumberError, show
 class Section(BaseModel):
     """A part of the manifest. Unknown keys are refused; values never change after parsing.
 
-    Only single fields are checked here. What several fields must satisfy together stands in the rules, as
-    functions over whatever could be parsed, so that one wrong field does not hide another.
+    Only single fields are checked here. Rules about several fields together are functions over the values
+    that could be parsed, so that one wrong field does not hide another.
     """
 
     model_config = ConfigDict(  # type: ignore[pydantic-alias]  # built from the wire only, never by keyword

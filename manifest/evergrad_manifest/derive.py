@@ -1,4 +1,4 @@
-"""What follows from the recipe once the data's size is known: steps, slots, warm-up. Pure arithmetic."""
+"""Numbers that follow from the recipe and the data's size: steps, slots, warm-up. Pure arithmetic."""
 
 from dataclasses import dataclass
 from decimal import Decimal
@@ -32,7 +32,7 @@ class HorizonNumbers:
     slots_per_step: int
     warmup_steps: int
     decay_steps: int
-    """Of the final decay; 0 unless the schedule is wsd."""
+    """Steps of the final decay; 0 unless the schedule is wsd."""
 
 
 def slots_per_step(batching: Batching) -> int:

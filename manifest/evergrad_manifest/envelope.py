@@ -19,7 +19,7 @@ from evergrad_manifest.values.quantities import (
 )
 
 KINDS: Final = ("training", "script")
-"""What a run can be: its ``spec`` has exactly one of these."""
+"""Kinds of runs: a ``spec`` has exactly one of these."""
 LONGEST_SECONDS: Final = 2**31 - 1
 """The longest time Kubernetes' own fields of this kind can hold, in seconds."""
 
@@ -55,12 +55,12 @@ class Nodes(Section):
 
 
 class Resources(Section):
-    """What each node's pod asks for, as in a container of Kubernetes."""
+    """Resources of each node's pod, as in a container of Kubernetes."""
 
     requests: dict[str, Quantity] = Field(default_factory=dict)
-    """What is reserved: resource name to quantity, such as ``cpu: "2"``."""
+    """Reserved amounts: resource name to quantity, such as ``cpu: "2"``."""
     limits: dict[str, Quantity] = Field(default_factory=dict)
-    """What is not exceeded: resource name to quantity, such as ``memory: 4Gi``."""
+    """Limits: resource name to quantity, such as ``memory: 4Gi``."""
 
 
 class Storage(Section):
@@ -148,7 +148,7 @@ class Spec(Section):
     workers_per_node: Whole | None = Field(default=None, ge=1, le=64)
     """Training processes a node; default: its accelerators, else 1."""
     resources: Resources = Resources()
-    """What each node's pod asks for; has no meaning for ``evergrad run``."""
+    """Resources of each node's pod; has no meaning for ``evergrad run``."""
     storage: Storage = Storage()
     """The volume that holds the run directory; ``evergrad run`` uses ``runs/<name>`` instead."""
     template: Template = Template()

@@ -49,12 +49,12 @@ EXAMPLE: Final[dict[str, Any]] = {
         },
     },
 }
-"""The sections of ``spec.training`` that belong to a task of the user's own stand in ``OWN_TASK``."""
 OWN_TASK: Final[dict[str, Any]] = {
     "recipe": "task:Averaged",
     "options": {"decay": 0.999},
     "files": {"task.py": "…"},
 }
+"""Sections of ``spec.training`` for a task of the user's own."""
 SCRIPT: Final[dict[str, Any]] = {
     "command": ["train.py", "--epochs", "3"],
     "env": {"TOKENIZERS_PARALLELISM": "false"},

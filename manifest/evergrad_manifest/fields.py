@@ -17,7 +17,7 @@ FieldPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a field holds: ``section`` when that is a section or (``is_list``) a list of sections."""
+    """Shape of a field's value: ``section`` when that is a section or (``is_list``) a list of sections."""
 
     section: type[Section] | None
     is_list: bool

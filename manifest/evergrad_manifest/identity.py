@@ -1,5 +1,5 @@
-"""What a run is: the part of the manifest that must not change once it has begun, and the whole of it on the
-wire."""
+"""Identity of a run: the part of the manifest that must not change once it has begun; and the whole manifest
+on the wire."""
 
 import hashlib
 import json
@@ -150,7 +150,7 @@ def _find_holders(raw: dict[str, Any], parents: list[str]) -> Iterator[dict[str,
 
 
 def recipe_of(run: TrainingRun) -> dict[str, Any]:
-    """What decides the result and must not change while the run exists: that part of ``training`` or
+    """The part that decides the result and must not change while the run exists, of ``training`` or
     ``script``, camelCase.
 
     Without nulls, and with every default written out.

@@ -48,7 +48,7 @@ def check_depth(raw: Any) -> Problem | None:
 def cut_deep(raw: Any) -> Any:
     """``raw`` itself, or, where it is nested too deeply, a copy that every program can walk.
 
-    What lies deeper is replaced, yet one level more than a file may have is left, so that ``check_depth``
+    Deeper values are replaced, yet one level more than a file may have is left, so that ``check_depth``
     still refuses the copy.
     """
     return raw if find_too_deep(raw) is None else _cut(raw, MAX_DEPTH)

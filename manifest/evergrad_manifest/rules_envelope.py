@@ -1,4 +1,4 @@
-"""What the envelope must satisfy: metadata, nodes against slots, resources, storage."""
+"""Rules of the envelope: metadata, nodes against slots, resources, storage."""
 
 import json
 import re

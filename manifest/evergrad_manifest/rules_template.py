@@ -26,7 +26,7 @@ _TEMPLATE: Final[FieldPath] = ("spec", "template")
 
 @dataclass(frozen=True)
 class Keys:
-    """What the items of a list may say: every key, those that must be there, and the words some may take."""
+    """Keys of a list's items: all that are known, those that must be there, and the words some may take."""
 
     known: tuple[str, ...]
     required: tuple[str, ...] = ()
@@ -308,7 +308,7 @@ def _check_value_from(path: FieldPath, source: Any) -> Iterator[Problem]:
 
 
 def check_reserved_keys(view: View) -> Iterator[Problem]:
-    """Our own labels tell the operator which pods are whose."""
+    """The prefix of our labels is taken: by them the operator finds its pods."""
     for kind in ("labels", "annotations"):
         values = view.raw(*map(str, _TEMPLATE), kind)
         for key in values if isinstance(values, Mapping) else ():

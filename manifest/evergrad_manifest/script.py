@@ -17,7 +17,7 @@ MODULE: Final = "-m"
 
 @dataclass(frozen=True)
 class Program:
-    """What a command starts.
+    """The program that a command starts.
 
     ``name``: a Python file's path, a module's dotted name, an executable's name or path.
     """
@@ -31,8 +31,8 @@ class Script(Section):
     """A command that torchrun could start; it is started once a worker, with torchrun's variables set."""
 
     command: tuple[str, ...] = Field(min_length=1, max_length=1000)
-    """What would follow ``torchrun``, a word an item: a Python file (``train.py``), ``-m`` and a module, or
-    an executable."""
+    """Words that would follow ``torchrun``, each an item: a Python file (``train.py``), ``-m`` and a module,
+    or an executable."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of the workers, part of the recipe; what may change between starts belongs in the shell or
     in template.env."""

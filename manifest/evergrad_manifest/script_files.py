@@ -1,4 +1,4 @@
-"""What a script run needs to find on this machine: its program and its working directory.
+"""Files that a script run needs on this machine: its program and its working directory.
 
 Looks, and writes nothing.
 """
@@ -43,7 +43,7 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
 
 
 def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
-    """What is wrong wherever the run starts: a Python file that should be beside the manifest.
+    """Problems of the script wherever the run starts: a Python file that should be beside the manifest.
 
     Absolute paths may be a pod's.
     """
@@ -56,7 +56,7 @@ def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
 def is_module_found(script: Script, *, base_directory: Path) -> bool:
     """Whether this interpreter finds the script's module, importing nothing.
 
-    What import hooks would find is not seen.
+    Modules that only import hooks would find are not seen.
     """
     # The places in which a worker's interpreter looks, in its order.
     program, folder = script.program, working_directory_of(script, base_directory)

@@ -1,5 +1,5 @@
-"""Whatever of a manifest could be parsed, so that rules about several fields run although another field is
-wrong."""
+"""The values of a manifest that could be parsed, so that rules about several fields run although another
+field is wrong."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -77,7 +77,7 @@ class View:
         return self.raw(*path.split(".")) is not None
 
     def raw(self, *path: str | int) -> Any:
-        """What the file says at ``path``, or None."""
+        """The value in the file at ``path``, or None."""
         return value_at(self._raw, path)
 
     def items(self, path: str) -> list[tuple[FieldPath, dict[str, Any]]]:

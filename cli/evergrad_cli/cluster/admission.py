@@ -1,4 +1,4 @@
-"""What ``evergrad doctor`` thinks of the operator's webhook: whether it answers, and if not, why. Pure.
+"""The check of the operator's webhook by ``evergrad doctor``: whether it answers, and if not, why. Pure.
 
 The question is a run that only the webhook refuses, sent as a dry run: nothing is made, and the answer shows
 the whole way from the API server to the operator.
@@ -177,7 +177,7 @@ def _split(pem: str) -> list[str]:
 
 
 def _fault_of_time(pem: str, now: float) -> str | None:
-    """What is wrong with the validity of the first certificate of ``pem``."""
+    """Return what is wrong with the validity of the first certificate of ``pem``."""
     try:
         start, end = read_validity(base64.b64decode(_split(pem)[0]))
     except (IndexError, ValueError):

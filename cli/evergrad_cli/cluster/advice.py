@@ -1,4 +1,4 @@
-"""What to do next about a run: a few sentences with commands, from its phase and reason. Pure."""
+"""Advice about a run: a few sentences with commands, from its phase and reason. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -25,7 +25,7 @@ _ANYWHERE: Final = "evergrad doctor"
 
 
 def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
-    """What to do next, most important first. ``now`` in Unix seconds."""
+    """Return what to do next, most important first. ``now`` in Unix seconds."""
     if run.is_deleting:
         return ["It is being deleted. Its claim keeps the checkpoints."]
     if not run.is_observed:

@@ -37,7 +37,7 @@ Query = Mapping[str, str]
 
 
 class Cluster(Protocol):
-    """What commands need of a cluster.
+    """Interface of a cluster as commands need it.
 
     Every method raises what ``refusals.error_of`` makes of a refusal, or UnreachableError.
     """

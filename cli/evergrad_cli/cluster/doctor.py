@@ -112,7 +112,7 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
 
 
 def _read(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, bool]:
-    """What was read, None where there is none; and whether it may be read."""
+    """The object that was read, None where there is none; and whether it may be read."""
     try:
         return read(), True
     except NotFoundError:

@@ -1,4 +1,4 @@
-"""What can go wrong between this machine and a cluster, below the trainer's tree of errors.
+"""Errors between this machine and a cluster, below the trainer's tree of errors.
 
 InputError                  exit 64
 └── ClusterInputError       what the user named or asked for cannot be
@@ -34,7 +34,7 @@ class Status(IntEnum):
 
 
 class ClusterInputError(InputError):
-    """What the user named or asked for cannot be."""
+    """The user named or asked for something that cannot be."""
 
 
 class MissingClientError(ClusterInputError):

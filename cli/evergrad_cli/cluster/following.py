@@ -247,7 +247,7 @@ class Follower:
         """The pods of one node: the lowest there is, also before it has started, and another while that is
         away for long.
 
-        What was followed before goes on being shown: nobody knows which of the two speaks for the run.
+        A node that was followed before goes on being shown: either of the two may speak for the run.
         """
         # Nodes with output that are still there; the lowest of them speaks for the run.
         alive = sorted(

@@ -170,7 +170,7 @@ class Run:
 
 
 def parse_run(raw: Mapping[str, Any]) -> Run:
-    """What ``raw`` says; never raises for an object of the API server."""
+    """Read a TrainingRun of the API server; never raises."""
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
     name = _text(metadata, "name")
     progress, nodes, storage = (

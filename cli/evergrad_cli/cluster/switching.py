@@ -1,4 +1,4 @@
-"""What suspend, resume and restart share: one field of a run is patched, and its effect awaited
+"""The common part of suspend, resume and restart: one field of a run is patched, and its effect awaited
 if asked for."""
 
 import argparse
@@ -68,10 +68,10 @@ def flip(
             say(text)
         code, message = int(ExitCode.DONE), text
         if args.wait:
-            verdict, _ = wait_for(
+            outcome, _ = wait_for(
                 cluster, args.name, switch.goal, timeout=args.timeout, is_due=switch.is_due
             )
-            code, message = int(verdict.exit_code or 0), verdict.text
+            code, message = int(outcome.exit_code or 0), outcome.text
             if not args.json:
                 (say if code == 0 else note)(f"trainingrun/{args.name} {message}")
     if args.json:
@@ -102,7 +102,7 @@ def patch_spec(cluster: Cluster, name: str, spec: dict[str, Any]) -> None:
 
 
 def finished(run: Run, verb: str) -> Problem | None:
-    """What forbids to ``verb`` a run that has ended."""
+    """Return the problem of a run that has ended and therefore cannot ``verb``, or None."""
     if not run.is_over:
         return None
     how = "is complete" if run.is_true("Complete") else "has failed"

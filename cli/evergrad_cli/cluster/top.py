@@ -30,7 +30,7 @@ _METRICS = "/apis/metrics.k8s.io/v1beta1"
 
 @dataclass(frozen=True)
 class Usage:
-    """What all pods of a run use: processor cores and bytes."""
+    """Use of all pods of a run: processor cores and bytes."""
 
     cores: float
     memory_bytes: float

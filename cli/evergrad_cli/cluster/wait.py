@@ -11,7 +11,7 @@ from evergrad_cli.cluster.arguments import (
     say_json,
 )
 from evergrad_cli.cluster.client import connect
-from evergrad_cli.cluster.waiting import Goal, Verdict, wait_for
+from evergrad_cli.cluster.waiting import Goal, Outcome, wait_for
 
 NAME = "wait"
 EXAMPLES = """\
@@ -38,17 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Returns 0 when reached; 64, 70 or 124 otherwise."""
     with connect(args) as cluster:
-        verdict, _ = wait_for(cluster, args.name, args.goal, timeout=args.timeout)
-    return report(args, verdict)
+        outcome, _ = wait_for(cluster, args.name, args.goal, timeout=args.timeout)
+    return report(args, outcome)
 
 
-def report(args: argparse.Namespace, verdict: Verdict) -> int:
+def report(args: argparse.Namespace, outcome: Outcome) -> int:
     """Say how a wait for ``args.name`` ended; its exit code."""
-    code = int(verdict.exit_code or 0)
+    code = int(outcome.exit_code or 0)
     if args.json:
         say_json(
-            {"name": args.name, "reached": code == 0, "exitCode": code, "message": verdict.text}
+            {"name": args.name, "reached": code == 0, "exitCode": code, "message": outcome.text}
         )
     else:
-        (say if code == 0 else note)(f"trainingrun/{args.name} {verdict.text}")
+        (say if code == 0 else note)(f"trainingrun/{args.name} {outcome.text}")
     return code

@@ -31,37 +31,37 @@ class Goal(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Outcome:
     """The answer for now. ``exit_code`` is None while there is reason to wait on."""
 
     exit_code: int | None
     text: str
 
 
-def judge(run: Run, goal: Goal) -> Verdict:
+def judge(run: Run, goal: Goal) -> Outcome:
     """Whether ``run`` has reached ``goal``, or never will."""
     if goal is Goal.COMPLETE and run.is_true("Complete"):
-        return Verdict(ExitCode.DONE, "is complete")
+        return Outcome(ExitCode.DONE, "is complete")
     if goal is Goal.FAILED and run.is_true("Failed"):
-        return Verdict(ExitCode.DONE, f"has failed{_why(run)}")
+        return Outcome(ExitCode.DONE, f"has failed{_why(run)}")
     if run.is_true("Failed"):
-        return Verdict(failure_code(run), f"has failed{_why(run)}")
+        return Outcome(failure_code(run), f"has failed{_why(run)}")
     if run.is_true("Complete"):
         # A short run may end between two looks: it has been running.
         is_reached = goal is Goal.RUNNING
-        return Verdict(ExitCode.DONE if is_reached else ExitCode.INTERNAL, "is complete")
+        return Outcome(ExitCode.DONE if is_reached else ExitCode.INTERNAL, "is complete")
     if (
         goal is Goal.RUNNING
         and run.is_current
         and run.phase == "Running"
         and not run.wants_suspension
     ):
-        return Verdict(
+        return Outcome(
             ExitCode.DONE, f"is running{f' on {run.nodes} nodes' if run.nodes else ''}"
         )
     if goal is Goal.SUSPENDED and run.is_current and run.is_true("Suspended"):
-        return Verdict(ExitCode.DONE, "is suspended")
-    return Verdict(None, run.phase)
+        return Outcome(ExitCode.DONE, "is suspended")
+    return Outcome(None, run.phase)
 
 
 def failure_code(run: Run) -> ExitCode:
@@ -116,7 +116,7 @@ def wait_for(
     timeout: float,
     is_due: Callable[[Run], bool] = lambda run: True,
     on_change: Callable[[Run], None] = lambda run: None,
-) -> tuple[Verdict, Run | None]:
+) -> tuple[Outcome, Run | None]:
     """Ask until the goal is reached, can never be, or ``timeout`` is over; the run as last seen.
 
     ``is_due``: whether what was asked for has been seen by the operator at all; before, nothing is judged.
@@ -130,7 +130,7 @@ def wait_for(
         except NotFoundError:
             if seen is None:
                 raise
-            return Verdict(ExitCode.INTERNAL, "was deleted"), seen
+            return Outcome(ExitCode.INTERNAL, "was deleted"), seen
         except UnreachableError as error:
             if seen is None:
                 raise
@@ -140,18 +140,18 @@ def wait_for(
         if run is not None:
             patience.is_well()
             if seen is not None and run.uid != seen.uid:
-                return Verdict(
+                return Outcome(
                     ExitCode.INTERNAL, "was deleted, and another run of its name created"
                 ), seen
             seen = run
             on_change(run)
-            verdict = judge(run, goal)
-            if verdict.exit_code is not None and is_due(run):
-                return verdict, run
+            outcome = judge(run, goal)
+            if outcome.exit_code is not None and is_due(run):
+                return outcome, run
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             state = "" if seen is None else f"; it is {seen.phase}{_why(seen)}"
-            return Verdict(TIMED_OUT, f"was not {goal} within {duration(timeout)}{state}"), seen
+            return Outcome(TIMED_OUT, f"was not {goal} within {duration(timeout)}{state}"), seen
         time.sleep(min(_POLL_SECONDS, remaining))
 
 

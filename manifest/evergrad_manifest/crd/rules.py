@@ -44,7 +44,7 @@ def _within(owner: str, condition: str) -> str:
 
 
 def _object_rules() -> tuple[Schema, ...]:
-    """What a run keeps. Spelled field by field, since this language has no object without a field."""
+    """Rules about the fields that a run keeps, each named: CEL has no object without a field."""
     # Of runtime only the precision is the recipe; left out, it is its default.
     precision = fields_of(Runtime)["precision"].default
     runtime = "{0}.spec.training.runtime"

@@ -83,7 +83,7 @@ def field_schema(field: Field) -> Schema:
 
 
 def describe(field: Field) -> str:
-    """What ``kubectl explain`` says: meaning, type with unit and bounds, default."""
+    """Text of ``kubectl explain``: meaning, type with unit and bounds, default."""
     meaning = re.sub(r"\s+", " ", (field.info.description or "").replace("``", "`"))
     kind, default = describe_type(field), describe_default(field.info).strip("`")
     notes = [] if kind in ("mapping", "list of mappings", "text") else [kind]

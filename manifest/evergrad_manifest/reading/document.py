@@ -34,7 +34,7 @@ class Place:
     """Where a value was written: a line of a file, or an argument of the command."""
 
     source: str
-    """What to call the file in a message; empty for the manifest itself."""
+    """Name of the file in a message; empty for the manifest itself."""
     line: int | None = None
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Place:
 
 @dataclass
 class Document:
-    """What one document says, where each value of it stands, and the problems of single values and keys.
+    """Content of one document, the place of each value in it, and the problems of single values and keys.
 
     ``lost`` are the paths (as written in problems) of values that could not be read; null stands in their
     place.

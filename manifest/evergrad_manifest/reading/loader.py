@@ -132,7 +132,7 @@ def read_document(path: Path, *, source: str = "") -> Document:
 
 
 def path_label(path: Path) -> str:
-    """What to call a file in a message: its path, if that can be printed and is not very long."""
+    """Name of a file in a message: its path, if that can be printed and is not very long."""
     name = str(path)
     return name if name.isprintable() and len(name) <= 500 else show(name)
 

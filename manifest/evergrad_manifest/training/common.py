@@ -53,7 +53,7 @@ class Every(Section):
 
 
 class Reproducibility(Section):
-    """What makes two runs equal."""
+    """Settings that make two runs equal."""
 
     seed: Count = Field(default=0, ge=0, lt=2**63)
     """Seed of the sample order, the initial weights and all randomness inside the model."""
@@ -82,7 +82,7 @@ class Checkpoint(Section):
     asynchronous: Switch = True
     """Write in the background while training goes on."""
     verify: Literal["always", "sizes"] = "always"
-    """What is checked before a checkpoint is loaded: checksums and sizes, or sizes alone."""
+    """Checks before a checkpoint is loaded: of checksums and sizes, or of sizes alone."""
     max_failures: Count = Field(default=3, ge=1)
     """Failed saves in a row after which training ends; it begins again at the newest checkpoint if volume or
     host is to blame."""
@@ -145,7 +145,7 @@ def check_runtime(view: View) -> Iterator[Problem]:
 
 
 class Logging(Section):
-    """What is printed."""
+    """Lines that are printed."""
 
     every: Every = Every.model_validate({"steps": 10})
     """How often a line is printed where there is no terminal."""

@@ -272,7 +272,7 @@ def _amount(amount: int | float, total: int) -> str:
 
 
 class OnNonFinite(Section):
-    """What follows a step whose loss or gradient norm is not finite.
+    """Action after a step whose loss or gradient norm is not finite.
 
     The state before it is always saved first.
     """
@@ -280,7 +280,7 @@ class OnNonFinite(Section):
     skip: int = Field(default=0, ge=0, le=1000, strict=True)
     """How many such steps in a row are skipped: counted, but without an update."""
     then: Literal["stop"] = "stop"
-    """What follows when there are more of them in a row.
+    """Action when there are more of them in a row.
 
     ``stop``: the run stops, its state saved, and can be resumed.
     """

@@ -1,7 +1,7 @@
 """Human numbers: ``20M``, ``1e-3``, ``5%`` and ``64Ki`` become ints and floats, wherever a number stands.
 
-All arithmetic is exact: ``1.1k`` is 1100 and not 1100.0000000000002. What cannot be represented is refused,
-never rounded.
+All arithmetic is exact: ``1.1k`` is 1100 and not 1100.0000000000002. A value that cannot be represented is
+refused, never rounded.
 """
 
 import math

@@ -131,7 +131,7 @@ Quantity = Annotated[str, BeforeValidator(parse_quantity), _QuantitySchema()]
 
 
 def fault_of_key(key: str) -> tuple[str, str] | None:
-    """What is wrong with a label's or an annotation's key ``[prefix/]name``, and why, or None."""
+    """Return what is wrong with a label's or an annotation's key ``[prefix/]name``, and why, or None."""
     prefix, slash, name = key.rpartition("/")
     if slash and (len(prefix) > 253 or not _DNS_SUBDOMAIN.fullmatch(prefix)):
         return f"{show(key)} is not a valid key", "the part before the / is not a DNS name"
@@ -143,7 +143,7 @@ def fault_of_key(key: str) -> tuple[str, str] | None:
 
 
 def fault_of_label_value(value: str) -> tuple[str, str] | None:
-    """What is wrong with a label's value, and why, or None."""
+    """Return what is wrong with a label's value, and why, or None."""
     if len(value) > LONGEST_LABEL:
         return f"{show(value)} is too long", f"at most {LONGEST_LABEL} characters are allowed"
     if value and not _LABEL_NAME.fullmatch(value):
