@@ -68,7 +68,7 @@ def delay_compiler() -> None:
 
     transformers and torch's own optimizers import it in every process, for decorators that mean something to
     compiled code alone: a third of a second to a second of each start. Nothing changes where it has been
-    imported already.
+    imported already. Not for a process that forks others: each of them would import it anew.
     """
     if _COMPILER in sys.modules:
         return

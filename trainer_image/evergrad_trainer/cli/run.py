@@ -81,11 +81,11 @@ def execute(args: argparse.Namespace) -> int:
         print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
         print("To train longer, raise the horizon and use --extend.")
         return int(ExitCode.DONE)
-    if standing.state == "begun":
-        # The disk reads while the processor imports.
+    num_asked = request.num_workers or loaded.run.spec.workers_per_node or 1
+    if request.num_nodes is None and num_asked == 1:
+        # The disk reads while the processor imports; a process that forks has no threads.
         read_ahead(directory.checkpoints, memory_bytes=observe_machine().memory_bytes)
-    # Imports make hundreds of thousands of objects that stay: collecting among them costs a tenth of the
-    # start-up.
+    # Imports make objects that stay: to collect among them costs a tenth of the start-up.
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
     from evergrad_trainer import torch_private
@@ -97,7 +97,6 @@ def execute(args: argparse.Namespace) -> int:
     )
     is_alone = request.num_nodes is None and (num_workers == 1 or _is_launched())
     if is_alone and loaded.run.training.runtime.compile != "on":
-        # Processes that are forked from this one get it with everything else that is slow to import.
         torch_private.delay_compiler()
     asked = PlanRequest(
         loaded,
