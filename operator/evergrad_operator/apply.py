@@ -6,14 +6,14 @@ lost lease is raised: nothing may be written any more then.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
 from evergrad_operator import names
+from evergrad_operator.cache import InformerCache
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
-from evergrad_operator.kube import CLAIM, KINDS, POD, SERVICE, Kind, Raw
-from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, Mirror
+from evergrad_operator.kinds import CLAIM, KINDS, POD, SERVICE, Kind, Raw
 from evergrad_operator.names import Key
 from evergrad_operator.observe import (
     BOUNDS_NOT_TAKEN,
@@ -23,9 +23,11 @@ from evergrad_operator.observe import (
     Observation,
     owns,
 )
+from evergrad_operator.passes import Applied
 from evergrad_operator.plan import Deletion, Plan
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.refusals import Refusals, Step
+from evergrad_operator.store import CHILDREN, CLAIMS, PODS
 
 APPLY_SECONDS: Final = 30.0
 """For all steps of a plan together, so that a pass has time left to write what was not done.
@@ -88,24 +90,8 @@ class Cluster(Protocol):
         """End one object; False if it was gone."""
 
 
-@dataclass
-class Applied:
-    """What is remembered of a run's steps between two passes.
-
-    All of it may be lost: it only saves writes and tries.
-    """
-
-    refusals: Refusals = field(default_factory=Refusals)
-    versions: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Resource versions that our own applies led to: another one means that somebody has touched
-    the object."""
-    is_in_doubt: bool = False
-    """Whether there may be a pod that the mirror does not have: the answer to its creation never came."""
-    token_posted_at: float = float("-inf")
-
-
 @dataclass(frozen=True)
-class Result:
+class ApplyResult:
     """What came of one step.
 
     ``failure``: None if it is done. ``is_tried``: False where an earlier refusal still holds.
@@ -142,8 +128,8 @@ def is_pod_work_due(plan: Plan, refusals: Refusals, *, generation: int, now: flo
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One pass over one run. ``deadline``: of the event loop's clock."""
+class _Work:
+    """One plan under way. ``deadline``: of the event loop's clock."""
 
     key: Key
     seen: Observation
@@ -158,23 +144,19 @@ class Applier:
         self,
         cluster: Cluster,
         *,
-        mirror: Mirror,
+        cache: InformerCache,
         coordinators: Coordinators,
         clock: Callable[[], float],
     ) -> None:
-        self._cluster, self._mirror, self._coordinators, self._clock = (
-            cluster,
-            mirror,
-            coordinators,
-            clock,
-        )
+        self._cluster, self._cache = cluster, cache
+        self._coordinators, self._clock = coordinators, clock
 
     async def apply(
         self, key: Key, seen: Observation, plan: Plan, applied: Applied
-    ) -> list[Result]:
+    ) -> list[ApplyResult]:
         """Claim, token, other children, ends, then new pods and Services, then bounds; a result for each step
         that was due."""
-        work = _Pass(key, seen, applied, asyncio.get_running_loop().time() + APPLY_SECONDS)
+        work = _Work(key, seen, applied, asyncio.get_running_loop().time() + APPLY_SECONDS)
 
         # The claim carries the record of who uses the volume: without it, no pod may write there.
         results = []
@@ -224,13 +206,15 @@ class Applier:
 
     # ---- one step ------------------------------------------------------------------------------------------
 
-    async def _try(self, work: _Pass, step: Step, act: Callable[[], Awaitable[Any]]) -> Result:
+    async def _try(
+        self, work: _Work, step: Step, act: Callable[[], Awaitable[Any]]
+    ) -> ApplyResult:
         """Do it, unless it was refused a moment ago; whatever is refused or not answered is remembered and
         returned."""
         refusals, generation = work.applied.refusals, work.seen.run.generation
         held = refusals.find_waiting(step, generation=generation, now=self._clock())
         if held is not None:
-            return Result(step, held, is_tried=False)
+            return ApplyResult(step, held, is_tried=False)
         try:
             async with asyncio.timeout_at(work.deadline):
                 await act()
@@ -242,9 +226,9 @@ class Applier:
                 work.applied.is_in_doubt = True  # it may have been made all the same
             asked = error.retry_after if isinstance(error, ApiError) else None
             refusals.note(failure, generation=generation, at_least=asked or 0.0)
-            return Result(step, failure)
+            return ApplyResult(step, failure)
         refusals.clear(step)
-        return Result(step)
+        return ApplyResult(step)
 
     async def _put_claim(self, body: Raw, plan: Plan) -> None:
         metadata = body["metadata"]
@@ -256,7 +240,7 @@ class Applier:
         stored = await self._cluster.apply(
             body, manager=plan.claim_manager or names.FIELD_MANAGER
         )
-        self._mirror.see(CLAIMS, {**stored, "kind": CLAIM.kind})
+        self._cache.see(CLAIMS, {**stored, "kind": CLAIM.kind})
 
     async def _create_once(self, body: Raw) -> None:
         """Create it; that it exists already is as well.
@@ -269,19 +253,19 @@ class Applier:
             if error.status != 409 or error.reason != "AlreadyExists":
                 raise
 
-    async def _put(self, work: _Pass, body: Raw) -> Result:
+    async def _put(self, work: _Work, body: Raw) -> ApplyResult:
         """A child that is no pod: applied where it is known to be the run's, else created, so that nobody
         else loses one."""
 
         async def put() -> None:
             stored = await self._put_or_create(work, body)
             name = str(body["kind"]), str(body["metadata"]["name"])
-            self._mirror.see(CHILDREN, {**stored, "kind": name[0]})
+            self._cache.see(CHILDREN, {**stored, "kind": name[0]})
             work.applied.versions[name] = str(stored["metadata"].get("resourceVersion", ""))
 
         return await self._try(work, _step_of("apply", body), put)
 
-    async def _put_or_create(self, work: _Pass, body: Raw) -> Raw:
+    async def _put_or_create(self, work: _Work, body: Raw) -> Raw:
         if (body["kind"], str(body["metadata"]["name"])) in work.seen.hashes:
             return await self._cluster.apply(body, is_brief=True)
         try:
@@ -290,7 +274,7 @@ class Applier:
             await self._find_own(work, body, error)
             return await self._cluster.apply(body, is_brief=True)
 
-    async def _end(self, work: _Pass, end: Deletion) -> Result:
+    async def _end(self, work: _Work, end: Deletion) -> ApplyResult:
         kind = KINDS[end.kind]
 
         async def delete() -> None:
@@ -299,23 +283,26 @@ class Applier:
                 kind, namespace, end.name, uid=uid, grace=end.grace_seconds
             )
             if not was_there and kind is POD and end.uid:
-                self._mirror.forget_pod(work.key, end.name, end.uid)
+                # Its end came in a gap of the watch.
+                for pod in self._cache.pods(work.key):
+                    if pod["metadata"].get("uid") == end.uid:
+                        self._cache.forget(PODS, pod)
 
         return await self._try(work, ("delete", end.kind, end.name), delete)
 
     # ---- pods ----------------------------------------------------------------------------------------------
 
-    async def _create_all(self, work: _Pass, bodies: Sequence[Raw]) -> list[Result]:
+    async def _create_all(self, work: _Work, bodies: Sequence[Raw]) -> list[ApplyResult]:
         # The coordinator and one node alone, the others together: a quota that refuses one is not asked about
         # each.
-        results: list[Result] = []
+        results: list[ApplyResult] = []
         for body in bodies[:2]:
             results.append(await self._create(work, body))
             if results[-1].failure is not None and _concerns_all_pods(results[-1].failure):
                 return results
         return results + await _gather(self._create(work, body) for body in bodies[2:])
 
-    async def _create(self, work: _Pass, body: Raw) -> Result:
+    async def _create(self, work: _Work, body: Raw) -> ApplyResult:
         async def create() -> None:
             try:
                 stored = await self._cluster.create(body, is_brief=True)
@@ -326,11 +313,11 @@ class Applier:
                 }
             except ApiError as error:
                 stored = await self._find_own(work, body, error)
-            self._mirror.see(PODS, stored)
+            self._cache.see(PODS, stored)
 
         return await self._try(work, _step_of("create", body), create)
 
-    async def _find_own(self, work: _Pass, body: Raw, error: ApiError) -> Raw:
+    async def _find_own(self, work: _Work, body: Raw, error: ApiError) -> Raw:
         """The run's own object that has this name, where that is why its creation was refused.
 
         Raises ApiError else.

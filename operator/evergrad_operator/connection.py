@@ -17,7 +17,7 @@ from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 from kubernetes.aio.config.kube_config import load_kube_config
 
 from evergrad_operator.errors import SettingsError
-from evergrad_operator.kube import build_trace
+from evergrad_operator.transport import build_trace
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 

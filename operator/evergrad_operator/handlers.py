@@ -16,9 +16,9 @@ from kopf import (
 from evergrad_coordinator.contract import API_GROUP, API_VERSION
 from evergrad_operator.connection import Connection
 from evergrad_operator.errors import SettingsError
-from evergrad_operator.kube import Raw
-from evergrad_operator.mirror import CLAIMS, PODS, RUNS
+from evergrad_operator.kinds import Raw
 from evergrad_operator.names import LABEL_RUN
+from evergrad_operator.store import CLAIMS, PODS, RUNS
 
 OLDEST: Final = (1, 45, 2)
 NEWEST: Final = (2,)

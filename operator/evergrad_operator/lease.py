@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from evergrad_operator.errors import ApiError, LeaseLostError
-from evergrad_operator.kube import LEASE, Kube, Raw
+from evergrad_operator.kinds import LEASE, Raw
+from evergrad_operator.kube import Kube
 
 log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 1.0

@@ -142,10 +142,6 @@ class Coordinators:
             is_alone=2 * silent <= len(self._followed) or len(self._followed) == 1,
         )
 
-    def num_followed(self) -> int:
-        """How many coordinators are asked."""
-        return len(self._followed)
-
     async def run(self) -> None:
         """Ask, until cancelled."""
         await self._queue.run(self._poll, workers=self._settings.at_once)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from evergrad_operator.errors import ApiError
-from evergrad_operator.kube import EVENT, Kind, Raw
+from evergrad_operator.kinds import EVENT, Kind, Raw
 from evergrad_operator.names import API_VERSION, KIND
 from evergrad_operator.times import format_time
 

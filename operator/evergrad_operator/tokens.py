@@ -13,7 +13,7 @@ import secrets
 from typing import Final, Protocol
 
 from evergrad_operator.errors import ApiError, SettingsError
-from evergrad_operator.kube import SECRET, Kind, Raw
+from evergrad_operator.kinds import SECRET, Kind, Raw
 from evergrad_operator.names import LABEL_MANAGED_BY, MANAGED_BY
 
 log = logging.getLogger(__name__)

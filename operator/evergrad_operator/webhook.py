@@ -25,7 +25,7 @@ from aiohttp import web
 
 from evergrad_operator.admission import deny_depth, review
 from evergrad_operator.errors import ApiError, LeaseLostError
-from evergrad_operator.kube import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind, Raw
+from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind, Raw
 from evergrad_operator.names import LABEL_MANAGED_BY, MANAGED_BY
 
 log = logging.getLogger(__name__)

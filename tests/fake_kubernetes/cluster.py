@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evergrad_operator.errors import ApiError
-from evergrad_operator.kube import KINDS, Kind
+from evergrad_operator.kinds import KINDS, Kind
 from fake_kubernetes.store import RefusedError, Store
 
 

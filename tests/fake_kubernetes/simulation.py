@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from evergrad_operator.cache import InformerCache
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import ApiError, OperatorError
-from evergrad_operator.kube import KINDS
+from evergrad_operator.kinds import KINDS
 from evergrad_operator.metrics import Metrics
-from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror
 from evergrad_operator.names import LABEL_ROLE, Key
 from evergrad_operator.observe import Silence
 from evergrad_operator.progress import Answer, Coordinators
 from evergrad_operator.reconcile import Reconciler
 from evergrad_operator.recorder import Recorder
+from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS
 from evergrad_operator.times import format_time
 from evergrad_operator.tokens import derive_token
 from fake_kubernetes.cluster import FakeCluster
@@ -108,14 +109,14 @@ class Simulation:
 
     def start_operator(self) -> None:
         """A new process: nothing is remembered, everything is listed."""
-        self.mirror, self.metrics = Mirror(clock=lambda: self.now), Metrics()
+        self.cache, self.metrics = InformerCache(clock=lambda: self.now), Metrics()
         self.shown_later.clear()
         answers, self.coordinators = self.coordinators.answers, FakeCoordinators()
         self.coordinators.now = lambda: self.now
         self.coordinators.answers = answers
         self.reconciler = Reconciler(
             self.cluster,
-            mirror=self.mirror,
+            cache=self.cache,
             coordinators=self.coordinators,
             recorder=Recorder(self.cluster, clock=lambda: self.now),
             config=self.config,
@@ -131,7 +132,7 @@ class Simulation:
             "services",
         ):
             for raw in self.store.list(plural):
-                self.mirror.see(RESOURCES.get(plural, CHILDREN), raw, is_watched=True)
+                self.cache.see(RESOURCES.get(plural, CHILDREN), raw, is_watched=True)
         self.store.on_change = self._watch
 
     def _watch(self, kind: str, plural: str, raw: Any) -> None:
@@ -143,7 +144,7 @@ class Simulation:
             self._show(kind, plural, raw)
 
     def _show(self, kind: str, plural: str, raw: Any) -> None:
-        self.mirror.see(RESOURCES[plural], raw, is_deleted=kind == "DELETED", is_watched=True)
+        self.cache.see(RESOURCES[plural], raw, is_deleted=kind == "DELETED", is_watched=True)
 
     def deliver(self) -> None:
         """The watches show what has happened since they became late."""
@@ -158,7 +159,7 @@ class Simulation:
             CHILDREN: children
         }
         for resource, raws in lists.items():
-            self.mirror.replace(
+            self.cache.replace(
                 resource, raws, version=self.store.version, covers=lambda namespace: True
             )
 
@@ -189,7 +190,7 @@ class Simulation:
 
     def refused(self, key: Key = KEY) -> list[tuple[str, str, str]]:
         """What the API server has refused the operator, and not granted since: verb, name, reason."""
-        memory = self.reconciler._memories.get(key)
+        memory = self.reconciler._hints.get(key)
         failures = memory.applied.refusals.failures() if memory is not None else ()
         return [(failure.verb, failure.name, failure.reason) for failure in failures]
 
@@ -301,7 +302,7 @@ class Simulation:
     def watch_lag(self) -> float:
         """Seconds that the operator takes a watch to be behind: beyond a hundred, /healthz fails and it is
         restarted."""
-        return max(self.mirror.expectations.lag().values())
+        return max(self.cache.expectations.lag().values())
 
     @property
     def status(self) -> dict[str, Any]:

@@ -247,7 +247,7 @@ def in_one_process(tmp_path: Path, story: Any, **options: str) -> None:
         service = Service(settings(**options), connection)
         task = asyncio.create_task(service.run())
         try:
-            await until(lambda: service._is_synced)
+            await until(lambda: service.vitals.is_synced)
             await story(server, service)
         finally:
             service._stop.set()
@@ -301,16 +301,16 @@ def test_a_worker_that_stands_still_shows_in_the_health(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(server: FakeServer, service: Service) -> None:
-        assert service._find_stall() is None
-        monkeypatch.setattr("evergrad_operator.service.STALLED_SECONDS", 0.2)
+        assert service.vitals.find_stall() is None
+        monkeypatch.setattr("evergrad_operator.vitals.STALLED_SECONDS", 0.2)
 
         async def hang(*_: Any, **__: Any) -> Any:
             await asyncio.sleep(60)
 
         service.kube.apply = hang  # type: ignore[method-assign]
         create(server.store, "a")
-        await until(lambda: service._find_stall() is not None)
-        assert "work stands still" in str(service._find_stall())
+        await until(lambda: service.vitals.find_stall() is not None)
+        assert "work stands still" in str(service.vitals.find_stall())
 
     in_one_process(tmp_path, story)
 
@@ -319,12 +319,12 @@ def test_a_watch_that_is_behind_shows_in_the_health(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(server: FakeServer, service: Service) -> None:
-        monkeypatch.setattr("evergrad_operator.service.STALLED_SECONDS", 0.3)
+        monkeypatch.setattr("evergrad_operator.vitals.STALLED_SECONDS", 0.3)
         server.store.on_change = lambda *_: None
         create(server.store, "a")
         service.queue.add(("ns", "a"))
-        await service._resync()
-        await until(lambda: "watch is behind" in str(service._find_stall()))
+        await service.sync.resync()
+        await until(lambda: "watch is behind" in str(service.vitals.find_stall()))
 
     in_one_process(tmp_path, story)
 
@@ -349,7 +349,7 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(
 
     async def story(server: FakeServer, service: Service) -> None:
         ahead = [0.0]
-        service.mirror.expectations._clock = lambda: time.monotonic() + ahead[0]
+        service.cache.expectations._clock = lambda: time.monotonic() + ahead[0]
         create(server.store, "a")
         await until(lambda: len(pods_of(server.store)) == 3)
         run_pods(server.store)
@@ -360,9 +360,9 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(
         await until(lambda: "a-1-1" in pods_of(server.store))
         run_pods(server.store)
         # Whatever has been written is shown by the watches a moment later; then nothing more is owed.
-        await until(lambda: max(service.mirror.expectations.lag().values()) == 0.0)
+        await until(lambda: max(service.cache.expectations.lag().values()) == 0.0)
         ahead[0] = 180.0
-        assert service._find_stall() is None
+        assert service.vitals.find_stall() is None
 
     in_one_process(tmp_path, story)
 
@@ -402,13 +402,13 @@ def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_ans
 def test_what_vanished_in_a_gap_of_the_watch_is_found_when_it_lists_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evergrad_operator.service.PRUNE_SECONDS", 0.5, raising=False)
+    monkeypatch.setattr("evergrad_operator.sync.PRUNE_SECONDS", 0.5, raising=False)
 
     async def story(server: FakeServer, service: Service) -> None:
         create(server.store, "a")
         create(server.store, "b")
         await until(lambda: len(pods_of(server.store)) == 6)
-        await until(lambda: max(service.mirror.expectations.lag().values()) == 0.0)
+        await until(lambda: max(service.cache.expectations.lag().values()) == 0.0)
         for _ in range(2):  # the second gap counts, too
             (node,) = [name for name in pods_of(server.store) if name.startswith("a-1-")]
             server.store.remove("pods", "ns", node, is_silent=True)
@@ -416,7 +416,7 @@ def test_what_vanished_in_a_gap_of_the_watch_is_found_when_it_lists_anew(
             await until(partial(replaced, node, server.store))
         server.store.remove("trainingruns", "ns", "b", is_silent=True)
         server.expire_watches()
-        await until(lambda: service.mirror.run(("ns", "b")) is None)
+        await until(lambda: service.cache.run(("ns", "b")) is None)
 
     def replaced(node: str, store: Store) -> bool:
         return any(name.startswith("a-1-") and name != node for name in pods_of(store))

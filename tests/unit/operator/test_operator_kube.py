@@ -14,7 +14,9 @@ from kubernetes.aio.client.configuration import Configuration
 
 from evergrad_operator.connection import Connection, connect
 from evergrad_operator.errors import ApiError, LeaseLostError, SettingsError
-from evergrad_operator.kube import CONFIG_MAP, POD, RUN, Kube, Limits, build_trace
+from evergrad_operator.kinds import CONFIG_MAP, POD, RUN
+from evergrad_operator.kube import Kube
+from evergrad_operator.transport import Limits, build_trace
 
 FAST = Limits(first_pause=0.005, longest_pause=0.02, request_seconds=100.0)
 
@@ -214,13 +216,13 @@ def test_a_write_whose_process_was_stopped_while_it_waited_for_a_connection_is_n
     gate = Gate(10.0)
 
     async def work(server: FakeServer, kube: Kube) -> None:
-        original = kube._client.rest_client.request
+        original = kube._transport._client.rest_client.request
 
         async def late(*arguments: Any, **options: Any) -> Any:
             gate.seconds = -1.0
             return await original(*arguments, **options)
 
-        kube._client.rest_client.request = late
+        kube._transport._client.rest_client.request = late
         with pytest.raises(LeaseLostError):
             await kube.apply(config_map(a="1"))
 

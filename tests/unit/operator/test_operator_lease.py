@@ -10,7 +10,7 @@ from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.store import RefusedError, Store
 
 from evergrad_operator.errors import ApiError, LeaseLostError
-from evergrad_operator.kube import KINDS
+from evergrad_operator.kinds import KINDS
 from evergrad_operator.lease import LeaseGate, LeaseSettings
 
 PLACE = "leases", "ns", "evergrad-operator"

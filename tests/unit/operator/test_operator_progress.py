@@ -172,7 +172,7 @@ def test_the_answer_of_an_older_coordinator_is_not_the_newer_ones() -> None:
     known.follow(KEY, "127.0.0.1", 4, token="t")
     assert known.answer(KEY) is None
     known.leave(KEY)
-    assert known.num_followed() == 0
+    assert not known._followed
 
 
 def test_nothing_is_kept_or_told_of_a_coordinator_that_is_left_while_it_is_asked(

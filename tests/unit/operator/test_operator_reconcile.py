@@ -335,14 +335,14 @@ def test_a_write_that_fails_once_anywhere_leads_to_the_same_end(
         assert outcome(simulation) == expected, number
 
 
-def test_pods_are_listed_before_any_is_created_so_that_a_stale_mirror_does_no_harm(
+def test_pods_are_listed_before_any_is_created_so_that_a_stale_cache_does_no_harm(
     simulation: Simulation,
 ) -> None:
     simulation.settle()
     simulation.start_operator()
     for name in ("run-0-0", "run-1-0", "run-coordinator-0"):
         raw = simulation.store.get("pods", "ns", name)
-        simulation.mirror.forget_pod(KEY, name, raw["metadata"]["uid"])
+        simulation.cache.forget("pods", raw)
     before = len(simulation.store.writes)
     simulation.settle()
     assert [write for write in writes(simulation, before) if write[1] == "pods"] == []
@@ -355,7 +355,7 @@ def test_trap_2_pods_whose_end_no_watch_told_of_are_replaced_after_a_list(
     simulation.store.remove("pods", "ns", "run-0-0", is_silent=True)
     simulation.settle()
     assert simulation.pods() == ["run-1-0"]
-    changed = simulation.mirror.replace(
+    changed = simulation.cache.replace(
         "pods",
         simulation.store.list("pods"),
         version=simulation.store.version,
@@ -379,13 +379,13 @@ def test_a_pod_that_somebody_created_meanwhile_is_taken_as_it_is(
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_pods_of_a_run_without_a_status_that_the_mirror_never_saw_are_found(
+def test_pods_of_a_run_without_a_status_that_the_cache_never_saw_are_found(
     simulation: Simulation,
 ) -> None:
     simulation.settle()
     simulation.start_operator()
     simulation.store.change("trainingruns", *KEY, {"status": None})
-    simulation.mirror.replace(
+    simulation.cache.replace(
         "trainingruns",
         simulation.store.list("trainingruns"),
         version=10**9,
@@ -393,7 +393,7 @@ def test_pods_of_a_run_without_a_status_that_the_mirror_never_saw_are_found(
     )
     for name in ("run-0-0", "run-1-0", "run-coordinator-0"):
         raw = simulation.store.get("pods", "ns", name)
-        simulation.mirror.forget_pod(KEY, name, raw["metadata"]["uid"])
+        simulation.cache.forget("pods", raw)
     before = len(simulation.store.writes)
     simulation.settle()
     created = [write for write in writes(simulation, before) if write[:2] == ("create", "pods")]
@@ -411,7 +411,7 @@ def test_a_child_that_somebody_changed_is_applied_again_once_and_what_is_not_our
         {"data": {"trainingrun.json": "{}"}, "metadata": {"annotations": {"x": "y"}}},
     )
     before = len(simulation.store.writes)
-    simulation.mirror.replace(
+    simulation.cache.replace(
         "children",
         [*simulation.store.list("configmaps"), *simulation.store.list("services")],
         version=simulation.store.version,
@@ -427,7 +427,7 @@ def test_a_child_that_somebody_changed_is_applied_again_once_and_what_is_not_our
 def test_a_child_that_somebody_deleted_comes_back(simulation: Simulation) -> None:
     begin(simulation)
     simulation.store.remove("services", "ns", "run-coordinator")
-    simulation.mirror.replace(
+    simulation.cache.replace(
         "children",
         simulation.store.list("configmaps"),
         version=simulation.store.version,
@@ -530,8 +530,8 @@ def test_a_run_that_is_gone_is_forgotten(simulation: Simulation) -> None:
     begin(simulation)
     simulation.store.remove("trainingruns", *KEY)
     assert simulation.reconcile() is None
-    assert simulation.coordinators.num_followed() == 0
-    assert simulation.mirror.known() <= {KEY}
+    assert not simulation.coordinators._followed
+    assert simulation.cache.store.known() <= {KEY}
 
 
 def test_live_bounds_are_told_to_the_coordinator(simulation: Simulation) -> None:

@@ -9,7 +9,7 @@ from fake_kubernetes.simulation import KEY, Simulation
 from fake_kubernetes.store import RefusedError, Write
 
 from evergrad_operator.errors import ApiError, OperatorError
-from evergrad_operator.kube import CLAIM, POD
+from evergrad_operator.kinds import CLAIM, POD
 
 WEBHOOK = 'Internal error occurred: failed calling webhook "w.example.org": connection refused'
 QUOTA = 'pods "run-1-0" is forbidden: exceeded quota: small'
@@ -276,7 +276,7 @@ def test_a_claim_that_cannot_be_looked_at_is_not_called_missing() -> None:
         }
         simulation.store.create("persistentvolumeclaims", claim)
     simulation.start_operator()
-    simulation.mirror.forget_claim("ns", "shared")
+    simulation.cache.store.claims.pop(("ns", "shared"), None)
     get = simulation.cluster.get
 
     async def refuse_claims(kind: Any, *arguments: Any) -> Any:

@@ -116,7 +116,7 @@ def test_a_run_that_is_gone_although_nobody_told_of_it_is_looked_for(
     simulation: Simulation,
 ) -> None:
     missed: list[bool] = []
-    simulation.reconciler.on_missing = lambda: missed.append(True)
+    simulation.reconciler.statuses.on_missing = lambda: missed.append(True)
     simulation.store.remove("trainingruns", *KEY, is_silent=True)
     simulation.now += 60
     simulation.train(7)
@@ -124,5 +124,5 @@ def test_a_run_that_is_gone_although_nobody_told_of_it_is_looked_for(
     assert missed == [True]
     simulation.resync()
     simulation.reconcile()
-    assert simulation.mirror.run(KEY) is None
-    assert simulation.coordinators.num_followed() == 0
+    assert simulation.cache.run(KEY) is None
+    assert not simulation.coordinators._followed

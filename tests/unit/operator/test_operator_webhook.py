@@ -20,7 +20,7 @@ from evergrad_manifest.validation import problems_of
 from evergrad_operator import certificates
 from evergrad_operator.admission import find_problems, review
 from evergrad_operator.errors import ApiError
-from evergrad_operator.kube import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind
+from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind
 from evergrad_operator.webhook import WEBHOOK_NAME, Webhook, WebhookSettings
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

@@ -1,0 +1,55 @@
+"""Checks at start that the operator may do its work: missing rights look like a hang later."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from evergrad_operator.errors import ApiError, SettingsError
+from evergrad_operator.kinds import CLAIM, CONFIG_MAP, POD, RUN, SECRET, SERVICE, Kind
+from evergrad_operator.kube import Kube
+
+_NEEDED: Final[tuple[tuple[str, Kind, str], ...]] = (
+    ("list", RUN, ""),
+    ("watch", RUN, ""),
+    ("patch", RUN, "status"),
+    *((verb, POD, "") for verb in ("list", "watch", "create", "delete")),
+    *(
+        (verb, kind, "")
+        for kind in (CONFIG_MAP, SERVICE, CLAIM)
+        for verb in ("list", "create", "patch")
+    ),
+    ("create", SECRET, ""),
+)
+"""Verb, kind and subresource without which no run can be served."""
+
+
+async def check_access(kube: Kube, scopes: Sequence[str | None]) -> None:
+    """Fail for missing rights or a missing CRD in any of ``scopes``; None is the whole cluster.
+
+    Raises SettingsError, and ApiError for what a new start may mend.
+    """
+    for scope in scopes:
+        asked = (
+            kube.may(verb, kind, namespace=scope, subresource=sub)
+            for verb, kind, sub in _NEEDED
+        )
+        answers = await asyncio.gather(*asked)
+        lacking = [
+            f"{verb} {kind.plural}{'/' if sub else ''}{sub}"
+            for (verb, kind, sub), may in zip(_NEEDED, answers, strict=True)
+            if not may
+        ]
+        if lacking:
+            where = f"namespace {scope}" if scope else "the whole cluster"
+            raise SettingsError(
+                f"the operator may not {', '.join(lacking)} in {where}. Install the chart's "
+                "roles for this scope."
+            )
+        try:
+            await kube.list_all(RUN, scope, metadata_only=True)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            raise SettingsError(
+                "the API server does not know TrainingRuns. Install the chart's CRD first."
+            ) from error

@@ -1,0 +1,116 @@
+"""Asks the API server what there is, before pods are made or ended: the informer cache is only a hint."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from evergrad_operator import names
+from evergrad_operator.apply import Cluster, describe_failure
+from evergrad_operator.cache import InformerCache, find_vanished
+from evergrad_operator.claim_index import existing_claim
+from evergrad_operator.errors import ApiError
+from evergrad_operator.kinds import CLAIM, CONFIG_MAP, POD, SERVICE
+from evergrad_operator.metrics import Metrics
+from evergrad_operator.names import Key
+from evergrad_operator.pass_metrics import note_failure
+from evergrad_operator.passes import Pass, step_of_list
+from evergrad_operator.plan import Plan
+from evergrad_operator.refusals import Step
+from evergrad_operator.store import CHILDREN, CLAIMS, PODS
+
+READ_SECONDS: Final = 15.0
+"""Longest time for what is looked at before pods are made: a pass has time left to write why it could not."""
+
+
+class Confirmer:
+    """Brings the cache up to date for one run. ``clock``: epoch seconds."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        cache: InformerCache,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cluster, self._cache, self._metrics, self._clock = cluster, cache, metrics, clock
+        self._claims_seen_at: dict[Key, float] = {}
+
+    async def confirm(self, work: Pass, plan: Plan) -> bool:
+        """List what the plan rests on; whether pods may be made and ended now."""
+        key, applied = work.key, work.hints.applied
+
+        async def look() -> None:
+            await self._list_pods(key)
+            if plan.create:
+                await self._list_children(key)
+
+        # A run without a status, a pod or an open question has no pods, and a list is spared. If a pod of its
+        # name exists all the same, creating ours is refused, and the pass after it looks.
+        if work.raw.get("status") or self._cache.pods(key) or applied.is_in_doubt:
+            if not await self._read(work, step_of_list(key), look):
+                return False
+            applied.is_in_doubt = False
+        return await self.look_at_claim(work, oldest=0.0)
+
+    async def look_at_claim(self, work: Pass, *, oldest: float) -> bool:
+        """Fetch the existing claim that the run names, unless it was seen less than ``oldest`` seconds ago.
+
+        No watch shows it, so that all runs that name it share what is fetched. False if that failed.
+        """
+        namespace, name = work.key[0], existing_claim(work.raw)
+        if name is None:
+            return True
+        step = "get", CLAIM.kind, name
+        age = self._clock() - self._claims_seen_at.get((namespace, name), float("-inf"))
+        if age < oldest and not work.refusals.has(step):
+            return True
+
+        async def look() -> None:
+            claim = await self._cluster.get(CLAIM, namespace, name)
+            self._claims_seen_at[namespace, name] = self._clock()
+            if claim is not None:
+                self._cache.see(CLAIMS, claim)
+            elif (known := self._cache.claim(namespace, name)) is not None:
+                self._cache.forget(CLAIMS, known)
+
+        return await self._read(work, step, look)
+
+    async def _read(self, work: Pass, step: Step, look: Callable[[], Awaitable[None]]) -> bool:
+        """Whether the API server answered. If not, the refusal is noted like that of a write, so that the
+        status names it and the step waits for its turn."""
+        refusals, generation = work.refusals, work.generation
+        if refusals.find_waiting(step, generation=generation, now=self._clock()) is not None:
+            return False
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                await look()
+        except (ApiError, TimeoutError) as error:
+            failure = describe_failure(step, error, at=self._clock())
+            refusals.note(failure, generation=generation)
+            note_failure(self._metrics, work.key, failure)
+            return False
+        refusals.clear(step)
+        return True
+
+    async def _list_pods(self, key: Key) -> None:
+        selector = f"{names.LABEL_RUN}={key[1]}"
+        pods, version = await self._cluster.list_all(POD, key[0], selector=selector)
+        for pod in pods:
+            self._cache.see(PODS, pod)
+        for pod in find_vanished(self._cache.pods(key), pods, version=version):
+            self._cache.forget(PODS, pod)
+
+    async def _list_children(self, key: Key) -> None:
+        """New pods need the ConfigMap and the Service; no watch shows that somebody has deleted one."""
+        selector = f"{names.LABEL_RUN}={key[1]}"
+        for kind in (CONFIG_MAP, SERVICE):
+            children = self._cache.children(key).items()
+            known = [child for (of, _), child in children if of == kind.kind]
+            if not known:
+                continue
+            found, version = await self._cluster.list_all(
+                kind, key[0], selector=selector, metadata_only=True
+            )
+            for child in find_vanished(known, found, version=version):
+                self._cache.forget(CHILDREN, child)

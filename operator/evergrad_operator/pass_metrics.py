@@ -1,0 +1,94 @@
+"""What a pass over a run adds to the operator's metrics and its log."""
+
+import logging
+from collections.abc import Sequence
+
+from evergrad_operator import names
+from evergrad_operator.apply import ApplyResult
+from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
+from evergrad_operator.kinds import POD, Raw
+from evergrad_operator.metrics import Metrics
+from evergrad_operator.names import Key
+from evergrad_operator.observe import ApplyFailure, Observation
+from evergrad_operator.plan import Plan
+
+log = logging.getLogger(__name__)
+_NEW_POD = ("create", POD.kind)
+
+
+def list_created(results: Sequence[ApplyResult]) -> tuple[str, ...]:
+    """Return the names of the pods that now exist."""
+    return tuple(
+        result.step[2]
+        for result in results
+        if result.step[:2] == _NEW_POD and result.failure is None
+    )
+
+
+def note_results(
+    metrics: Metrics,
+    key: Key,
+    seen: Observation,
+    *,
+    plan: Plan,
+    results: Sequence[ApplyResult],
+    now: float,
+) -> None:
+    """Count new pods, and steps that were refused; one that was not tried again is not counted again."""
+    for result in results:
+        if result.is_tried and result.failure is not None:
+            note_failure(metrics, key, result.failure)
+    created = frozenset(list_created(results))
+    for body in plan.create:
+        if body["metadata"]["name"] in created:
+            _count_pod(metrics, seen, body, now)
+
+
+def note_failure(metrics: Metrics, key: Key, failure: ApplyFailure) -> None:
+    """Count and log a step that was refused or not answered."""
+    metrics.reconcile_errors.labels(failure.reason or "Unreachable").inc()
+    log.warning(
+        "%s/%s: %s %s %s: %s %s: %s",
+        *key,
+        failure.verb,
+        failure.kind,
+        failure.name,
+        failure.status or "no answer",
+        failure.reason,
+        failure.message,
+    )
+
+
+def note_error(metrics: Metrics, key: Key, error: Exception) -> None:
+    """Count and log what ended a whole pass. The reason is a label, so that it has few values."""
+    if isinstance(error, ApiError):
+        reason = error.reason if error.status else "Unreachable"
+    elif isinstance(error, LeaseLostError):
+        reason = "LeaseLost"
+    elif isinstance(error, TimeoutError):
+        reason = "Timeout"
+    else:
+        reason = "OperatorError" if isinstance(error, OperatorError) else "Defect"
+    metrics.reconcile_errors.labels(reason).inc()
+    if reason == "Defect":
+        log.error("%s/%s: a defect of the operator; please report it", *key, exc_info=error)
+    else:
+        log.warning("%s/%s: %s", *key, str(error) or "took too long")
+
+
+def _count_pod(metrics: Metrics, seen: Observation, body: Raw, now: float) -> None:
+    """Measure how long a node waited for its pod: a replacement since the end of the last one, the run's very
+    first since the run was made."""
+    labels = body["metadata"].get("labels") or {}
+    if labels.get(names.LABEL_ROLE) != names.ROLE_NODE:
+        return
+    index = int(labels[names.LABEL_INDEX])
+    ends = [
+        pod.end.at
+        for pod in seen.nodes
+        if pod.index == index and pod.end is not None and pod.end.at is not None
+    ]
+    if ends:
+        metrics.recovery_seconds.observe(max(0.0, now - max(ends)))
+    elif not seen.nodes and index == 0 and labels.get(names.LABEL_ATTEMPT) == "0":
+        metrics.queue_seconds.observe(max(0.0, now - seen.run.created_at))

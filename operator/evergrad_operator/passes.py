@@ -1,0 +1,64 @@
+"""One pass over one run, and what is remembered of the run between two passes."""
+
+from dataclasses import dataclass, field
+
+from evergrad_operator.kinds import POD, Raw
+from evergrad_operator.names import Key
+from evergrad_operator.refusals import Refusals, Step
+
+
+@dataclass
+class Applied:
+    """What is remembered of a run's steps between two passes.
+
+    All of it may be lost: it only saves writes and tries.
+    """
+
+    refusals: Refusals = field(default_factory=Refusals)
+    versions: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Resource versions that our own applies led to: another one means that somebody has touched
+    the object."""
+    is_in_doubt: bool = False
+    """Whether there may be a pod that the cache does not have: the answer to its creation never came."""
+    token_posted_at: float = float("-inf")
+
+
+@dataclass
+class Hints:
+    """What is remembered of a run between two passes.
+
+    All of it may be lost: it only saves writes and tries. What decisions rest on is in the run's status.
+    """
+
+    applied: Applied = field(default_factory=Applied)
+    progress_written_at: float | None = None
+    told: set[str] = field(default_factory=set)
+    """Texts of events that are written once for each process."""
+    silence_listed: float = 0.0
+    """Seconds that the coordinator had been silent when the run's pods were listed for it."""
+    ends: frozenset[str] = frozenset()
+    """Pods, by uid, that ended by themselves before the coordinator was last asked."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the run ``key``, which was ``raw`` when it began."""
+
+    key: Key
+    raw: Raw
+    hints: Hints
+
+    @property
+    def refusals(self) -> Refusals:
+        """What the API server has refused the run."""
+        return self.hints.applied.refusals
+
+    @property
+    def generation(self) -> int:
+        """The run's generation; a new one makes every refusal worth another try."""
+        return int(self.raw["metadata"].get("generation") or 0)
+
+
+def step_of_list(key: Key) -> Step:
+    """Return the step that lists a run's pods."""
+    return "list", POD.kind, key[1]

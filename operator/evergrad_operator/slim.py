@@ -1,0 +1,75 @@
+"""Reduces raw objects to what the operator ever reads of them: at 1,000 runs the whole takes five times the
+memory. Pure."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+Raw = Mapping[str, Any]
+
+_POD_SPEC: Final = ("nodeName", "terminationGracePeriodSeconds", "priority", "schedulingGates")
+_POD_STATUS_LEFT_OUT: Final = (
+    "hostIP",
+    "hostIPs",
+    "podIPs",
+    "qosClass",
+    "resize",
+    "observedGeneration",
+)
+_METADATA_LEFT_OUT: Final = ("managedFields", "ownerReferences", "selfLink")
+_LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+_LONGEST_SHARED: Final = 40
+"""Longest text that is interned: names, phases and reasons repeat, messages do not."""
+
+
+def slim_run(raw: Raw) -> Raw:
+    """Return a run without what only the API server and kubectl need."""
+    rest = {key: value for key, value in raw.items() if key != "metadata"}
+    return {**rest, "metadata": slim_metadata(raw)}
+
+
+def slim_pod(raw: Raw) -> Raw:
+    """Return the parts of a pod that are ever read."""
+    spec, status = raw.get("spec") or {}, raw.get("status") or {}
+    kept = {key: spec[key] for key in _POD_SPEC if key in spec}
+    kept["containers"] = [
+        {key: item[key] for key in ("name", "image") if key in item}
+        for item in spec.get("containers") or ()
+    ]
+    seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
+    return {"metadata": slim_metadata(raw), "spec": share(kept), "status": share(seen)}
+
+
+def slim(raw: Raw, keys: Sequence[str]) -> Raw:
+    """Return an object's metadata and the named parts of it."""
+    return {**{key: raw[key] for key in keys if key in raw}, "metadata": slim_metadata(raw)}
+
+
+def slim_metadata(raw: Raw) -> Raw:
+    """Return the metadata without managed fields and kubectl's copy of the object."""
+    metadata = {
+        key: value for key, value in raw["metadata"].items() if key not in _METADATA_LEFT_OUT
+    }
+    if _LAST_APPLIED in (metadata.get("annotations") or {}):
+        metadata["annotations"] = {
+            key: value for key, value in metadata["annotations"].items() if key != _LAST_APPLIED
+        }
+    owners = raw["metadata"].get("ownerReferences")
+    if owners:
+        metadata["ownerReferences"] = owners
+    return dict(share(metadata))
+
+
+def share(value: Any) -> Any:
+    """Return the same value with one copy of every key and short text in the whole process."""
+    if type(value) is str:
+        return sys.intern(value) if len(value) < _LONGEST_SHARED else value
+    # Nearly all are dicts, and asking an abstract class takes longer than all else here.
+    if type(value) is dict or isinstance(value, Mapping):
+        return {
+            sys.intern(key) if type(key) is str else key: share(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [share(item) for item in value]
+    return value

@@ -1,0 +1,114 @@
+"""Writes a run's status where it differs, and then the events that the change means."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from evergrad_operator import names
+from evergrad_operator.apply import Cluster
+from evergrad_operator.cache import InformerCache
+from evergrad_operator.decision import Decision
+from evergrad_operator.errors import ApiError, SpecError
+from evergrad_operator.events import derive_events
+from evergrad_operator.kinds import Raw
+from evergrad_operator.metrics import Metrics
+from evergrad_operator.observe import Observation
+from evergrad_operator.passes import Pass
+from evergrad_operator.recorder import Recorder
+from evergrad_operator.status import Outcome, build_refused_status, build_status, should_write
+from evergrad_operator.store import RUNS
+
+log = logging.getLogger(__name__)
+_RETRY_SECONDS: Final = 5.0
+
+
+class StatusWriter:
+    """Writes statuses, one at the end of each pass. ``clock``: epoch seconds."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        cache: InformerCache,
+        recorder: Recorder,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cluster, self._cache, self._recorder = cluster, cache, recorder
+        self._metrics, self._clock = metrics, clock
+        self.on_missing: Callable[[], None] = lambda: None
+        """Called when a run that is known seems not to exist."""
+
+    async def write(
+        self, work: Pass, seen: Observation, decision: Decision, outcome: Outcome
+    ) -> float | None:
+        """Write the status if it differs; seconds after which it may be written where it must not be yet."""
+        now, old = self._clock(), work.raw.get("status") or {}
+        new = build_status(seen, decision, outcome, now)
+        last = work.hints.progress_written_at
+        write = should_write(old, new, now=now, last_progress_write=last)
+        if not write.write:
+            return write.after
+        retry, is_written = await self._store(work, new)
+        if not is_written:
+            return retry
+        work.hints.progress_written_at = now
+        if _step(old) is None and _step(new) is not None:
+            self._metrics.startup_seconds.observe(max(0.0, now - seen.run.created_at))
+
+        # Events follow the write: one that was told of a status that was refused would be told again.
+        for event in derive_events(old, new, seen):
+            await self._recorder.record(work.raw, event.type, event.reason, event.message)
+        return write.after
+
+    async def refuse(self, work: Pass, error: SpecError) -> float | None:
+        """Report a spec that cannot be read: once as an event, and in the status.
+
+        A new generation comes with its own event.
+        """
+        text = str(error)
+        if text not in work.hints.told:
+            work.hints.told.add(text)
+            self._metrics.reconcile_errors.labels("InvalidSpec").inc()
+            log.warning("%s/%s: %s", *work.key, text)
+            await self._recorder.record(work.raw, "Warning", names.Reason.INVALID_SPEC, text)
+        status = build_refused_status(work.raw, text, self._clock())
+        if status == (work.raw.get("status") or {}):
+            return None
+        retry, _ = await self._store(work, status)
+        return retry
+
+    async def _store(self, work: Pass, status: Raw) -> tuple[float | None, bool]:
+        """Seconds after which it is to be tried again, if at all, and whether it is stored.
+
+        Raises ApiError.
+        """
+        (namespace, name), metadata = work.key, work.raw["metadata"]
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "metadata": {"name": name, "namespace": namespace, "uid": metadata["uid"]},
+            "status": status,
+        }
+        try:
+            stored = await self._cluster.apply(body, subresource="status", is_brief=True)
+        except ApiError as error:
+            if error.status == 404:
+                # The run is gone, perhaps in a gap of the watch, which then shows no event of it. This answer
+                # is no proof, a list is: an API server that has just started knows no custom resources.
+                self.on_missing()
+                return None, False
+            if error.status == 409:
+                # Another run of the same name, or somebody was quicker.
+                return _RETRY_SECONDS, False
+            raise
+        self._metrics.status_writes.inc()
+        # The spec of another generation is not known yet: the watch brings it.
+        if stored["metadata"].get("generation") == metadata.get("generation"):
+            updated = {**work.raw, "metadata": stored["metadata"], "status": status}
+            self._cache.see(RUNS, updated)
+        return None, True
+
+
+def _step(status: Raw) -> Any:
+    return (status.get("progress") or {}).get("step")

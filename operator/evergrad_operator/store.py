@@ -1,0 +1,108 @@
+"""The objects of the informer cache, by resource and by the run they belong to. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from evergrad_operator import names
+from evergrad_operator.names import Key
+from evergrad_operator.slim import Raw, slim, slim_pod, slim_run
+
+RUNS: Final = "trainingruns"
+PODS: Final = "pods"
+CLAIMS: Final = "persistentvolumeclaims"
+CHILDREN: Final = "children"
+"""Children of a run that are neither pods nor its claim."""
+
+
+class Store:
+    """Objects as they were last seen, reduced to what is read of them. It judges no version."""
+
+    def __init__(self) -> None:
+        self.runs: dict[Key, Raw] = {}
+        self.claims: dict[Key, Raw] = {}
+        self._groups: dict[str, dict[Key, dict[Any, Raw]]] = {PODS: {}, CHILDREN: {}}
+        """Pods by name and other children by kind and name, under the run that they name."""
+
+    def pods(self, key: Key) -> Sequence[Raw]:
+        """Return the run's pods, slimmed."""
+        return tuple(self._groups[PODS].get(key, {}).values())
+
+    def children(self, key: Key) -> Mapping[tuple[str, str], Raw]:
+        """Return the run's other children by kind and name: metadata is all that is kept of them."""
+        return self._groups[CHILDREN].get(key, {})
+
+    def known(self) -> set[Key]:
+        """Return every run that exists, and every one that still has pods or children."""
+        return {*self.runs, *self._groups[PODS], *self._groups[CHILDREN]}
+
+    def count(self) -> Mapping[str, int]:
+        """Count the objects of each resource."""
+        return {
+            RUNS: len(self.runs),
+            PODS: sum(map(len, self._groups[PODS].values())),
+            CLAIMS: len(self.claims),
+            CHILDREN: sum(map(len, self._groups[CHILDREN].values())),
+        }
+
+    def find(self, resource: str, raw: Raw) -> Raw | None:
+        """Return the object that is kept under the name of this one; its uid may be another."""
+        if resource == RUNS:
+            return self.runs.get(place_of(raw))
+        if resource == CLAIMS:
+            return self.claims.get(place_of(raw))
+        return self._groups[resource].get(_owner_of(raw), {}).get(_name_in(resource, raw))
+
+    def put(self, resource: str, raw: Raw) -> None:
+        """Keep an object in the place of the one that has its name."""
+        if resource == RUNS:
+            self.runs[place_of(raw)] = slim_run(raw)
+        elif resource == CLAIMS:
+            self.claims[place_of(raw)] = slim(raw, ("spec", "status"))
+        else:
+            kept = slim_pod(raw) if resource == PODS else slim(raw, ("kind",))
+            group = self._groups[resource].setdefault(_owner_of(raw), {})
+            group[_name_in(resource, raw)] = kept
+
+    def remove(self, resource: str, raw: Raw) -> None:
+        """Drop the object that has this one's name."""
+        if resource == RUNS:
+            self.runs.pop(place_of(raw), None)
+        elif resource == CLAIMS:
+            self.claims.pop(place_of(raw), None)
+        else:
+            owner = _owner_of(raw)
+            group = self._groups[resource].get(owner, {})
+            group.pop(_name_in(resource, raw), None)
+            # A run counts as known for as long as it has a group, so that an empty one is dropped.
+            if not group:
+                self._groups[resource].pop(owner, None)
+
+    def all(self, resource: str) -> Iterator[Raw]:
+        """Return all objects of a resource that its list by label would show."""
+        if resource == RUNS:
+            yield from self.runs.values()
+        elif resource == CLAIMS:
+            # Claims that the user made bear no label of ours; each is fetched by its name.
+            for claim in self.claims.values():
+                if names.LABEL_RUN in (claim["metadata"].get("labels") or {}):
+                    yield claim
+        else:
+            for group in self._groups[resource].values():
+                yield from group.values()
+
+
+def place_of(raw: Raw) -> Key:
+    """Return the namespace and name of an object."""
+    metadata = raw["metadata"]
+    return str(metadata.get("namespace", "")), str(metadata.get("name", ""))
+
+
+def _owner_of(raw: Raw) -> Key:
+    metadata = raw["metadata"]
+    owner = (metadata.get("labels") or {}).get(names.LABEL_RUN, "")
+    return str(metadata.get("namespace", "")), str(owner)
+
+
+def _name_in(resource: str, raw: Raw) -> Any:
+    name = str(raw["metadata"].get("name", ""))
+    return name if resource == PODS else (str(raw.get("kind", "")), name)

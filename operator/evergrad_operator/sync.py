@@ -1,0 +1,141 @@
+"""Keeps the informer cache in step with the cluster: watch events, lists of everything, gaps of a watch."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final
+
+from evergrad_operator.cache import InformerCache
+from evergrad_operator.errors import ApiError
+from evergrad_operator.kinds import (
+    BUDGET,
+    CLAIM,
+    CONFIG_MAP,
+    NETWORK_POLICY,
+    POD,
+    RUN,
+    SERVICE,
+    Raw,
+)
+from evergrad_operator.kube import Kube
+from evergrad_operator.names import LABEL_RUN, Key
+from evergrad_operator.queue import WorkQueue
+from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS
+
+log = logging.getLogger(__name__)
+PRUNE_SECONDS: Final = 10.0
+"""Time between two looks at what vanished in gaps of watches. The objects of one list are shown over some
+time."""
+_LATE_SECONDS: Final = 30.0
+"""A watch that owes a version for so long may owe it of an object that is gone."""
+_WATCHED: Final = ((RUNS, RUN, ""), (PODS, POD, LABEL_RUN), (CLAIMS, CLAIM, LABEL_RUN))
+"""Resource, kind and label selector of what kopf watches."""
+_CHILDREN: Final = (CONFIG_MAP, SERVICE, BUDGET, NETWORK_POLICY)
+"""Also kinds that are switched off: children that were made before are taken away."""
+
+
+class CacheSync:
+    """Brings news into the cache, and the runs that they concern into the queue."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        *,
+        cache: InformerCache,
+        queue: WorkQueue[Key],
+        scopes: Sequence[str | None],
+        resync_seconds: float,
+    ) -> None:
+        self._kube, self._cache, self._queue = kube, cache, queue
+        self._scopes, self._resync_seconds = scopes, resync_seconds
+        self._is_listed_anew = asyncio.Event()
+        self.on_event: Callable[[str], None] = lambda resource: None
+        """Called with its resource for every event of a watch."""
+
+    def take(self, resource: str, raw: Raw, kind: str | None) -> None:
+        """Take in what a watch shows. ``kind``: None where kopf has listed anew, at the start and after a
+        gap."""
+        self.on_event(resource)
+        if kind is None:
+            self.expect_gap()
+        is_deleted = kind == "DELETED"
+        self._add(self._cache.see(resource, raw, is_deleted=is_deleted, is_watched=True))
+
+    def expect_gap(self) -> None:
+        """Note that something may have vanished unseen."""
+        self._is_listed_anew.set()
+
+    async def resync(self) -> None:
+        """List everything: what the watches lost comes, and what is gone goes. Raises ApiError."""
+        for scope in self._scopes:
+            covers = partial(_is_within, scope)
+            changed: set[Key] = set()
+            for resource, kind, selector in _WATCHED:
+                raws, version = await self._kube.list_all(kind, scope, selector=selector)
+                changed |= self._cache.replace(resource, raws, version=version, covers=covers)
+
+            # All kinds of children are one resource of the cache, so that one list of them all is compared.
+            # It is as old as its oldest part.
+            lists = [
+                await self._kube.list_all(kind, scope, selector=LABEL_RUN, metadata_only=True)
+                for kind in _CHILDREN
+            ]
+            found = [raw for raws, _ in lists for raw in raws]
+            oldest = min(version for _, version in lists)
+            changed |= self._cache.replace(CHILDREN, found, version=oldest, covers=covers)
+            self._add(changed)
+
+    async def keep_synced(self) -> None:
+        """List everything again and again."""
+        while True:
+            # Operators of several clusters that were started together part.
+            await asyncio.sleep(self._resync_seconds * random.uniform(0.9, 1.1))
+            try:
+                await self.resync()
+            except ApiError as error:
+                log.warning("the resync comes later: %s", error)
+            # Every run is looked at once in each period, spread, so that none waits behind all others.
+            for key in self._cache.store.known():
+                self._queue.add(key, after=random.uniform(0.0, self._resync_seconds / 4))
+
+    async def keep_pruned(self) -> None:
+        """Drop what vanished in a gap of a watch, also of the one at the start: kopf lists anew and shows
+        only what is left.
+
+        All resources are looked at whatever list was new: one that is empty by now shows nothing at all.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PRUNE_SECONDS):
+                    await self._is_listed_anew.wait()
+            is_late = max(self._cache.expectations.lag().values()) > _LATE_SECONDS
+            if not self._is_listed_anew.is_set() and not is_late:
+                continue
+            # What is shown later than this belongs to another list, and is looked at once more.
+            self._is_listed_anew.clear()
+            try:
+                await self._prune()
+            except ApiError as error:
+                log.warning("what vanished in a gap of a watch is looked for later: %s", error)
+                self._is_listed_anew.set()
+            await asyncio.sleep(PRUNE_SECONDS)
+
+    async def _prune(self) -> None:
+        for scope in self._scopes:
+            covers = partial(_is_within, scope)
+            for resource, kind, selector in _WATCHED:
+                found, version = await self._kube.list_all(
+                    kind, scope, selector=selector, metadata_only=True
+                )
+                self._add(self._cache.prune(resource, found, version=version, covers=covers))
+
+    def _add(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._queue.add(key)
+
+
+def _is_within(scope: str | None, namespace: str) -> bool:
+    return scope in (None, namespace)

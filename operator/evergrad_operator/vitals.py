@@ -1,0 +1,72 @@
+"""How the operator is: whether it stands still, whether it is ready, and the facts that are exported."""
+
+import asyncio
+import time
+from typing import Final
+
+from evergrad_operator.cache import InformerCache
+from evergrad_operator.facts import count_phases, read_runs
+from evergrad_operator.lease import LeaseGate
+from evergrad_operator.metrics import Facts, Metrics
+from evergrad_operator.names import Key
+from evergrad_operator.queue import WorkQueue
+from evergrad_operator.transport import Gate
+
+STALLED_SECONDS: Final = 100.0
+"""Longest time for which nothing moves before /healthz says so."""
+_LAG_SECONDS: Final = 0.25
+
+
+class Vitals:
+    """Reads how the parts of the operator are; changes none."""
+
+    def __init__(self, *, queue: WorkQueue[Key], cache: InformerCache, gate: Gate) -> None:
+        self._queue, self._cache, self._gate = queue, cache, gate
+        self.is_standing_by = False
+        """Whether another process holds the lease."""
+        self.is_synced = False
+        """Whether the watches have begun."""
+
+    def find_stall(self) -> str | None:
+        """Say what stands still, for /healthz: a restart of the process mends it. None: nothing does."""
+        state = self._queue.observe()
+        if max(state.longest_work, state.oldest_age) > STALLED_SECONDS:
+            return (
+                f"work stands still: {state.longest_work:.0f} s on one run, {state.oldest_age:.0f} s "
+                "waiting for a turn"
+            )
+        # Before the watches have begun, the versions of the first list are owed by nobody.
+        lags = self._cache.expectations.lag().items() if self.is_synced else ()
+        late = [(resource, lag) for resource, lag in lags if lag > STALLED_SECONDS]
+        if late:
+            behind = ", ".join(f"{resource} by {lag:.0f} s" for resource, lag in late)
+            return f"a watch is behind: {behind}"
+        if self.is_synced and isinstance(self._gate, LeaseGate) and self._gate.remaining() <= 0:
+            return "the lease is lost"
+        return None
+
+    def find_unready(self) -> str | None:
+        """Say why the process is not ready, for /readyz; None: it is, also while it stands by."""
+        if self.is_synced or self.is_standing_by:
+            return None
+        return "not in step with the API server yet"
+
+    async def measure_lag(self, metrics: Metrics) -> None:
+        """Measure for ever how late the event loop is: everything else waits for it."""
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(_LAG_SECONDS)
+            metrics.loop_lag.observe(max(0.0, time.monotonic() - started - _LAG_SECONDS))
+
+    def read_facts(self) -> Facts:
+        """Return what is exported of the operator's insides at this moment."""
+        state, runs = self._queue.observe(), self._cache.runs()
+        return Facts(
+            queue_depth=state.depth,
+            queue_oldest_age=state.oldest_age,
+            queue_adds=state.added,
+            watch_lag=self._cache.expectations.lag(),
+            objects=self._cache.store.count(),
+            phases=count_phases(runs.values()),
+            runs=read_runs(runs, now=time.time()),
+        )

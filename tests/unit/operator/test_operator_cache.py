@@ -1,0 +1,256 @@
+"""The informer cache: newest wins, lists prune, versions shown twice are no news, and what the watch owes is known."""
+
+from typing import Any
+
+import pytest
+
+from evergrad_operator.cache import InformerCache
+from evergrad_operator.slim import slim_pod
+from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS
+
+KEY = ("ns", "run")
+
+
+def pod(
+    name: str = "run-0-0", *, uid: str = "u1", version: int = 10, **status: Any
+) -> dict[str, Any]:
+    labels = {"evergrad.dev/run": "run"}
+    metadata = {
+        "name": name,
+        "namespace": "ns",
+        "uid": uid,
+        "resourceVersion": str(version),
+        "labels": labels,
+    }
+    return {"metadata": metadata, "spec": {}, "status": status}
+
+
+def run(
+    name: str = "run", *, uid: str = "r1", version: int = 10, claim: str | None = None
+) -> dict[str, Any]:
+    spec = {"storage": {"claimName": claim}} if claim else {}
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "ns",
+            "uid": uid,
+            "resourceVersion": str(version),
+        },
+        "spec": spec,
+    }
+
+
+@pytest.fixture
+def cache() -> InformerCache:
+    return InformerCache(clock=lambda: 0.0)
+
+
+def test_an_older_version_never_takes_the_place_of_a_newer_one(cache: InformerCache) -> None:
+    assert cache.see(PODS, pod(version=12, phase="Running"), is_watched=True) == (KEY,)
+    assert cache.see(PODS, pod(version=11, phase="Pending"), is_watched=True) == ()
+    assert cache.pods(KEY)[0]["status"] == {"phase": "Running"}
+
+
+def test_versions_are_compared_as_numbers(cache: InformerCache) -> None:
+    cache.see(PODS, pod(version=99, phase="Pending"))
+    assert cache.see(PODS, pod(version=100, phase="Running")) == (KEY,)
+
+
+def test_the_watch_of_what_was_answered_before_is_no_news(cache: InformerCache) -> None:
+    assert cache.see(RUNS, run(version=20)) == (KEY,)
+    assert cache.see(RUNS, run(version=20), is_watched=True) == ()
+
+
+def test_what_was_deleted_does_not_come_back_by_a_late_answer(cache: InformerCache) -> None:
+    cache.see(PODS, pod(version=10))
+    assert cache.see(PODS, pod(version=12), is_deleted=True, is_watched=True) == (KEY,)
+    assert cache.see(PODS, pod(version=11)) == ()
+    assert cache.pods(KEY) == ()
+
+
+def test_the_end_of_an_object_does_not_remove_its_namesake(cache: InformerCache) -> None:
+    cache.see(RUNS, run(uid="new", version=20))
+    cache.see(RUNS, run(uid="old", version=19), is_deleted=True, is_watched=True)
+    found = cache.run(KEY)
+    assert found is not None and found["metadata"]["uid"] == "new"
+
+
+def test_a_list_prunes_what_the_watch_never_said_was_gone(cache: InformerCache) -> None:
+    cache.see(PODS, pod("run-0-0", uid="a", version=10), is_watched=True)
+    cache.see(PODS, pod("run-1-0", uid="b", version=11), is_watched=True)
+    changed = cache.replace(
+        PODS, [pod("run-0-0", uid="a", version=10)], version=50, covers=lambda namespace: True
+    )
+    assert changed == {KEY}
+    assert [one["metadata"]["name"] for one in cache.pods(KEY)] == ["run-0-0"]
+
+
+def test_a_list_leaves_what_is_newer_than_itself_and_what_it_does_not_span(
+    cache: InformerCache,
+) -> None:
+    cache.see(PODS, pod("run-0-0", uid="a", version=60), is_watched=True)
+    cache.see(PODS, pod("run-1-0", uid="b", version=10), is_watched=True)
+    assert (
+        cache.replace(PODS, [], version=50, covers=lambda namespace: namespace == "other")
+        == set()
+    )
+    cache.replace(PODS, [], version=50, covers=lambda namespace: True)
+    assert [one["metadata"]["name"] for one in cache.pods(KEY)] == ["run-0-0"]
+
+
+def test_a_list_that_says_nothing_new_concerns_nobody(cache: InformerCache) -> None:
+    cache.see(PODS, pod(version=10), is_watched=True)
+    cache.see(RUNS, run(version=9), is_watched=True)
+    assert (
+        cache.replace(PODS, [pod(version=10)], version=50, covers=lambda namespace: True)
+        == set()
+    )
+    assert (
+        cache.replace(RUNS, [run(version=9)], version=50, covers=lambda namespace: True)
+        == set()
+    )
+
+
+def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(
+    cache: InformerCache,
+) -> None:
+    for name, identity in (("a", "a"), ("b", "b"), ("shared", "c"), ("d", "d")):
+        made = run(name, uid=identity, claim=None if name in ("shared", "d") else "shared")
+        made["spec"]["storage"] = {**made["spec"].get("storage", {}), "path": "x"}
+        cache.see(RUNS, made)
+    cache.see(RUNS, run("apart", uid="e", claim="shared"))
+    assert [one["metadata"]["name"] for one in cache.others(("ns", "a"))] == ["b", "shared"]
+    assert cache.others(("ns", "d")) == ()
+    claim = {
+        "metadata": {"name": "shared", "namespace": "ns", "uid": "p", "resourceVersion": "5"},
+        "spec": {},
+        "status": {},
+    }
+    assert cache.see(CLAIMS, claim) == (
+        ("ns", "a"),
+        ("ns", "apart"),
+        ("ns", "b"),
+        ("ns", "shared"),
+    )
+    cache.see(RUNS, run("b", uid="b", version=11), is_deleted=True, is_watched=True)
+    assert [one["metadata"]["name"] for one in cache.others(("ns", "a"))] == ["shared"]
+
+
+def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_concerns_them(
+    cache: InformerCache,
+) -> None:
+    def at(name: str, path: str, version: int, phase: str = "Pending") -> dict[str, Any]:
+        made = run(name, uid=name, version=version, claim="shared")
+        made["spec"]["storage"]["path"] = path
+        return {**made, "status": {"phase": phase}}
+
+    cache.see(RUNS, at("old", "team/a", 1))
+    cache.see(RUNS, at("apart", "team/b", 2))
+    assert cache.see(RUNS, at("new", "team/a/deep", 3)) == (("ns", "new"), ("ns", "old"))
+    assert cache.see(RUNS, at("old", "team/a", 4, "Running")) == (("ns", "old"),)
+    assert cache.see(RUNS, at("old", "team/a", 5, "Failed")) == (("ns", "old"), ("ns", "new"))
+    assert cache.replace(RUNS, [], version=9, covers=lambda _: True) == {
+        ("ns", "old"),
+        ("ns", "new"),
+        ("ns", "apart"),
+    }
+    cache.see(RUNS, at("first", "x", 10))
+    cache.see(RUNS, at("second", "x", 11))
+    assert cache.see(RUNS, at("first", "x", 12), is_deleted=True, is_watched=True) == (
+        ("ns", "first"),
+        ("ns", "second"),
+    )
+
+
+def test_children_are_kept_by_kind_and_name_and_go_with_a_list(cache: InformerCache) -> None:
+    metadata = {**pod("run-config")["metadata"], "uid": "c", "resourceVersion": "5"}
+    cache.see(
+        CHILDREN, {"kind": "ConfigMap", "metadata": metadata, "data": {"much": "x" * 1000}}
+    )
+    assert list(cache.children(KEY)) == [("ConfigMap", "run-config")]
+    assert "data" not in cache.children(KEY)["ConfigMap", "run-config"]
+    assert cache.replace(CHILDREN, [], version=9, covers=lambda namespace: True) == {KEY}
+    assert cache.store.known() == set()
+
+
+def test_an_answer_that_the_watch_does_not_show_makes_the_watch_late() -> None:
+    now = [100.0]
+    cache = InformerCache(clock=lambda: now[0])
+    cache.see(PODS, pod(version=10))
+    now[0] = 130.0
+    assert cache.expectations.lag() == {RUNS: 0.0, PODS: 30.0}
+    cache.see(PODS, pod(version=9), is_watched=True)
+    assert cache.expectations.lag()[PODS] == 30.0
+    cache.see(PODS, pod(version=10), is_watched=True)
+    assert cache.expectations.lag() == {RUNS: 0.0, PODS: 0.0}
+
+
+def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
+    raw = pod(
+        phase="Running",
+        podIP="10.0.0.1",
+        podIPs=[{"ip": "10.0.0.1"}],
+        containerStatuses=[{"name": "node"}],
+    )
+    raw["metadata"] |= {"managedFields": [1], "ownerReferences": [{"uid": "r1"}]}
+    raw["spec"] = {
+        "nodeName": "n1",
+        "containers": [{"name": "node", "image": "i", "env": [1]}],
+        "volumes": [1],
+    }
+    slim = slim_pod(raw)
+    assert slim["spec"] == {"nodeName": "n1", "containers": [{"name": "node", "image": "i"}]}
+    assert slim["status"] == {
+        "phase": "Running",
+        "podIP": "10.0.0.1",
+        "containerStatuses": [{"name": "node"}],
+    }
+    assert "managedFields" not in slim["metadata"] and slim["metadata"]["ownerReferences"] == [
+        {"uid": "r1"}
+    ]
+
+
+@pytest.mark.parametrize("resource", [RUNS, PODS])
+def test_an_answer_that_the_watch_has_shown_already_is_not_owed_by_it(resource: str) -> None:
+    now = [0.0]
+    cache = InformerCache(clock=lambda: now[0])
+    build = run if resource == RUNS else pod
+    cache.see(resource, build(version=10), is_watched=True)
+    cache.see(resource, build(version=10))  # a LIST, or an apply that changed nothing
+    cache.see(resource, build(version=9))  # an answer that was read late
+    now[0] = 180.0
+    assert cache.expectations.lag()[resource] == 0.0
+    cache.replace(resource, [build(version=10)], version=50, covers=lambda namespace: True)
+    now[0] = 360.0
+    assert cache.expectations.lag()[resource] == 0.0
+
+
+def test_nothing_is_owed_of_what_is_gone(cache: InformerCache) -> None:
+    now = [0.0]
+    cache = InformerCache(clock=lambda: now[0])
+    cache.see(PODS, pod("run-0-0", uid="a", version=10))
+    cache.see(PODS, pod("run-1-0", uid="b", version=11))
+    cache.see(PODS, pod("run-2-0", uid="c", version=12))
+    cache.see(RUNS, run(uid="old", version=13))
+    now[0] = 180.0
+    cache.forget(PODS, pod(uid="a"))
+    cache.replace(
+        PODS, [pod("run-2-0", uid="c", version=12)], version=20, covers=lambda namespace: True
+    )
+    assert cache.expectations.lag() == {PODS: 180.0, RUNS: 180.0}
+    cache.see(PODS, pod("run-2-0", uid="c", version=12), is_deleted=True, is_watched=True)
+    cache.see(PODS, pod("run-2-0", uid="c", version=14))  # its answer comes after its end
+    cache.see(
+        RUNS, run(uid="new", version=21), is_watched=True
+    )  # nobody told of the end of the one before
+    now[0] = 360.0
+    assert cache.expectations.lag() == {PODS: 0.0, RUNS: 0.0}
+
+
+def test_a_watch_that_shows_nothing_is_late_however_often_its_object_is_written() -> None:
+    now = [0.0]
+    cache = InformerCache(clock=lambda: now[0])
+    for version in range(10, 30):
+        cache.see(RUNS, run(version=version))
+        now[0] += 10.0
+    assert cache.expectations.lag()[RUNS] == 200.0
