@@ -100,16 +100,11 @@ def _say_ready(decision: Decision) -> _Said:
 
 
 def _say_end(decision: Decision, phase: Phase, otherwise: Reason) -> _Said:
-    return (
-        _Said(True, decision.reason, _end_message(decision))
-        if decision.phase == phase
-        else _Said(False, otherwise)
-    )
-
-
-def _end_message(decision: Decision) -> str:
-    """As it was said at the end: what is added later, such as a hint, is for ``status.message``."""
-    return decision.memory.finish.message if decision.memory.finish else decision.message
+    if decision.phase != phase:
+        return _Said(False, otherwise)
+    # As it was said at the end: what is added later, such as a hint, is for ``status.message``.
+    finish = decision.memory.finish
+    return _Said(True, decision.reason, finish.message if finish else decision.message)
 
 
 def _say_suspended(decision: Decision) -> _Said:

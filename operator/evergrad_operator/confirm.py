@@ -12,9 +12,11 @@ from evergrad_operator.errors import ApiError
 from evergrad_operator.kinds import CLAIM, CONFIG_MAP, POD, SERVICE
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
+from evergrad_operator.observe import owns
 from evergrad_operator.pass_metrics import note_failure
 from evergrad_operator.passes import Pass, step_of_list
 from evergrad_operator.plan import Plan
+from evergrad_operator.raw import get_map, get_text
 from evergrad_operator.refusals import Step
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS
 
@@ -52,6 +54,18 @@ class Confirmer:
                 return False
             applied.is_in_doubt = False
         return await self.look_at_claim(work, oldest=0.0)
+
+    async def fetch_manifest(self, key: Key, uid: str) -> str | None:
+        """Return the manifest in the run's ConfigMap, which is the one its pods read; None if there is none.
+
+        Raises ApiError and TimeoutError: without it nothing may be decided about an edit of the run.
+        """
+        async with asyncio.timeout(READ_SECONDS):
+            found, _ = await self._cluster.list_all(
+                CONFIG_MAP, key[0], name=names.config_name(key[1])
+            )
+        data = (get_map(raw, "data") for raw in found if owns(uid, raw))
+        return next((get_text(one, names.CONFIG_FILE) for one in data), None)
 
     async def look_at_claim(self, work: Pass, *, oldest: float) -> bool:
         """Fetch the existing claim that the run names, unless it was seen less than ``oldest`` seconds ago.

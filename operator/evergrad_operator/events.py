@@ -10,6 +10,8 @@ from evergrad_operator.raw import get_int, get_map, get_maps, get_text
 
 _MOST_ENDS: Final = 3
 """Ends of pods that are told one by one; more at once are told together."""
+_MOST_CHANGES: Final = 8
+"""Changed fields that one event names."""
 _WARNINGS: Final = frozenset(
     {
         Reason.BACKING_OFF,
@@ -49,8 +51,8 @@ def derive_events(
     old_status: Mapping[str, Any], new_status: Mapping[str, Any], observation: Observation
 ) -> tuple[Event, ...]:
     """What a change of status tells people; nothing for what has been told before."""
-    del observation
     return (
+        *_tell_changes(old_status, new_status, observation),
         *_tell_ends(old_status, new_status),
         *_tell_bounds(old_status, new_status),
         *_tell_checkpoint(old_status, new_status),
@@ -90,6 +92,19 @@ def _tell_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event
         code = get_int(one, "exitCode")
         how = "" if code is None else f" with exit code {code}"
         yield Event("Warning", get_text(one, "cause"), f"pod {get_text(one, 'pod')} ended{how}")
+
+
+def _tell_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], observation: Observation
+) -> Iterator[Event]:
+    """Fields of a live run that were edited, once for each generation."""
+    changes = () if observation.applied is None else observation.applied.changes
+    is_new = get_int(old, "observedGeneration") != get_int(new, "observedGeneration")
+    if changes and is_new:
+        shown = "; ".join(changes[:_MOST_CHANGES])
+        more = len(changes) - _MOST_CHANGES
+        text = f"{shown}; and {more} more" if more > 0 else shown
+        yield Event("Normal", "SettingsChanged", text)
 
 
 def _tell_bounds(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:

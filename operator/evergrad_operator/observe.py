@@ -169,6 +169,18 @@ class Other:
 
 
 @dataclass(frozen=True)
+class AppliedSettings:
+    """The settings that a run's pods were given, as its ConfigMap has them.
+
+    ``hash``: of what nodes must have alike. ``changes``: every field that the run has otherwise now, as
+    "path: old → new".
+    """
+
+    hash: str
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Observation:
     """One run with all that belongs to it, at one moment."""
 
@@ -185,6 +197,8 @@ class Observation:
     claim_users: frozenset[str] | None = None
     """Names of all runs that keep their files on the claim; None where nobody knows."""
     silence: Silence | None = None
+    applied: AppliedSettings | None = None
+    """None but for a run that has been edited since its last status and whose ConfigMap can be read."""
 
     @property
     def unreachable(self) -> Silence | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from evergrad_operator.kinds import POD, Raw
 from evergrad_operator.names import Key
+from evergrad_operator.observe import AppliedSettings
 from evergrad_operator.refusals import Refusals, Step
 
 
@@ -47,6 +48,8 @@ class Pass:
     key: Key
     raw: Raw
     hints: Hints
+    applied: AppliedSettings | None = None
+    """The settings of the pods, once they were asked for."""
 
     @property
     def refusals(self) -> Refusals:

@@ -154,8 +154,25 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         or index is None
     ):
         return None
+
+    # Who ended the pod, as Kubernetes notes it before it does so.
+    marks = [
+        one for one in get_maps(status, "conditions") if _is_true(one, "DisruptionTarget")
+    ]
+    disruption = (
+        _BY_DISRUPTION.get(str(marks[0].get("reason")), Cause.EVICTED) if marks else None
+    )
+
+    # Our own container is found by its name: a mesh or an agent may have injected others, and the kubelet
+    # sorts them by name.
+    ours = names.CONTAINERS[role]
+    statuses = get_maps(status, "containerStatuses")
+    container = next((one for one in statuses if one.get("name") == ours), NOTHING)
+    others = [one for one in statuses if one.get("name") != ours]
+    asked = get_maps(get_map(raw, "spec"), "containers")
+    image = next((get_text(one, "image") for one in asked if one.get("name") == ours), "")
+
     deleting = metadata.get("deletionTimestamp")
-    disruption, container = _disruption(status), _find_container(status, role)
     end = _find_end(status, container, disruption, is_deleting=deleting is not None)
     waiting_reason, waiting_message = ("", "") if end else _why_waiting(status, container)
     return PodState(
@@ -173,13 +190,13 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         is_ready=end is None
         and any(_is_true(one, "Ready") for one in get_maps(status, "conditions")),
         end=end,
-        has_sidecar=_has_sidecar(status, role),
+        has_sidecar=any("running" in get_map(one, "state") for one in others),
         disruption=disruption,
         waiting_reason=waiting_reason,
         waiting_message=waiting_message,
         node_name=str(get_map(raw, "spec").get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
-        image=_find_image(raw, role),
+        image=image,
         image_id=get_text(container, "imageID"),
     )
 
@@ -292,14 +309,8 @@ def _find_cause(
     return Cause.HOST_FAULT if is_environment else Cause.WORKER_CRASH
 
 
-def _disruption(status: Mapping[str, Any]) -> Cause | None:
-    for condition in get_maps(status, "conditions"):
-        if _is_true(condition, "DisruptionTarget"):
-            return _BY_DISRUPTION.get(str(condition.get("reason")), Cause.EVICTED)
-    return None
-
-
 def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[str, str]:
+    """Reason and message: the kubelet's for the container, else the scheduler's for the pod."""
     waiting = get_map(container, "state", "waiting")
     if waiting.get("reason"):
         return str(waiting["reason"]), keep_start(
@@ -311,37 +322,6 @@ def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tup
                 str(condition.get("message") or ""), MAX_MESSAGE
             )
     return "", ""
-
-
-def _find_container(status: Mapping[str, Any], role: str) -> Mapping[str, Any]:
-    """The status of our own container: a mesh or an agent may have injected others, and the kubelet sorts
-    them by name."""
-    ours = names.CONTAINERS[role]
-    return next(
-        (one for one in get_maps(status, "containerStatuses") if one.get("name") == ours),
-        NOTHING,
-    )
-
-
-def _find_image(raw: Mapping[str, Any], role: str) -> str:
-    containers = get_maps(get_map(raw, "spec"), "containers")
-    return next(
-        (
-            get_text(one, "image")
-            for one in containers
-            if one.get("name") == names.CONTAINERS[role]
-        ),
-        "",
-    )
-
-
-def _has_sidecar(status: Mapping[str, Any], role: str) -> bool:
-    others = (
-        one
-        for one in get_maps(status, "containerStatuses")
-        if one.get("name") != names.CONTAINERS[role]
-    )
-    return any("running" in get_map(one, "state") for one in others)
 
 
 def _is_true(condition: Mapping[str, Any], kind: str) -> bool:

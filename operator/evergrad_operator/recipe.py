@@ -1,4 +1,4 @@
-"""The hash by which runs on one volume recognise each other's recipe. Pure."""
+"""Hashes of JSON values, and of a recipe's spelling as records of older versions have it. Pure."""
 
 import hashlib
 import json
@@ -9,11 +9,10 @@ from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
 from evergrad_manifest.script import Script
 
 
-def hash_recipe(training: Mapping[str, Any] | None, script: Script | None) -> str:
-    """SHA-256 of the recipe or script as the run says it, 64 hex digits: equal for what may share a run
-    directory.
+def hash_spelling(training: Mapping[str, Any] | None, script: Script | None) -> str:
+    """Return the SHA-256 of the recipe or script as the run says it, 64 hex digits.
 
-    It stands in the records of runs on their volumes, so that it must not change between versions.
+    Older versions wrote it into records of runs on their volumes, so that it must not change.
     """
     if training is not None:
         return hash_json(
@@ -35,7 +34,7 @@ def hash_recipe(training: Mapping[str, Any] | None, script: Script | None) -> st
 
 
 def hash_json(value: Any) -> str:
-    """SHA-256 of a JSON value, whatever the order of its keys."""
+    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
     text = json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=dict
     )

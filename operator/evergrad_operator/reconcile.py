@@ -20,6 +20,7 @@ from evergrad_operator.apply import (
     list_steps,
 )
 from evergrad_operator.cache import InformerCache
+from evergrad_operator.changes import compare_settings, is_edited
 from evergrad_operator.claim_index import claim_of
 from evergrad_operator.config import Config
 from evergrad_operator.confirm import Confirmer
@@ -122,7 +123,14 @@ class Reconciler:
             found = self._assess(work)
         except SpecError as error:
             return await self.statuses.refuse(work, error)
-        if await self._ask_about_ends(work, found.seen):
+        is_news = await self._ask_about_ends(work, found.seen)
+        if is_edited(found.seen):
+            # Before the ConfigMap is applied anew it still has what the pods have.
+            run = found.seen.run
+            applied = await self._confirmer.fetch_manifest(key, run.uid)
+            settings = None if applied is None else compare_settings(applied, run)
+            work, is_news = replace(work, applied=settings), True
+        if is_news:
             found = self._assess(work)
 
         # The cache is a hint: before a pod is created or ended, the API server says what there is.
@@ -135,26 +143,21 @@ class Reconciler:
 
         # A step that is refused does not hold up the others. It is reported in this same pass, and tried
         # again after a pause of its own.
-        seen, decision, plan, applied = (
-            found.seen,
-            found.decision,
-            found.plan,
-            work.hints.applied,
-        )
+        seen, decision, plan, known = found.seen, found.decision, found.plan, work.hints.applied
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
-        results = await self._applier.apply(key, seen, doable, applied)
+        results = await self._applier.apply(key, seen, doable, known)
         note_results(self._metrics, key, seen, plan=doable, results=results, now=self.clock())
-        applied.refusals.keep(frozenset(list_steps(plan)))
-        if applied.refusals.failures() != seen.failures:
+        known.refusals.keep(frozenset(list_steps(plan)))
+        if known.refusals.failures() != seen.failures:
             # Only what was refused is new: a fresh look would take pods that this pass ended for lost ones.
-            seen = replace(seen, failures=applied.refusals.failures())
+            seen = replace(seen, failures=known.refusals.failures())
             decision = decide(seen, self._config, self.clock())
         self._follow(key, seen)
 
         # One write of the status at the end, so that no half of a pass is ever seen.
         delays = (
             decision.requeue_after,
-            applied.refusals.seconds_to_next(self.clock()),
+            known.refusals.seconds_to_next(self.clock()),
             None if plan.token is None else TOKEN_SECONDS,
             await self.statuses.write(
                 work, seen, decision, Outcome(created=list_created(results))
@@ -180,6 +183,7 @@ class Reconciler:
             observed,
             claim_users=frozenset(name for _, name in users),
             silence=self._coordinators.silence(key),
+            applied=work.applied,
         )
         decision = decide(seen, self._config, self.clock())
         token = self.token_of(seen.run.uid)

@@ -11,9 +11,10 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from evergrad_coordinator.protocol import Recovery
+from evergrad_manifest.derive import steps_without_data
 from evergrad_manifest.envelope import Spec
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.identity import RECIPE_SECTIONS, settings_hash
+from evergrad_manifest.identity import RECIPE_SECTIONS, config_hash, settings_hash
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.validation import FIXED, manifest_of, with_plain_numbers
@@ -21,7 +22,7 @@ from evergrad_manifest.view import without_nulls
 from evergrad_operator.errors import SpecError
 from evergrad_operator.names import Key
 from evergrad_operator.raw import get_int, get_map, get_text
-from evergrad_operator.recipe import hash_recipe
+from evergrad_operator.recipe import hash_spelling
 from evergrad_operator.times import parse_time
 
 _FIXED: Final = (
@@ -54,6 +55,12 @@ class ParsedSpec:
     metrics_port: int | None
     """Port of a node's metrics; None where the run names none, 0 for any free one."""
     recipe_hash: str
+    """Of what the recipe means, as checkpoints carry it: the horizon is left out. Empty for a run that is not
+    whole."""
+    spelling_hash: str
+    """Of the recipe as it is written: what records of older versions have."""
+    total_steps: int | None
+    """Steps that the horizon asks for; None for a script, and for a horizon that depends on the data."""
     settings_hash: str
     """Of what nodes must have alike while they train together; empty for a script, and for a recipe that is
     unreadable."""
@@ -176,7 +183,9 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
         recovery="fresh" if run is None else run.recovery,
         metrics_port=None if metrics is None else metrics.port,
         settings_hash="" if run is None or training is None else settings_hash(run),
-        recipe_hash=hash_recipe(
+        recipe_hash="" if run is None else config_hash(run),
+        total_steps=None if training is None else steps_without_data(training),
+        spelling_hash=hash_spelling(
             raw_training if isinstance(raw_training, Mapping) else None, spec.script
         ),
     )

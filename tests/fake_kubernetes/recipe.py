@@ -10,5 +10,5 @@ _BASE = Path(__file__).parent.parent / "unit" / "manifest" / "base_manifest.yaml
 TRAINING: dict[str, Any] = {
     **yaml.safe_load(_BASE.read_text())["spec"]["training"],
     "batching": {"globalBatchSize": 4096, "microBatchSize": 1},
-    "horizon": {"steps": 1000},
+    "horizon": {"steps": 100},
 }

@@ -72,8 +72,8 @@ def choose_access_modes(
     run: TrainingRun, config: Config, live: ClaimState | None
 ) -> tuple[str, ...]:
     """Those of the volume that stands (``live``); before it stands, those that are asked for."""
-    if live is not None and (standing := live.spec.get("accessModes")):
-        return tuple(standing)
+    if live is not None and (modes := live.spec.get("accessModes")):
+        return tuple(modes)
     if run.spec.storage.access_modes:
         return run.spec.storage.access_modes
     return (

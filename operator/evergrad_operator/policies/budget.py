@@ -37,7 +37,12 @@ def count_failures(
     for pod in ended:
         cause = describe_cause(pod)
         if cause in names.COUNTED and pod.created_at > budget.at:
-            failures = (0 if _has_lasted(pod, memory, config) else budget.failures) + 1
+            # A run whose coordinator reports no step shows no progress either: there a long life of the pod
+            # stands in for it, and its end is a first failure again.
+            is_silent = memory.training.step is None and memory.training.checkpoint_step is None
+            ended_at = (pod.end.at if pod.end is not None else None) or 0.0
+            has_lasted = is_silent and ended_at - pod.created_at >= config.undisturbed_seconds
+            failures = (0 if has_lasted else budget.failures) + 1
             delay = _delay(failures - 1, config)
             budget = replace(
                 _mark(budget, memory),
@@ -48,18 +53,6 @@ def count_failures(
         elif cause not in _NO_SHORT_LIVES and now - pod.created_at < config.short_life_seconds:
             budget = add_short_life(budget, memory, config, now)
     return replace(memory, budget=budget)
-
-
-def _has_lasted(pod: PodState, memory: Memory, config: Config) -> bool:
-    """Whether a pod of a run that tells nothing of itself lived long enough for its end to be a first failure
-    again."""
-    training, end = memory.training, pod.end
-    is_told = training.step is not None or training.checkpoint_step is not None
-    return (
-        not is_told
-        and end is not None
-        and (end.at or 0.0) - pod.created_at >= config.undisturbed_seconds
-    )
 
 
 def add_short_life(budget: Budget, memory: Memory, config: Config, now: float) -> Budget:

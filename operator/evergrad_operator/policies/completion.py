@@ -4,23 +4,23 @@ earlier life."""
 from dataclasses import replace
 
 from evergrad_operator.names import Cause, Phase, Reason
-from evergrad_operator.policies.situation import Situation
+from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.times import parse_time
 
 
-def complete_if_recorded(situation: Situation) -> Situation | None:
+def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
     """A run restored without its status, or created anew, that was complete before: it never trains again."""
-    record, run = situation.own_record, situation.run
+    record, run = context.own_record, context.run
     if record is None or record.complete is None or record.path != run.volume_path:
         return None
-    if record.recipe != situation.build_record(0).recipe and record.uid != run.uid:
+    if record.uid != run.uid and not context.has_recipe(record):
         return None  # another recipe under the same name: a conflict
     step = record.complete.get("step")
     after = f" after step {step}" if isinstance(step, int) else ""
-    at = parse_time(record.complete.get("at")) or situation.now
-    if record.uid == run.uid and situation.memory.start_time is not None:
+    at = parse_time(record.complete.get("at")) or context.now
+    if record.uid == run.uid and context.memory.start_time is not None:
         # Ours, written a moment ago: only the status is still to follow.
-        over = _note_last_step(situation).finished(
+        over = _note_last_step(context).finished(
             Phase.COMPLETE, Reason.COMPLETE, _describe(step if isinstance(step, int) else None)
         )
     else:
@@ -29,49 +29,45 @@ def complete_if_recorded(situation: Situation) -> Situation | None:
             "is trained again"
         )
         if isinstance(step, int) and run.parsed.is_typed:
-            training = replace(situation.memory.training, step=step, total_steps=step)
-            situation = replace(situation, memory=replace(situation.memory, training=training))
-        over = _note_last_step(situation).finished(
-            Phase.COMPLETE, Reason.ALREADY_COMPLETE, text
-        )
+            training = replace(context.memory.training, step=step, total_steps=step)
+            context = replace(context, memory=replace(context.memory, training=training))
+        over = _note_last_step(context).finished(Phase.COMPLETE, Reason.ALREADY_COMPLETE, text)
     return over.at(at)
 
 
-def complete_if_done(situation: Situation) -> Situation | None:
-    """The situation with all steps done: over once no pod is at work any more, or the time for that has
+def complete_if_done(context: ReconcileContext) -> ReconcileContext | None:
+    """The context with all steps done: over once no pod is at work any more, or the time for that has
     passed."""
-    progress, memory = situation.progress, situation.memory
-    done = [
-        pod for pod in situation.nodes if pod.end is not None and pod.end.cause == Cause.DONE
-    ]
+    progress, memory = context.progress, context.memory
+    done = [pod for pod in context.nodes if pod.end is not None and pod.end.cause == Cause.DONE]
     if (
         not done
         and memory.finishing_since is None
         and (progress is None or progress.phase != "Complete")
     ):
         return None
-    since = situation.now if memory.finishing_since is None else memory.finishing_since
-    situation = _note_last_step(
-        replace(situation, memory=replace(memory, finishing_since=since))
-    )
-    memory = situation.memory
-    at_work = [pod for pod in situation.nodes if pod.is_running and not situation.is_ghost(pod)]
-    if at_work and situation.now < since + situation.config.finish_grace_seconds:
-        return situation
+    since = context.now if memory.finishing_since is None else memory.finishing_since
+    context = _note_last_step(replace(context, memory=replace(memory, finishing_since=since)))
+    memory = context.memory
+    at_work = [
+        pod for pod in context.nodes if pod.is_running and not context.is_unreachable(pod)
+    ]
+    if at_work and context.now < since + context.config.finish_grace_seconds:
+        return context
     text = _describe(memory.training.total_steps or memory.training.step)
-    return situation.finished(Phase.COMPLETE, Reason.COMPLETE, text)
+    return context.finished(Phase.COMPLETE, Reason.COMPLETE, text)
 
 
-def _note_last_step(situation: Situation) -> Situation:
+def _note_last_step(context: ReconcileContext) -> ReconcileContext:
     """A typed run saves its last step before it says that it is done, and nobody may have asked its
     coordinator since."""
-    training = situation.memory.training
-    if not situation.run.parsed.is_typed or training.total_steps is None:
-        return situation
+    training = context.memory.training
+    if not context.run.parsed.is_typed or training.total_steps is None:
+        return context
     training = replace(
         training, step=training.total_steps, checkpoint_step=training.total_steps
     )
-    return replace(situation, memory=replace(situation.memory, training=training))
+    return replace(context, memory=replace(context.memory, training=training))
 
 
 def _describe(steps: int | None) -> str:

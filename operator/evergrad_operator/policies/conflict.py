@@ -1,24 +1,24 @@
 """Whether the folder of the volume belongs to somebody else."""
 
 from evergrad_operator.names import Phase, Reason
-from evergrad_operator.observe import Record, overlap
-from evergrad_operator.policies.situation import Situation
+from evergrad_operator.observe import overlap
+from evergrad_operator.policies.context import ReconcileContext
 
 
-def refuse_if_taken(situation: Situation) -> Situation | None:
-    """The situation with the run failed, if another run or another recipe keeps its data there.
+def refuse_if_taken(context: ReconcileContext) -> ReconcileContext | None:
+    """The context with the run failed, if another run or another recipe keeps its data there.
 
     The older run stays.
     """
-    text = _find_conflict(situation)
+    text = _find_conflict(context)
     if text is None:
         return None
     remedy = "Choose another spec.storage.path in a new TrainingRun"
-    return situation.finished(Phase.FAILED, Reason.OUTPUT_CONFLICT, f"{text}. {remedy}.")
+    return context.finished(Phase.FAILED, Reason.OUTPUT_CONFLICT, f"{text}. {remedy}.")
 
 
-def _find_conflict(situation: Situation) -> str | None:
-    run, own, path = situation.run, situation.own_record, situation.run.volume_path
+def _find_conflict(context: ReconcileContext) -> str | None:
+    run, own, path = context.run, context.own_record, context.run.volume_path
     place = f"{path} on PersistentVolumeClaim {run.claim_name}"
     is_ours = own is not None and own.uid == run.uid
     age = (run.created_at, run.uid)
@@ -26,18 +26,22 @@ def _find_conflict(situation: Situation) -> str | None:
         own is not None
         and not is_ours
         and overlap(own.path, path)
-        and own.recipe != situation.build_record(0).recipe
+        and run.parsed.is_whole  # of a recipe that cannot be read, nobody can say that it is another one
+        and not context.has_recipe(own)
     ):
         return f"{place} holds the data of an earlier run {run.name} with another recipe"
-    claim = situation.observation.claim
+    # Records are the volume's own memory, also of runs that are gone. Two runs that started together may both
+    # have written one: the older keeps the folder.
+    claim = context.observation.claim
     for record in claim.records.values() if claim else ():
         if (
             record.run != run.name
             and overlap(record.path, path)
-            and not (is_ours and age < _age(record))
+            and not (is_ours and age < (record.created_at, record.uid))
         ):
             return f"{place} holds the data of run {record.run}"
-    for other in situation.observation.others:
+    # A run that has written nothing yet shows only in the list of runs.
+    for other in context.observation.others:
         if (
             not is_ours
             and not other.is_out
@@ -46,7 +50,3 @@ def _find_conflict(situation: Situation) -> str | None:
         ):
             return f"{place} belongs to run {other.name}, which is older"
     return None
-
-
-def _age(record: Record) -> tuple[float, str]:
-    return record.created_at, record.uid

@@ -5,11 +5,11 @@ from dataclasses import replace
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Decision
-from evergrad_operator.memory import Memory
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.policies.completion import complete_if_done, complete_if_recorded
 from evergrad_operator.policies.conflict import refuse_if_taken
+from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.failure import (
     describe_failure,
     describe_host_faults,
@@ -28,7 +28,6 @@ from evergrad_operator.policies.lifecycle import (
 )
 from evergrad_operator.policies.remember import remember
 from evergrad_operator.policies.scale import Scale, decide_scale
-from evergrad_operator.policies.situation import Situation
 from evergrad_operator.policies.waiting import (
     Obstacle,
     explain_refusal,
@@ -54,8 +53,8 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
 
     The same arguments give the same decision.
     """
-    situation = Situation(observation, remember(observation, config, now), config, now)
-    decision = _end_sidecars(situation, _decide(situation))
+    context = ReconcileContext(observation, remember(observation, config, now), config, now)
+    decision = _end_sidecars(context, _decide(context))
     if decision.action in (Action.RUN, Action.HOLD) or not observation.failures:
         return decision
     # A run that comes to rest says why its pods cannot leave, as one that trains says why they cannot come.
@@ -65,33 +64,42 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
     )
 
 
-def _decide(situation: Situation) -> Decision:
-    observation = situation.observation
+def _decide(context: ReconcileContext) -> Decision:
+    observation = context.observation
+    finish = context.memory.finish
     if observation.run.is_deleting:
-        return _let_go(situation)
-    if situation.memory.finish is not None:
-        return conclude(situation)
+        # The garbage collector takes everything; what is over stays what it was.
+        if finish is not None:
+            return context.hold(finish.phase, finish.reason, finish.message)
+        text = "the run is being deleted; its pods save and leave"
+        return context.hold(Phase.RUNNING, Reason.DELETING, text)
+    if finish is not None:
+        return conclude(context)
+
+    # Ends come first, in this order: a run that the volume says is complete must neither train nor fail.
     for end in (complete_if_recorded, refuse_if_taken):
-        if (over := end(situation)) is not None:
+        if (over := end(context)) is not None:
             return conclude(over)
-    if (done := complete_if_done(situation)) is not None:
+    if (done := complete_if_done(context)) is not None:
         return conclude(done) if done.memory.finish is not None else _finish_up(done)
     for end in (fail_if_due, fail_at_deadline):
-        if (over := end(situation)) is not None:
+        if (over := end(context)) is not None:
             return conclude(over)
-    started = _note_start(situation)
+
+    # Then pauses, what is wrong with the file, pods of before a restart; and only then training.
+    started = _note_start(context)
     decision = (
-        stop_if_asked(situation)
+        stop_if_asked(context)
         or _hold_if_wrong(started)
-        or drain_older(situation)
+        or drain_older(context)
         or _run(started)
     )
     return replace(
-        decision, requeue_after=earliest(decision.requeue_after, seconds_to_deadline(situation))
+        decision, requeue_after=earliest(decision.requeue_after, seconds_to_deadline(context))
     )
 
 
-def _end_sidecars(situation: Situation, decision: Decision) -> Decision:
+def _end_sidecars(context: ReconcileContext, decision: Decision) -> Decision:
     """Also delete pods of which only an injected sidecar is left: they hold their host's resources for ever.
 
     How they ended stands in the status first, because a deletion might hide it from an operator that starts
@@ -99,10 +107,10 @@ def _end_sidecars(situation: Situation, decision: Decision) -> Decision:
     """
     if decision.action == Action.HOLD:
         return decision
-    known, chosen = situation.observation.status, {pod.name for pod in decision.pods_to_delete}
+    known, chosen = context.observation.status, {pod.name for pod in decision.pods_to_delete}
     left = [
         pod
-        for pod in situation.nodes
+        for pod in context.nodes
         if pod.end is not None and pod.has_sidecar and pod.name not in chosen
     ]
     told = [
@@ -119,40 +127,28 @@ def _end_sidecars(situation: Situation, decision: Decision) -> Decision:
     )
 
 
-def _let_go(situation: Situation) -> Decision:
-    """The garbage collector takes everything; what is over stays what it was."""
-    finish = situation.memory.finish
-    if finish is not None:
-        return situation.hold(finish.phase, finish.reason, finish.message)
-    return situation.hold(
-        Phase.RUNNING, Reason.DELETING, "the run is being deleted; its pods save and leave"
-    )
-
-
-def _note_start(situation: Situation) -> Situation:
+def _note_start(context: ReconcileContext) -> ReconcileContext:
     """The clock of the run's deadline runs while it waits, too.
 
     A pause before it is no time without a step.
     """
-    memory = situation.memory
+    memory = context.memory
     if memory.start_time is not None:
-        return situation
+        return context
     training = memory.training
-    if training.updated_at == situation.observation.status.training.updated_at:
+    if training.updated_at == context.observation.status.training.updated_at:
         training = replace(training, updated_at=None)
-    return replace(
-        situation, memory=replace(memory, start_time=situation.now, training=training)
-    )
+    return replace(context, memory=replace(memory, start_time=context.now, training=training))
 
 
-def _hold_if_wrong(situation: Situation) -> Decision | None:
+def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
     """Make no pod for a run that ``evergrad validate`` would refuse: the webhook was down, or is not allowed
     here."""
-    known = situation.observation.status
-    problems = situation.run.find_obstacles(has_begun=bool(known.recipe_hash))
+    known = context.observation.status
+    problems = context.run.find_obstacles(has_begun=bool(known.recipe_hash))
     if not problems:
         return None
-    held = situation.hold(Phase.WAITING, Reason.INVALID_SPEC, list_problems(problems))
+    held = context.hold(Phase.WAITING, Reason.INVALID_SPEC, list_problems(problems))
     if not known.recipe_hash:
         # Nothing of a run that has not begun is settled: the corrected file may name another recipe and
         # another image.
@@ -167,40 +163,43 @@ def _hold_if_wrong(situation: Situation) -> Decision | None:
     return replace(held, is_blocked=True)
 
 
-def _finish_up(situation: Situation) -> Decision:
+def _finish_up(context: ReconcileContext) -> Decision:
     """All steps are done: who is at work writes the report and ends; nobody else is needed."""
-    since = situation.memory.finishing_since or situation.now
+    since = context.memory.finishing_since or context.now
     return Decision(
         Action.FINISH,
         Phase.RUNNING,
         Reason.FINISHING,
         "all steps are done; the last pods write the report and end",
-        situation.memory,
-        pods_to_delete=remove(pod for pod in situation.live if not pod.is_running),
-        requeue_after=earliest(since + situation.config.finish_grace_seconds - situation.now),
+        context.memory,
+        pods_to_delete=remove(pod for pod in context.live if not pod.is_running),
+        requeue_after=earliest(since + context.config.finish_grace_seconds - context.now),
     )
 
 
-def _run(situation: Situation) -> Decision:
+def _run(context: ReconcileContext) -> Decision:
     """Have a claim, a coordinator and nodes."""
-    obstacle = find_claim_obstacle(situation)
+    obstacle = find_claim_obstacle(context)
     if obstacle is not None:
-        held = situation.hold(Phase.WAITING, obstacle.reason, obstacle.message)
+        held = context.hold(Phase.WAITING, obstacle.reason, obstacle.message)
         person_at = obstacle.needs_person_at
-        is_blocked = person_at is not None and situation.now >= person_at
+        is_blocked = person_at is not None and context.now >= person_at
         return replace(held, is_blocked=is_blocked, requeue_after=_CLAIM_RETRY_SECONDS)
-    scale = decide_scale(situation)
-    memory = _note_gang(situation, scale)
-    record = situation.build_record(scale.epoch)
-    wanted = [names.node_pod_name(situation.run.name, *node) for node in scale.nodes_to_create]
+    scale = decide_scale(context)
+    memory = context.memory
+    if memory.gang_size == 0 and names.LABEL_QUEUE in context.run.labels:
+        # A queue admits so many nodes together, for as long as any of them are there.
+        memory = replace(memory, gang_size=context.run.spec.nodes.min, gang=scale.epoch)
+    record = context.build_record(scale.epoch)
+    wanted = [names.node_pod_name(context.run.name, *node) for node in scale.nodes_to_create]
     if scale.coordinator_attempt is not None:
-        wanted.append(names.coordinator_pod_name(situation.run.name, scale.coordinator_attempt))
-    if not situation.is_recorded(record):
-        wanted.append(situation.run.claim_name)
+        wanted.append(names.coordinator_pod_name(context.run.name, scale.coordinator_attempt))
+    if not context.is_recorded(record):
+        wanted.append(context.run.claim_name)
     phase, reason, message, person_at = _describe(
-        situation, scale, find_obstacle(situation, wanted)
+        context, scale, find_obstacle(context, wanted)
     )
-    seconds_to_person = None if person_at is None else person_at - situation.now
+    seconds_to_person = None if person_at is None else person_at - context.now
     return Decision(
         Action.RUN,
         phase,
@@ -211,7 +210,7 @@ def _run(situation: Situation) -> Decision:
         pods_to_delete=scale.pods_to_delete,
         coordinator_attempt=scale.coordinator_attempt,
         bounds=scale.bounds,
-        record=None if situation.is_recorded(record) else record,
+        record=None if context.is_recorded(record) else record,
         is_blocked=seconds_to_person is not None and seconds_to_person <= 0,
         requeue_after=earliest(
             scale.requeue_after, seconds_to_person if (seconds_to_person or 0.0) > 0 else None
@@ -219,39 +218,31 @@ def _run(situation: Situation) -> Decision:
     )
 
 
-def _note_gang(situation: Situation, scale: Scale) -> Memory:
-    """Note how many nodes a queue admits together, for as long as any of them are there."""
-    memory = situation.memory
-    if memory.gang_size == 0 and names.LABEL_QUEUE in situation.run.labels:
-        memory = replace(memory, gang_size=situation.run.spec.nodes.min, gang=scale.epoch)
-    return memory
-
-
-def _is_warming_up(situation: Situation, scale: Scale) -> bool:
+def _is_warming_up(context: ReconcileContext, scale: Scale) -> bool:
     """Whether the coordinator waits for nodes that are only young: every pod is there and has not had its
     time."""
-    newest = max((pod.created_at for pod in situation.live), default=0.0)
-    return scale.missing == 0 and situation.now - newest < _WARM_UP_SECONDS
+    newest = max((pod.created_at for pod in context.live), default=0.0)
+    return scale.missing == 0 and context.now - newest < _WARM_UP_SECONDS
 
 
 def _describe(
-    situation: Situation, scale: Scale, obstacle: Obstacle | None
+    context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
 ) -> tuple[Phase, str, str, float | None]:
     """Phase, reason, message, and from when on somebody has to act before the run trains; None for never."""
-    progress, memory = situation.progress, situation.memory
+    progress, memory = context.progress, context.memory
     known_phase = (
         memory.phase if memory.phase in (Phase.RUNNING, Phase.STARTING, Phase.WAITING) else ""
     )
     if progress is not None:
         phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
-        if phase == Phase.WAITING and obstacle is None and _is_warming_up(situation, scale):
+        if phase == Phase.WAITING and obstacle is None and _is_warming_up(context, scale):
             phase = Phase.STARTING
-    elif known_phase and situation.observation.live_coordinator is not None:
+    elif known_phase and context.observation.live_coordinator is not None:
         # Nobody has asked the coordinator yet, as after a start of the operator: what was known still holds.
         phase = Phase(known_phase)
     else:
         phase = (
-            Phase.RUNNING if known_phase == Phase.RUNNING and situation.live else Phase.STARTING
+            Phase.RUNNING if known_phase == Phase.RUNNING and context.live else Phase.STARTING
         )
     if phase == Phase.RUNNING:
         if scale.coordinator_attempt is not None:
@@ -262,11 +253,11 @@ def _describe(
                 text + (f"; {obstacle.message}" if obstacle else ""),
                 None,
             )
-        text = f"{situation.ready} of {situation.run.spec.nodes.largest} nodes train"
+        text = f"{context.ready} of {context.run.spec.nodes.largest} nodes train"
         behind = (
             obstacle.message
             if obstacle
-            else describe_host_faults(situation)
+            else describe_host_faults(context)
             if scale.faulty
             else ""
         )
@@ -280,10 +271,10 @@ def _describe(
         return (
             Phase.WAITING,
             Reason.HOST_FAULTS,
-            describe_host_faults(situation),
+            describe_host_faults(context),
             needs_person_at,
         )
-    if is_backing_off(situation):
+    if is_backing_off(context):
         text = f"the next pods come at {format_time(memory.budget.retry_at)}"
         text += (
             f". Last: {describe_failure(memory.last_failure)}" if memory.last_failure else ""

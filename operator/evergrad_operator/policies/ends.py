@@ -27,6 +27,7 @@ def note_nodes(memory: Memory, observation: Observation, config: Config, now: fl
     vanished = []
     attempts += [-1] * (1 + max(pods, default=-1) - len(attempts))
     for index in range(len(attempts)):
+        # A pod that was known and is gone has ended unseen.
         mine = pods.get(index, [])
         if (
             attempts[index] >= 0
@@ -35,6 +36,7 @@ def note_nodes(memory: Memory, observation: Observation, config: Config, now: fl
         ):
             vanished.append((index, attempts[index]))
             recorded.add(index)
+        # A pod of an attempt that was counted before is past, however long it stays for its logs.
         for pod in mine:
             if pod.attempt < attempts[index] or (
                 pod.attempt == attempts[index] and index in recorded
@@ -45,12 +47,16 @@ def note_nodes(memory: Memory, observation: Observation, config: Config, now: fl
             if pod.is_over:
                 ended.append(pod)
                 recorded.add(index)
-    released = _released(observation, memory, len(attempts))
+    # Ends of pods that the operator itself sends away are nobody's fault and no restart.
+    is_all_released = is_letting_go(observation, memory)
+    first_released = 0 if is_all_released else observation.run.spec.nodes.largest
+    released = frozenset(range(first_released, len(attempts)))
     counted = [
         pod for pod in ended if pod.index not in released and pod.restart == memory.restart
     ]
     lost = [(index, attempt) for index, attempt in vanished if index not in released]
     memory = replace(memory, attempts=tuple(attempts), recorded=frozenset(recorded | released))
+    # The order matters: causes and counters first, then the budget and the hosts, which read them.
     memory = _add_ends(memory, observation, counted, lost, now)
     memory = note_pods(memory, counted, now)
     newest = _find_newest(observation, counted)
@@ -72,13 +78,6 @@ def _find_newest(observation: Observation, ended: Iterable[PodState]) -> float:
         if pod.attempt <= last.get(pod.index, pod.attempt)
     )
     return max(there, default=0.0)
-
-
-def _released(observation: Observation, memory: Memory, known: int) -> frozenset[int]:
-    """Nodes whose pods the operator itself sends away: their ends are nobody's fault and no restart."""
-    if is_letting_go(observation, memory):
-        return frozenset(range(known))
-    return frozenset(range(observation.run.spec.nodes.largest, known))
 
 
 def is_letting_go(observation: Observation, memory: Memory) -> bool:
@@ -108,7 +107,7 @@ def _add_ends(
         for index, attempt in vanished
     ]
     # Exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after a
-    # verdict.
+    # outcome.
     is_over = observation.progress is not None and observation.progress.phase == "Failed"
     no_restart = (
         (Cause.DONE, Cause.USER_ERROR) if is_over or not memory.has_formed else (Cause.DONE,)

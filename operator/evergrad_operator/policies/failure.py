@@ -5,8 +5,8 @@ from typing import Final
 from evergrad_operator.memory import LastFailure
 from evergrad_operator.names import Cause, Phase, Reason
 from evergrad_operator.packing import pack_ranges
+from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.host_faults import is_input_error_confirmed
-from evergrad_operator.policies.situation import Situation
 from evergrad_operator.raw import keep_end
 from evergrad_operator.times import format_time
 
@@ -46,21 +46,19 @@ def quote(text: str, longest: int = MAX_CAUSE) -> str:
     return kept if len(kept) >= len(joined) else f"…{kept}"
 
 
-def fail_if_due(situation: Situation) -> Situation | None:
-    """The situation with the run failed, if the observation says so."""
-    verdict = (
-        _find_user_error(situation) or _find_verdict(situation) or _find_exhaustion(situation)
-    )
-    return verdict and situation.finished(Phase.FAILED, *verdict)
+def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
+    """The context with the run failed, if the observation says so."""
+    outcome = _find_user_error(context) or _find_outcome(context) or _find_exhaustion(context)
+    return outcome and context.finished(Phase.FAILED, *outcome)
 
 
-def _find_user_error(situation: Situation) -> tuple[str, str] | None:
+def _find_user_error(context: ReconcileContext) -> tuple[str, str] | None:
     """Exit code 64 that is confirmed: the earliest node's words count, the others only follow."""
-    if not is_input_error_confirmed(situation.memory, situation.observation):
+    if not is_input_error_confirmed(context.memory, context.observation):
         return None
     ended = [
         pod
-        for pod in situation.current
+        for pod in context.current
         if pod.end is not None and pod.end.cause == Cause.USER_ERROR
     ]
     if not ended:
@@ -78,9 +76,9 @@ def _find_user_error(situation: Situation) -> tuple[str, str] | None:
     return reason, f"{_stop(text)} {_REMEDIES[reason]}"
 
 
-def _find_verdict(situation: Situation) -> tuple[str, str] | None:
+def _find_outcome(context: ReconcileContext) -> tuple[str, str] | None:
     """What the coordinator says: it counts the workers that fail inside the pods."""
-    progress = situation.progress
+    progress = context.progress
     if progress is None or progress.phase != "Failed":
         return None
     failure = progress.last_failure
@@ -102,24 +100,20 @@ def _find_verdict(situation: Situation) -> tuple[str, str] | None:
     return reason, f"{_stop(where + (quote(said) or progress.reason))} {_REMEDIES[reason]}"
 
 
-def _find_exhaustion(situation: Situation) -> tuple[str, str] | None:
+def _find_exhaustion(context: ReconcileContext) -> tuple[str, str] | None:
     """Too many pods failed without progress between them."""
-    budget, last = situation.memory.budget, situation.memory.last_failure
-    most = situation.run.spec.failure_policy.max_failures_without_progress
+    budget, last = context.memory.budget, context.memory.last_failure
+    most = context.run.spec.failure_policy.max_failures_without_progress
     if budget.failures <= most:
         return None
-    reason = _REASONS.get(_cause(last), Reason.WORKER_CRASH)
+    # A status of another version may have a cause that this one has not.
+    cause = next((one for one in Cause if last is not None and one == last.cause), None)
+    reason = _REASONS.get(cause or Cause.WORKER_CRASH, Reason.WORKER_CRASH)
     text = f"pods failed {budget.failures} times without progress; {most} such failures are allowed."
     text = f"{text} Last: {describe_failure(last)}"
-    limit = situation.run.spec.resources.limits.get("memory")
+    limit = context.run.spec.resources.limits.get("memory")
     bound = f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
     return reason, f"{_stop(text)}{bound} {_REMEDIES[reason]}"
-
-
-def _cause(failure: LastFailure | None) -> Cause:
-    return (
-        Cause(failure.cause) if failure and failure.cause in list(Cause) else Cause.WORKER_CRASH
-    )
 
 
 def describe_failure(failure: LastFailure | None) -> str:
@@ -138,9 +132,9 @@ def describe_failure(failure: LastFailure | None) -> str:
     return f"{failure.cause} on {where}{rank}{code}{killed}{': ' + said if said else ''}"
 
 
-def describe_host_faults(situation: Situation) -> str:
+def describe_host_faults(context: ReconcileContext) -> str:
     """Which nodes wait for what, and where to look."""
-    faults, last = situation.memory.faults, situation.memory.last_failure
+    faults, last = context.memory.faults, context.memory.last_failure
     nodes = (
         f"nodes {pack_ranges(faults.nodes)}"
         if len(faults.nodes) > 1
@@ -152,7 +146,7 @@ def describe_host_faults(situation: Situation) -> str:
     )
     when = (
         f"; it is tried again at {format_time(faults.retry_at)}"
-        if situation.now < faults.retry_at
+        if context.now < faults.retry_at
         else "; it is tried again"
     )
     said = f". Last: {describe_failure(last)}" if last else ""
@@ -163,6 +157,6 @@ def _stop(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def is_backing_off(situation: Situation) -> bool:
+def is_backing_off(context: ReconcileContext) -> bool:
     """Whether replacements have to wait."""
-    return situation.now < situation.memory.budget.retry_at
+    return context.now < context.memory.budget.retry_at

@@ -14,7 +14,7 @@ An input error is confirmed by two nodes on two hosts, by two tries of one node,
 or one host.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -63,8 +63,14 @@ def note_host_faults(
         longest=config.longest_host_backoff_seconds,
     )
     delay = max(delay, _SECOND_OPINION_SECONDS) if accused else delay
+
+    # The host of the last fault comes last: the oldest is forgotten first.
+    hosts = dict(known.hosts)
+    for pod in faulty:
+        if pod.node_name:
+            hosts[pod.node_name] = hosts.pop(pod.node_name, 0) + 1
     faults = HostFaults(
-        hosts=_add_hosts(known.hosts, faulty),
+        hosts=tuple(hosts.items())[-MAX_HOSTS:],
         nodes=known.nodes | {pod.index for pod in faulty},
         in_a_row=in_a_row,
         at=max(known.at, newest),
@@ -76,17 +82,6 @@ def note_host_faults(
 def is_host_fault(pod: PodState) -> bool:
     """Whether a pod's end is tried again without a charge. An exit code 64 is, until it is confirmed."""
     return describe_cause(pod) in (Cause.HOST_FAULT, Cause.REFUSED_BY_NODE, Cause.USER_ERROR)
-
-
-def _add_hosts(
-    known: tuple[tuple[str, int], ...], faulty: Iterable[PodState]
-) -> tuple[tuple[str, int], ...]:
-    """How often each host had a fault; the one that had the last comes last."""
-    counts = dict(known)
-    for pod in faulty:
-        if pod.node_name:
-            counts[pod.node_name] = counts.pop(pod.node_name, 0) + 1
-    return tuple(counts.items())[-MAX_HOSTS:]
 
 
 def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memory:

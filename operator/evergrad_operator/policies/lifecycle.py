@@ -9,7 +9,7 @@ from evergrad_operator.memory import Budget, HostFaults
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Record
 from evergrad_operator.pods import PodState
-from evergrad_operator.policies.situation import Situation
+from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.times import format_duration, format_time
 
 _AT_ONCE: Final = frozenset(
@@ -38,113 +38,118 @@ def earliest(*seconds: float | None) -> float | None:
 # ---- over --------------------------------------------------------------------------------------------------
 
 
-def fail_at_deadline(situation: Situation) -> Situation | None:
-    """The situation with the run failed, if its time is over."""
-    left = seconds_to_deadline(situation)
+def fail_at_deadline(context: ReconcileContext) -> ReconcileContext | None:
+    """The context with the run failed, if its time is over."""
+    left = seconds_to_deadline(context)
     if left is None or left > 0:
         return None
-    limit = situation.run.spec.active_deadline_seconds or 0
+    limit = context.run.spec.active_deadline_seconds or 0
     text = f"the run was not complete {format_duration(limit)} after its start (spec.activeDeadlineSeconds). "
     remedy = (
         "State is saved as the pods leave; raise the limit and set spec.restartNonce to a "
         "new text to go on."
     )
-    return situation.finished(Phase.FAILED, Reason.DEADLINE_EXCEEDED, text + remedy)
+    return context.finished(Phase.FAILED, Reason.DEADLINE_EXCEEDED, text + remedy)
 
 
-def seconds_to_deadline(situation: Situation) -> float | None:
+def seconds_to_deadline(context: ReconcileContext) -> float | None:
     """Until the run's time is over; None without a limit.
 
     Time in suspension does not count: the clock begins anew after it.
     """
-    limit, start = situation.run.spec.active_deadline_seconds, situation.memory.start_time
-    return None if limit is None or start is None else start + limit - situation.now
+    limit, start = context.run.spec.active_deadline_seconds, context.memory.start_time
+    return None if limit is None or start is None else start + limit - context.now
 
 
-def conclude(situation: Situation) -> Decision:
+def conclude(context: ReconcileContext) -> Decision:
     """What to do with a run that is over: what still works may end by itself, then the coordinator goes; much
     later all children.
 
     Ended pods stay for their logs until ``ttlSecondsAfterFinished``.
     """
-    finish, config, now = situation.memory.finish, situation.config, situation.now
+    finish, config, now = context.memory.finish, context.config, context.now
     if finish is None:
         raise ValueError("only a run that is over is concluded")
-    ttl = situation.run.spec.ttl_seconds_after_finished
-    everything = (*situation.nodes, *situation.observation.coordinators)
+    ttl = context.run.spec.ttl_seconds_after_finished
+    everything = (*context.nodes, *context.observation.coordinators)
     if ttl is not None and now >= finish.at + ttl:
         return Decision(
             Action.CLEAN,
             finish.phase,
             finish.reason,
-            _said(situation),
-            situation.memory,
+            _said(context),
+            context.memory,
             pods_to_delete=remove(everything),
         )
     grace = finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
     is_due = finish.reason in _AT_ONCE or now >= grace
-    chosen = [pod for pod in situation.live if is_due or not pod.is_running]
-    at_work = [pod for pod in (*situation.live, *situation.leaving) if pod.is_running]
+    chosen = [pod for pod in context.live if is_due or not pod.is_running]
+    at_work = [pod for pod in (*context.live, *context.leaving) if pod.is_running]
     if not at_work:
-        chosen += [pod for pod in situation.observation.coordinators if pod.is_live]
+        chosen += [pod for pod in context.observation.coordinators if pod.is_live]
     return Decision(
         Action.FINISH,
         finish.phase,
         finish.reason,
-        _said(situation),
-        situation.memory,
+        _said(context),
+        context.memory,
         pods_to_delete=remove(chosen),
-        record=_completed_record(situation),
+        record=_completed_record(context),
         requeue_after=earliest(
             None if is_due or not at_work else grace - now,
-            situation.seconds_to_ghosts,
+            context.seconds_to_unreachable,
             None if ttl is None else finish.at + ttl - now,
         ),
     )
 
 
-def _said(situation: Situation) -> str:
-    finish, nonce = situation.memory.finish, situation.run.spec.restart_nonce
+def _said(context: ReconcileContext) -> str:
+    finish, nonce = context.memory.finish, context.run.spec.restart_nonce
     message = finish.message if finish else ""
-    if finish and finish.phase == Phase.COMPLETE and nonce != situation.memory.restart_nonce:
+    if finish and finish.phase == Phase.COMPLETE and nonce != context.memory.restart_nonce:
         message += (
             "; spec.restartNonce has no effect on a complete run: create a new TrainingRun"
+        )
+    done, wanted = context.memory.training.total_steps, context.run.parsed.total_steps
+    if finish and finish.phase == Phase.COMPLETE and done and wanted and wanted > done:
+        message += (
+            f"; the horizon of {wanted} steps has no effect on a complete run. To train on, create a new "
+            "TrainingRun with spec.training.initFrom, or run `evergrad run --extend` where its volume is "
+            "mounted"
         )
     return message
 
 
-def _completed_record(situation: Situation) -> Record | None:
+def _completed_record(context: ReconcileContext) -> Record | None:
     """Of a complete run, for the PVC: what survives the loss of its status."""
-    finish, own = situation.memory.finish, situation.own_record
+    finish, own = context.memory.finish, context.own_record
     if (
         finish is None
         or finish.phase != Phase.COMPLETE
         or finish.reason == Reason.ALREADY_COMPLETE
     ):
         return None
-    if situation.observation.claim is None or (
-        own is not None and own.complete is not None and own.uid == situation.run.uid
+    if context.observation.claim is None or (
+        own is not None and own.complete is not None and own.uid == context.run.uid
     ):
         return None
-    epoch = max(situation.memory.coordinator.attempt, own.epoch if own else -1)
+    epoch = max(context.memory.coordinator.attempt, own.epoch if own else -1)
     complete: dict[str, object] = {"at": format_time(finish.at)}
-    if situation.memory.training.step is not None:
-        complete["step"] = (
-            situation.memory.training.total_steps or situation.memory.training.step
-        )
-    return replace(situation.build_record(epoch), complete=complete)
+    if context.memory.training.step is not None:
+        complete["step"] = context.memory.training.total_steps or context.memory.training.step
+    return replace(context.build_record(epoch), complete=complete)
 
 
 # ---- paused ------------------------------------------------------------------------------------------------
 
 
-def stop_if_asked(situation: Situation) -> Decision | None:
+def stop_if_asked(context: ReconcileContext) -> Decision | None:
     """Suspended by its spec, or stopped on request: nodes save and leave, then the coordinator goes."""
-    progress, memory = situation.progress, situation.memory
-    if situation.run.spec.suspend:
+    progress, memory = context.progress, context.memory
+    if context.run.spec.suspend:
         # Resuming by hand also takes back a stop that the recipe asked for.
         return _drain(
-            replace(situation, memory=replace(memory, stop_reason="")), Reason.SUSPENDED
+            replace(context, memory=replace(memory, stop_reason="")), Reason.SUSPENDED
         )
     has_stopped = (
         progress is not None
@@ -157,33 +162,31 @@ def stop_if_asked(situation: Situation) -> Decision | None:
             memory, stop_reason=Reason.NON_FINITE if is_non_finite else Reason.STOPPED
         )
     return (
-        _drain(replace(situation, memory=memory), Reason(memory.stop_reason))
+        _drain(replace(context, memory=memory), Reason(memory.stop_reason))
         if memory.is_stopped
         else None
     )
 
 
-def _drain(situation: Situation, reason: Reason) -> Decision:
+def _drain(context: ReconcileContext, reason: Reason) -> Decision:
     """Nodes leave together, so that the last holder of the state is told to save it; the coordinator serves
     until then."""
-    memory, coordinators = situation.memory, situation.observation.coordinators
-    working = (*situation.live, *situation.leaving)
+    memory, coordinators = context.memory, context.observation.coordinators
+    working = (*context.live, *context.leaving)
     live_coordinators = [pod for pod in coordinators if pod.is_live]
     # The coordinator knows what the last node saved, but has not been asked since: its last words are waited
     # for. One that has just been made may not have been asked since its nodes came.
     is_unheard = memory.training.step is None and any(
-        situation.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
+        context.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
     )
-    is_stale = is_unheard or (
-        situation.progress is not None and situation.progress.connected > 0
-    )
+    is_stale = is_unheard or (context.progress is not None and context.progress.connected > 0)
     if working or live_coordinators:
         chosen = (
-            situation.live
+            context.live
             if working
             else ()
             if is_stale and live_coordinators
-            else (*live_coordinators, *situation.nodes)
+            else (*live_coordinators, *context.nodes)
         )
         text = f"{len(working)} nodes save and leave" if working else "the coordinator leaves"
         return Decision(
@@ -194,7 +197,7 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
             memory,
             pods_to_delete=remove(chosen),
             requeue_after=earliest(
-                situation.seconds_to_ghosts, None if working or not is_stale else 1.0
+                context.seconds_to_unreachable, None if working or not is_stale else 1.0
             ),
         )
     # Time and budget begin anew; a queue admits the nodes as a new group.
@@ -203,8 +206,8 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
         memory, start_time=None, budget=Budget(at=memory.budget.at), faults=faults, gang_size=0
     )
     memory = replace(memory, has_formed=False, input_errors=())
-    text = _describe_pause(situation, reason)
-    pods = remove((*situation.nodes, *coordinators))
+    text = _describe_pause(context, reason)
+    pods = remove((*context.nodes, *coordinators))
     is_blocked = reason == Reason.NON_FINITE
     return Decision(
         Action.STOP,
@@ -217,9 +220,9 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
     )
 
 
-def _describe_pause(situation: Situation, reason: Reason) -> str:
+def _describe_pause(context: ReconcileContext, reason: Reason) -> str:
     """What stands saved, and how to go on."""
-    step = situation.memory.training.checkpoint_step
+    step = context.memory.training.checkpoint_step
     if reason == Reason.NON_FINITE:
         # The state before the step that is not finite has been saved, so that step is the next one.
         which, saved = (
@@ -230,7 +233,7 @@ def _describe_pause(situation: Situation, reason: Reason) -> str:
             f"state before it{saved} is saved. "
             "To go past it, name the step in spec.training.skipSteps or allow some with "
             "spec.training.onNonFinite.skip; then set "
-            f"spec.restartNonce to a new text, or run: evergrad resume {situation.run.name}"
+            f"spec.restartNonce to a new text, or run: evergrad resume {context.run.name}"
         )
     saved = f"; the newest checkpoint is of step {step}" if step is not None else ""
     how = (
@@ -241,30 +244,28 @@ def _describe_pause(situation: Situation, reason: Reason) -> str:
     return f"no pod is left{saved}. To go on, {how}."
 
 
-def drain_older(situation: Situation) -> Decision | None:
+def drain_older(context: ReconcileContext) -> Decision | None:
     """After a change of ``restartNonce``, or of settings that nodes must have alike, the pods of before leave
     as in a suspension.
 
     New ones come when they are gone.
     """
-    restart = situation.memory.restart
-    live = [pod for pod in situation.live if pod.restart < restart]
-    leaving = [pod for pod in situation.leaving if pod.restart < restart]
+    restart = context.memory.restart
+    live = [pod for pod in context.live if pod.restart < restart]
+    leaving = [pod for pod in context.leaving if pod.restart < restart]
     coordinators = [
-        pod
-        for pod in situation.observation.coordinators
-        if pod.is_live and pod.restart < restart
+        pod for pod in context.observation.coordinators if pod.is_live and pod.restart < restart
     ]
     if not (live or leaving or coordinators):
         return None
-    ended = [pod for pod in situation.nodes if not pod.is_live and pod.restart < restart]
+    ended = [pod for pod in context.nodes if not pod.is_live and pod.restart < restart]
     chosen = live if live or leaving else (*coordinators, *ended)
     return Decision(
         Action.STOP,
         Phase.RESTARTING,
         Reason.RESTARTING,
         f"spec.restartNonce or a setting has changed: {len(live) + len(leaving)} nodes save and leave",
-        situation.memory,
+        context.memory,
         pods_to_delete=remove(chosen),
-        requeue_after=earliest(situation.seconds_to_ghosts),
+        requeue_after=earliest(context.seconds_to_unreachable),
     )

@@ -24,9 +24,8 @@ from evergrad_operator.observe import Observation, Progress
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.budget import add_short_life, forgive
 from evergrad_operator.policies.ends import is_letting_go, note_nodes
-from evergrad_operator.policies.root_cause import CAUSES, note_verdict
+from evergrad_operator.policies.root_cause import CAUSES, note_outcome
 from evergrad_operator.raw import get_int, get_map
-from evergrad_operator.spec import TrainingRun
 
 IN_POD_CAUSES = ("worker_crash", "out_of_memory", "stuck", "setup_failed", "environment")
 """Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
@@ -58,12 +57,14 @@ def _begin(observation: Observation, config: Config) -> Memory:
     images."""
     run, memory = observation.run, observation.status
     nonce = run.spec.restart_nonce
+    is_complete = memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
     if not memory.is_known:
+        # The status is lost, or was never written: pods that are there show how often the run was restarted.
         visible = max(
             (pod.restart for pod in (*observation.nodes, *observation.coordinators)), default=0
         )
         memory = replace(memory, restart_nonce=nonce, restart=max(memory.restart, visible))
-    elif nonce != memory.restart_nonce and not _is_complete(memory):
+    elif nonce != memory.restart_nonce and not is_complete:
         memory = replace(
             memory,
             restart=memory.restart + 1,
@@ -83,7 +84,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
             gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),
         )
-    elif _has_other_settings(run, memory):
+    elif _has_other_settings(observation):
         # Nodes of old and new settings would wait for one another, at a save that only some of them make: all
         # leave, with their state saved, and come again. Nobody asked for fresh budgets or another image.
         memory = replace(
@@ -110,16 +111,25 @@ def _begin(observation: Observation, config: Config) -> Memory:
     )
 
 
-def _has_other_settings(run: TrainingRun, memory: Memory) -> bool:
+def _has_other_settings(observation: Observation) -> bool:
     """Whether somebody gave a run that goes on other settings than its pods have.
 
-    Without a new generation only the operator is another, whose hash covers more or fewer fields; an older
-    one noted none.
+    Without a new generation only the operator is another, whose hash covers more or fewer fields.
     """
-    new, known = run.parsed.settings_hash, memory.settings_hash
-    is_changed = get_int(get_map(run.raw, "status"), "observedGeneration") != run.generation
-    is_other = bool(new and known and new != known)
-    return is_changed and is_other and memory.finish is None and not run.parsed.problems
+    run, memory = observation.run, observation.status
+    is_edited = get_int(get_map(run.raw, "status"), "observedGeneration") != run.generation
+    new = run.parsed.settings_hash
+    if not is_edited or not new or memory.finish is not None or run.parsed.problems:
+        return False
+    # An older release noted no hash: its pods have what their ConfigMap has.
+    known = memory.settings_hash
+    if not known and observation.applied is not None:
+        known = observation.applied.hash
+    if not known:
+        # Nobody can tell. Pods that began with one file and get another one never agree, so that all of them
+        # leave and come again.
+        return any(attempt >= 0 for attempt in memory.attempts)
+    return new != known
 
 
 def _note_image(memory: Memory, observation: Observation, config: Config) -> Memory:
@@ -138,10 +148,6 @@ def _note_image(memory: Memory, observation: Observation, config: Config) -> Mem
         pod.is_live and pod.is_image_missing and pod.image == memory.image_pin for pod in pods
     )
     return replace(memory, image_pin="") if is_unknown else memory
-
-
-def _is_complete(memory: Memory) -> bool:
-    return memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
 
 
 # ---- the coordinator ---------------------------------------------------------------------------------------
@@ -215,7 +221,7 @@ def _note_progress(memory: Memory, observation: Observation, now: float) -> Memo
     memory = _add_counters(memory, progress)
     # A step of this coordinator's own group shows that one was up, also where nobody asked while it was.
     has_formed = memory.has_formed or progress.phase in _FORMED or progress.step is not None
-    memory = note_verdict(replace(memory, has_formed=has_formed), progress.last_failure, now)
+    memory = note_outcome(replace(memory, has_formed=has_formed), progress.last_failure, now)
     return forgive(memory, observation)
 
 

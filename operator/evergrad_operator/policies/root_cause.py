@@ -24,7 +24,7 @@ from evergrad_operator.raw import keep_end
 CAUSES: Mapping[str, Cause] = {name: Cause(one.pod) for name, one in CHANGES.items() if one.pod}
 """The coordinator's word for a cause → ours; any other is a crash."""
 _NODE_DIGITS = 7
-_ECHO_SECONDS = 60.0
+_REPEAT_SECONDS = 60.0
 """A node ends so soon after its coordinator has said which rank failed."""
 _WAVER_SECONDS = 2.0
 _SAID_BEFORE = (ExitCode.USER_ERROR, ExitCode.INTERNAL)
@@ -40,7 +40,7 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
         is_repeated = (
             failure is not None
             and failure.rank is not None
-            and described.at - failure.at < _ECHO_SECONDS
+            and described.at - failure.at < _REPEAT_SECONDS
         )
         failure = failure if is_repeated and described.exit_code in _SAID_BEFORE else described
     return replace(memory, last_failure=failure)
@@ -58,18 +58,18 @@ def _describe(pod: PodState, memory: Memory, now: float) -> LastFailure:
     )
 
 
-def note_verdict(memory: Memory, failure: Failure | None, now: float) -> Memory:
+def note_outcome(memory: Memory, failure: Failure | None, now: float) -> Memory:
     """The last failure as the coordinator tells it."""
     if failure is None or failure.cause == "peer_lost":
         return memory
     at, known = now - failure.seconds_ago, memory.last_failure
-    is_echo = (
+    is_repeat = (
         known is not None
         and known.rank is None
         and known.exit_code in _SAID_BEFORE
-        and at > known.at - _ECHO_SECONDS
+        and at > known.at - _REPEAT_SECONDS
     )
-    if known is not None and at <= known.at + _WAVER_SECONDS and not is_echo:
+    if known is not None and at <= known.at + _WAVER_SECONDS and not is_repeat:
         return memory
     described = LastFailure(
         cause=CAUSES.get(failure.cause, Cause.WORKER_CRASH),

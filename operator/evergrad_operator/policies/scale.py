@@ -5,11 +5,10 @@ from typing import Final
 
 from evergrad_operator.decision import Bounds, PodDeletion
 from evergrad_operator.images import pin_image
-from evergrad_operator.memory import Memory
 from evergrad_operator.pods import PodState
+from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.failure import is_backing_off
 from evergrad_operator.policies.lifecycle import earliest, remove
-from evergrad_operator.policies.situation import Situation
 
 COORDINATOR_SILENCE_SECONDS: Final = 10.0
 """After so long without an answer a coordinator is replaced: its nodes wait no longer for it either."""
@@ -32,83 +31,75 @@ class Scale:
     requeue_after: float | None
 
 
-def decide_scale(situation: Situation) -> Scale:
+def decide_scale(context: ReconcileContext) -> Scale:
     """The pods of a run that trains or wants to."""
-    most = situation.run.spec.nodes.largest
-    newest = _newest_live(situation)
+    most = context.run.spec.nodes.largest
+    memory = context.memory
+
+    # One live pod a node, the newest: a second one is there where an operator died between a creation and its
+    # note of it.
+    newest: dict[int, PodState] = {}
+    for pod in context.live:
+        known = newest.get(pod.index)
+        if known is None or pod.attempt > known.attempt:
+            newest[pod.index] = pod
     surplus = [
-        pod for pod in situation.live if pod.index >= most or newest.get(pod.index) is not pod
+        pod for pod in context.live if pod.index >= most or newest.get(pod.index) is not pod
     ]
+    # A host may not get the image by its digest, as where images are brought by hand: the next pod asks for
+    # the tag.
+    digest = "" if memory.image_pin else pin_image(memory.image, memory.image_id)
     surplus += [
         pod
         for pod in newest.values()
-        if pod.index < most and _is_waiting_for_digest(pod, situation.memory)
+        if pod.index < most and pod.is_image_missing and digest and pod.image == digest
     ]
+
+    # Which nodes get a pod now, and which have to wait: for the budget, for the last holder of the state, or
+    # after a fault of their host.
     missing = [index for index in range(most) if index not in newest]
-    is_waiting = is_backing_off(situation)
-    held = {pod.index for pod in situation.leaving if _is_last_holder(pod, situation)}
-    faults = situation.memory.faults
+    is_waiting = is_backing_off(context)
+    held = {pod.index for pod in context.leaving if _is_last_holder(pod, context)}
+    faults = context.memory.faults
     faulty = (
         faults.nodes.intersection(missing)
-        if situation.now < faults.retry_at
+        if context.now < faults.retry_at
         else frozenset[int]()
     )
     due = [] if is_waiting else [index for index in missing if index not in held | faulty]
-    visible = {
-        pod.index: pod.attempt for pod in situation.nodes
-    }  # sorted: the highest attempt of each comes last
-    coordinator, epoch = _find_coordinator(situation)
+    # Pods are sorted: the highest attempt of each node comes last.
+    visible = {pod.index: pod.attempt for pod in context.nodes}
+    coordinator, epoch = _find_coordinator(context)
     older = [
         pod
-        for pod in situation.observation.coordinators
+        for pod in context.observation.coordinators
         if not pod.is_deleting and pod.attempt < epoch
     ]
     # Its successor is made once it is being deleted: that stands in the API server, whatever becomes of this
     # operator.
-    older += [
-        pod
-        for pod in (situation.observation.live_coordinator,)
-        if pod is not None and _is_lost(pod, situation)
-    ]
+    live = context.observation.live_coordinator
+    if live is not None and _is_lost(live, context):
+        older.append(live)
     return Scale(
         nodes_to_create=tuple(
-            (index, 1 + max(visible.get(index, -1), situation.memory.attempt_of(index)))
+            (index, 1 + max(visible.get(index, -1), context.memory.attempt_of(index)))
             for index in due
         ),
-        pods_to_delete=remove((*surplus, *_find_old(situation))) + remove(older),
+        pods_to_delete=remove((*surplus, *_find_old(context))) + remove(older),
         coordinator_attempt=coordinator if not is_waiting else None,
         epoch=epoch,
-        bounds=_find_bounds(situation),
+        bounds=_find_bounds(context),
         missing=len(missing),
         faulty=faulty,
         requeue_after=earliest(
-            situation.memory.budget.retry_at - situation.now if is_waiting else None,
-            faults.retry_at - situation.now if faulty else None,
-            situation.seconds_to_ghosts if held else None,
+            context.memory.budget.retry_at - context.now if is_waiting else None,
+            faults.retry_at - context.now if faulty else None,
+            context.seconds_to_unreachable if held else None,
         ),
     )
 
 
-def _newest_live(situation: Situation) -> dict[int, PodState]:
-    newest: dict[int, PodState] = {}
-    for pod in situation.live:
-        known = newest.get(pod.index)
-        if known is None or pod.attempt > known.attempt:
-            newest[pod.index] = pod
-    return newest
-
-
-def _is_waiting_for_digest(pod: PodState, memory: Memory) -> bool:
-    """Whether its host cannot get the image by its digest, as where images are brought by hand; the next pod
-    asks for the tag."""
-    return (
-        pod.is_image_missing
-        and not memory.image_pin
-        and pod.image == pin_image(memory.image, memory.image_id) != ""
-    )
-
-
-def _is_last_holder(pod: PodState, situation: Situation) -> bool:
+def _is_last_holder(pod: PodState, context: ReconcileContext) -> bool:
     """Whether only this leaving pod may hold the state: a successor, the same node to the coordinator, would
     cut its save short.
 
@@ -116,38 +107,38 @@ def _is_last_holder(pod: PodState, situation: Situation) -> bool:
     """
     if pod.disruption == "NodeLost" or not pod.is_running:
         return False
-    return not any(other.is_running for other in situation.live)
+    return not any(other.is_running for other in context.live)
 
 
-def _find_coordinator(situation: Situation) -> tuple[int | None, int]:
+def _find_coordinator(context: ReconcileContext) -> tuple[int | None, int]:
     """The attempt to create, None if one is there, and the newest epoch. Epochs only grow, also over a lost
     status.
 
     The PVC is told before the pod is made, so that its epoch may be one that is still to be made: where the
     status knows of no such pod, or, without a status, where no node followed it.
     """
-    live = situation.observation.live_coordinator
+    live = context.observation.live_coordinator
     if live is not None:
         return None, live.attempt
-    own, memory = situation.own_record, situation.memory
-    following = 1 + max((pod.attempt for pod in situation.observation.coordinators), default=-1)
+    own, memory = context.own_record, context.memory
+    following = 1 + max((pod.attempt for pod in context.observation.coordinators), default=-1)
     following = max(following, memory.coordinator.attempt + 1)
     if own is not None:
-        is_still_to_be_made = own.uid == situation.run.uid and (
-            memory.is_known or not situation.nodes
+        is_still_to_be_made = own.uid == context.run.uid and (
+            memory.is_known or not context.nodes
         )
         following = max(following, own.epoch if is_still_to_be_made else own.epoch + 1)
     return following, following
 
 
-def _is_lost(coordinator: PodState, situation: Situation) -> bool:
+def _is_lost(coordinator: PodState, context: ReconcileContext) -> bool:
     """Whether a coordinator served, and nothing has come from its host for longer than its nodes wait for it.
 
     Kubernetes gives up a pod on a dead host after 45 s and more; the next coordinator takes the group over as
     it is. One that has never answered is kept: it may be the operator that cannot reach it. The same holds
     while most others are silent, too.
     """
-    silence = situation.observation.silence
+    silence = context.observation.silence
     if (
         silence is None
         or silence.attempt != coordinator.attempt
@@ -157,24 +148,24 @@ def _is_lost(coordinator: PodState, situation: Situation) -> bool:
     return silence.has_answered and silence.has_timed_out and silence.is_alone
 
 
-def _find_old(situation: Situation) -> list[PodState]:
+def _find_old(context: ReconcileContext) -> list[PodState]:
     """Ended pods that a newer ended one of the same node has made useless; the newest stays for its logs."""
     newest: dict[int, PodState] = {}
-    for pod in situation.nodes:
+    for pod in context.nodes:
         if pod.end is not None and (
             pod.index not in newest or pod.attempt > newest[pod.index].attempt
         ):
             newest[pod.index] = pod
     return [
-        pod for pod in situation.nodes if pod.end is not None and newest[pod.index] is not pod
+        pod for pod in context.nodes if pod.end is not None and newest[pod.index] is not pod
     ]
 
 
-def _find_bounds(situation: Situation) -> Bounds | None:
-    progress, nodes = situation.progress, situation.run.spec.nodes
+def _find_bounds(context: ReconcileContext) -> Bounds | None:
+    progress, nodes = context.progress, context.run.spec.nodes
     if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
         return None
-    most = situation.run.spec.failure_policy.max_failures_without_progress
+    most = context.run.spec.failure_policy.max_failures_without_progress
     wanted = Bounds(nodes.min, nodes.largest, most)
     # A coordinator of an older release tells of no such number, and is not asked for it.
     told = Bounds(

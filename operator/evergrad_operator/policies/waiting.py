@@ -12,8 +12,8 @@ from evergrad_operator import names
 from evergrad_operator.names import Reason
 from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_TAKEN, ApplyFailure
 from evergrad_operator.pods import PodState
+from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.failure import quote
-from evergrad_operator.policies.situation import Situation
 
 _START: Final = frozenset(
     {
@@ -80,17 +80,17 @@ class Obstacle:
         return self.since + PATIENCE_SECONDS if self.reason in _PERSON_LATER else None
 
 
-def find_obstacle(situation: Situation, wanted: Iterable[str]) -> Obstacle | None:
+def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle | None:
     """The most telling obstacle.
 
     ``wanted``: names of the pods that should be made now, and of a claim to be written.
     """
     names_wanted = frozenset(wanted)
-    for failure in situation.observation.failures:
-        if _is_relevant(failure, situation, names_wanted):
+    for failure in context.observation.failures:
+        if _is_relevant(failure, context, names_wanted):
             is_record = (
                 failure.kind == "PersistentVolumeClaim"
-                and situation.observation.claim is not None
+                and context.observation.claim is not None
             )
             return (
                 _explain_record(failure)
@@ -98,21 +98,19 @@ def find_obstacle(situation: Situation, wanted: Iterable[str]) -> Obstacle | Non
                 else explain_refusal(failure)
             )
     coordinators = [
-        pod for pod in situation.observation.coordinators if pod.is_live and not pod.is_running
+        pod for pod in context.observation.coordinators if pod.is_live and not pod.is_running
     ]
-    pending = [pod for pod in (*coordinators, *situation.live) if not pod.is_running]
-    found = [(_explain(pod, situation), pod.created_at) for pod in pending]
+    pending = [pod for pod in (*coordinators, *context.live) if not pod.is_running]
+    found = [(_explain(pod, context), pod.created_at) for pod in pending]
     obstacles = [replace(one, since=created_at) for one, created_at in found if one is not None]
-    return min(
-        obstacles, key=lambda one: _ORDER.index(one.reason), default=None
-    ) or _find_silence(situation)
+    if obstacles:
+        return min(obstacles, key=lambda one: _ORDER.index(one.reason))
 
-
-def _find_silence(situation: Situation) -> Obstacle | None:
-    silence = situation.observation.unreachable
+    # Pods that all run and a coordinator that does not answer.
+    silence = context.observation.unreachable
     if silence is None:
         return None
-    return Obstacle(Reason(silence.reason), silence.text, situation.now - silence.seconds)
+    return Obstacle(Reason(silence.reason), silence.text, context.now - silence.seconds)
 
 
 _ORDER: Final = (
@@ -127,13 +125,15 @@ _ORDER: Final = (
 )
 
 
-def _is_relevant(failure: ApplyFailure, situation: Situation, wanted: frozenset[str]) -> bool:
+def _is_relevant(
+    failure: ApplyFailure, context: ReconcileContext, wanted: frozenset[str]
+) -> bool:
     """Whether what was refused is still needed; a refusal of something else may be remembered for long."""
     if failure.verb not in ("create", "apply"):
         return True
     if failure.kind in ("Pod", "PersistentVolumeClaim"):
         return failure.name in wanted
-    return (failure.kind, failure.name) not in situation.observation.hashes
+    return (failure.kind, failure.name) not in context.observation.hashes
 
 
 def explain_refusal(failure: ApplyFailure) -> Obstacle:
@@ -215,7 +215,7 @@ def _explain_record(failure: ApplyFailure) -> Obstacle:
     return Obstacle(Reason.VOLUME_RECORD_REFUSED, f"{text}. {remedy}; it is tried again")
 
 
-def _explain(pod: PodState, situation: Situation) -> Obstacle | None:
+def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
     who = "the coordinator" if pod.role == names.ROLE_COORDINATOR else f"node {pod.index}"
     where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
     reason = pod.waiting_reason
@@ -239,7 +239,7 @@ def _explain(pod: PodState, situation: Situation) -> Obstacle | None:
         )
     if reason == "Unschedulable":
         return _explain_scheduling(where, said)
-    if reason == "ContainerCreating" and situation.now - pod.created_at > _SLOW_SECONDS:
+    if reason == "ContainerCreating" and context.now - pod.created_at > _SLOW_SECONDS:
         remedy = (
             f"See kubectl describe pod {pod.name}: a volume, a Secret or a ConfigMap may be "
             "missing or slow"
@@ -269,28 +269,30 @@ def _explain_scheduling(where: str, said: str) -> Obstacle:
     )
 
 
-def find_claim_obstacle(situation: Situation) -> Obstacle | None:
+def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
     """What is wrong with the PVC itself, before any pod needs it."""
     claim, name, is_given = (
-        situation.observation.claim,
-        situation.run.claim_name,
-        bool(situation.run.spec.storage.claim_name),
+        context.observation.claim,
+        context.run.claim_name,
+        bool(context.run.spec.storage.claim_name),
     )
-    since = situation.memory.start_time or situation.now
+    since = context.memory.start_time or context.now
     if claim is None:
         if not is_given:
             return None
         unread = next(
             (
                 one
-                for one in situation.observation.failures
+                for one in context.observation.failures
                 if (one.verb, one.name) == ("get", name)
             ),
             None,
         )
         if unread is not None:
             return explain_refusal(unread)
-        text = f"PersistentVolumeClaim {name} does not exist in namespace {situation.run.namespace}"
+        text = (
+            f"PersistentVolumeClaim {name} does not exist in namespace {context.run.namespace}"
+        )
         remedy = "Create it, or leave out spec.storage.claimName in a new TrainingRun"
         return Obstacle(Reason.VOLUME_MISSING, f"{text}. {remedy}", since)
     if claim.phase == "Lost":
@@ -300,7 +302,7 @@ def find_claim_obstacle(situation: Situation) -> Obstacle | None:
             f"{text}. Restore the volume, or start a new TrainingRun on another",
             since,
         )
-    if claim.is_deleting and not situation.live:
+    if claim.is_deleting and not context.live:
         text = (
             f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"
         )

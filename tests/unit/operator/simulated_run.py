@@ -10,6 +10,7 @@ from typing import Any
 from fake_kubernetes.recipe import TRAINING
 
 from evergrad_operator import names
+from evergrad_operator.changes import compare_settings, is_edited
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Decision
 from evergrad_operator.events import Event, derive_events
@@ -107,7 +108,7 @@ class Simulation:
             self.progress = replace(
                 self.progress, connected=min(self.progress.connected, there)
             )
-        return observe(
+        seen = observe(
             self.specs.parse(self.raw),
             pods=copy.deepcopy(list(self.pods.values())),
             others=self.others,
@@ -115,6 +116,11 @@ class Simulation:
             progress=self.progress,
             failures=self.failures,
         )
+        config = self.children.get(("ConfigMap", names.config_name(seen.run.name)))
+        if config is None or not is_edited(seen):
+            return seen
+        applied = compare_settings(config["data"][names.CONFIG_FILE], seen.run)
+        return replace(seen, applied=applied)
 
     def reconcile(
         self, *, is_status_lost: bool = False, refuse: ApplyFailure | None = None

@@ -119,7 +119,7 @@ def test_exit_codes_64_end_no_run_that_trained_under_an_older_operator() -> None
     assert sorted(world.live()) == ["docs-lm-0-1", "docs-lm-1-1", "docs-lm-2-1"]
 
 
-def test_nodes_that_follow_the_coordinators_verdict_with_64_are_no_restarts() -> None:
+def test_nodes_that_follow_the_coordinators_outcome_with_64_are_no_restarts() -> None:
     world = Simulation().run()
     world.train(12, phase="Failed", reason="UserError", message="ValueError: the eighth sin")
     for name in world.live():
@@ -631,7 +631,7 @@ def test_epochs_grow_even_if_status_and_pods_are_lost() -> None:
     assert world.reconcile().coordinator_attempt == 5
 
 
-def test_the_coordinators_verdict_ends_the_run_with_its_words() -> None:
+def test_the_coordinators_outcome_ends_the_run_with_its_words() -> None:
     world = Simulation().run()
     failure = {
         "cause": "worker_crash",
@@ -678,7 +678,7 @@ def test_the_coordinators_verdict_ends_the_run_with_its_words() -> None:
         ({"reason": "InternalError"}, "WorkerCrash"),
     ],
 )
-def test_each_verdict_has_its_reason(fields: dict[str, Any], reason: str) -> None:
+def test_each_outcome_has_its_reason(fields: dict[str, Any], reason: str) -> None:
     world = Simulation().run()
     world.progress = make_progress(0, phase="Failed", **fields)
     assert world.reconcile().reason == reason

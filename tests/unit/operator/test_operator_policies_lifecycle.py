@@ -290,7 +290,7 @@ def test_a_run_that_is_born_suspended_makes_nothing() -> None:
     assert world.created == []
 
 
-def test_a_ghost_on_a_lost_node_does_not_hold_a_suspension_up() -> None:
+def test_an_unreachable_pod_on_a_lost_node_does_not_hold_a_suspension_up() -> None:
     world = Simulation().run()
     world.set_spec(suspend=True)
     world.reconcile()
@@ -703,7 +703,7 @@ def test_a_refused_run_keeps_nobody_else_out() -> None:
 
 def test_the_same_name_with_another_recipe_is_a_conflict_and_with_the_same_goes_on() -> None:
     first = with_claim(shared("docs-lm")).run()
-    other = {"recipe": "pretrain", "model": {"config": {"hidden_size": 16}}}
+    other = {**TRAINING, "batching": {"globalBatchSize": 8192, "microBatchSize": 1}}
     again = with_claim(shared("docs-lm", uid="later", training=other), first)
     decision = again.settle()
     assert decision.reason == Reason.OUTPUT_CONFLICT
@@ -910,9 +910,88 @@ def test_an_operator_that_hashes_settings_otherwise_restarts_no_run() -> None:
     world.raw["status"]["memory"]["settings"] = "of another release"
     assert world.settle().phase == Phase.RUNNING
     assert world.status["memory"]["settings"] != "of another release"
+
+
+def test_a_run_of_an_older_release_that_noted_no_settings_restarts_for_an_edit_of_them_alone() -> (
+    None
+):
+    world = Simulation().run()
     del world.raw["status"]["memory"]["settings"]
+    world.set_spec(nodes={"min": 1, "max": 3})
+    assert world.settle().phase == Phase.RUNNING, "settings are as the pods have them"
+
+    del world.raw["status"]["memory"]["settings"]
+    config = world.children["ConfigMap", "docs-lm-config"]
     world.set_spec(training={**TRAINING, "checkpoint": {"every": {"steps": 7}}})
-    assert world.settle().phase == Phase.RUNNING, "an older release noted none"
+    assert world.reconcile().phase == Phase.RESTARTING
+    assert world.children["ConfigMap", "docs-lm-config"] == config, "pods still read it"
+
+
+def test_settings_that_nobody_can_compare_bring_all_pods_back() -> None:
+    world = Simulation().run()
+    del world.raw["status"]["memory"]["settings"]
+    world.children["ConfigMap", "docs-lm-config"]["data"]["trainingrun.json"] = "{}"
+    world.set_spec(training={**TRAINING, "checkpoint": {"every": {"steps": 7}}})
+    assert world.reconcile().phase == Phase.RESTARTING
+
+
+def test_an_edit_of_live_settings_is_an_event_that_names_each_field_once() -> None:
+    world = Simulation().run()
+    told = len(world.events)
+    logging = {"every": {"steps": 50}}
+    world.set_spec(
+        training={**TRAINING, "checkpoint": {"every": {"steps": 7}}, "logging": logging}
+    )
+    world.settle()
+    world.leave()
+    world.settle()
+    (event,) = [event for event in world.events[told:] if event.reason == "SettingsChanged"]
+    assert event.type == "Normal"
+    assert "spec.training.checkpoint.every.steps: 500 → 7" in event.message
+    assert "spec.training.logging.every.steps: 10 → 50" in event.message
+    world.set_spec(nodes={"min": 1, "max": 3})
+    world.settle()
+    assert [one for one in world.events[told:] if one.reason == "SettingsChanged"] == [event]
+
+
+def test_a_setting_that_takes_no_restart_is_an_event_too() -> None:
+    world = Simulation().run()
+    world.set_spec(training={**TRAINING, "skipSteps": [12]})
+    assert world.settle().phase == Phase.RUNNING
+    (event,) = [event for event in world.events if event.reason == "SettingsChanged"]
+    assert event.message == "spec.training.skipSteps: [] → [12]"
+
+
+def test_a_recipe_that_is_only_spelled_otherwise_goes_on_in_the_same_folder() -> None:
+    first = with_claim(shared("docs-lm")).run()
+    spelled = {**TRAINING, "batching": {"globalBatchSize": "4096", "microBatchSize": 1}}
+    again = with_claim(shared("docs-lm", uid="later", training=spelled), first)
+    assert again.reconcile().coordinator_attempt == 1
+
+
+def test_a_record_of_an_older_release_has_the_recipe_by_its_spelling() -> None:
+    first = with_claim(shared("docs-lm")).run()
+    annotations = first.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+    (name,) = annotations
+    record = json.loads(annotations[name])
+    record["recipe"] = first.look().run.parsed.spelling_hash
+    annotations[name] = json.dumps(record)
+    again = with_claim(shared("docs-lm", uid="later"), first)
+    assert again.reconcile().coordinator_attempt == 1
+    other = {**TRAINING, "batching": {"globalBatchSize": 8192, "microBatchSize": 1}}
+    another = with_claim(shared("docs-lm", uid="later", training=other), first)
+    assert another.settle().reason == Reason.OUTPUT_CONFLICT
+
+
+def test_a_longer_horizon_of_a_complete_run_names_what_to_do() -> None:
+    world = Simulation().run()
+    for name in world.live():
+        world.end(name, 0)
+    assert "horizon" not in world.settle().message
+    world.set_spec(training={**TRAINING, "horizon": {"steps": 200_000}})
+    message = world.settle().message
+    assert "the horizon of 200000 steps has no effect on a complete run" in message
+    assert "evergrad run --extend" in message
 
 
 def test_a_wrong_setting_restarts_nothing_before_or_after_its_correction() -> None:

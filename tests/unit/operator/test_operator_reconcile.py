@@ -2,14 +2,17 @@
 needless write."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.simulation import KEY, Crash, Simulation, crash_at
 from fake_kubernetes.store import RefusedError, Write
 
 from evergrad_operator.decision import Bounds
+from evergrad_operator.errors import ApiError
 from evergrad_operator.observe import Record, build_record
 
 Story = Callable[[Simulation], None]
@@ -147,13 +150,13 @@ def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_wa
         "secondsAgo": 1,
     }
     running = simulation.coordinators.answers[KEY]
-    verdict = {
+    outcome = {
         **running,
         "phase": "Failed",
         "reason": "FailuresWithoutProgress",
         "lastFailure": failure,
     }
-    simulation.coordinators.unheard[KEY] = verdict
+    simulation.coordinators.unheard[KEY] = outcome
     simulation.end_pod("run-0-0", 137)
     simulation.settle()
     assert "run-0-1" in simulation.pods()  # killed by somebody: nothing to ask for
@@ -743,3 +746,46 @@ def test_a_pod_without_an_owner_belongs_to_no_run_whatever_its_labels_say(
     assert (
         simulation.store.get("pods", "ns", "copy")["metadata"].get("deletionTimestamp") is None
     )
+
+
+def test_an_edit_of_settings_is_compared_with_the_config_map_before_that_is_applied_anew(
+    simulation: Simulation,
+) -> None:
+    begin(simulation)
+    simulation.start_operator()
+    simulation.settle()
+    training = {**TRAINING, "skipSteps": [12]}
+    simulation.store.change("trainingruns", *KEY, {"spec": {"training": training}})
+    simulation.settle()
+    told = [
+        one for one in simulation.store.list("events") if one["reason"] == "SettingsChanged"
+    ]
+    assert [one["message"] for one in told] == ["spec.training.skipSteps: [] → [12]"]
+    assert told[0]["count"] == 1
+    config = simulation.store.get("configmaps", "ns", "run-config")
+    assert json.loads(config["data"]["trainingrun.json"])["spec"]["training"]["skipSteps"] == [
+        12
+    ]
+
+
+def test_without_the_pods_manifest_an_edit_is_not_acted_upon(
+    simulation: Simulation,
+) -> None:
+    begin(simulation)
+    list_all = simulation.cluster.list_all
+
+    async def refuse(kind: Any, namespace: Any, **options: Any) -> Any:
+        if options.get("name") == "run-config":
+            raise ApiError(500, "InternalError", "not now")
+        return await list_all(kind, namespace, **options)
+
+    simulation.cluster.list_all = refuse  # type: ignore[method-assign]
+    training = {**TRAINING, "skipSteps": [12]}
+    simulation.store.change("trainingruns", *KEY, {"spec": {"training": training}})
+    writes = len(simulation.store.writes)
+    with pytest.raises(ApiError):
+        simulation.reconcile()
+    assert len(simulation.store.writes) == writes
+    simulation.cluster.list_all = list_all  # type: ignore[method-assign]
+    simulation.settle()
+    assert any(one["reason"] == "SettingsChanged" for one in simulation.store.list("events"))

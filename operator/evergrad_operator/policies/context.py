@@ -1,5 +1,5 @@
-"""What all policies look at: an observation with its memory brought up to date, and the pods in the groups
-that matter."""
+"""The context that all policies decide in: an observation, its memory brought up to date, and the pods in the
+groups that matter. Pure."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,12 +14,12 @@ from evergrad_operator.pods import PodState
 from evergrad_operator.policies.remember import is_current
 from evergrad_operator.spec import TrainingRun
 
-GHOST_SECONDS: Final = 10.0
+UNREACHABLE_POD_SECONDS: Final = 10.0
 """A pod that is still there so long after its grace is on a node that answers nobody."""
 
 
 @dataclass(frozen=True)
-class Situation:
+class ReconcileContext:
     """One moment of one run. ``now``: seconds since 1970."""
 
     observation: Observation
@@ -53,18 +53,20 @@ class Situation:
         since."""
         return min(self.memory.training.ready, sum(pod.is_running for pod in self.live))
 
-    def is_ghost(self, pod: PodState) -> bool:
+    def is_unreachable(self, pod: PodState) -> bool:
         """Whether nobody can tell if this leaving pod still runs; it is waited for no longer."""
         return (
             pod.is_leaving
             and pod.gone_by is not None
-            and self.now > pod.gone_by + GHOST_SECONDS
+            and self.now > pod.gone_by + UNREACHABLE_POD_SECONDS
         )
 
     @cached_property
     def leaving(self) -> tuple[PodState, ...]:
         """Pods of nodes that are being deleted, and may still save."""
-        return tuple(pod for pod in self.nodes if pod.is_leaving and not self.is_ghost(pod))
+        return tuple(
+            pod for pod in self.nodes if pod.is_leaving and not self.is_unreachable(pod)
+        )
 
     @cached_property
     def live(self) -> tuple[PodState, ...]:
@@ -72,10 +74,10 @@ class Situation:
         return tuple(pod for pod in self.nodes if pod.is_live)
 
     @property
-    def seconds_to_ghosts(self) -> float | None:
+    def seconds_to_unreachable(self) -> float | None:
         """Until the next leaving pod is given up."""
         times = [
-            pod.gone_by + GHOST_SECONDS - self.now
+            pod.gone_by + UNREACHABLE_POD_SECONDS - self.now
             for pod in self.leaving
             if pod.gone_by is not None
         ]
@@ -102,6 +104,13 @@ class Situation:
             else None,
         )
 
+    def has_recipe(self, record: Record) -> bool:
+        """Return whether a record on the PVC is of this run's recipe, in meaning or, in a record of an older
+        version, in spelling."""
+        parsed = self.run.parsed
+        known = {self.memory.recipe_hash, parsed.recipe_hash, parsed.spelling_hash}
+        return record.recipe in known
+
     def is_recorded(self, record: Record) -> bool:
         """Whether the PVC says exactly this."""
         claim = self.observation.claim
@@ -113,7 +122,7 @@ class Situation:
         """Nothing is touched."""
         return Decision(Action.HOLD, phase, reason, message, self.memory)
 
-    def finished(self, phase: Phase, reason: str, message: str) -> "Situation":
+    def finished(self, phase: Phase, reason: str, message: str) -> "ReconcileContext":
         """The same moment, with the run over."""
         return replace(
             self,
@@ -124,7 +133,7 @@ class Situation:
             ),
         )
 
-    def at(self, seconds: float) -> "Situation":
+    def at(self, seconds: float) -> "ReconcileContext":
         """The same end, at another time: seconds since 1970."""
         finish = self.memory.finish
         return (

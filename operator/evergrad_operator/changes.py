@@ -1,0 +1,49 @@
+"""What an edit of a run changes against the manifest that its pods were given. Pure."""
+
+import json
+
+from pydantic import ValidationError
+
+from evergrad_manifest.identity import changed_settings, settings_hash, show_value
+from evergrad_manifest.validation import read_object
+from evergrad_operator.observe import AppliedSettings, Observation
+from evergrad_operator.plan.config_map import build_manifest
+from evergrad_operator.raw import get_int, get_map
+from evergrad_operator.spec import TrainingRun
+
+
+def is_edited(observation: Observation) -> bool:
+    """Return whether a typed run that has begun has a generation that no status was written for.
+
+    Only then the manifest that its pods have is worth a request.
+    """
+    run, memory = observation.run, observation.status
+    seen = get_int(get_map(run.raw, "status"), "observedGeneration")
+    return (
+        memory.is_known
+        and bool(memory.recipe_hash)
+        and memory.finish is None
+        and run.parsed.is_typed
+        and not run.parsed.problems
+        and not run.is_deleting
+        and seen != run.generation
+    )
+
+
+def compare_settings(applied: str, run: TrainingRun) -> AppliedSettings | None:
+    """Compare the manifest in the run's ConfigMap with the one that the run asks for now.
+
+    None where today's models cannot read the former: an older version wrote it.
+    """
+    try:
+        before = read_object(json.loads(applied))
+        after = read_object(json.loads(build_manifest(run)))
+        changes = changed_settings(before, after)
+        return AppliedSettings(
+            settings_hash(before),
+            tuple(
+                f"{path}: {show_value(old)} → {show_value(new)}" for path, old, new in changes
+            ),
+        )
+    except (ValueError, ValidationError, RecursionError):
+        return None
