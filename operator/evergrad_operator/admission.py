@@ -31,9 +31,21 @@ def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tupl
         # Only finalizers change on the way out, and nothing may hold that up.
         return ()
     if old is None:
-        return problems_of(_with_name(new))
+        # The API server may make a name of ``generateName`` after it has asked.
+        metadata = get_map(new, "metadata")
+        start = get_text(metadata, "generateName")
+        if start and not metadata.get("name"):
+            new = {**new, "metadata": {**metadata, "name": f"{start}xxxxx"}}
+        return problems_of(new)
     # Labels, annotations and owners are the API server's matter; so is what stands in the spec unchanged.
-    before, after = (_without(get_map(one, "spec"), _CHANGES_AT_ANY_TIME) for one in (old, new))
+    before, after = (
+        {
+            key: value
+            for key, value in get_map(one, "spec").items()
+            if key not in _CHANGES_AT_ANY_TIME
+        }
+        for one in (old, new)
+    )
     if before == after:
         return ()
     problems = problems_of(new, old=old)
@@ -84,16 +96,3 @@ def _build_status(problems: tuple[Problem, ...], *, name: str) -> dict[str, Any]
         "message": list_problems(problems, most=_LONGEST_MESSAGE),
         "details": {"group": API_GROUP, "kind": KIND, "name": name, "causes": causes},
     }
-
-
-def _with_name(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object with a name: the API server may make one of ``generateName`` after it has asked."""
-    metadata = get_map(raw, "metadata")
-    start = get_text(metadata, "generateName")
-    if metadata.get("name") or not start:
-        return raw
-    return {**raw, "metadata": {**metadata, "name": f"{start}xxxxx"}}
-
-
-def _without(spec: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: value for key, value in spec.items() if key not in keys}

@@ -258,21 +258,20 @@ class Applier:
         else loses one."""
 
         async def put() -> None:
-            stored = await self._put_or_create(work, body)
             name = str(body["kind"]), str(body["metadata"]["name"])
+            is_ours = name in work.seen.hashes
+            if not is_ours:
+                try:
+                    stored = await self._cluster.create(body, is_brief=True)
+                except ApiError as error:
+                    await self._find_own(work, body, error)
+                    is_ours = True
+            if is_ours:
+                stored = await self._cluster.apply(body, is_brief=True)
             self._cache.see(CHILDREN, {**stored, "kind": name[0]})
             work.applied.versions[name] = str(stored["metadata"].get("resourceVersion", ""))
 
         return await self._try(work, _step_of("apply", body), put)
-
-    async def _put_or_create(self, work: _Work, body: Raw) -> Raw:
-        if (body["kind"], str(body["metadata"]["name"])) in work.seen.hashes:
-            return await self._cluster.apply(body, is_brief=True)
-        try:
-            return await self._cluster.create(body, is_brief=True)
-        except ApiError as error:
-            await self._find_own(work, body, error)
-            return await self._cluster.apply(body, is_brief=True)
 
     async def _end(self, work: _Work, end: Deletion) -> ApplyResult:
         kind = KINDS[end.kind]
@@ -331,7 +330,12 @@ class Applier:
         own = next((raw for raw in found if owns(work.seen.run.uid, raw)), None)
         if own is not None:
             return own
-        if all(_is_of_a_namesake(raw, work.seen.run.name) for raw in found):
+        # An older run of this name is about to be collected with all that it owns: that is worth waiting for.
+        namesake = names.KIND, work.seen.run.name
+        if all(
+            any((owner.get("kind"), owner.get("name")) == namesake for owner in owners)
+            for owners in (raw["metadata"].get("ownerReferences") or () for raw in found)
+        ):
             raise ApiError(
                 409,
                 NAME_LEAVING,
@@ -362,11 +366,6 @@ def _concerns_all_pods(failure: ApplyFailure) -> bool:
     """Whether what refuses one pod refuses the others, too, as a quota or a webhook does: only a name is a
     pod's own."""
     return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
-
-
-def _is_of_a_namesake(raw: Raw, name: str) -> bool:
-    owners = raw["metadata"].get("ownerReferences") or ()
-    return any((owner.get("kind"), owner.get("name")) == (names.KIND, name) for owner in owners)
 
 
 def _step_of(verb: str, body: Raw) -> Step:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator.decision import Decision
-from evergrad_operator.names import Cause, Condition, Phase, Reason
+from evergrad_operator.names import Condition, Phase, Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import MAX_MESSAGE
 from evergrad_operator.raw import get_int, get_map, get_maps, get_text, keep_start
@@ -36,19 +37,35 @@ def build_conditions(
     A condition's transition time is kept as long as its status is. ``now``: seconds since 1970.
     """
     old = {get_text(one, "type"): one for one in observation.status.conditions}
+    phase, is_blocked, short = (
+        decision.phase,
+        decision.is_blocked,
+        keep_start(decision.message, _SHORT),
+    )
+    # A run that somebody suspended is as it was asked to be: tools that wait for Ready, such as Flux, would
+    # wait for ever.
+    is_as_asked = phase == Phase.SUSPENDED and decision.reason == Reason.SUSPENDED
+    is_ready = phase in (Phase.RUNNING, Phase.COMPLETE) or is_as_asked
+    not_suspended = Reason.SUSPENDING if phase == Phase.SUSPENDING else Reason.NOT_SUSPENDED
     said = {
-        Condition.READY: _say_ready(decision),
+        Condition.READY: _Said(is_ready, decision.reason, short),
         Condition.COMPLETE: _say_end(decision, Phase.COMPLETE, Reason.NOT_COMPLETE),
         Condition.FAILED: _say_end(decision, Phase.FAILED, Reason.NOT_FAILED),
-        Condition.SUSPENDED: _say_suspended(decision),
+        Condition.SUSPENDED: _Said(True, decision.reason, decision.message)
+        if phase == Phase.SUSPENDED
+        else _Said(False, not_suspended),
         Condition.PODS_READY: _say_pods(observation, decision),
         Condition.PROGRESSING: _say_progressing(
             decision, old.get(Condition.READY, {}), now=now, timeout=progress_timeout
         ),
         Condition.CHECKPOINT_HEALTHY: _say_checkpoint(decision),
         Condition.COORDINATOR_UNREACHABLE: _say_unreachable(observation, decision),
-        Condition.STALLED: _say_stalled(decision),
-        Condition.RECONCILING: _say_reconciling(decision),
+        Condition.STALLED: _Said(True, decision.reason, short)
+        if is_blocked or phase == Phase.FAILED
+        else _Said(False, Reason.NOTHING_IN_THE_WAY),
+        Condition.RECONCILING: _Said(True, decision.reason, short)
+        if phase in _ON_ITS_WAY and not is_blocked
+        else _Said(False, Reason.UP_TO_DATE),
     }
     generation = observation.run.generation
     return [
@@ -91,28 +108,12 @@ def _build(
     }
 
 
-def _say_ready(decision: Decision) -> _Said:
-    # A run that somebody suspended is as it was asked to be: tools that wait for Ready, such as Flux, would
-    # wait for ever.
-    is_as_asked = decision.phase == Phase.SUSPENDED and decision.reason == Reason.SUSPENDED
-    is_ready = decision.phase in (Phase.RUNNING, Phase.COMPLETE) or is_as_asked
-    return _Said(is_ready, decision.reason, keep_start(decision.message, _SHORT))
-
-
 def _say_end(decision: Decision, phase: Phase, otherwise: Reason) -> _Said:
     if decision.phase != phase:
         return _Said(False, otherwise)
     # As it was said at the end: what is added later, such as a hint, is for ``status.message``.
     finish = decision.memory.finish
     return _Said(True, decision.reason, finish.message if finish else decision.message)
-
-
-def _say_suspended(decision: Decision) -> _Said:
-    if decision.phase == Phase.SUSPENDED:
-        return _Said(True, decision.reason, decision.message)
-    return _Said(
-        False, Reason.SUSPENDING if decision.phase == Phase.SUSPENDING else Reason.NOT_SUSPENDED
-    )
 
 
 def _say_pods(observation: Observation, decision: Decision) -> _Said:
@@ -156,7 +157,7 @@ def _say_progressing(
 def _say_checkpoint(decision: Decision) -> _Said:
     memory = decision.memory
     failure = memory.last_failure
-    if memory.budget.failures and failure is not None and failure.cause == Cause.VOLUME_FULL:
+    if memory.budget.failures and failure is not None and failure.cause == PodCause.VOLUME_FULL:
         return _Said(
             False, Reason.VOLUME_FULL, "the volume is full: enlarge the PersistentVolumeClaim"
         )
@@ -176,15 +177,3 @@ def _say_unreachable(observation: Observation, decision: Decision) -> _Said:
         if silence is None
         else _Said(True, silence.reason, silence.text)
     )
-
-
-def _say_stalled(decision: Decision) -> _Said:
-    if decision.is_blocked or decision.phase == Phase.FAILED:
-        return _Said(True, decision.reason, keep_start(decision.message, _SHORT))
-    return _Said(False, Reason.NOTHING_IN_THE_WAY)
-
-
-def _say_reconciling(decision: Decision) -> _Said:
-    if decision.phase in _ON_ITS_WAY and not decision.is_blocked:
-        return _Said(True, decision.reason, keep_start(decision.message, _SHORT))
-    return _Said(False, Reason.UP_TO_DATE)

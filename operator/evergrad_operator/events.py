@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from evergrad_operator.names import Cause, Phase, Reason
+from evergrad_coordinator.causes import PodCause
+from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.raw import get_int, get_map, get_maps, get_text
 
@@ -35,7 +36,7 @@ _WARNINGS: Final = frozenset(
         Reason.NON_FINITE,
     }
 )
-_QUIET_CAUSES: Final = frozenset({Cause.DONE, Cause.RELEASED})
+_QUIET_CAUSES: Final = frozenset({PodCause.DONE, PodCause.RELEASED})
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ def derive_events(
     return (
         *_tell_changes(old_status, new_status, observation),
         *_tell_ends(old_status, new_status),
-        *_tell_bounds(old_status, new_status),
-        *_tell_checkpoint(old_status, new_status),
+        *_tell_bounds_and_checkpoint(old_status, new_status),
         *_tell_transition(old_status, new_status),
     )
 
@@ -107,15 +107,15 @@ def _tell_changes(
         yield Event("Normal", "SettingsChanged", text)
 
 
-def _tell_bounds(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+def _tell_bounds_and_checkpoint(
+    old: Mapping[str, Any], new: Mapping[str, Any]
+) -> Iterator[Event]:
     before, after = get_map(old, "nodes"), get_map(new, "nodes")
     pairs = [(get_int(one, "min"), get_int(one, "max")) for one in (before, after)]
     if before and pairs[0] != pairs[1]:
         yield Event("Normal", "NodesChanged", f"nodes: min {pairs[1][0]}, max {pairs[1][1]}")
 
-
-def _tell_checkpoint(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
-    """The first one only: the others are in the run's own events."""
+    # The first checkpoint only: the others are in the run's own events.
     step = get_int(get_map(new, "checkpoint"), "step")
     if step is not None and get_int(get_map(old, "checkpoint"), "step") is None:
         yield Event(

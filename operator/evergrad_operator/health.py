@@ -1,7 +1,7 @@
 """GET of /healthz, /readyz and /metrics on one port."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
@@ -30,8 +30,9 @@ class HealthServer:
     async def listen(self, host: str, port: int) -> int:
         """Begin to serve; the port. Raises OSError."""
         app = web.Application()
-        app.router.add_get("/healthz", self._answer_live)
-        app.router.add_get("/readyz", self._answer_ready)
+        app.router.add_get("/healthz", _report(self._live))
+        # What stands still is not ready either.
+        app.router.add_get("/readyz", _report((*self._live, *self._ready)))
         app.router.add_get("/metrics", self._answer_metrics)
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=1.0
@@ -46,12 +47,6 @@ class HealthServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer_live(self, _: web.Request) -> web.Response:
-        return _report(self._live)
-
-    async def _answer_ready(self, _: web.Request) -> web.Response:
-        return _report((*self._live, *self._ready))
-
     async def _answer_metrics(self, _: web.Request) -> web.Response:
         # Rendering thousands of series takes a while; the event loop goes on meanwhile.
         body = await asyncio.to_thread(self._metrics())
@@ -63,6 +58,12 @@ class HealthServer:
         )
 
 
-def _report(checks: Sequence[Check]) -> web.Response:
-    faults = [fault for check in checks if (fault := check()) is not None]
-    return web.Response(text="\n".join(faults or ["ok"]) + "\n", status=503 if faults else 200)
+def _report(checks: Sequence[Check]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return a handler that answers 200, or 503 with what is wrong."""
+
+    async def answer(_: web.Request) -> web.Response:
+        faults = [fault for check in checks if (fault := check()) is not None]
+        text = "\n".join(faults or ["ok"]) + "\n"
+        return web.Response(text=text, status=503 if faults else 200)
+
+    return answer

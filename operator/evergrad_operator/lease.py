@@ -118,35 +118,27 @@ class LeaseGate:
 
     async def _take(self, kube: Kube) -> bool:
         raw = await kube.get(LEASE, self._settings.namespace, self._settings.name)
+        # Time counts from before the write is sent: others count from when they see it.
         asked = self._clock()
         if raw is None:
             await kube.create(self._build(None), is_fenced=False)
         else:
-            spec = raw.get("spec") or {}
-            holder, version = (
-                spec.get("holderIdentity") or "",
-                str(raw["metadata"].get("resourceVersion", "")),
-            )
-            if (
-                holder
-                and holder != self._settings.identity
-                and not self._is_stale(version, spec)
-            ):
+            # Another's lease is stale once it has not been renewed for its whole duration, as seen from here:
+            # its own times are of another clock.
+            spec, now = raw.get("spec") or {}, self._clock()
+            version = str(raw["metadata"].get("resourceVersion", ""))
+            if self._seen[0] != version:
+                self._seen = version, now
+            duration = float(spec.get("leaseDurationSeconds") or self._settings.seconds)
+            is_stale = now - self._seen[1] > duration
+            holder = spec.get("holderIdentity") or ""
+            if holder and holder != self._settings.identity and not is_stale:
                 self._held_until = float("-inf")
                 return False
             # Replaced only if nobody was quicker: the version is the one that was looked at.
             await kube.replace(self._build(raw), is_fenced=False)
         self._held_until = asked + self._settings.seconds - MARGIN_SECONDS
         return True
-
-    def _is_stale(self, version: str, spec: Raw) -> bool:
-        """Whether another's lease has not been renewed for its whole duration, as seen from here."""
-        now = self._clock()
-        if self._seen[0] != version:
-            self._seen = version, now
-        return now - self._seen[1] > float(
-            spec.get("leaseDurationSeconds") or self._settings.seconds
-        )
 
     def _build(self, raw: Raw | None) -> Raw:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,5 +1,5 @@
-"""What the operator knows of a run only from the run's own status: counters and decisions that are not taken
-twice. Pure."""
+"""The part of a run that the operator keeps in the run's own status: counters, and decisions that are not
+taken twice. Pure."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -204,10 +204,22 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     What is missing or not understood counts as unknown: a status may be lost.
     """
     conditions = tuple(get_maps(status, "conditions"))
-    notes, gang = (
-        get_map(status, "memory"),
-        unpack_counts(get_text(get_map(status, "memory"), "gang")),
-    )
+    notes = get_map(status, "memory")
+    gang = unpack_counts(get_text(notes, "gang"))
+    # An older release noted only that the run had stopped; then it was on request.
+    stopped = get_text(notes, "stopped")
+    stop_reason = Reason.STOPPED.value if stopped == "true" else stopped
+    if stop_reason not in (Reason.STOPPED, Reason.NON_FINITE):
+        stop_reason = ""
+    ends = [
+        EndRecord(
+            get_text(one, "pod"),
+            get_text(one, "cause"),
+            get_int(one, "exitCode"),
+            parse_time(one.get("at")) or 0.0,
+        )
+        for one in get_maps(status, "attempts")
+    ]
     return Memory(
         is_known=bool(conditions),
         image=get_text(status, "image"),
@@ -220,7 +232,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         start_time=parse_time(status.get("startTime")),
         finishing_since=parse_time(notes.get("finishingTime")),
         finish=_parse_finish(status, conditions),
-        stop_reason=_parse_stop(get_text(notes, "stopped")),
+        stop_reason=stop_reason,
         coordinator=_parse_coordinator(get_map(status, "coordinator"), notes),
         attempts=unpack_counts(get_text(notes, "attempts")),
         recorded=frozenset(unpack_ranges(get_text(notes, "ended"))),
@@ -232,7 +244,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         # An older release did not note it; a phase Running says the same.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
         last_failure=_parse_failure(get_map(status, "lastFailure")),
-        ends=tuple(_parse_end(one) for one in get_maps(status, "attempts"))[-MAX_ENDS:],
+        ends=tuple(ends[-MAX_ENDS:]),
         training=_parse_training(status),
         gang_size=gang[0] if len(gang) == 2 else 0,
         gang=gang[1] if len(gang) == 2 else 0,
@@ -286,17 +298,6 @@ def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
     )
 
 
-def _parse_stop(text: str) -> str:
-    """An older release noted only that the run had stopped; then it was on request."""
-    return (
-        Reason.STOPPED
-        if text == "true"
-        else text
-        if text in (Reason.STOPPED, Reason.NON_FINITE)
-        else ""
-    )
-
-
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
     hosts = raw.get("hosts")
     pairs = (
@@ -339,11 +340,6 @@ def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
         step=get_int(raw, "step"),
         exit_code=get_int(raw, "exitCode"),
     )
-
-
-def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
-    at = parse_time(raw.get("at")) or 0.0
-    return EndRecord(get_text(raw, "pod"), get_text(raw, "cause"), get_int(raw, "exitCode"), at)
 
 
 def _parse_training(status: Mapping[str, Any]) -> Training:
@@ -403,7 +399,10 @@ def build_memory(memory: Memory) -> dict[str, Any]:
             "withoutProgress": budget.failures,
             "checkpointStep": budget.checkpoint_step if budget.checkpoint_step >= 0 else None,
         },
-        "attempts": [_build_end(one) for one in memory.ends],
+        "attempts": [
+            {"pod": one.pod, "cause": one.cause, "exitCode": one.exit_code, "at": _time(one.at)}
+            for one in memory.ends
+        ],
         "lastFailure": _build_failure(memory.last_failure),
         "memory": _build_notes(memory),
     }
@@ -451,10 +450,6 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
 def _pack(values: Mapping[str, Any]) -> str:
     kept = without_empty(values)
     return json.dumps(kept, sort_keys=True, separators=(",", ":")) if kept else ""
-
-
-def _build_end(end: EndRecord) -> dict[str, Any]:
-    return {"pod": end.pod, "cause": end.cause, "exitCode": end.exit_code, "at": _time(end.at)}
 
 
 def _build_failure(failure: LastFailure | None) -> dict[str, Any] | None:

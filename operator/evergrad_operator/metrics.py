@@ -1,6 +1,6 @@
-"""The operator's own metrics, ``evergrad_operator_…``.
+"""The operator's own metrics, made from the catalogue: evergrad_coordinator.metrics.OPERATOR.
 
-Those of runs are read off the mirror, so none outlives its run.
+Those of runs are read off the informer cache, so that none outlives its run.
 """
 
 import platform
@@ -20,11 +20,13 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from evergrad_coordinator.metrics import OPERATOR, Series
 from evergrad_operator.facts import RunFacts
 
-PREFIX: Final = "evergrad_operator_"
-_FAST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_SLOW = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_CATALOGUE: Final[Mapping[str, Series]] = {
+    one.name.removeprefix("operator_"): one for one in OPERATOR
+}
+_TIMES: Final[tuple[str, ...]] = ("created", "started", "completed", "last_progress")
 
 
 @dataclass(frozen=True)
@@ -45,88 +47,54 @@ class Metrics:
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = registry = CollectorRegistry()
-
-        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(PREFIX + name, text, tuple(labels), registry=registry)
-
-        def histogram(
-            name: str, text: str, buckets: tuple[float, ...], labels: Iterable[str] = ()
-        ) -> Histogram:
-            return Histogram(
-                PREFIX + name, text, tuple(labels), buckets=buckets, registry=registry
-            )
-
-        build = Gauge(
-            PREFIX + "build_info",
-            "1, with what the operator is made of.",
-            ("version", "python", "kopf"),
-            registry=registry,
-        )
+        self.registry = CollectorRegistry()
+        build = self._gauge("build_info")
         build.labels(
             metadata.version("evergrad-operator"),
             platform.python_version(),
             metadata.version("kopf"),
         ).set(1)
-        self.reconciles = counter("reconcile", "Reconciles by result.", ("result",))
-        self.reconcile_seconds = histogram(
-            "reconcile_duration_seconds", "Seconds of one reconcile.", _FAST
-        )
-        self.reconcile_errors = counter(
-            "reconcile_errors", "Reconciles that failed, by reason.", ("reason",)
-        )
-        self.loop_lag = histogram(
-            "event_loop_lag_seconds", "How late the event loop is.", (0.001, *_FAST)
-        )
-        self.last_event = Gauge(
-            PREFIX + "watch_last_event_timestamp_seconds",
-            "When a watch last told of an object.",
-            ("resource",),
-            registry=registry,
-        )
-        self.api_requests = counter(
-            "api_requests", "Requests to the API server.", ("verb", "resource", "code")
-        )
-        self.api_seconds = histogram(
-            "api_request_duration_seconds", "Seconds of a request.", _FAST, ("verb", "resource")
-        )
-        self.leader = Gauge(
-            PREFIX + "leader", "1 while this operator may write.", registry=registry
-        )
-        self.queue_seconds = histogram(
-            "run_queue_seconds", "From a run's creation to its first pod.", _SLOW
-        )
-        self.startup_seconds = histogram(
-            "run_startup_seconds", "From a run's creation to its first step.", _SLOW
-        )
-        self.recovery_seconds = histogram(
-            "pod_replacement_seconds",
-            "From a pod's end to its replacement's creation.",
-            (*_FAST, 30.0, 60.0),
-        )
-        self.poll_failures = counter(
-            "coordinator_poll_failures",
-            "Questions to coordinators that were not answered, by cause.",
-            ("cause",),
-        )
-        self.events = counter(
-            "events", "Kubernetes events posted, or only counted up.", ("action",)
-        )
-        self.reviews = counter(
-            "admission_reviews", "Answers of the validating webhook.", ("result",)
-        )
-        self.status_writes = counter("status_writes", "Statuses written.")
+        self.leader = self._gauge("leader")
+        self.last_event = self._gauge("watch_last_event_timestamp_seconds")
+        self.reconciles = self._counter("reconcile_total")
+        self.reconcile_seconds = self._histogram("reconcile_duration_seconds")
+        self.reconcile_errors = self._counter("reconcile_errors_total")
+        self.loop_lag = self._histogram("event_loop_lag_seconds")
+        self.api_requests = self._counter("api_requests_total")
+        self.api_seconds = self._histogram("api_request_duration_seconds")
+        self.queue_seconds = self._histogram("run_queue_seconds")
+        self.startup_seconds = self._histogram("run_startup_seconds")
+        self.recovery_seconds = self._histogram("pod_replacement_seconds")
+        self.poll_failures = self._counter("coordinator_poll_failures_total")
+        self.events = self._counter("events_total")
+        self.reviews = self._counter("admission_reviews_total")
+        self.status_writes = self._counter("status_writes_total")
+        # A counter that first appears above 0 hides that increase from ``rate``.
         for result in ("success", "requeue", "error"):
             self.reconciles.labels(result)
 
     def observe_request(self, verb: str, resource: str, code: str, seconds: float) -> None:
-        """One request to the API server."""
+        """Count one request to the API server."""
         self.api_requests.labels(verb, resource, code).inc()
         self.api_seconds.labels(verb, resource).observe(seconds)
 
     def render(self) -> bytes:
-        """Prometheus text."""
+        """Return Prometheus' text."""
         return generate_latest(self.registry)
+
+    def _counter(self, name: str) -> Counter:
+        one = _CATALOGUE[name]
+        return Counter(one.exported, _help(one), one.labels, registry=self.registry)
+
+    def _gauge(self, name: str) -> Gauge:
+        one = _CATALOGUE[name]
+        return Gauge(one.exported, _help(one), one.labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        one = _CATALOGUE[name]
+        return Histogram(
+            one.exported, _help(one), one.labels, buckets=one.buckets, registry=self.registry
+        )
 
 
 class FactsCollector:
@@ -136,72 +104,53 @@ class FactsCollector:
         self.facts = facts
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are fixed, and a scrape costs too much to learn them."""
+        """Return nothing: names are fixed, and a scrape costs too much to learn them."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """All of it."""
+        """Return the metrics of the operator's insides, then those of the runs."""
         facts = self.facts
-        yield _gauge("queue_depth", "Runs that are due and not worked on.", facts.queue_depth)
-        yield _gauge(
-            "queue_oldest_age_seconds",
-            "How long the oldest of them waits.",
-            facts.queue_oldest_age,
-        )
-        yield CounterMetricFamily(
-            PREFIX + "queue_adds", "Keys that were put into the queue.", value=facts.queue_adds
-        )
-        yield _by(
-            "watch_lag_seconds",
-            "How far a watch is behind what the API server has answered.",
-            "resource",
-            facts.watch_lag,
-        )
-        yield _by("mirror_objects", "Objects that are known.", "resource", facts.objects)
-        yield _by("runs", "Runs by phase.", "phase", facts.phases)
+        yield _gauge_family("queue_depth", {(): facts.queue_depth})
+        yield _gauge_family("queue_oldest_age_seconds", {(): facts.queue_oldest_age})
+        adds = _CATALOGUE["queue_adds_total"]
+        yield CounterMetricFamily(adds.exported, _help(adds), value=facts.queue_adds)
+        for name, values in (
+            ("watch_lag_seconds", facts.watch_lag),
+            ("mirror_objects", facts.objects),
+            ("runs", facts.phases),
+        ):
+            yield _gauge_family(name, {(key,): value for key, value in values.items()})
         yield from _collect_runs(facts.runs)
 
 
 def _collect_runs(runs: Iterable[RunFacts]) -> Iterable[Metric]:
-    labels = ("run_namespace", "run")
-    phase = GaugeMetricFamily(
-        PREFIX + "run_phase", "1 for the phase that a run is in.", labels=(*labels, "phase")
-    )
-    restarts = CounterMetricFamily(
-        PREFIX + "run_restarts",
-        "Pods that were replaced, by cause.",
-        labels=(*labels, "reason"),
-    )
-    times = {
-        name: GaugeMetricFamily(f"{PREFIX}run_{name}_timestamp_seconds", text, labels=labels)
-        for name, text in (
-            ("created", "When the run was created."),
-            ("started", "When it started."),
-            ("completed", "When it came to its end."),
-            ("last_progress", "When it last took a step."),
-        )
-    }
-    ratio = GaugeMetricFamily(PREFIX + "run_progress_ratio", "Steps done, of 1.", labels=labels)
+    entry = _CATALOGUE["run_restarts_total"]
+    restarts = CounterMetricFamily(entry.exported, _help(entry), labels=entry.labels)
+    phase, ratio = _gauge_family("run_phase"), _gauge_family("run_progress_ratio")
+    times = [_gauge_family(f"run_{name}_timestamp_seconds") for name in _TIMES]
     for run in runs:
         who = (run.namespace, run.name)
         phase.add_metric((*who, run.phase), 1)
         for cause, count in run.restarts.items():
             restarts.add_metric((*who, cause), count)
         moments = (run.created_at, run.started_at, run.completed_at, run.progressed_at)
-        for family, at in zip(times.values(), moments, strict=True):
+        for family, at in zip(times, moments, strict=True):
             if at is not None:
                 family.add_metric(who, at)
         if run.progress is not None:
             ratio.add_metric(who, run.progress)
-    yield from (phase, restarts, *times.values(), ratio)
+    yield from (phase, restarts, *times, ratio)
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(PREFIX + name, text, value=value)
-
-
-def _by(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(PREFIX + name, text, labels=(label,))
-    for key, value in values.items():
-        family.add_metric((key,), value)
+def _gauge_family(
+    name: str, values: Mapping[tuple[str, ...], float] | None = None
+) -> GaugeMetricFamily:
+    one = _CATALOGUE[name]
+    family = GaugeMetricFamily(one.exported, _help(one), labels=one.labels)
+    for labels, value in (values or {}).items():
+        family.add_metric(labels, value)
     return family
+
+
+def _help(one: Series) -> str:
+    return f"{one.help}."

@@ -1,4 +1,4 @@
-"""Names that others see: labels, annotations, children, ports, paths, conditions, reasons, phases and causes.
+"""Names that others see: labels, annotations, children, ports, paths, conditions, reasons and phases.
 
 Pure.
 """
@@ -131,50 +131,6 @@ class Phase(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
-
-
-class Cause(StrEnum):
-    """Why a pod ended."""
-
-    DONE = "Done"
-    """Exit code 0: the run is complete."""
-    USER_ERROR = "UserError"
-    """Exit code 64: wrong configuration or data.
-
-    Final once it is confirmed and no group has formed, else free.
-    """
-    WORKER_CRASH = "WorkerCrash"
-    """Any other exit code. Counts."""
-    OUT_OF_MEMORY = "OutOfMemory"
-    """Killed at its memory limit. Counts."""
-    VOLUME_FULL = "VolumeFull"
-    """Nothing more could be written. Counts."""
-    START_ERROR = "StartError"
-    """The container could not be started. Counts."""
-    STOPPED = "Stopped"
-    """Exit code 75 or 76, unasked by the operator. Free."""
-    NODE_LOST = "NodeLost"
-    """Its node is gone or silent. Free."""
-    PREEMPTED = "Preempted"
-    """It made room for a pod of higher priority. Free."""
-    EVICTED = "Evicted"
-    """By the eviction API, the kubelet or a shutdown of its node. Free."""
-    REFUSED_BY_NODE = "RefusedByNode"
-    """The kubelet did not take it. Free."""
-    HOST_FAULT = "HostFault"
-    """Trouble of its host or of the moment, such as a mount or a device. Free."""
-    DELETED = "Deleted"
-    """By somebody else. Free."""
-    RELEASED = "Released"
-    """By the operator: suspended, restarted, fewer nodes or the end. Not a restart."""
-    COORDINATOR_LOST = "CoordinatorLost"
-    """The coordinator's pod ended or vanished. Free."""
-
-
-COUNTED: Final = frozenset(
-    {Cause.WORKER_CRASH, Cause.OUT_OF_MEMORY, Cause.VOLUME_FULL, Cause.START_ERROR}
-)
-"""Causes that use up ``failurePolicy.maxFailuresWithoutProgress``."""
 
 
 class Reason(StrEnum):

@@ -239,9 +239,15 @@ def observe(
     """
     children = children or {}
     claim = children.get(("PersistentVolumeClaim", run.claim_name))
-    states = [
-        state for raw in pods if _is_owned(raw, run) and (state := parse_pod(raw)) is not None
-    ]
+
+    # A pod is the run's by its label and its owner, so that those of an older namesake are not taken over.
+    labelled = (
+        raw
+        for raw in pods
+        if get_map(raw, "metadata", "labels").get(names.LABEL_RUN) == run.name
+    )
+    owned = (parse_pod(raw) for raw in labelled if owns(run.uid, raw))
+    states = [state for state in owned if state is not None]
     states.sort(key=lambda pod: (pod.index, pod.attempt))
     status = parse_memory(get_map(run.raw, "status"))
     nodes = (pod for pod in states if pod.role == names.ROLE_NODE)
@@ -253,7 +259,7 @@ def observe(
         claim=None if claim is None else _parse_claim(claim),
         others=tuple(other for raw in others if (other := _parse_other(raw, run)) is not None),
         hashes={
-            key: _annotation(raw, names.ANNOTATION_HASH)
+            key: get_text(get_map(raw, "metadata", "annotations"), names.ANNOTATION_HASH)
             for key, raw in children.items()
             if raw is claim or owns(run.uid, raw)
         },
@@ -423,19 +429,6 @@ def owns(uid: str, raw: Mapping[str, Any]) -> bool:
     return any(
         one.get("uid") == uid for one in get_maps(get_map(raw, "metadata"), "ownerReferences")
     )
-
-
-def _is_owned(raw: Mapping[str, Any], run: TrainingRun) -> bool:
-    """Whether the pod is this run's: by its label and its owner, so that the pods of an older namesake are
-    not taken over."""
-    metadata = get_map(raw, "metadata")
-    if get_map(metadata, "labels").get(names.LABEL_RUN) != run.name:
-        return False
-    return owns(run.uid, raw)
-
-
-def _annotation(raw: Mapping[str, Any], key: str) -> str:
-    return get_text(get_map(raw, "metadata", "annotations"), key)
 
 
 def _counters(raw: Mapping[str, Any], key: str) -> dict[str, float]:

@@ -5,38 +5,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_coordinator.contract import ErrorKind, ExitCode, decode_termination
 from evergrad_operator import names
 from evergrad_operator.images import is_same_image
-from evergrad_operator.names import Cause
 from evergrad_operator.raw import NOTHING, get_map, get_maps, get_text, keep_end, keep_start
 from evergrad_operator.times import parse_time
 
 MAX_MESSAGE: Final = 1024
 """Longest text taken from a pod, in bytes."""
 
-_BY_DISRUPTION: Final[Mapping[str, Cause]] = {
-    "PreemptionByScheduler": Cause.PREEMPTED,
-    "DeletionByTaintManager": Cause.NODE_LOST,
-    "DeletionByPodGC": Cause.NODE_LOST,
-    "EvictionByEvictionAPI": Cause.EVICTED,
-    "TerminationByKubelet": Cause.EVICTED,
+_BY_DISRUPTION: Final[Mapping[str, PodCause]] = {
+    "PreemptionByScheduler": PodCause.PREEMPTED,
+    "DeletionByTaintManager": PodCause.NODE_LOST,
+    "DeletionByPodGC": PodCause.NODE_LOST,
+    "EvictionByEvictionAPI": PodCause.EVICTED,
+    "TerminationByKubelet": PodCause.EVICTED,
 }
-_BY_POD_REASON: Final[Mapping[str, Cause]] = {
-    "NodeLost": Cause.NODE_LOST,
-    "Evicted": Cause.EVICTED,
-    "NodeShutdown": Cause.EVICTED,
-    "Shutdown": Cause.EVICTED,
-    "Terminated": Cause.EVICTED,
-    "Preempting": Cause.PREEMPTED,
-    "DeadlineExceeded": Cause.EVICTED,
-    "NodeAffinity": Cause.REFUSED_BY_NODE,
-    "NodePorts": Cause.REFUSED_BY_NODE,
-    "NodeName": Cause.REFUSED_BY_NODE,
-    "UnexpectedAdmissionError": Cause.REFUSED_BY_NODE,
-    "TopologyAffinityError": Cause.REFUSED_BY_NODE,
-    "ResourceAllocationError": Cause.REFUSED_BY_NODE,
-    "PodLevelResourcesNotAdmitted": Cause.REFUSED_BY_NODE,
+_BY_POD_REASON: Final[Mapping[str, PodCause]] = {
+    "NodeLost": PodCause.NODE_LOST,
+    "Evicted": PodCause.EVICTED,
+    "NodeShutdown": PodCause.EVICTED,
+    "Shutdown": PodCause.EVICTED,
+    "Terminated": PodCause.EVICTED,
+    "Preempting": PodCause.PREEMPTED,
+    "DeadlineExceeded": PodCause.EVICTED,
+    "NodeAffinity": PodCause.REFUSED_BY_NODE,
+    "NodePorts": PodCause.REFUSED_BY_NODE,
+    "NodeName": PodCause.REFUSED_BY_NODE,
+    "UnexpectedAdmissionError": PodCause.REFUSED_BY_NODE,
+    "TopologyAffinityError": PodCause.REFUSED_BY_NODE,
+    "ResourceAllocationError": PodCause.REFUSED_BY_NODE,
+    "PodLevelResourcesNotAdmitted": PodCause.REFUSED_BY_NODE,
 }
 _PULL: Final = frozenset(
     {
@@ -71,7 +71,7 @@ class PodEnd:
     ``at``: seconds since 1970, if known.
     """
 
-    cause: Cause
+    cause: PodCause
     exit_code: int | None
     message: str
     at: float | None
@@ -113,7 +113,7 @@ class PodState:
     is_ready: bool
     end: PodEnd | None
     has_sidecar: bool
-    disruption: Cause | None
+    disruption: PodCause | None
     waiting_reason: str
     waiting_message: str
     node_name: str
@@ -156,11 +156,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         return None
 
     # Who ended the pod, as Kubernetes notes it before it does so.
-    marks = [
-        one for one in get_maps(status, "conditions") if _is_true(one, "DisruptionTarget")
-    ]
+    marks = [one for one in get_maps(status, "conditions") if _is_true(one, "DisruptionTarget")]
     disruption = (
-        _BY_DISRUPTION.get(str(marks[0].get("reason")), Cause.EVICTED) if marks else None
+        _BY_DISRUPTION.get(str(marks[0].get("reason")), PodCause.EVICTED) if marks else None
     )
 
     # Our own container is found by its name: a mesh or an agent may have injected others, and the kubelet
@@ -226,25 +224,25 @@ def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:
         pod,
         is_running=False,
         is_ready=False,
-        end=PodEnd(Cause.HOST_FAULT, None, text, None),
+        end=PodEnd(PodCause.HOST_FAULT, None, text, None),
         has_sidecar=True,
     )
 
 
-def describe_cause(pod: PodState) -> Cause:
+def describe_cause(pod: PodState) -> PodCause:
     """Why a pod that is over ended.
 
     One that was deleted without a sign of anybody's hand was deleted by somebody.
     """
     if pod.end is not None:
         return pod.end.cause
-    return pod.disruption or Cause.DELETED
+    return pod.disruption or PodCause.DELETED
 
 
 def _find_end(
     status: Mapping[str, Any],
     container: Mapping[str, Any],
-    disruption: Cause | None,
+    disruption: PodCause | None,
     *,
     is_deleting: bool,
 ) -> PodEnd | None:
@@ -265,7 +263,7 @@ def _find_end(
     exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
     words = _LastWords(exit_code, kind, text.strip(), str(terminated.get("reason") or ""))
     if phase == "Succeeded" and exit_code is None:
-        cause = Cause.DONE
+        cause = PodCause.DONE
     else:
         cause = _find_cause(words, status, disruption, is_deleting=is_deleting)
     return PodEnd(
@@ -277,36 +275,40 @@ def _find_end(
 
 
 def _find_cause(
-    words: _LastWords, status: Mapping[str, Any], disruption: Cause | None, *, is_deleting: bool
-) -> Cause:
+    words: _LastWords,
+    status: Mapping[str, Any],
+    disruption: PodCause | None,
+    *,
+    is_deleting: bool,
+) -> PodCause:
     """What the process itself says counts most, then who ended it, then the bare exit code."""
     pod_reason, exit_code = str(status.get("reason") or ""), words.exit_code
     is_environment = words.kind is ErrorKind.ENVIRONMENT and exit_code in _BY_ITSELF
     if exit_code == ExitCode.DONE:
-        return Cause.DONE
+        return PodCause.DONE
     if exit_code == ExitCode.USER_ERROR and not is_environment:
-        return Cause.USER_ERROR
+        return PodCause.USER_ERROR
     if words.reason == "OOMKilled":
-        return Cause.OUT_OF_MEMORY
+        return PodCause.OUT_OF_MEMORY
     if disruption is not None:
         return disruption
     if pod_reason:
         return (
-            Cause.REFUSED_BY_NODE
+            PodCause.REFUSED_BY_NODE
             if pod_reason.startswith("OutOf")
-            else _BY_POD_REASON.get(pod_reason, Cause.EVICTED)
+            else _BY_POD_REASON.get(pod_reason, PodCause.EVICTED)
         )
     if is_deleting:
-        return Cause.DELETED
+        return PodCause.DELETED
     if exit_code in _STOPPED:
-        return Cause.STOPPED
+        return PodCause.STOPPED
     if words.reason in _NOT_STARTED:
-        return Cause.START_ERROR
+        return PodCause.START_ERROR
     if exit_code is None or words.reason in _NOT_WITNESSED:
-        return Cause.NODE_LOST
+        return PodCause.NODE_LOST
     if _NO_SPACE.search(words.text):
-        return Cause.VOLUME_FULL
-    return Cause.HOST_FAULT if is_environment else Cause.WORKER_CRASH
+        return PodCause.VOLUME_FULL
+    return PodCause.HOST_FAULT if is_environment else PodCause.WORKER_CRASH
 
 
 def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[str, str]:

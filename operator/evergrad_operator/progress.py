@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -128,7 +129,8 @@ class Coordinators:
         followed = self._followed.get(key)
         if followed is None or followed.silent_since is None or followed.error is None:
             return None
-        cause = _name_cause(followed.error)
+        # The host of the pod itself has not answered where nothing came back at all.
+        cause, failed = _name_cause(followed.error), followed.error.__cause__
         silent = sum(one.silent_since is not None for one in self._followed.values())
         return Silence(
             attempt=followed.attempt,
@@ -138,7 +140,8 @@ class Coordinators:
             else Reason.COORDINATOR_UNREACHABLE,
             message=str(followed.error),
             has_answered=followed.has_answered,
-            has_timed_out=_has_nobody_answered(followed.error),
+            has_timed_out=isinstance(failed, TimeoutError)
+            or (isinstance(failed, OSError) and failed.errno in _NO_WAY),
             is_alone=2 * silent <= len(self._followed) or len(self._followed) == 1,
         )
 
@@ -288,7 +291,11 @@ class Coordinators:
                         "the installation was another when it was started. Set spec.restartNonce "
                         "to a new text."
                     )
-                return status, await reader.readexactly(_content_length(answer))
+                lengths = re.findall(r"(?im)^content-length:\s*(\d+)\s*$", answer)
+                length = int(lengths[0])
+                if length > MAX_BYTES:
+                    raise ValueError("longer than any status")
+                return status, await reader.readexactly(length)
         except (
             TimeoutError,
             OSError,
@@ -315,24 +322,6 @@ def _name_cause(error: OperatorError) -> str:
     if isinstance(cause, ConnectionRefusedError):
         return "refused"
     return "unreachable" if isinstance(cause, OSError) else "bad_answer"
-
-
-def _has_nobody_answered(error: OperatorError) -> bool:
-    """Whether not even the host of the coordinator's pod has answered."""
-    cause = error.__cause__
-    return isinstance(cause, TimeoutError) or (
-        isinstance(cause, OSError) and cause.errno in _NO_WAY
-    )
-
-
-def _content_length(head: str) -> int:
-    for line in head.split("\r\n")[1:]:
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "content-length":
-            length = int(value)
-            if 0 <= length <= MAX_BYTES:
-                return length
-    raise ValueError("no body that is taken")
 
 
 def _without_progress(raw: Mapping[str, Any]) -> Mapping[str, Any]:

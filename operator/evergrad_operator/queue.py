@@ -128,10 +128,13 @@ class WorkQueue(Generic[K]):
                     started,
                     asyncio.create_task(self._work(process, key), name=f"work on {key}"),
                 )
+            # Until the next key is due, or something is added or done. While every worker is busy, only the
+            # end of one matters.
+            seconds: float | None = None
+            if self._heap and len(self._active) < workers:
+                seconds = max(0.0, self._heap[0][0] - self._clock())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    self._seconds_to_next() if len(self._active) < workers else None
-                ):
+                async with asyncio.timeout(seconds):
                     await self._wake.wait()
 
     async def close(self, *, seconds: float) -> None:
@@ -208,6 +211,3 @@ class WorkQueue(Generic[K]):
             else:
                 return None
         return None
-
-    def _seconds_to_next(self) -> float | None:
-        return max(0.0, self._heap[0][0] - self._clock()) if self._heap else None

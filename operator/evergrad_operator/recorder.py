@@ -59,7 +59,17 @@ class Recorder:
         """Tell of ``reason`` (``kind``: Normal or Warning) at the raw run."""
         message = message[:MAX_MESSAGE]
         uid = str(run["metadata"].get("uid", ""))
-        slot = uid, reason, self._slot(uid, reason, message)
+        # Events that say the same are counted on one object. So are all further ones of a reason that has
+        # said many different things: a flood of objects would push others' events out of etcd.
+        digest = hashlib.sha256(message.encode()).hexdigest()[:16]
+        known = self._messages.setdefault((uid, reason), set())
+        if digest in known or len(known) < _DISTINCT:
+            known.add(digest)
+        else:
+            digest = "others"
+        while len(self._messages) > MAX_REMEMBERED:
+            self._messages.popitem(last=False)
+        slot = uid, reason, digest
         posted = self._posted.get(slot)
         try:
             if posted is None:
@@ -77,16 +87,6 @@ class Recorder:
             del self._posted[slot]
         for known in [known for known in self._messages if known[0] == uid]:
             del self._messages[known]
-
-    def _slot(self, uid: str, reason: str, message: str) -> str:
-        digest = hashlib.sha256(message.encode()).hexdigest()[:16]
-        known = self._messages.setdefault((uid, reason), set())
-        if digest not in known and len(known) >= _DISTINCT:
-            return "others"
-        known.add(digest)
-        while len(self._messages) > MAX_REMEMBERED:
-            self._messages.popitem(last=False)
-        return digest
 
     async def _create(
         self, slot: tuple[str, str, str], run: Raw, kind: str, message: str

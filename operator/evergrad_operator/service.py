@@ -72,8 +72,12 @@ class Service:
         )
         last_event = metrics.last_event
         self.sync.on_event = lambda resource: last_event.labels(resource).set_to_current_time()
+
+        def queue_news(key: Key, is_urgent: bool) -> None:
+            self.queue.add(key, after=0.0 if is_urgent else _PROGRESS_PAUSE)
+
         poll = PollSettings(every=settings.poll_seconds, port=settings.coordinator_port)
-        self.coordinators = Coordinators(poll, on_news=self._queue_news)
+        self.coordinators = Coordinators(poll, on_news=queue_news)
         self.coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
 
         # What is done with it.
@@ -210,9 +214,6 @@ class Service:
         await self._lease_kube.close()
 
     # ---- helpers -------------------------------------------------------------------------------------------
-
-    def _queue_news(self, key: Key, is_urgent: bool) -> None:
-        self.queue.add(key, after=0.0 if is_urgent else _PROGRESS_PAUSE)
 
     def _prepare_metrics(self) -> Callable[[], bytes]:
         # The facts are read in the event loop, which alone changes them; rendering takes a thread.

@@ -17,6 +17,64 @@ from typing import Any, Final
 from evergrad_operator.config import Config
 
 PREFIX: Final = "EVERGRAD_"
+_OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
+    ("all-namespaces", False, "serve the whole cluster"),
+    (
+        "lease",
+        True,
+        "write only while holding a Lease, so that two operators never write at once",
+    ),
+    ("lease-namespace", "", "where the Lease is; the pod's own namespace if not given"),
+    ("lease-name", "evergrad-operator", "its name"),
+    ("lease-seconds", 15.0, "how long a renewal is good"),
+    (
+        "key-namespace",
+        "",
+        "where the Secret with the installation's key is; beside the lease if not given",
+    ),
+    (
+        "key-name",
+        "evergrad-operator-key",
+        "its name; the tokens of all runs are derived from that key",
+    ),
+    ("host", "0.0.0.0", "address of /healthz, /readyz and /metrics"),
+    ("port", 8080, "its port"),
+    ("workers", 16, "runs that are worked on at a time"),
+    ("in-flight", 32, "requests to the API server at a time"),
+    ("resync-seconds", 600.0, "between two lists of everything"),
+    ("poll-seconds", 5.0, "between two questions to a run's coordinator"),
+    ("coordinator-port", 29401, "port of the coordinators' status"),
+    (
+        "webhook",
+        False,
+        "serve the validating webhook, which reports what `evergrad validate` would",
+    ),
+    ("webhook-port", 9443, "port of the validating webhook"),
+    (
+        "webhook-service",
+        "evergrad-operator",
+        "Service, beside the lease, by which it is called",
+    ),
+    (
+        "webhook-secret",
+        "evergrad-operator-webhook",
+        "Secret, beside the lease, with its certificate",
+    ),
+    (
+        "webhook-configuration",
+        "evergrad-operator",
+        "the ValidatingWebhookConfiguration that names it",
+    ),
+    (
+        "webhook-files",
+        "",
+        "folder with tls.crt and tls.key that another keeps; empty: the operator makes them",
+    ),
+    ("webhook-early", False, "there is a MutatingWebhookConfiguration of that name, too"),
+    ("log-level", "info", "debug, info, warning or error"),
+    ("log-format", "text", "text or json"),
+)
+"""Name, default and help of the options of this process; the default's type is the option's."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -84,12 +142,18 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
     }
     if not config["operator_namespace"]:
         config["operator_namespace"] = environ.get("POD_NAMESPACE", "")
+    # Unique among processes that may run at the same time; a pod's containers never do.
+    identity = (
+        f"{environ['POD_NAME']}_{environ.get('POD_UID', '')}"
+        if environ.get("POD_NAME")
+        else f"{socket.gethostname()}_{secrets.token_hex(4)}"
+    )
     derived = {"namespaces", "config", "identity", "lease_namespace", "key_namespace"}
     own = {field.name for field in dataclasses.fields(Settings)} - derived
     return Settings(
         namespaces=namespaces,
         config=Config(**config),
-        identity=_identify(environ),
+        identity=identity,
         lease_namespace=lease_namespace,
         key_namespace=key_namespace,
         **{name: getattr(parsed, name) for name in own},
@@ -97,87 +161,32 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """All options, with the environment's values as defaults."""
+    """Build all options, with the environment's values as defaults."""
     parser = argparse.ArgumentParser(
         prog="evergrad-operator", description="Runs TrainingRuns on Kubernetes."
     )
-    options = _Options(parser, environ)
-    scope = parser.add_argument_group("scope")
     given = [name for name in environ.get(f"{PREFIX}NAMESPACE", "").split(",") if name]
-    scope.add_argument(
+    parser.add_argument_group("scope").add_argument(
         "--namespace",
         action="append",
         metavar="NAME",
         default=given,
         help="serve this namespace; repeatable",
     )
-    options.add("all-namespaces", False, "serve the whole cluster")
-    options.add(
-        "lease",
-        True,
-        "write only while holding a Lease, so that two operators never write at once",
-    )
-    options.add(
-        "lease-namespace", "", "where the Lease is; the pod's own namespace if not given"
-    )
-    options.add("lease-name", "evergrad-operator", "its name")
-    options.add("lease-seconds", 15.0, "how long a renewal is good")
-    options.add(
-        "key-namespace",
-        "",
-        "where the Secret with the installation's key is; beside the lease if not given",
-    )
-    options.add(
-        "key-name",
-        "evergrad-operator-key",
-        "its name; the tokens of all runs are derived from that key",
-    )
-    options.add("host", "0.0.0.0", "address of /healthz, /readyz and /metrics")
-    options.add("port", 8080, "its port")
-    options.add("workers", 16, "runs that are worked on at a time")
-    options.add("in-flight", 32, "requests to the API server at a time")
-    options.add("resync-seconds", 600.0, "between two lists of everything")
-    options.add("poll-seconds", 5.0, "between two questions to a run's coordinator")
-    options.add("coordinator-port", 29401, "port of the coordinators' status")
-    options.add(
-        "webhook",
-        False,
-        "serve the validating webhook, which reports what `evergrad validate` would",
-    )
-    options.add("webhook-port", 9443, "port of the validating webhook")
-    options.add(
-        "webhook-service",
-        "evergrad-operator",
-        "Service, beside the lease, by which it is called",
-    )
-    options.add(
-        "webhook-secret",
-        "evergrad-operator-webhook",
-        "Secret, beside the lease, with its certificate",
-    )
-    options.add(
-        "webhook-configuration",
-        "evergrad-operator",
-        "the ValidatingWebhookConfiguration that names it",
-    )
-    options.add(
-        "webhook-files",
-        "",
-        "folder with tls.crt and tls.key that another keeps; empty: the operator makes them",
-    )
-    options.add(
-        "webhook-early", False, "there is a MutatingWebhookConfiguration of that name, too"
-    )
-    options.add("log-level", "info", "debug, info, warning or error")
-    options.add("log-format", "text", "text or json")
+    for name, default, text in _OPTIONS:
+        _add_option(parser, environ, name, default, text)
+
+    # What runs are made with: each field of Config is an option, explained by its docstring.
     descriptions = _describe_fields(Config)
     for field in dataclasses.fields(Config):
-        default: Any = "" if field.default is dataclasses.MISSING else field.default
-        options.add(
+        value: Any = "" if field.default is dataclasses.MISSING else field.default
+        _add_option(
+            parser,
+            environ,
             field.name.replace("_", "-"),
-            default,
-            f"{descriptions[field.name]} (default: {default!r})",
-            is_required=default == "" and "image" in field.name,
+            value,
+            f"{descriptions[field.name]} (default: {value!r})",
+            is_required=value == "" and "image" in field.name,
         )
     return parser
 
@@ -198,43 +207,30 @@ def _describe_fields(kind: type) -> dict[str, str]:
     return {field.name: found[field.name] for field in dataclasses.fields(kind)}
 
 
-class _Options:
-    def __init__(self, parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-        self._parser, self._environ = parser, environ
-
-    def add(self, name: str, default: Any, text: str, *, is_required: bool = False) -> None:
-        """One option of the default's type; a tuple is repeatable."""
-        variable = PREFIX + name.upper().replace("-", "_")
-        given = self._environ.get(variable)
-        if isinstance(default, bool):
-            switch = default if given is None else self._switch(variable, given)
-            self._parser.add_argument(
-                f"--{name}", action=argparse.BooleanOptionalAction, default=switch, help=text
-            )
-        elif isinstance(default, tuple):
-            values = (
-                list(default) if given is None else [part for part in given.split(",") if part]
-            )
-            self._parser.add_argument(f"--{name}", action="append", default=values, help=text)
-        else:
-            kind = str if default is None else type(default)
-            value = default if given is None else given
-            needs = is_required and not value
-            self._parser.add_argument(
-                f"--{name}", type=kind, default=value, required=needs, help=text
-            )
-
-    def _switch(self, variable: str, given: str) -> bool:
-        if given.lower() not in _TRUE + _FALSE:
-            self._parser.error(f"{variable}: {given!r} is neither true nor false")
-        return given.lower() in _TRUE
-
-
-def _identify(environ: Mapping[str, str]) -> str:
-    """Unique among processes that may run at the same time; a pod's containers never do."""
-    pod = environ.get("POD_NAME")
-    return (
-        f"{pod}_{environ.get('POD_UID', '')}"
-        if pod
-        else f"{socket.gethostname()}_{secrets.token_hex(4)}"
-    )
+def _add_option(
+    parser: argparse.ArgumentParser,
+    environ: Mapping[str, str],
+    name: str,
+    default: Any,
+    text: str,
+    *,
+    is_required: bool = False,
+) -> None:
+    """Add one option of the default's type; a tuple is repeatable."""
+    variable = PREFIX + name.upper().replace("-", "_")
+    given = environ.get(variable)
+    if isinstance(default, bool):
+        if given is not None and given.lower() not in _TRUE + _FALSE:
+            parser.error(f"{variable}: {given!r} is neither true nor false")
+        switch = default if given is None else given.lower() in _TRUE
+        parser.add_argument(
+            f"--{name}", action=argparse.BooleanOptionalAction, default=switch, help=text
+        )
+    elif isinstance(default, tuple):
+        values = list(default) if given is None else [part for part in given.split(",") if part]
+        parser.add_argument(f"--{name}", action="append", default=values, help=text)
+    else:
+        kind = str if default is None else type(default)
+        value = default if given is None else given
+        needs = is_required and not value
+        parser.add_argument(f"--{name}", type=kind, default=value, required=needs, help=text)

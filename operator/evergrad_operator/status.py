@@ -46,13 +46,18 @@ def build_status(
     """The whole ``status``, at most 16 KiB. ``now``: seconds since 1970."""
     run = observation.run
     memory = _note_created(decision, outcome, run.name)
+
+    # The coordinator's count is as old as its last answer: pods that have ended since do not train.
     live = [pod for pod in observation.nodes if pod.is_live]
     running = sum(pod.is_running for pod in live)
     is_at_rest = decision.action in (Action.STOP, Action.CLEAN) or memory.finish is not None
     ready = 0 if is_at_rest and not running else min(memory.training.ready, running)
     memory = replace(memory, training=replace(memory.training, ready=ready))
     shown = replace(decision, memory=memory)
-    built = build_memory(memory)
+    built, saved_at = build_memory(memory), memory.training.checkpoint_at
+    # All problems of a file are shown at once, wherever that is possible.
+    is_invalid = decision.reason == names.Reason.INVALID_SPEC
+    longest = LONGEST_LIST if is_invalid else MAX_MESSAGE
     # A run that is over needs no nodes: none is missing.
     summary = None if memory.finish else f"{ready}/{run.spec.nodes.largest}"
     nodes = {"summary": summary, "min": run.spec.nodes.min, "max": run.spec.nodes.largest}
@@ -60,22 +65,20 @@ def build_status(
         "observedGeneration": run.generation,
         "phase": decision.phase.value,
         "reason": str(decision.reason),
-        "message": keep_start(decision.message, _longest_message(decision)),
+        "message": keep_start(decision.message, longest),
         **built,
         "nodes": {**nodes, "ready": ready, "running": running},
         "progress": _build_progress(memory.training, is_running=not is_at_rest),
-        "checkpoint": _build_checkpoint(memory.training),
+        "checkpoint": {
+            "step": memory.training.checkpoint_step,
+            "savedAt": None if saved_at is None else format_time(saved_at),
+        },
     }
     cleaned: dict[str, Any] = without_empty(status)
     cleaned["conditions"] = build_conditions(
         observation, shown, now=now, progress_timeout=PROGRESS_TIMEOUT_SECONDS
     )
     return cleaned
-
-
-def _longest_message(decision: Decision) -> int:
-    """In bytes. All problems of a run are told at once, wherever that is possible."""
-    return LONGEST_LIST if decision.reason == names.Reason.INVALID_SPEC else MAX_MESSAGE
 
 
 def build_refused_status(raw: Mapping[str, Any], message: str, now: float) -> dict[str, Any]:
@@ -115,14 +118,6 @@ def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
     )
 
 
-def _build_checkpoint(training: Training) -> dict[str, Any]:
-    at = training.checkpoint_at
-    return {
-        "step": training.checkpoint_step,
-        "savedAt": None if at is None else format_time(at),
-    }
-
-
 def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
     step, total, eta = training.step, training.total_steps, training.eta_seconds
     has_both = step is not None and total
@@ -156,6 +151,7 @@ def should_write(
     """
     if dict(old) == dict(new):
         return WriteDecision(False)
+    # At 1,000 runs the API server carries a write a run every ten seconds, and not one a step.
     before, after = _without_progress(old), _without_progress(new)
     pause = PROGRESS_SECONDS if before == after else COUNTS_SECONDS
     if before != after and _without_counts(before) != _without_counts(after):

@@ -117,20 +117,19 @@ class CacheSync:
             # What is shown later than this belongs to another list, and is looked at once more.
             self._is_listed_anew.clear()
             try:
-                await self._prune()
+                for scope in self._scopes:
+                    covers = partial(_is_within, scope)
+                    for resource, kind, selector in _WATCHED:
+                        found, version = await self._kube.list_all(
+                            kind, scope, selector=selector, metadata_only=True
+                        )
+                        self._add(
+                            self._cache.prune(resource, found, version=version, covers=covers)
+                        )
             except ApiError as error:
                 log.warning("what vanished in a gap of a watch is looked for later: %s", error)
                 self._is_listed_anew.set()
             await asyncio.sleep(PRUNE_SECONDS)
-
-    async def _prune(self) -> None:
-        for scope in self._scopes:
-            covers = partial(_is_within, scope)
-            for resource, kind, selector in _WATCHED:
-                found, version = await self._kube.list_all(
-                    kind, scope, selector=selector, metadata_only=True
-                )
-                self._add(self._cache.prune(resource, found, version=version, covers=covers))
 
     def _add(self, keys: Iterable[Key]) -> None:
         for key in keys:

@@ -8,7 +8,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -122,7 +122,11 @@ class Transport:
 
     async def send(self, request: Request) -> Raw:
         """Send a request until it is answered for good; the parsed answer."""
-        pauses = self._pauses()
+        limits = self._limits
+        pauses = (
+            min(limits.longest_pause, limits.first_pause * 3**number)
+            for number in range(limits.tries - 1)
+        )
         while True:
             try:
                 return await self._try_once(request)
@@ -136,17 +140,13 @@ class Transport:
                     raise
                 # The server may ask for a longer pause; it is bounded, since a pass over a run waits here.
                 longest = 4 * self._limits.longest_pause
-                wait = pause if error.retry_after is None else min(error.retry_after, longest)
+                spread = pause * random.uniform(1 - _SPREAD, 1 + _SPREAD)
+                wait = spread if error.retry_after is None else min(error.retry_after, longest)
             await asyncio.sleep(wait)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
-
-    def _pauses(self) -> Iterator[float]:
-        for number in range(self._limits.tries - 1):
-            pause = min(self._limits.longest_pause, self._limits.first_pause * 3**number)
-            yield pause * random.uniform(1 - _SPREAD, 1 + _SPREAD)
 
     async def _try_once(self, request: Request) -> Raw:
         method, url = request.method, request.url

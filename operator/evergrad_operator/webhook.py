@@ -123,7 +123,16 @@ class Webhook:
 
     async def look(self) -> None:
         """Take the certificate as it is now; as holder of the lease also make it, and tell the API server."""
-        pair = await self._read_files() if self._settings.files else await self._keep_secret()
+        pair: tuple[bytes, bytes] | None
+        if self._settings.files:
+            # Another keeps the files; one may be there before the other.
+            folder = Path(self._settings.files)
+            certificate, key = folder / "tls.crt", folder / "tls.key"
+            if not (certificate.exists() and key.exists()):
+                raise OSError(f"{folder} has no tls.crt and tls.key yet")
+            pair = certificate.read_bytes(), key.read_bytes()
+        else:
+            pair = await self._keep_secret()
         if pair is None:
             return
         if pair != self._served:
@@ -138,13 +147,6 @@ class Webhook:
             await self._runner.cleanup()
 
     # ---- the certificate -----------------------------------------------------------------------------------
-
-    async def _read_files(self) -> tuple[bytes, bytes] | None:
-        folder = Path(self._settings.files)
-        certificate, key = folder / "tls.crt", folder / "tls.key"
-        if not (certificate.exists() and key.exists()):
-            raise OSError(f"{folder} has no tls.crt and tls.key yet")
-        return certificate.read_bytes(), key.read_bytes()
 
     async def _keep_secret(self) -> tuple[bytes, bytes] | None:
         """The certificate of the Secret.

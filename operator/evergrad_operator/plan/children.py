@@ -83,29 +83,29 @@ def plan_children(
         _build_wanted(observation, decision, config) if decision.action == Action.RUN else []
     )
     create = tuple(_plan_pods(observation, decision, config, token))
-    # Nobody watches Secrets: before pods are made the Secret is, whether it exists or not.
+    # Nobody watches Secrets: before pods are made the Secret is, whether it exists or not. A pod that has a
+    # host and does not run may wait for it, because somebody has deleted it.
+    everything = (*observation.nodes, *observation.coordinators)
+    waits_for_volumes = decision.action == Action.RUN and any(
+        pod.is_live and pod.node_name and not pod.is_running for pod in everything
+    )
     return Plan(
         claim=claim,
         claim_manager=names.claim_field_manager(run.name),
         stale_records=()
         if claim is None
         else find_stale_records(run, observation.claim, observation.claim_users),
-        token=build_token_secret(run, token)
-        if create or _waits_for_volumes(observation, decision)
-        else None,
-        apply=tuple(_plan_apply(observation, wanted)),
+        token=build_token_secret(run, token) if create or waits_for_volumes else None,
+        apply=tuple(
+            child
+            for child in map(with_hash, wanted)
+            if observation.hashes.get((child["kind"], child["metadata"]["name"]))
+            != child["metadata"]["annotations"][names.ANNOTATION_HASH]
+        ),
         bounds=decision.bounds,
         delete=(*pods, *_plan_leftovers(observation, decision, wanted)),
         create=create,
     )
-
-
-def _plan_apply(observation: Observation, wanted: list[JsonObject]) -> Iterator[Object]:
-    for child in wanted:
-        child = with_hash(child)
-        applied = child["metadata"]["annotations"][names.ANNOTATION_HASH]
-        if observation.hashes.get((child["kind"], child["metadata"]["name"])) != applied:
-            yield child
 
 
 def _build_wanted(
@@ -118,29 +118,24 @@ def _build_wanted(
         attempt = live.attempt
     wanted = [build_config_map(run)]
     wanted += [build_service(run, attempt=attempt)] if attempt is not None else []
-    if config.disruption_budgets and _is_worth_protecting(observation, decision):
+
+    # Before a group has formed, a budget protects no work, and costs: all budgets of a namespace are looked
+    # at for each pod.
+    has_budgets = any(kind == "PodDisruptionBudget" for kind, _ in observation.hashes)
+    if config.disruption_budgets and (decision.phase == names.Phase.RUNNING or has_budgets):
         budget = build_disruption_budget(run)
         wanted += [budget] if budget else []
-        wanted.append(build_coordinator_budget(run, is_needed=_is_regrouping(observation)))
+        # A change of the group can only be brought to its end by the coordinator that is at it.
+        progress = observation.progress
+        is_regrouping = (
+            progress is not None
+            and live is not None
+            and progress.attempt == live.attempt
+            and progress.phase in ("Starting", "Draining")
+        )
+        wanted.append(build_coordinator_budget(run, is_needed=is_regrouping))
     wanted += [build_network_policy(run, config)] if config.network_policies else []
     return wanted
-
-
-def _is_worth_protecting(observation: Observation, decision: Decision) -> bool:
-    """Whether a group has formed.
-
-    Before, a budget protects no work, and costs: all of a namespace are looked at for each pod.
-    """
-    is_known = any(kind == "PodDisruptionBudget" for kind, _ in observation.hashes)
-    return decision.phase == names.Phase.RUNNING or is_known
-
-
-def _is_regrouping(observation: Observation) -> bool:
-    """Whether a group ends or begins at this moment, which only the coordinator that is at it can bring to
-    its end."""
-    progress, live = observation.progress, observation.live_coordinator
-    is_current = progress is not None and live is not None and progress.attempt == live.attempt
-    return is_current and progress is not None and progress.phase in ("Starting", "Draining")
 
 
 def _plan_leftovers(
@@ -157,15 +152,6 @@ def _plan_leftovers(
         for kind, name in observation.hashes:
             if kind in ("PodDisruptionBudget", "NetworkPolicy") and (kind, name) not in kept:
                 yield Deletion(kind, name)
-
-
-def _waits_for_volumes(observation: Observation, decision: Decision) -> bool:
-    """Whether a pod has a host and does not run: perhaps because somebody has deleted the Secret that it
-    mounts."""
-    pods = (*observation.nodes, *observation.coordinators)
-    return decision.action == Action.RUN and any(
-        pod.is_live and pod.node_name and not pod.is_running for pod in pods
-    )
 
 
 def _plan_pods(

@@ -1,7 +1,6 @@
 """The PVC of a run: a new one, or the run's record on an existing one."""
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from evergrad_operator import names
 from evergrad_operator.config import Config
@@ -61,11 +60,18 @@ def build_claim(
         **build_metadata(run, run.claim_name, is_owned=False),
         "annotations": annotations,
     }
-    return {
-        **claim,
-        "metadata": metadata,
-        "spec": dict(live.spec) if live else _build_spec(run, config),
-    }
+    if live is not None:
+        return {**claim, "metadata": metadata, "spec": dict(live.spec)}
+    storage = run.spec.storage
+    size = storage.size or config.default_storage_size
+    spec = without_none(
+        {
+            "accessModes": list(choose_access_modes(run, config, None)),
+            "resources": {"requests": {"storage": size}},
+            "storageClassName": storage.storage_class_name or config.default_storage_class,
+        }
+    )
+    return {**claim, "metadata": metadata, "spec": spec}
 
 
 def choose_access_modes(
@@ -86,15 +92,4 @@ def is_for_one_host(run: TrainingRun, config: Config, live: ClaimState | None) -
     """Whether several pods share a volume that only one node of the cluster can mount at a time."""
     return run.spec.nodes.largest > 1 and "ReadWriteMany" not in choose_access_modes(
         run, config, live
-    )
-
-
-def _build_spec(run: TrainingRun, config: Config) -> Mapping[str, Any]:
-    storage = run.spec.storage
-    return without_none(
-        {
-            "accessModes": list(choose_access_modes(run, config, None)),
-            "resources": {"requests": {"storage": storage.size or config.default_storage_size}},
-            "storageClassName": storage.storage_class_name or config.default_storage_class,
-        }
     )

@@ -75,7 +75,13 @@ def build_tolerations(
     """Those that were given, and ours for nodes that went silent, unless these are among them."""
     tolerations = list(given)
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
-        if not any(_covers(one, key) for one in given):
+        # One without a key covers all keys, one without an effect all effects.
+        is_covered = any(
+            (one.get("key") == key or (not one.get("key") and one.get("operator") == "Exists"))
+            and one.get("effect") in (None, "", "NoExecute")
+            for one in given
+        )
+        if not is_covered:
             ours = {
                 "key": key,
                 "operator": "Exists",
@@ -84,13 +90,6 @@ def build_tolerations(
             }
             tolerations.append(ours)
     return tolerations
-
-
-def _covers(toleration: Mapping[str, Any], key: str) -> bool:
-    is_key = toleration.get("key") == key or (
-        not toleration.get("key") and toleration.get("operator") == "Exists"
-    )
-    return is_key and toleration.get("effect") in (None, "", "NoExecute")
 
 
 def build_pull_secrets(run: TrainingRun, config: Config) -> list[dict[str, str]]:

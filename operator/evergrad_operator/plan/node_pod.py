@@ -59,6 +59,7 @@ def build_node_pod(
 ) -> JsonObject:
     """The pod of one node. ``token``: the run's."""
     template, grace = run.spec.template, grace_seconds(run)
+    shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
     pod: JsonObject = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace + _MARGIN_SECONDS,
@@ -74,7 +75,10 @@ def build_node_pod(
         "imagePullSecrets": build_pull_secrets(run, config),
         "containers": [_build_container(run, memory, config, index=node.index, grace=grace)],
         "volumes": [
-            *_build_volumes(run, config),
+            {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
+            {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
+            {"name": "evergrad-tmp", "emptyDir": {}},
+            {"name": "evergrad-shm", "emptyDir": shared_memory},
             build_token_volume(run, token),
             *template.volumes,
         ],
@@ -125,7 +129,18 @@ def _build_container(
             "securityContext": build_container_security(),
             "terminationMessagePath": names.TERMINATION_LOG,
             "terminationMessagePolicy": "FallbackToLogsOnError",
-            "volumeMounts": [*_build_mounts(), *spec.template.volume_mounts],
+            "volumeMounts": [
+                {"name": "evergrad-volume", "mountPath": contract.VOLUME_PATH},
+                {
+                    "name": "evergrad-config",
+                    "mountPath": contract.CONFIG_PATH,
+                    "readOnly": True,
+                },
+                build_token_mount(),
+                {"name": "evergrad-tmp", "mountPath": "/tmp"},
+                {"name": "evergrad-shm", "mountPath": "/dev/shm"},
+                *spec.template.volume_mounts,
+            ],
         }
     )
 
@@ -143,26 +158,6 @@ def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int
         *("--base-directory", escape(f"{contract.VOLUME_PATH}/{run.volume_path}")),
         *("--grace", str(grace)),
         *("--termination-log", names.TERMINATION_LOG),
-    ]
-
-
-def _build_volumes(run: TrainingRun, config: Config) -> list[JsonObject]:
-    shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
-    return [
-        {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
-        {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
-        {"name": "evergrad-tmp", "emptyDir": {}},
-        {"name": "evergrad-shm", "emptyDir": shared_memory},
-    ]
-
-
-def _build_mounts() -> list[JsonObject]:
-    return [
-        {"name": "evergrad-volume", "mountPath": contract.VOLUME_PATH},
-        {"name": "evergrad-config", "mountPath": contract.CONFIG_PATH, "readOnly": True},
-        build_token_mount(),
-        {"name": "evergrad-tmp", "mountPath": "/tmp"},
-        {"name": "evergrad-shm", "mountPath": "/dev/shm"},
     ]
 
 

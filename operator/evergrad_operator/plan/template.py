@@ -52,9 +52,18 @@ def build_scheduling(
             "matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: names.ROLE_NODE}
         }
     }
+    if is_on_one_host:
+        # A requirement: the host of the run's other pods. The first pod may go anywhere.
+        between = dict(affinity.get("podAffinity") or {})
+        required = between.get("requiredDuringSchedulingIgnoredDuringExecution") or ()
+        between["requiredDuringSchedulingIgnoredDuringExecution"] = [
+            *required,
+            {**ours, "topologyKey": _HOST},
+        ]
+        affinity = {**affinity, "podAffinity": between}
     return {
         "nodeSelector": dict(template.node_selector),
-        "affinity": _join_one_host(affinity, ours) if is_on_one_host else affinity,
+        "affinity": affinity,
         "topologySpreadConstraints": [
             {**ours, **constraint} for constraint in template.topology_spread_constraints
         ],
@@ -76,17 +85,6 @@ def _avoid(affinity: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, Any]:
     wish = {"weight": 100, "preference": {"matchFields": others}}
     nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [*wished, wish]
     return {**affinity, "nodeAffinity": nodes}
-
-
-def _join_one_host(affinity: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """``affinity`` and, as a requirement, the host of the run's other pods. The first pod may go anywhere."""
-    between = dict(affinity.get("podAffinity") or {})
-    required = between.get("requiredDuringSchedulingIgnoredDuringExecution") or ()
-    between["requiredDuringSchedulingIgnoredDuringExecution"] = [
-        *required,
-        {**ours, "topologyKey": _HOST},
-    ]
-    return {**affinity, "podAffinity": between}
 
 
 def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:

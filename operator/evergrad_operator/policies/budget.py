@@ -12,16 +12,15 @@ Progress takes all of it back: a newer step, or where workers start afresh a new
 from collections.abc import Sequence
 from dataclasses import replace
 
-from evergrad_operator import names
+from evergrad_coordinator.causes import COUNTED, PodCause
 from evergrad_operator.config import Config
 from evergrad_operator.memory import Budget, Memory
-from evergrad_operator.names import Cause
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 
 _FREE_SHORT_LIVES = 3
 _NO_SHORT_LIVES = frozenset(
-    {Cause.DONE, Cause.HOST_FAULT, Cause.REFUSED_BY_NODE, Cause.USER_ERROR}
+    {PodCause.DONE, PodCause.HOST_FAULT, PodCause.REFUSED_BY_NODE, PodCause.USER_ERROR}
 )
 """Ends that say nothing of a short life: the run is complete, or the host waits by a rule of its own."""
 
@@ -36,7 +35,7 @@ def count_failures(
     budget = memory.budget
     for pod in ended:
         cause = describe_cause(pod)
-        if cause in names.COUNTED and pod.created_at > budget.at:
+        if cause in COUNTED and pod.created_at > budget.at:
             # A run whose coordinator reports no step shows no progress either: there a long life of the pod
             # stands in for it, and its end is a first failure again.
             is_silent = memory.training.step is None and memory.training.checkpoint_step is None

@@ -3,7 +3,8 @@ earlier life."""
 
 from dataclasses import replace
 
-from evergrad_operator.names import Cause, Phase, Reason
+from evergrad_coordinator.causes import PodCause
+from evergrad_operator.names import Phase, Reason
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.times import parse_time
 
@@ -39,7 +40,9 @@ def complete_if_done(context: ReconcileContext) -> ReconcileContext | None:
     """The context with all steps done: over once no pod is at work any more, or the time for that has
     passed."""
     progress, memory = context.progress, context.memory
-    done = [pod for pod in context.nodes if pod.end is not None and pod.end.cause == Cause.DONE]
+    done = [
+        pod for pod in context.nodes if pod.end is not None and pod.end.cause == PodCause.DONE
+    ]
     if (
         not done
         and memory.finishing_since is None

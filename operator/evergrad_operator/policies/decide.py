@@ -218,24 +218,18 @@ def _run(context: ReconcileContext) -> Decision:
     )
 
 
-def _is_warming_up(context: ReconcileContext, scale: Scale) -> bool:
-    """Whether the coordinator waits for nodes that are only young: every pod is there and has not had its
-    time."""
-    newest = max((pod.created_at for pod in context.live), default=0.0)
-    return scale.missing == 0 and context.now - newest < _WARM_UP_SECONDS
-
-
-def _describe(
-    context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
-) -> tuple[Phase, str, str, float | None]:
-    """Phase, reason, message, and from when on somebody has to act before the run trains; None for never."""
+def _find_phase(context: ReconcileContext, scale: Scale, obstacle: Obstacle | None) -> Phase:
+    """Return the phase of a run that wants to train: what its coordinator says, else what was known."""
     progress, memory = context.progress, context.memory
     known_phase = (
         memory.phase if memory.phase in (Phase.RUNNING, Phase.STARTING, Phase.WAITING) else ""
     )
     if progress is not None:
         phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
-        if phase == Phase.WAITING and obstacle is None and _is_warming_up(context, scale):
+        # The coordinator waits for nodes that are only young: every pod is there and has not had its time.
+        newest = max((pod.created_at for pod in context.live), default=0.0)
+        is_warming_up = scale.missing == 0 and context.now - newest < _WARM_UP_SECONDS
+        if phase == Phase.WAITING and obstacle is None and is_warming_up:
             phase = Phase.STARTING
     elif known_phase and context.observation.live_coordinator is not None:
         # Nobody has asked the coordinator yet, as after a start of the operator: what was known still holds.
@@ -244,6 +238,15 @@ def _describe(
         phase = (
             Phase.RUNNING if known_phase == Phase.RUNNING and context.live else Phase.STARTING
         )
+    return phase
+
+
+def _describe(
+    context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
+) -> tuple[Phase, str, str, float | None]:
+    """Phase, reason, message, and from when on somebody has to act before the run trains; None for never."""
+    progress, memory = context.progress, context.memory
+    phase = _find_phase(context, scale, obstacle)
     if phase == Phase.RUNNING:
         if scale.coordinator_attempt is not None:
             text = "the coordinator is being replaced; training goes on"
@@ -262,6 +265,9 @@ def _describe(
             else ""
         )
         return phase, Reason.TRAINING, text + (f"; {behind}" if behind else ""), None
+
+    # What is in the way is said in this order: what a person or the cluster can mend, hosts, pauses, and only
+    # then what the coordinator waits for.
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING
         found = Phase.STARTING if is_starting else Phase.WAITING

@@ -7,10 +7,10 @@ whether its end is counted.
 from collections.abc import Iterable
 from dataclasses import replace
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.memory import MAX_ENDS, EndRecord, Memory
-from evergrad_operator.names import Cause
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import count_failures
@@ -59,25 +59,20 @@ def note_nodes(memory: Memory, observation: Observation, config: Config, now: fl
     # The order matters: causes and counters first, then the budget and the hosts, which read them.
     memory = _add_ends(memory, observation, counted, lost, now)
     memory = note_pods(memory, counted, now)
-    newest = _find_newest(observation, counted)
+    # When the youngest pod was made that was there as these ended. Successors, made by an operator that died
+    # before it could write this down, do not count as having been there.
+    last = {pod.index: pod.attempt for pod in counted}
+    newest = max(
+        (
+            pod.created_at
+            for pod in observation.nodes
+            if pod.attempt <= last.get(pod.index, pod.attempt)
+        ),
+        default=0.0,
+    )
     memory = count_failures(memory, counted, newest=newest, config=config, now=now)
     memory = note_host_faults(memory, counted, newest=newest, config=config, now=now)
     return forgive_hosts(memory, observation, now)
-
-
-def _find_newest(observation: Observation, ended: Iterable[PodState]) -> float:
-    """When the youngest pod was made that was there as these ended.
-
-    Successors, made by an operator that died before it could write this down, do not count as having been
-    there.
-    """
-    last = {pod.index: pod.attempt for pod in ended}
-    there = (
-        pod.created_at
-        for pod in observation.nodes
-        if pod.attempt <= last.get(pod.index, pod.attempt)
-    )
-    return max(there, default=0.0)
 
 
 def is_letting_go(observation: Observation, memory: Memory) -> bool:
@@ -103,14 +98,16 @@ def _add_ends(
     ]
     run = observation.run.name
     records += [
-        EndRecord(names.node_pod_name(run, index, attempt), Cause.DELETED, None, now)
+        EndRecord(names.node_pod_name(run, index, attempt), PodCause.DELETED, None, now)
         for index, attempt in vanished
     ]
     # Exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after a
     # outcome.
     is_over = observation.progress is not None and observation.progress.phase == "Failed"
     no_restart = (
-        (Cause.DONE, Cause.USER_ERROR) if is_over or not memory.has_formed else (Cause.DONE,)
+        (PodCause.DONE, PodCause.USER_ERROR)
+        if is_over or not memory.has_formed
+        else (PodCause.DONE,)
     )
     restarts = dict(memory.restarts)
     for record in records:

@@ -2,8 +2,9 @@
 
 from typing import Final
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator.memory import LastFailure
-from evergrad_operator.names import Cause, Phase, Reason
+from evergrad_operator.names import Phase, Reason
 from evergrad_operator.packing import pack_ranges
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.host_faults import is_input_error_confirmed
@@ -11,10 +12,10 @@ from evergrad_operator.raw import keep_end
 from evergrad_operator.times import format_time
 
 _REASONS: Final = {
-    Cause.USER_ERROR: Reason.USER_ERROR,
-    Cause.OUT_OF_MEMORY: Reason.OUT_OF_MEMORY,
-    Cause.VOLUME_FULL: Reason.VOLUME_FULL,
-    Cause.START_ERROR: Reason.START_ERROR,
+    PodCause.USER_ERROR: Reason.USER_ERROR,
+    PodCause.OUT_OF_MEMORY: Reason.OUT_OF_MEMORY,
+    PodCause.VOLUME_FULL: Reason.VOLUME_FULL,
+    PodCause.START_ERROR: Reason.START_ERROR,
 }
 _NO_ROOM: Final = ("GiB are free", "no space is left", "No space left")
 """Words of a node that found no room on its volume."""
@@ -59,7 +60,7 @@ def _find_user_error(context: ReconcileContext) -> tuple[str, str] | None:
     ended = [
         pod
         for pod in context.current
-        if pod.end is not None and pod.end.cause == Cause.USER_ERROR
+        if pod.end is not None and pod.end.cause == PodCause.USER_ERROR
     ]
     if not ended:
         return None
@@ -107,8 +108,8 @@ def _find_exhaustion(context: ReconcileContext) -> tuple[str, str] | None:
     if budget.failures <= most:
         return None
     # A status of another version may have a cause that this one has not.
-    cause = next((one for one in Cause if last is not None and one == last.cause), None)
-    reason = _REASONS.get(cause or Cause.WORKER_CRASH, Reason.WORKER_CRASH)
+    cause = next((one for one in PodCause if last is not None and one == last.cause), None)
+    reason = _REASONS.get(cause or PodCause.WORKER_CRASH, Reason.WORKER_CRASH)
     text = f"pods failed {budget.failures} times without progress; {most} such failures are allowed."
     text = f"{text} Last: {describe_failure(last)}"
     limit = context.run.spec.resources.limits.get("memory")
@@ -124,7 +125,7 @@ def describe_failure(failure: LastFailure | None) -> str:
     code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
     killed = (
         " (killed by SIGKILL)"
-        if failure.exit_code in (137, -9) and failure.cause == Cause.WORKER_CRASH
+        if failure.exit_code in (137, -9) and failure.cause == PodCause.WORKER_CRASH
         else ""
     )
     said = quote(failure.message)

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator.config import Config
 from evergrad_operator.memory import MAX_HOSTS, HostFaults, InputError, Memory
-from evergrad_operator.names import Cause
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import find_delay
@@ -50,7 +50,7 @@ def note_host_faults(
     accused = (
         []
         if memory.has_formed
-        else [pod for pod in faulty if describe_cause(pod) == Cause.USER_ERROR]
+        else [pod for pod in faulty if describe_cause(pod) == PodCause.USER_ERROR]
     )
     errors = (*memory.input_errors, *(InputError(pod.index, pod.node_name) for pod in accused))
 
@@ -81,7 +81,11 @@ def note_host_faults(
 
 def is_host_fault(pod: PodState) -> bool:
     """Whether a pod's end is tried again without a charge. An exit code 64 is, until it is confirmed."""
-    return describe_cause(pod) in (Cause.HOST_FAULT, Cause.REFUSED_BY_NODE, Cause.USER_ERROR)
+    return describe_cause(pod) in (
+        PodCause.HOST_FAULT,
+        PodCause.REFUSED_BY_NODE,
+        PodCause.USER_ERROR,
+    )
 
 
 def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memory:

@@ -6,6 +6,7 @@
 
 from dataclasses import replace
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.images import pin_image
@@ -19,7 +20,6 @@ from evergrad_operator.memory import (
     Memory,
     Training,
 )
-from evergrad_operator.names import Cause
 from evergrad_operator.observe import Observation, Progress
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.budget import add_short_life, forgive
@@ -196,13 +196,13 @@ def _add_lost_coordinator(
     code = pod.end.exit_code if pod and pod.end else None
     end = EndRecord(
         names.coordinator_pod_name(observation.run.name, known.attempt),
-        Cause.COORDINATOR_LOST,
+        PodCause.COORDINATOR_LOST,
         code,
         now,
     )
     restarts = {
         **memory.restarts,
-        Cause.COORDINATOR_LOST.value: memory.restarts.get(Cause.COORDINATOR_LOST, 0) + 1,
+        PodCause.COORDINATOR_LOST.value: memory.restarts.get(PodCause.COORDINATOR_LOST, 0) + 1,
     }
     return replace(
         memory,
@@ -262,7 +262,7 @@ def _add_counters(memory: Memory, progress: Progress) -> Memory:
     restarts, lost = dict(memory.restarts), dict(memory.lost_seconds)
     for name in IN_POD_CAUSES:
         more = progress.restarts.get(name, 0) - known.restarts.get(name, 0)
-        key = CAUSES.get(name, Cause.WORKER_CRASH).value
+        key = CAUSES.get(name, PodCause.WORKER_CRASH).value
         if more > 0:
             restarts[key] = restarts.get(key, 0) + more
     told = {name: int(seconds) for name, seconds in progress.lost_seconds.items()}

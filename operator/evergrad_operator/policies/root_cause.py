@@ -12,16 +12,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from evergrad_coordinator.causes import CHANGES
+from evergrad_coordinator.causes import CHANGES, COUNTED, PodCause
 from evergrad_coordinator.contract import ExitCode
-from evergrad_operator import names
 from evergrad_operator.memory import LastFailure, Memory
-from evergrad_operator.names import Cause
 from evergrad_operator.observe import Failure
 from evergrad_operator.pods import MAX_MESSAGE, PodState, describe_cause
 from evergrad_operator.raw import keep_end
 
-CAUSES: Mapping[str, Cause] = {name: Cause(one.pod) for name, one in CHANGES.items() if one.pod}
+CAUSES: Mapping[str, PodCause] = {name: one.pod for name, one in CHANGES.items() if one.pod}
 """The coordinator's word for a cause → ours; any other is a crash."""
 _NODE_DIGITS = 7
 _REPEAT_SECONDS = 60.0
@@ -34,8 +32,8 @@ _SAID_BEFORE = (ExitCode.USER_ERROR, ExitCode.INTERNAL)
 def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
     """The last failure among pods that have just ended."""
     failure = memory.last_failure
-    told = [pod for pod in ended if describe_cause(pod) in (*names.COUNTED, Cause.USER_ERROR)]
-    for pod in told or [pod for pod in ended if describe_cause(pod) == Cause.HOST_FAULT]:
+    told = [pod for pod in ended if describe_cause(pod) in (*COUNTED, PodCause.USER_ERROR)]
+    for pod in told or [pod for pod in ended if describe_cause(pod) == PodCause.HOST_FAULT]:
         described = _describe(pod, memory, now)
         is_repeated = (
             failure is not None
@@ -72,7 +70,7 @@ def note_outcome(memory: Memory, failure: Failure | None, now: float) -> Memory:
     if known is not None and at <= known.at + _WAVER_SECONDS and not is_repeat:
         return memory
     described = LastFailure(
-        cause=CAUSES.get(failure.cause, Cause.WORKER_CRASH),
+        cause=CAUSES.get(failure.cause, PodCause.WORKER_CRASH),
         node=int(failure.node)
         if failure.node.isdecimal() and len(failure.node) < _NODE_DIGITS
         else None,

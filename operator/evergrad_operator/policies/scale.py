@@ -34,26 +34,7 @@ class Scale:
 def decide_scale(context: ReconcileContext) -> Scale:
     """The pods of a run that trains or wants to."""
     most = context.run.spec.nodes.largest
-    memory = context.memory
-
-    # One live pod a node, the newest: a second one is there where an operator died between a creation and its
-    # note of it.
-    newest: dict[int, PodState] = {}
-    for pod in context.live:
-        known = newest.get(pod.index)
-        if known is None or pod.attempt > known.attempt:
-            newest[pod.index] = pod
-    surplus = [
-        pod for pod in context.live if pod.index >= most or newest.get(pod.index) is not pod
-    ]
-    # A host may not get the image by its digest, as where images are brought by hand: the next pod asks for
-    # the tag.
-    digest = "" if memory.image_pin else pin_image(memory.image, memory.image_id)
-    surplus += [
-        pod
-        for pod in newest.values()
-        if pod.index < most and pod.is_image_missing and digest and pod.image == digest
-    ]
+    newest, surplus = _find_newest(context)
 
     # Which nodes get a pod now, and which have to wait: for the budget, for the last holder of the state, or
     # after a fault of their host.
@@ -97,6 +78,31 @@ def decide_scale(context: ReconcileContext) -> Scale:
             context.seconds_to_unreachable if held else None,
         ),
     )
+
+
+def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[PodState]]:
+    """One live pod a node, the newest, and all that are to go."""
+    most, memory = context.run.spec.nodes.largest, context.memory
+
+    # A second pod of a node is there where an operator died between a creation and its
+    # note of it.
+    newest: dict[int, PodState] = {}
+    for pod in context.live:
+        known = newest.get(pod.index)
+        if known is None or pod.attempt > known.attempt:
+            newest[pod.index] = pod
+    surplus = [
+        pod for pod in context.live if pod.index >= most or newest.get(pod.index) is not pod
+    ]
+    # A host may not get the image by its digest, as where images are brought by hand: the next pod asks for
+    # the tag.
+    digest = "" if memory.image_pin else pin_image(memory.image, memory.image_id)
+    surplus += [
+        pod
+        for pod in newest.values()
+        if pod.index < most and pod.is_image_missing and digest and pod.image == digest
+    ]
+    return newest, surplus
 
 
 def _is_last_holder(pod: PodState, context: ReconcileContext) -> bool:

@@ -17,7 +17,6 @@ from evergrad_coordinator.causes import (
     read_skip,
     read_trouble,
 )
-from evergrad_operator.names import Cause
 
 
 def test_every_cause_of_a_break_and_of_a_planned_change_is_a_cause_of_a_change() -> None:
@@ -32,7 +31,6 @@ def test_every_cause_has_a_text_of_its_own() -> None:
 
 def test_the_operator_knows_every_word_that_a_cause_has_in_the_status_of_a_run() -> None:
     assert {one.pod for one in CHANGES.values() if one.pod} <= set(PodCause)
-    assert [cause.value for cause in Cause] == [cause.value for cause in PodCause]
     assert set(PodCause) > COUNTED
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import START, Simulation, make_run
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator.errors import OperatorError, ProgressError
-from evergrad_operator.names import Cause
 from evergrad_operator.observe import build_record, observe, parse_progress
 from evergrad_operator.pods import MAX_MESSAGE, describe_cause, parse_pod
 from evergrad_operator.spec import parse_run
@@ -84,7 +84,11 @@ def test_a_pod_is_read_into_values() -> None:
 def test_an_end_is_read_with_its_words_and_time() -> None:
     pod = parse_pod(make_pod(terminated(70, message="x" * 3000 + "the cause")))
     assert pod is not None and pod.end is not None
-    assert (pod.end.cause, pod.end.exit_code, pod.end.at) == (Cause.WORKER_CRASH, 70, START + 9)
+    assert (pod.end.cause, pod.end.exit_code, pod.end.at) == (
+        PodCause.WORKER_CRASH,
+        70,
+        START + 9,
+    )
     assert pod.end.message.endswith("the cause")
     assert len(pod.end.message) == MAX_MESSAGE
 
@@ -92,24 +96,24 @@ def test_an_end_is_read_with_its_words_and_time() -> None:
 @pytest.mark.parametrize(
     ("status", "deleting", "cause"),
     [
-        (terminated(0, "Completed"), False, Cause.DONE),
-        (terminated(0, "Completed"), True, Cause.DONE),
-        (terminated(64), True, Cause.USER_ERROR),
-        (terminated(137, "OOMKilled"), True, Cause.OUT_OF_MEMORY),
-        (terminated(75), True, Cause.DELETED),
-        (terminated(143), True, Cause.DELETED),
-        (terminated(75), False, Cause.STOPPED),
-        ({"phase": "Failed"}, False, Cause.NODE_LOST),
-        ({"phase": "Failed", "reason": "Evicted"}, False, Cause.EVICTED),
-        ({"phase": "Failed", "reason": "Preempting"}, False, Cause.PREEMPTED),
-        ({"phase": "Failed", "reason": "OutOfmemory"}, False, Cause.REFUSED_BY_NODE),
-        ({"phase": "Failed", "reason": "SomethingNew"}, False, Cause.EVICTED),
-        ({"phase": "Succeeded"}, False, Cause.DONE),
-        ({**terminated(70), "reason": "Evicted"}, False, Cause.EVICTED),
+        (terminated(0, "Completed"), False, PodCause.DONE),
+        (terminated(0, "Completed"), True, PodCause.DONE),
+        (terminated(64), True, PodCause.USER_ERROR),
+        (terminated(137, "OOMKilled"), True, PodCause.OUT_OF_MEMORY),
+        (terminated(75), True, PodCause.DELETED),
+        (terminated(143), True, PodCause.DELETED),
+        (terminated(75), False, PodCause.STOPPED),
+        ({"phase": "Failed"}, False, PodCause.NODE_LOST),
+        ({"phase": "Failed", "reason": "Evicted"}, False, PodCause.EVICTED),
+        ({"phase": "Failed", "reason": "Preempting"}, False, PodCause.PREEMPTED),
+        ({"phase": "Failed", "reason": "OutOfmemory"}, False, PodCause.REFUSED_BY_NODE),
+        ({"phase": "Failed", "reason": "SomethingNew"}, False, PodCause.EVICTED),
+        ({"phase": "Succeeded"}, False, PodCause.DONE),
+        ({**terminated(70), "reason": "Evicted"}, False, PodCause.EVICTED),
     ],
 )
 def test_who_ended_a_pod_counts_more_than_its_exit_code_unless_that_is_certain(
-    status: dict[str, Any], deleting: bool, cause: Cause
+    status: dict[str, Any], deleting: bool, cause: PodCause
 ) -> None:
     times = {"deletionTimestamp": format_time(START + 30)} if deleting else {}
     pod = parse_pod(make_pod(status, **times))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from simulated_run import START, Simulation, make_progress, make_run
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_coordinator.contract import ErrorKind, encode_termination
-from evergrad_operator.names import Cause, Phase, Reason
+from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import ApplyFailure
 
 
@@ -325,30 +326,30 @@ def test_a_full_volume_is_no_fault_of_a_host() -> None:
     assert world.status["failures"]["withoutProgress"] == 1
 
 
-CAUSES: list[tuple[str, dict[str, Any], Cause]] = [
-    ("end", {"code": 70}, Cause.WORKER_CRASH),
-    ("end", {"code": 1, "message": "Traceback"}, Cause.WORKER_CRASH),
-    ("end", {"code": 137}, Cause.WORKER_CRASH),
-    ("end", {"code": 137, "reason": "OOMKilled"}, Cause.OUT_OF_MEMORY),
+CAUSES: list[tuple[str, dict[str, Any], PodCause]] = [
+    ("end", {"code": 70}, PodCause.WORKER_CRASH),
+    ("end", {"code": 1, "message": "Traceback"}, PodCause.WORKER_CRASH),
+    ("end", {"code": 137}, PodCause.WORKER_CRASH),
+    ("end", {"code": 137, "reason": "OOMKilled"}, PodCause.OUT_OF_MEMORY),
     (
         "end",
         {"code": 70, "message": "OSError: [Errno 28] No space left on device"},
-        Cause.VOLUME_FULL,
+        PodCause.VOLUME_FULL,
     ),
     (
         "end",
         {"code": 128, "reason": "StartError", "message": 'exec: "evergrad": not found'},
-        Cause.START_ERROR,
+        PodCause.START_ERROR,
     ),
-    ("end", {"code": 75}, Cause.STOPPED),
-    ("end", {"code": 76}, Cause.STOPPED),
-    ("end", {"code": 137, "reason": "ContainerStatusUnknown"}, Cause.NODE_LOST),
+    ("end", {"code": 75}, PodCause.STOPPED),
+    ("end", {"code": 76}, PodCause.STOPPED),
+    ("end", {"code": 137, "reason": "ContainerStatusUnknown"}, PodCause.NODE_LOST),
 ]
 
 
 @pytest.mark.parametrize(("how", "fields", "cause"), CAUSES, ids=lambda value: str(value)[:40])
 def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(
-    how: str, fields: dict[str, Any], cause: Cause
+    how: str, fields: dict[str, Any], cause: PodCause
 ) -> None:
     world = Simulation().run()
     world.age(100)
@@ -363,10 +364,10 @@ def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(
         "at": world.status["attempts"][-1]["at"],
     }
     counts = cause in (
-        Cause.WORKER_CRASH,
-        Cause.OUT_OF_MEMORY,
-        Cause.VOLUME_FULL,
-        Cause.START_ERROR,
+        PodCause.WORKER_CRASH,
+        PodCause.OUT_OF_MEMORY,
+        PodCause.VOLUME_FULL,
+        PodCause.START_ERROR,
     )
     assert world.status["failures"]["withoutProgress"] == int(counts)
     assert [event.reason for event in world.events if event.type == "Warning"] == [cause]
@@ -375,15 +376,15 @@ def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(
 @pytest.mark.parametrize(
     ("reason", "cause"),
     [
-        ("PreemptionByScheduler", Cause.PREEMPTED),
-        ("DeletionByTaintManager", Cause.NODE_LOST),
-        ("DeletionByPodGC", Cause.NODE_LOST),
-        ("EvictionByEvictionAPI", Cause.EVICTED),
-        ("TerminationByKubelet", Cause.EVICTED),
-        ("SomethingNew", Cause.EVICTED),
+        ("PreemptionByScheduler", PodCause.PREEMPTED),
+        ("DeletionByTaintManager", PodCause.NODE_LOST),
+        ("DeletionByPodGC", PodCause.NODE_LOST),
+        ("EvictionByEvictionAPI", PodCause.EVICTED),
+        ("TerminationByKubelet", PodCause.EVICTED),
+        ("SomethingNew", PodCause.EVICTED),
     ],
 )
-def test_a_disruption_is_free_and_told_by_its_cause(reason: str, cause: Cause) -> None:
+def test_a_disruption_is_free_and_told_by_its_cause(reason: str, cause: PodCause) -> None:
     world = Simulation().run()
     world.age(100)
     world.disrupt("docs-lm-0-0", reason)

@@ -947,7 +947,7 @@ def test_an_edit_of_live_settings_is_an_event_that_names_each_field_once() -> No
     world.settle()
     (event,) = [event for event in world.events[told:] if event.reason == "SettingsChanged"]
     assert event.type == "Normal"
-    assert "spec.training.checkpoint.every.steps: 500 → 7" in event.message
+    assert "spec.training.checkpoint.every.steps: 100 → 7" in event.message
     assert "spec.training.logging.every.steps: 10 → 50" in event.message
     world.set_spec(nodes={"min": 1, "max": 3})
     world.settle()

@@ -7,7 +7,8 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from evergrad_operator.metrics import PREFIX, Facts, FactsCollector, Metrics
+from evergrad_coordinator.metrics import OPERATOR, PREFIX
+from evergrad_operator.metrics import Facts, FactsCollector, Metrics
 
 
 def test_every_metric_of_the_operator_is_in_the_reference_with_its_type(root: Path) -> None:
@@ -18,5 +19,9 @@ def test_every_metric_of_the_operator_is_in_the_reference_with_its_type(root: Pa
     exported = {
         family.name + "_total" * (family.type == "counter"): family.type for family in families
     }
+    assert exported == {one.exported: one.kind for one in OPERATOR}
     page = (root / "docs/reference/operator-metrics.md").read_text()
-    assert dict(re.findall(rf"^\| `({PREFIX}\w+)` \| (\w+) \|", page, re.MULTILINE)) == exported
+    assert (
+        dict(re.findall(rf"^\| `({PREFIX}operator_\w+)` \| (\w+) \|", page, re.MULTILINE))
+        == exported
+    )
