@@ -120,6 +120,7 @@ def is_pod_work_due(plan: Plan, refusals: Refusals, *, generation: int, now: flo
     waiting = partial(refusals.find_waiting, generation=generation, now=now)
     if any(waiting(("delete", end.kind, end.name)) is None for end in plan.delete):
         return True
+    # Pods are asked for in this order; what refuses the first one, such as a quota, refuses the others.
     for body in plan.create:
         failure = waiting(_step_of("create", body))
         if failure is None or _concerns_all_pods(failure):
@@ -181,6 +182,7 @@ class Applier:
             has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0
         pods = plan.create if has_record and has_token else ()
 
+        # The ConfigMap stands before the pods that mount it, and ends come before new pods need their room.
         children = [body for body in plan.apply if body["kind"] != SERVICE.kind]
         services = [body for body in plan.apply if body["kind"] == SERVICE.kind]
         results += await _gather(self._put(work, body) for body in children)
@@ -212,12 +214,15 @@ class Applier:
         """Do it, unless it was refused a moment ago; whatever is refused or not answered is remembered and
         returned."""
         refusals, generation = work.applied.refusals, work.seen.run.generation
+        # What was refused a moment ago is not asked again: at 1,000 runs under a quota the API server would
+        # hear nothing else.
         held = refusals.find_waiting(step, generation=generation, now=self._clock())
         if held is not None:
             return ApplyResult(step, held, is_tried=False)
         try:
             async with asyncio.timeout_at(work.deadline):
                 await act()
+        # Another operator may be at work: nothing is remembered, everything ends.
         except LeaseLostError:
             raise
         except (OperatorError, TimeoutError) as error:
@@ -310,6 +315,7 @@ class Applier:
                     "metadata": stored["metadata"],
                     "status": {"phase": "Pending"},
                 }
+            # An answer that was lost: the pod may have been made by the try before.
             except ApiError as error:
                 stored = await self._find_own(work, body, error)
             self._cache.see(PODS, stored)
@@ -324,6 +330,7 @@ class Applier:
         if error.status != 409 or error.reason != "AlreadyExists":
             raise error
         kind, name = KINDS[body["kind"]], str(body["metadata"]["name"])
+        # A list by name, since the operator has no right to get single pods.
         found, _ = await self._cluster.list_all(
             kind, work.key[0], name=name, metadata_only=kind is not POD
         )

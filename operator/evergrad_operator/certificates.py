@@ -65,6 +65,7 @@ def renew(bundle: Bundle | None, names: Sequence[str], *, now: datetime) -> Bund
     A new authority stands before the old one, which stays trusted: other replicas may still serve what it has
     signed.
     """
+    # The authority outlives the serving certificates, so that the API server is told a new one rarely.
     authorities, key = _read_authority(bundle)
     is_new = key is None or _is_due(authorities[0], now)
     if (
@@ -76,6 +77,7 @@ def renew(bundle: Bundle | None, names: Sequence[str], *, now: datetime) -> Bund
     if key is None or is_new:
         key = ec.generate_private_key(ec.SECP256R1())
         authorities = [_sign_authority(key, now), *authorities[:1]]
+    # A new key with each certificate: an old one that leaked ends with its certificate.
     serving_key = ec.generate_private_key(ec.SECP256R1())
     certificate = _sign_serving(serving_key, key, authorities[0], names, now)
     return Bundle(

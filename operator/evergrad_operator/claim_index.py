@@ -18,6 +18,8 @@ class ClaimIndex:
     def update(self, key: Key, old: Raw | None, new: Raw | None) -> None:
         """Note that the run ``key``, which was ``old``, is now ``new``; None for a run that does
         not exist."""
+        # A run may be edited to another claim while it is refused: it leaves the one and comes to the
+        # other.
         before, after = (claim_of(old) if old else None), (claim_of(new) if new else None)
         if before != after and before is not None:
             users = self._users.get((key[0], before), {})

@@ -74,6 +74,7 @@ async def connect(
     configuration.client_session_kwargs = {"trust_env": False}
     loader = None
     try:
+        # $KUBECONFIG wins also in a pod, as for kubectl.
         if environ.get("KUBERNETES_SERVICE_HOST") and not environ.get("KUBECONFIG"):
             files = str(service_account / "token"), str(service_account / "ca.crt")
             loader = InClusterConfigLoader(*files, environ=dict(environ))

@@ -35,6 +35,7 @@ class Expectations:
         The oldest version that is owed counts: a watch that shows nothing at all is late by the first one,
         however many follow.
         """
+        # An answer may be read after the watch has shown its version.
         known = resource, uid
         if (
             resource in self._resources

@@ -40,6 +40,7 @@ def read_runs(
     runs: Mapping[tuple[str, str], Mapping[str, Any]], *, now: float
 ) -> tuple[RunFacts, ...]:
     """Facts of all runs that are not long over. ``now``: epoch seconds."""
+    # A thousand finished runs would be ten thousand series for ever.
     facts = (_read_run(key, raw) for key, raw in runs.items())
     return tuple(
         fact

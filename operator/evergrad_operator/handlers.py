@@ -57,7 +57,9 @@ def build_settings(namespaces: Collection[str]) -> OperatorSettings:
     # No scan of CRDs and namespaces: it needs rights that a namespaced operator lacks, and retries 403s for a
     # minute.
     settings.scanning.disabled = True
+    # Events are posted by the recorder, which counts what repeats.
     settings.posting.enabled = False
+    # The Lease decides who works, and fences writes, which peering does not.
     settings.peering.standalone = True
     settings.watching.chunk_size = 500
     for resource in (PODS, CLAIMS):
@@ -69,6 +71,8 @@ def build_settings(namespaces: Collection[str]) -> OperatorSettings:
     settings.process.ultimate_exiting_timeout = 15.0
     settings.networking.enforce_retry_after = True
     settings.networking.request_timeout = 60.0
+    # Nothing below is ever written to an object: no handler needs a finalizer or keeps progress. The names
+    # are set so that a defect would show as ours.
     settings.persistence.finalizer = f"{API_GROUP}/finalizer"
     settings.persistence.progress_storage = AnnotationsProgressStorage(prefix=API_GROUP)
     settings.persistence.diffbase_storage = NoDiffBase(prefix=API_GROUP)
@@ -93,6 +97,7 @@ def build_registry(
 
         return take
 
+    # Raw events only: kopf's other handlers write annotations and finalizers to the user's objects.
     kopf.on.event(group, version, RUNS, id=RUNS, registry=registry)(watch(RUNS))
     kopf.on.event("", "v1", PODS, id=PODS, registry=registry)(watch(PODS))
     kopf.on.event("", "v1", CLAIMS, id=CLAIMS, registry=registry)(watch(CLAIMS))

@@ -62,6 +62,7 @@ class LeaseGate:
     async def acquire(self, kube: Kube) -> None:
         """Wait until the lease is ours."""
         told = False
+        # Eight looks in the time of a lease: a successor is found soon after it ends.
         while not await self._try(kube):
             if not told:
                 log.info(
@@ -81,6 +82,8 @@ class LeaseGate:
         """Renew until that fails for too long. Raises LeaseLostError then."""
         while True:
             await asyncio.sleep(max(0.0, min(self._settings.seconds / 3, self.remaining())))
+            # A renewal that fails is tried again while the lease still holds: two thirds of its time are
+            # for that.
             if self.remaining() <= 0 or not await self._try(kube):
                 if self.remaining() > 0:
                     await asyncio.sleep(self._settings.seconds / 15)
@@ -91,6 +94,7 @@ class LeaseGate:
 
     async def release(self, kube: Kube) -> None:
         """Give it back, so that the next one need not wait. Nothing may be written afterwards."""
+        # First nothing may be written any more, then others may know of it.
         is_held, self._held_until = self.remaining() > 0, float("-inf")
         self.on_change(False)
         if not is_held:

@@ -295,6 +295,8 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         raise ProgressError(
             f"coordinator {attempt}: /status has no phase or no nodes. Is another program on its port?"
         )
+    # Everything that an answer holds is bounded: the port may be another program's, and a status that is
+    # too large is refused.
     failure = raw.get("lastFailure")
     return Progress(
         attempt=attempt,
@@ -399,6 +401,7 @@ def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:
         or not overlap(path, run.volume_path)
     ):
         return None
+    # A run that was refused for its folder keeps nothing there.
     finish = parse_memory(get_map(raw, "status")).finish
     is_out = finish is not None and finish.reason == names.Reason.OUTPUT_CONFLICT
     created = parse_time(metadata.get("creationTimestamp")) or 0.0

@@ -257,6 +257,7 @@ def _find_end(
     )
     if phase not in ("Succeeded", "Failed") and not is_for_good:
         return None
+    # The trainer's last words, or what the kubelet took from the log in their place.
     kind, text = decode_termination(
         str(terminated.get("message") or status.get("message") or "")
     )
@@ -288,6 +289,8 @@ def _find_cause(
         return PodCause.DONE
     if exit_code == ExitCode.USER_ERROR and not is_environment:
         return PodCause.USER_ERROR
+    # From here on the order is by how certain a sign is: the kernel, Kubernetes' own mark, the kubelet's
+    # word.
     if words.reason == "OOMKilled":
         return PodCause.OUT_OF_MEMORY
     if disruption is not None:
@@ -304,6 +307,7 @@ def _find_cause(
         return PodCause.STOPPED
     if words.reason in _NOT_STARTED:
         return PodCause.START_ERROR
+    # Nobody saw how the process ended: its host is taken to be lost.
     if exit_code is None or words.reason in _NOT_WITNESSED:
         return PodCause.NODE_LOST
     if _NO_SPACE.search(words.text):

@@ -195,10 +195,12 @@ class Coordinators:
                 if self._followed.get(key) is followed
                 else None
             )
+        # The run may have another coordinator by now, whose answers this one's must not replace.
         if self._followed.get(key) is not followed:
             return None
         old, was_told = followed.answer, followed.told > 0
         self._take_answer(followed, answer)
+        # A pass costs more than a question: only news cause one, and mere progress a late one.
         if old is None or was_told or old.raw != answer.raw:
             is_urgent = (
                 old is None
@@ -267,6 +269,8 @@ class Coordinators:
     ) -> tuple[int, bytes]:
         """One request a connection, as the coordinator serves them: status and body. Raises OperatorError."""
         address = followed.address
+        # By hand: a thousand connections a few seconds apart are not worth a pool, and nothing of the
+        # answer may be unbounded.
         lines = (
             f"{method} {path} HTTP/1.1",
             f"Host: {f'[{address}]' if ':' in address else address}",
@@ -308,6 +312,7 @@ class Coordinators:
                 f"the coordinator at {address} did not answer {method} {path}: {type(error).__name__}"
             ) from error
         finally:
+            # Aborted, not closed: a peer that does not answer would keep the socket for minutes.
             if writer is not None:
                 writer.transport.abort()
 

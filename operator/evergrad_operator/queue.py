@@ -79,6 +79,7 @@ class WorkQueue(Generic[K]):
         if self._is_closed:
             return
         self._num_added += 1
+        # A key that was just worked on waits a moment: events of one change come in bursts.
         due = max(self._clock() + after, self._last_end.get(key, 0.0) + self._spacing)
         if due < self._due.get(key, float("inf")):
             self._due[key] = due
@@ -163,7 +164,10 @@ class WorkQueue(Generic[K]):
             if key not in self._dropped:
                 self._last_end[key] = self._clock()
             self._dropped.discard(key)
+            # What was added while the work went on counts from its end, or from its own time if that is
+            # later.
             waiting = self._due.pop(key, None)
+            # After a failure only the backoff counts: news must not turn it into a busy loop.
             if self.failures(key) and delay is not None:
                 self.add(key, after=delay)
             else:

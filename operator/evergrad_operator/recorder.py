@@ -70,6 +70,7 @@ class Recorder:
         while len(self._messages) > MAX_REMEMBERED:
             self._messages.popitem(last=False)
         slot = uid, reason, digest
+        # An event is never worth a failed pass: what cannot be posted is logged.
         posted = self._posted.get(slot)
         try:
             if posted is None:

@@ -60,6 +60,7 @@ class Refusals:
         step = failure.verb, failure.kind, failure.name
         known = self._refusals.get(step)
         count = 1 if known is None else known.count + 1
+        # A conflict ends by itself within seconds; anything else may last, and is tried ever more rarely.
         is_brief = failure.status == _CONFLICT and failure.reason != NAME_TAKEN
         longest = _LONGEST_CONFLICT_SECONDS if is_brief else LONGEST_RETRY
         pause = min(longest, FIRST_RETRY * 2.0 ** min(count - 1, 10))

@@ -109,6 +109,8 @@ class Service:
     async def run(self) -> int:
         """Run until asked to stop; the exit code: 0 asked to, 1 for what a new start may mend."""
         loop = asyncio.get_running_loop()
+        # A stop is asked for, never forced: what is being written comes to its end, and the lease is given
+        # back.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         port = await self._health.listen(self._settings.host, self._settings.port)
@@ -135,6 +137,8 @@ class Service:
         if not isinstance(gate, LeaseGate):
             self.metrics.leader.set(1)
             return not self._stop.is_set()
+        # A standby is ready, too: the chart's rollout waits for readiness, and the old leader leaves only
+        # after it.
         gate.on_change = lambda is_held: self.metrics.leader.set(int(is_held))
         self.vitals.is_standing_by = True
         if not await self._unless_stopped(gate.acquire(self._lease_kube)):

@@ -104,6 +104,8 @@ def build_refused_status(raw: Mapping[str, Any], message: str, now: float) -> di
 def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
     """Pods that were made a moment ago are known, so that their loss before the next look is noticed."""
     memory, created = decision.memory, frozenset(outcome.created)
+    # Written in the same pass as the pods are made: an operator that dies right after it finds them in its
+    # list.
     attempts, recorded = list(memory.attempts), set(memory.recorded)
     for index, number in decision.nodes_to_create:
         if names.node_pod_name(run, index, number) in created:
@@ -152,6 +154,8 @@ def should_write(
     if dict(old) == dict(new):
         return WriteDecision(False)
     # At 1,000 runs the API server carries a write a run every ten seconds, and not one a step.
+    # Three kinds of difference: progress alone, counts of pods as well, and everything else, which is
+    # written at once.
     before, after = _without_progress(old), _without_progress(new)
     pause = PROGRESS_SECONDS if before == after else COUNTS_SECONDS
     if before != after and _without_counts(before) != _without_counts(after):

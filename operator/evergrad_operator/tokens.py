@@ -45,6 +45,7 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
     Replicas that start together agree: the first Secret counts. Raises SettingsError for a Secret that holds
     no key, ApiError.
     """
+    # Replicas race here: whoever is refused with 409 reads what the other has made.
     for _ in range(_TRIES):
         try:
             raw = await store.get(SECRET, namespace, name)
@@ -72,6 +73,7 @@ def _parse_key(raw: Raw, namespace: str, name: str) -> bytes:
         key = base64.b64decode((raw.get("data") or {}).get(_FIELD) or "", validate=True)
     except (binascii.Error, TypeError, ValueError):
         key = b""
+    # A short key is refused, and not padded: every token of the installation rests on it.
     if len(key) < KEY_BYTES:
         raise SettingsError(
             f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, "

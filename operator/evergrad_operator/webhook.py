@@ -159,6 +159,7 @@ class Webhook:
         settings = self._settings
         raw = await self._store.get(SECRET, settings.namespace, settings.secret)
         bundle = None if raw is None else certificates.read_bundle(raw.get("data") or {})
+        # Only the holder of the lease writes; the others serve what it has made.
         if self._leads():
             new = certificates.renew(bundle, settings.names, now=certificates.utc_now())
             if new is not None:
@@ -210,6 +211,7 @@ class Webhook:
             (hook,) = [
                 one for one in raw.get("webhooks") or () if one.get("name") == WEBHOOK_NAME
             ] or [{}]
+            # Nothing is written where nothing differs: this is looked at every minute.
             if (hook.get("clientConfig") or {}).get("caBundle") == wanted:
                 continue
             body = {
@@ -266,6 +268,8 @@ class Webhook:
             return web.json_response(deny_depth("" if uid is None else uid[1].decode()))
         if not isinstance(raw, dict) or not isinstance(raw.get("request"), dict):
             return web.Response(status=400, text="the body is no AdmissionReview\n")
+        # Validation takes milliseconds of processor: in a thread, and only so many at a time, or the event
+        # loop would wait.
         async with self._slots:
             answer = await asyncio.to_thread(review, raw)
         self.on_review(answer["response"]["allowed"])

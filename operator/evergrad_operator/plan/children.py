@@ -76,6 +76,7 @@ def plan_children(
     claim = None
     if decision.record is not None:
         claim = build_claim(run, decision.record, config, observation.claim)
+    # The uid is a precondition: a successor of the same name must not be deleted in its place.
     pods = tuple(
         Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete
     )
@@ -148,6 +149,7 @@ def _plan_leftovers(
             Deletion(kind, name) for kind, name in observation.hashes if kind in OWNED_KINDS
         )
     elif decision.action == Action.RUN:
+        # Only kinds that can be switched off: a missing ConfigMap or Service is applied, never deleted.
         kept = {(child["kind"], child["metadata"]["name"]) for child in wanted}
         for kind, name in observation.hashes:
             if kind in ("PodDisruptionBudget", "NetworkPolicy") and (kind, name) not in kept:
@@ -159,6 +161,7 @@ def _plan_pods(
 ) -> Iterator[Object]:
     """The coordinator first: nodes look for it."""
     run, memory = observation.run, decision.memory
+    # A successor waits for the nodes that run now, and not for all: it takes over a group as it is.
     if decision.coordinator_attempt is not None:
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
         expect = (

@@ -26,6 +26,7 @@ def find_stale_records(
     """
     if claim is None or users is None:
         return ()
+    # Records of runs that are gone go from the oldest on, so that the annotations never reach their limit.
     gone = [
         record
         for record in claim.records.values()
@@ -49,6 +50,7 @@ def build_claim(
     if live is not None and live.annotations.get(names.claim_annotation(run.name)) == text:
         return None
     claim: JsonObject = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
+    # Of a claim that the user made only our annotation is applied; it must exist already.
     if run.spec.storage.claim_name is not None:
         metadata = {
             "name": run.claim_name,

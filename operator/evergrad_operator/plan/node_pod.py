@@ -61,9 +61,12 @@ def build_node_pod(
     template, grace = run.spec.template, grace_seconds(run)
     shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
     pod: JsonObject = {
+        # A node that ends is replaced by a new pod, perhaps on another host: a restart in place would keep
+        # it on a broken one.
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace + _MARGIN_SECONDS,
         "automountServiceAccountToken": False,
+        # A namespace with many Services would give each pod as many variables.
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
         **build_scheduling(

@@ -6,34 +6,35 @@ from dataclasses import replace
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.policies.context import ReconcileContext
+from evergrad_operator.policies.record import find_own_record, has_recipe
 from evergrad_operator.times import parse_time
 
 
 def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
     """A run restored without its status, or created anew, that was complete before: it never trains again."""
-    record, run = context.own_record, context.run
+    record, run = find_own_record(context), context.run
     if record is None or record.complete is None or record.path != run.volume_path:
         return None
-    if record.uid != run.uid and not context.has_recipe(record):
+    if record.uid != run.uid and not has_recipe(context, record):
         return None  # another recipe under the same name: a conflict
     step = record.complete.get("step")
     after = f" after step {step}" if isinstance(step, int) else ""
     at = parse_time(record.complete.get("at")) or context.now
+    # The record is written before the status, so that a crash between the two is seen as what it is.
     if record.uid == run.uid and context.memory.start_time is not None:
         # Ours, written a moment ago: only the status is still to follow.
-        over = _note_last_step(context).finished(
-            Phase.COMPLETE, Reason.COMPLETE, _describe(step if isinstance(step, int) else None)
-        )
-    else:
-        text = (
-            f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing "
-            "is trained again"
-        )
-        if isinstance(step, int) and run.parsed.is_typed:
-            training = replace(context.memory.training, step=step, total_steps=step)
-            context = replace(context, memory=replace(context.memory, training=training))
-        over = _note_last_step(context).finished(Phase.COMPLETE, Reason.ALREADY_COMPLETE, text)
-    return over.at(at)
+        text = _describe(step if isinstance(step, int) else None)
+        return _note_last_step(context).finished(Phase.COMPLETE, Reason.COMPLETE, text, at=at)
+    text = (
+        f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing "
+        "is trained again"
+    )
+    if isinstance(step, int) and run.parsed.is_typed:
+        training = replace(context.memory.training, step=step, total_steps=step)
+        context = replace(context, memory=replace(context.memory, training=training))
+    return _note_last_step(context).finished(
+        Phase.COMPLETE, Reason.ALREADY_COMPLETE, text, at=at
+    )
 
 
 def complete_if_done(context: ReconcileContext) -> ReconcileContext | None:

@@ -3,6 +3,7 @@
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import overlap
 from evergrad_operator.policies.context import ReconcileContext
+from evergrad_operator.policies.record import find_own_record, has_recipe
 
 
 def refuse_if_taken(context: ReconcileContext) -> ReconcileContext | None:
@@ -18,7 +19,7 @@ def refuse_if_taken(context: ReconcileContext) -> ReconcileContext | None:
 
 
 def _find_conflict(context: ReconcileContext) -> str | None:
-    run, own, path = context.run, context.own_record, context.run.volume_path
+    run, own, path = context.run, find_own_record(context), context.run.volume_path
     place = f"{path} on PersistentVolumeClaim {run.claim_name}"
     is_ours = own is not None and own.uid == run.uid
     age = (run.created_at, run.uid)
@@ -27,7 +28,7 @@ def _find_conflict(context: ReconcileContext) -> str | None:
         and not is_ours
         and overlap(own.path, path)
         and run.parsed.is_whole  # of a recipe that cannot be read, nobody can say that it is another one
-        and not context.has_recipe(own)
+        and not has_recipe(context, own)
     ):
         return f"{place} holds the data of an earlier run {run.name} with another recipe"
     # Records are the volume's own memory, also of runs that are gone. Two runs that started together may both

@@ -8,8 +8,8 @@ from typing import Final
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Decision
 from evergrad_operator.memory import Finish, Memory
-from evergrad_operator.names import Phase, claim_annotation
-from evergrad_operator.observe import Observation, Progress, Record, build_record
+from evergrad_operator.names import Phase
+from evergrad_operator.observe import Observation, Progress
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.remember import is_current
 from evergrad_operator.spec import TrainingRun
@@ -41,11 +41,6 @@ class ReconcileContext:
     def progress(self) -> Progress | None:
         """What the run's own, newest coordinator says."""
         return self.observation.progress if is_current(self.observation, self.memory) else None
-
-    @cached_property
-    def current(self) -> tuple[PodState, ...]:
-        """Pods of nodes that belong to this restart of the run."""
-        return tuple(pod for pod in self.nodes if pod.restart == self.memory.restart)
 
     @property
     def ready(self) -> int:
@@ -83,61 +78,14 @@ class ReconcileContext:
         ]
         return max(1.0, min(times) + 1.0) if times else None
 
-    @property
-    def own_record(self) -> Record | None:
-        """What the PVC says of this run's name."""
-        claim = self.observation.claim
-        return claim.records.get(self.run.name) if claim else None
-
-    def build_record(self, epoch: int) -> Record:
-        """What the PVC shall say of this run."""
-        run = self.run
-        return Record(
-            run=run.name,
-            path=run.volume_path,
-            recipe=self.memory.recipe_hash,
-            epoch=epoch,
-            uid=run.uid,
-            created_at=run.created_at,
-            complete=self.own_record.complete
-            if self.own_record and self.own_record.uid == run.uid
-            else None,
-        )
-
-    def has_recipe(self, record: Record) -> bool:
-        """Return whether a record on the PVC is of this run's recipe, in meaning or, in a record of an older
-        version, in spelling."""
-        parsed = self.run.parsed
-        known = {self.memory.recipe_hash, parsed.recipe_hash, parsed.spelling_hash}
-        return record.recipe in known
-
-    def is_recorded(self, record: Record) -> bool:
-        """Whether the PVC says exactly this."""
-        claim = self.observation.claim
-        return claim is not None and claim.annotations.get(
-            claim_annotation(self.run.name)
-        ) == build_record(record)
-
     def hold(self, phase: Phase, reason: str, message: str) -> Decision:
         """Nothing is touched."""
         return Decision(Action.HOLD, phase, reason, message, self.memory)
 
-    def finished(self, phase: Phase, reason: str, message: str) -> "ReconcileContext":
-        """The same moment, with the run over."""
-        return replace(
-            self,
-            memory=replace(
-                self.memory,
-                finish=Finish(phase, reason, message, self.now),
-                finishing_since=None,
-            ),
-        )
-
-    def at(self, seconds: float) -> "ReconcileContext":
-        """The same end, at another time: seconds since 1970."""
-        finish = self.memory.finish
-        return (
-            self
-            if finish is None
-            else replace(self, memory=replace(self.memory, finish=replace(finish, at=seconds)))
-        )
+    def finished(
+        self, phase: Phase, reason: str, message: str, *, at: float | None = None
+    ) -> "ReconcileContext":
+        """Return the same moment with the run over, ``at`` seconds since 1970; None for now."""
+        finish = Finish(phase, reason, message, self.now if at is None else at)
+        memory = replace(self.memory, finish=finish, finishing_since=None)
+        return replace(self, memory=memory)

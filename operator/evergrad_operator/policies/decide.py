@@ -26,6 +26,7 @@ from evergrad_operator.policies.lifecycle import (
     seconds_to_deadline,
     stop_if_asked,
 )
+from evergrad_operator.policies.record import is_recorded, plan_record
 from evergrad_operator.policies.remember import remember
 from evergrad_operator.policies.scale import Scale, decide_scale
 from evergrad_operator.policies.waiting import (
@@ -107,6 +108,7 @@ def _end_sidecars(context: ReconcileContext, decision: Decision) -> Decision:
     """
     if decision.action == Action.HOLD:
         return decision
+    # How a pod ended must be in the status before the pod goes, so that two passes are needed.
     known, chosen = context.observation.status, {pod.name for pod in decision.pods_to_delete}
     left = [
         pod
@@ -179,6 +181,7 @@ def _finish_up(context: ReconcileContext) -> Decision:
 
 def _run(context: ReconcileContext) -> Decision:
     """Have a claim, a coordinator and nodes."""
+    # Without its volume no pod can start: none is made, and no record either.
     obstacle = find_claim_obstacle(context)
     if obstacle is not None:
         held = context.hold(Phase.WAITING, obstacle.reason, obstacle.message)
@@ -190,11 +193,12 @@ def _run(context: ReconcileContext) -> Decision:
     if memory.gang_size == 0 and names.LABEL_QUEUE in context.run.labels:
         # A queue admits so many nodes together, for as long as any of them are there.
         memory = replace(memory, gang_size=context.run.spec.nodes.min, gang=scale.epoch)
-    record = context.build_record(scale.epoch)
+    record = plan_record(context, scale.epoch)
+    # Only what refuses something that is wanted now is in the way.
     wanted = [names.node_pod_name(context.run.name, *node) for node in scale.nodes_to_create]
     if scale.coordinator_attempt is not None:
         wanted.append(names.coordinator_pod_name(context.run.name, scale.coordinator_attempt))
-    if not context.is_recorded(record):
+    if not is_recorded(context, record):
         wanted.append(context.run.claim_name)
     phase, reason, message, person_at = _describe(
         context, scale, find_obstacle(context, wanted)
@@ -210,7 +214,7 @@ def _run(context: ReconcileContext) -> Decision:
         pods_to_delete=scale.pods_to_delete,
         coordinator_attempt=scale.coordinator_attempt,
         bounds=scale.bounds,
-        record=None if context.is_recorded(record) else record,
+        record=None if is_recorded(context, record) else record,
         is_blocked=seconds_to_person is not None and seconds_to_person <= 0,
         requeue_after=earliest(
             scale.requeue_after, seconds_to_person if (seconds_to_person or 0.0) > 0 else None

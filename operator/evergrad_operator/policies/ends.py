@@ -109,6 +109,7 @@ def _add_ends(
         if is_over or not memory.has_formed
         else (PodCause.DONE,)
     )
+    # A restart is what was started again: ends by which the run is over are none.
     restarts = dict(memory.restarts)
     for record in records:
         if record.cause not in no_restart:

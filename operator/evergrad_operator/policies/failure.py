@@ -57,10 +57,13 @@ def _find_user_error(context: ReconcileContext) -> tuple[str, str] | None:
     """Exit code 64 that is confirmed: the earliest node's words count, the others only follow."""
     if not is_input_error_confirmed(context.memory, context.observation):
         return None
+    # The earliest node counts: what the others report may be a consequence.
     ended = [
         pod
-        for pod in context.current
-        if pod.end is not None and pod.end.cause == PodCause.USER_ERROR
+        for pod in context.nodes
+        if pod.restart == context.memory.restart
+        and pod.end is not None
+        and pod.end.cause == PodCause.USER_ERROR
     ]
     if not ended:
         return None
@@ -95,6 +98,7 @@ def _find_outcome(context: ReconcileContext) -> tuple[str, str] | None:
             if "no space left on device" in said.lower()
             else Reason.WORKER_CRASH
         )
+    # The coordinator's text most often names the node already.
     where = ""
     if failure is not None and f"node {failure.node}" not in said:
         where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "

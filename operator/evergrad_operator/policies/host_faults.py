@@ -47,6 +47,7 @@ def note_host_faults(
     if not faulty:
         return memory
     known = memory.faults
+    # Exit code 64 accuses the input only while no group has formed; later it is the host that differs.
     accused = (
         []
         if memory.has_formed
@@ -94,6 +95,7 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
     The hosts are still avoided.
     """
     faults = memory.faults
+    # A node is well once its pod has run for long enough, and forgotten once the run has fewer nodes.
     live = [pod for pod in observation.nodes if pod.is_live and pod.started_at is not None]
     well = {pod.index for pod in live if now - (pod.started_at or now) >= _WELL_SECONDS}
     surplus = {index for index in faults.nodes if index >= observation.run.spec.nodes.largest}
@@ -116,6 +118,7 @@ def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
         errors
     ):
         return True
+    # Two nodes on two hosts agree: it is the input, and not a host.
     if any(
         one.node != other.node and one.host != other.host for one in errors for other in errors
     ):

@@ -10,6 +10,7 @@ from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Record
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
+from evergrad_operator.policies.record import find_own_record, plan_record
 from evergrad_operator.times import format_duration, format_time
 
 _AT_ONCE: Final = frozenset(
@@ -72,6 +73,7 @@ def conclude(context: ReconcileContext) -> Decision:
         raise ValueError("only a run that is over is concluded")
     ttl = context.run.spec.ttl_seconds_after_finished
     everything = (*context.nodes, *context.observation.coordinators)
+    # The last stage: nothing is left but the record on the volume.
     if ttl is not None and now >= finish.at + ttl:
         return Decision(
             Action.CLEAN,
@@ -81,10 +83,12 @@ def conclude(context: ReconcileContext) -> Decision:
             context.memory,
             pods_to_delete=remove(everything),
         )
+    # A run that has failed gives its pods time to write what they know, unless nothing may go on at all.
     grace = finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
     is_due = finish.reason in _AT_ONCE or now >= grace
     chosen = [pod for pod in context.live if is_due or not pod.is_running]
     at_work = [pod for pod in (*context.live, *context.leaving) if pod.is_running]
+    # The coordinator goes last: pods that still work ask it whether they may end.
     if not at_work:
         chosen += [pod for pod in context.observation.coordinators if pod.is_live]
     return Decision(
@@ -122,7 +126,7 @@ def _said(context: ReconcileContext) -> str:
 
 def _completed_record(context: ReconcileContext) -> Record | None:
     """Of a complete run, for the PVC: what survives the loss of its status."""
-    finish, own = context.memory.finish, context.own_record
+    finish, own = context.memory.finish, find_own_record(context)
     if (
         finish is None
         or finish.phase != Phase.COMPLETE
@@ -133,11 +137,12 @@ def _completed_record(context: ReconcileContext) -> Record | None:
         own is not None and own.complete is not None and own.uid == context.run.uid
     ):
         return None
+    # Epochs only grow, also in the record of a run that is over.
     epoch = max(context.memory.coordinator.attempt, own.epoch if own else -1)
     complete: dict[str, object] = {"at": format_time(finish.at)}
     if context.memory.training.step is not None:
         complete["step"] = context.memory.training.total_steps or context.memory.training.step
-    return replace(context.build_record(epoch), complete=complete)
+    return replace(plan_record(context, epoch), complete=complete)
 
 
 # ---- paused ------------------------------------------------------------------------------------------------
@@ -151,6 +156,7 @@ def stop_if_asked(context: ReconcileContext) -> Decision | None:
         return _drain(
             replace(context, memory=replace(memory, stop_reason="")), Reason.SUSPENDED
         )
+    # A coordinator whose nodes have all left, or which was sent a signal, was not asked to stop the run.
     has_stopped = (
         progress is not None
         and progress.phase == "Stopped"
@@ -180,6 +186,7 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         context.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
     )
     is_stale = is_unheard or (context.progress is not None and context.progress.connected > 0)
+    # Nodes first, then the coordinator, which has to hear of the last save.
     if working or live_coordinators:
         chosen = (
             context.live
@@ -259,6 +266,7 @@ def drain_older(context: ReconcileContext) -> Decision | None:
     if not (live or leaving or coordinators):
         return None
     ended = [pod for pod in context.nodes if not pod.is_live and pod.restart < restart]
+    # As in a suspension: nodes first, all together, so that the last holder of the state saves it.
     chosen = live if live or leaving else (*coordinators, *ended)
     return Decision(
         Action.STOP,

@@ -95,8 +95,8 @@ def _begin(observation: Observation, config: Config) -> Memory:
             gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),
         )
-    # A longer horizon is part of the recipe's hash: the volume's record follows it, or the extended run, made
-    # anew, would be taken for another recipe. Of a run that is over the record is not written any more.
+    # The hash follows the file: one of an older release, of the spelling, becomes that of the meaning here.
+    # A file that cannot be read says nothing about the recipe, and what is over is not written any more.
     keeps = bool(memory.recipe_hash) and (
         bool(run.parsed.problems) or memory.finish is not None
     )
@@ -137,6 +137,7 @@ def _note_image(memory: Memory, observation: Observation, config: Config) -> Mem
     that name."""
     pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
     if not memory.image_id:
+        # The first pod that runs decides for all: a tag may be moved at any time.
         first = next((pod for pod in pods if pod.image_id), None)
         if first is None:
             return memory
@@ -161,6 +162,8 @@ def _note_coordinators(
     pods = {pod.attempt: pod for pod in observation.coordinators}
     newest = max(pods, default=-1)
     known = memory.coordinator
+    # A newer pod than the one that is known: the operator died between its creation and the note of it. The
+    # loss of the older one has not been counted.
     if newest > known.attempt:
         if known.attempt >= 0 and not known.is_recorded:
             memory = _add_lost_coordinator(
@@ -169,6 +172,7 @@ def _note_coordinators(
         known = Coordinator(newest, known.image)
     pod = pods.get(known.attempt)
     memory = replace(memory, coordinator=known)
+    # A pod that is gone counts as one that has ended: its end came in a gap of the watch.
     is_lost = known.attempt >= 0 and (pod is None or pod.is_over)
     if is_lost and not known.is_recorded:
         memory = _add_lost_coordinator(memory, observation, pod, config, now)
@@ -190,6 +194,8 @@ def _add_lost_coordinator(
         or (pod is not None and pod.restart < memory.restart)
     ):
         return replace(memory, coordinator=known)
+    # A coordinator that dies young again and again is made ever later; its loss costs no failure, since
+    # training goes on.
     budget = memory.budget
     if pod is not None and now - pod.created_at < config.short_life_seconds:
         budget = add_short_life(budget, memory, config, now)
@@ -217,6 +223,7 @@ def _note_progress(memory: Memory, observation: Observation, now: float) -> Memo
     progress = observation.progress
     if progress is None or not is_current(observation, memory):
         return memory
+    # The order matters: counters before the outcome, which names the failure that the counters count.
     memory = replace(memory, training=_merge_training(memory.training, progress, now))
     memory = _add_counters(memory, progress)
     # A step of this coordinator's own group shows that one was up, also where nobody asked while it was.
@@ -260,11 +267,13 @@ def _add_counters(memory: Memory, progress: Progress) -> Memory:
     )
     known = replace(known, image=memory.coordinator.image)
     restarts, lost = dict(memory.restarts), dict(memory.lost_seconds)
+    # Restarts that no pod shows: a worker was started again inside its pod.
     for name in IN_POD_CAUSES:
         more = progress.restarts.get(name, 0) - known.restarts.get(name, 0)
         key = CAUSES.get(name, PodCause.WORKER_CRASH).value
         if more > 0:
             restarts[key] = restarts.get(key, 0) + more
+    # Seconds are kept whole: a fraction would make a status write of every answer.
     told = {name: int(seconds) for name, seconds in progress.lost_seconds.items()}
     for name, whole in told.items():
         more = whole - known.lost_seconds.get(name, 0)

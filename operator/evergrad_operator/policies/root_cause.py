@@ -33,6 +33,7 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
     """The last failure among pods that have just ended."""
     failure = memory.last_failure
     told = [pod for pod in ended if describe_cause(pod) in (*COUNTED, PodCause.USER_ERROR)]
+    # Host faults are reported only where nothing that counts has ended in the same look.
     for pod in told or [pod for pod in ended if describe_cause(pod) == PodCause.HOST_FAULT]:
         described = _describe(pod, memory, now)
         is_repeated = (
@@ -60,6 +61,8 @@ def note_outcome(memory: Memory, failure: Failure | None, now: float) -> Memory:
     """The last failure as the coordinator tells it."""
     if failure is None or failure.cause == "peer_lost":
         return memory
+    # The same failure is reported by the pod and by the coordinator, in either order and at slightly
+    # different times.
     at, known = now - failure.seconds_ago, memory.last_failure
     is_repeat = (
         known is not None

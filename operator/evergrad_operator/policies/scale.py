@@ -9,6 +9,7 @@ from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.failure import is_backing_off
 from evergrad_operator.policies.lifecycle import earliest, remove
+from evergrad_operator.policies.record import find_own_record
 
 COORDINATOR_SILENCE_SECONDS: Final = 10.0
 """After so long without an answer a coordinator is replaced: its nodes wait no longer for it either."""
@@ -51,6 +52,7 @@ def decide_scale(context: ReconcileContext) -> Scale:
     # Pods are sorted: the highest attempt of each node comes last.
     visible = {pod.index: pod.attempt for pod in context.nodes}
     coordinator, epoch = _find_coordinator(context)
+    # One coordinator: those of earlier epochs go. Nodes take orders of the newest alone, in any case.
     older = [
         pod
         for pod in context.observation.coordinators
@@ -126,7 +128,8 @@ def _find_coordinator(context: ReconcileContext) -> tuple[int | None, int]:
     live = context.observation.live_coordinator
     if live is not None:
         return None, live.attempt
-    own, memory = context.own_record, context.memory
+    own, memory = find_own_record(context), context.memory
+    # The next epoch is beyond everything that anybody knows of: pods, status and the volume.
     following = 1 + max((pod.attempt for pod in context.observation.coordinators), default=-1)
     following = max(following, memory.coordinator.attempt + 1)
     if own is not None:

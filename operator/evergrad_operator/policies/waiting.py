@@ -85,6 +85,7 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
 
     ``wanted``: names of the pods that should be made now, and of a claim to be written.
     """
+    # What the API server refuses comes first: of pods that do not exist nothing else can be said.
     names_wanted = frozenset(wanted)
     for failure in context.observation.failures:
         if _is_relevant(failure, context, names_wanted):
@@ -97,6 +98,7 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
                 if is_record and not _is_passing(failure)
                 else explain_refusal(failure)
             )
+    # Then pods that exist and do not run; the reason that is rarest and most certain counts.
     coordinators = [
         pod for pod in context.observation.coordinators if pod.is_live and not pod.is_running
     ]
@@ -150,6 +152,8 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
             Reason.BOUNDS_NOT_TAKEN,
             f"the new bounds are not in force: {quote(said)}. They are sent again",
         )
+    # Only now the texts of the API server are read: they are prose, and a guess is wrong at worst about the
+    # remedy.
     if _is_passing(failure):
         return _explain_outage(failure)
     text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
@@ -183,6 +187,7 @@ def _explain_outage(failure: ApplyFailure) -> Obstacle:
         f"{failure.verb} {failure.kind} {failure.name}",
         quote(failure.message) or failure.reason,
     )
+    # 409 without a name that is taken: somebody wrote a moment ago, and the next try will do.
     if failure.status == 409:
         return Obstacle(Reason.STARTING, f"could not {what} yet: {said}. It is tried again")
     if "failed calling webhook" in failure.message:
@@ -277,6 +282,7 @@ def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
         bool(context.run.spec.storage.claim_name),
     )
     since = context.memory.start_time or context.now
+    # A claim of the run's own is made with its pods; only one that the user names can be missing.
     if claim is None:
         if not is_given:
             return None
@@ -302,6 +308,7 @@ def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
             f"{text}. Restore the volume, or start a new TrainingRun on another",
             since,
         )
+    # While pods use a claim, its deletion waits for them.
     if claim.is_deleting and not context.live:
         text = (
             f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"

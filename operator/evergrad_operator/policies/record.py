@@ -1,0 +1,41 @@
+"""The run's record on its volume: what the PVC says of the run, and what it shall say. Pure."""
+
+from evergrad_operator.names import claim_annotation
+from evergrad_operator.observe import Record, build_record
+from evergrad_operator.policies.context import ReconcileContext
+
+
+def find_own_record(context: ReconcileContext) -> Record | None:
+    """Return what the PVC says of this run's name, which an earlier run may have written."""
+    claim = context.observation.claim
+    return claim.records.get(context.run.name) if claim else None
+
+
+def plan_record(context: ReconcileContext, epoch: int) -> Record:
+    """Return what the PVC shall say of this run."""
+    run, own = context.run, find_own_record(context)
+    return Record(
+        run=run.name,
+        path=run.volume_path,
+        recipe=context.memory.recipe_hash,
+        epoch=epoch,
+        uid=run.uid,
+        created_at=run.created_at,
+        complete=own.complete if own is not None and own.uid == run.uid else None,
+    )
+
+
+def has_recipe(context: ReconcileContext, record: Record) -> bool:
+    """Return whether a record is of this run's recipe, in meaning or, in a record of an older version, in
+    spelling."""
+    parsed = context.run.parsed
+    known = {context.memory.recipe_hash, parsed.recipe_hash, parsed.spelling_hash}
+    return record.recipe in known
+
+
+def is_recorded(context: ReconcileContext, record: Record) -> bool:
+    """Return whether the PVC says exactly this."""
+    claim = context.observation.claim
+    return claim is not None and claim.annotations.get(
+        claim_annotation(context.run.name)
+    ) == build_record(record)
