@@ -5,7 +5,7 @@ import json
 from pydantic import ValidationError
 
 from evergrad_manifest.identity import changed_settings, settings_hash, show_value
-from evergrad_manifest.validation import read_object
+from evergrad_manifest.validation import read_object, with_plain_numbers
 from evergrad_operator.observe import AppliedSettings, Observation
 from evergrad_operator.plan.config_map import build_manifest
 from evergrad_operator.raw import get_int, get_map
@@ -36,8 +36,10 @@ def compare_settings(applied: str, run: TrainingRun) -> AppliedSettings | None:
     None where today's models cannot read the former: an older version wrote it.
     """
     try:
-        before = read_object(json.loads(applied))
-        after = read_object(json.loads(build_manifest(run)))
+        # Both may be of an earlier version's spelling, which this one reads once more.
+        texts = (applied, build_manifest(run))
+        manifests = [with_plain_numbers(json.loads(text))[0] for text in texts]
+        before, after = (read_object(one) for one in manifests)
         changes = changed_settings(before, after)
         return AppliedSettings(
             settings_hash(before),
