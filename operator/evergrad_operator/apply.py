@@ -172,11 +172,18 @@ class Applier:
             plan.create or self._clock() - applied.token_posted_at >= TOKEN_SECONDS
         ):
             applied.token_posted_at = self._clock()
-            results.append(
-                await self._try(
-                    work, _step_of("create", plan.token), partial(self._create_once, plan.token)
-                )
-            )
+            token = plan.token
+
+            async def create_token() -> None:
+                # That it exists already is as well. No watch and no list shows it, so that nothing is
+                # remembered of it.
+                try:
+                    await self._cluster.create(token, is_brief=True)
+                except ApiError as error:
+                    if error.status != 409 or error.reason != "AlreadyExists":
+                        raise
+
+            results.append(await self._try(work, _step_of("create", token), create_token))
             # A quota that is used up refuses also what exists already; where pods were made before, it does,
             # most likely.
             has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0
@@ -246,17 +253,6 @@ class Applier:
             body, manager=plan.claim_manager or names.FIELD_MANAGER
         )
         self._cache.see(CLAIMS, {**stored, "kind": CLAIM.kind})
-
-    async def _create_once(self, body: Raw) -> None:
-        """Create it; that it exists already is as well.
-
-        No watch and no list shows it, so that nothing is remembered of it.
-        """
-        try:
-            await self._cluster.create(body, is_brief=True)
-        except ApiError as error:
-            if error.status != 409 or error.reason != "AlreadyExists":
-                raise
 
     async def _put(self, work: _Work, body: Raw) -> ApplyResult:
         """A child that is no pod: applied where it is known to be the run's, else created, so that nobody

@@ -46,6 +46,13 @@ def build_conditions(
     # wait for ever.
     is_as_asked = phase == Phase.SUSPENDED and decision.reason == Reason.SUSPENDED
     is_ready = phase in (Phase.RUNNING, Phase.COMPLETE) or is_as_asked
+    silence = observation.unreachable
+    if phase in _WITHOUT_PODS:
+        unreachable = _Said(False, Reason.NO_PODS)
+    elif silence is None:
+        unreachable = _Said(False, Reason.NOTHING_IN_THE_WAY)
+    else:
+        unreachable = _Said(True, silence.reason, silence.text)
     not_suspended = Reason.SUSPENDING if phase == Phase.SUSPENDING else Reason.NOT_SUSPENDED
     said = {
         Condition.READY: _Said(is_ready, decision.reason, short),
@@ -59,7 +66,7 @@ def build_conditions(
             decision, old.get(Condition.READY, {}), now=now, timeout=progress_timeout
         ),
         Condition.CHECKPOINT_HEALTHY: _say_checkpoint(decision),
-        Condition.COORDINATOR_UNREACHABLE: _say_unreachable(observation, decision),
+        Condition.COORDINATOR_UNREACHABLE: unreachable,
         Condition.STALLED: _Said(True, decision.reason, short)
         if is_blocked or phase == Phase.FAILED
         else _Said(False, Reason.NOTHING_IN_THE_WAY),
@@ -165,15 +172,4 @@ def _say_checkpoint(decision: Decision) -> _Said:
         _Said(None, Reason.NO_CHECKPOINT_YET)
         if memory.training.checkpoint_step is None
         else _Said(True, Reason.CHECKPOINT_SAVED)
-    )
-
-
-def _say_unreachable(observation: Observation, decision: Decision) -> _Said:
-    silence = observation.unreachable
-    if decision.phase in _WITHOUT_PODS:
-        return _Said(False, Reason.NO_PODS)
-    return (
-        _Said(False, Reason.NOTHING_IN_THE_WAY)
-        if silence is None
-        else _Said(True, silence.reason, silence.text)
     )

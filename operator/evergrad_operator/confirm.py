@@ -43,7 +43,12 @@ class Confirmer:
         key, applied = work.key, work.hints.applied
 
         async def look() -> None:
-            await self._list_pods(key)
+            selector = f"{names.LABEL_RUN}={key[1]}"
+            pods, version = await self._cluster.list_all(POD, key[0], selector=selector)
+            for pod in pods:
+                self._cache.see(PODS, pod)
+            for pod in find_vanished(self._cache.pods(key), pods, version=version):
+                self._cache.forget(PODS, pod)
             if plan.create:
                 await self._list_children(key)
 
@@ -106,14 +111,6 @@ class Confirmer:
             return False
         refusals.clear(step)
         return True
-
-    async def _list_pods(self, key: Key) -> None:
-        selector = f"{names.LABEL_RUN}={key[1]}"
-        pods, version = await self._cluster.list_all(POD, key[0], selector=selector)
-        for pod in pods:
-            self._cache.see(PODS, pod)
-        for pod in find_vanished(self._cache.pods(key), pods, version=version):
-            self._cache.forget(PODS, pod)
 
     async def _list_children(self, key: Key) -> None:
         """New pods need the ConfigMap and the Service; no watch shows that somebody has deleted one."""

@@ -33,7 +33,18 @@ class HealthServer:
         app.router.add_get("/healthz", _report(self._live))
         # What stands still is not ready either.
         app.router.add_get("/readyz", _report((*self._live, *self._ready)))
-        app.router.add_get("/metrics", self._answer_metrics)
+
+        async def answer_metrics(_: web.Request) -> web.Response:
+            # Rendering thousands of series takes a while; the event loop goes on meanwhile.
+            body = await asyncio.to_thread(self._metrics())
+            return web.Response(
+                body=body,
+                content_type="text/plain",
+                charset="utf-8",
+                headers={"Cache-Control": "no-store"},
+            )
+
+        app.router.add_get("/metrics", answer_metrics)
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=1.0
         )
@@ -46,16 +57,6 @@ class HealthServer:
         """Stop serving."""
         if self._runner is not None:
             await self._runner.cleanup()
-
-    async def _answer_metrics(self, _: web.Request) -> web.Response:
-        # Rendering thousands of series takes a while; the event loop goes on meanwhile.
-        body = await asyncio.to_thread(self._metrics())
-        return web.Response(
-            body=body,
-            content_type="text/plain",
-            charset="utf-8",
-            headers={"Cache-Control": "no-store"},
-        )
 
 
 def _report(checks: Sequence[Check]) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -76,18 +76,17 @@ class Recorder:
             if posted is None:
                 await self._create(slot, run, kind, message)
             else:
-                await self._repeat(posted, run, message)
+                posted.count += 1
+                patch = {"count": posted.count, "lastTimestamp": format_time(self._clock())}
+                if message != posted.message:
+                    patch["message"] = posted.message = message
+                namespace = run["metadata"].get("namespace", "")
+                await self._poster.merge(EVENT, namespace, posted.name, patch)
+                self._on_post("counted")
         except ApiError as error:
             self._posted.pop(slot, None)
             if error.status not in (403, 404):
                 log.warning("the event %s could not be posted: %s", reason, error)
-
-    def forget(self, uid: str) -> None:
-        """The run is gone."""
-        for slot in [slot for slot in self._posted if slot[0] == uid]:
-            del self._posted[slot]
-        for known in [known for known in self._messages if known[0] == uid]:
-            del self._messages[known]
 
     async def _create(
         self, slot: tuple[str, str, str], run: Raw, kind: str, message: str
@@ -124,13 +123,3 @@ class Recorder:
         while len(self._posted) > MAX_REMEMBERED:
             self._posted.popitem(last=False)
         self._on_post("created")
-
-    async def _repeat(self, posted: _Posted, run: Raw, message: str) -> None:
-        posted.count += 1
-        patch = {"count": posted.count, "lastTimestamp": format_time(self._clock())}
-        if message != posted.message:
-            patch["message"] = posted.message = message
-        await self._poster.merge(
-            EVENT, run["metadata"].get("namespace", ""), posted.name, patch
-        )
-        self._on_post("counted")

@@ -4,11 +4,10 @@ Requests go through the official client's asyncio ApiClient.
 """
 
 import asyncio
-import contextlib
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -161,7 +160,8 @@ class Transport:
         )
 
         # The gate is asked once a slot is free, not before: waiting for one takes time of the lease.
-        async with self._slots, self._measure(request) as codes:
+        async with self._slots:
+            started, code = time.perf_counter(), "error"
             seconds = self._limits.request_seconds
             if gate is not None:
                 seconds = min(seconds, check_gate(gate))
@@ -174,7 +174,7 @@ class Transport:
                     body=request.body,
                     _request_timeout=aiohttp.ClientTimeout(total=seconds),
                 )
-                codes.append(str(answer.status))
+                code = str(answer.status)
                 data = await answer.read()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 # A write that was not answered in the lease's time may have been done: what follows observes
@@ -185,6 +185,8 @@ class Transport:
                 raise ApiError(0, "Unreachable", f"{method} {url}: {text}") from error
             finally:
                 _fence.reset(reset)
+                seconds = time.perf_counter() - started
+                self._observer(request.verb, request.kind.plural, code, seconds)
 
         if answer.status >= 300:
             raise _parse_refusal(answer.status, data, answer.headers.get("Retry-After"))
@@ -193,17 +195,6 @@ class Transport:
         except ValueError as error:
             raise ApiError(0, "BadAnswer", f"{method} {url}: the answer is not JSON") from error
         return parsed
-
-    @contextlib.asynccontextmanager
-    async def _measure(self, request: Request) -> AsyncIterator[list[str]]:
-        codes: list[str] = []
-        started = time.perf_counter()
-        try:
-            yield codes
-        finally:
-            seconds = time.perf_counter() - started
-            code = codes[-1] if codes else "error"
-            self._observer(request.verb, request.kind.plural, code, seconds)
 
 
 def _parse_refusal(status: int, data: bytes, retry_after: str | None) -> ApiError:

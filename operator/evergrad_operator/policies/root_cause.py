@@ -35,7 +35,15 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
     told = [pod for pod in ended if describe_cause(pod) in (*COUNTED, PodCause.USER_ERROR)]
     # Host faults are reported only where nothing that counts has ended in the same look.
     for pod in told or [pod for pod in ended if describe_cause(pod) == PodCause.HOST_FAULT]:
-        described = _describe(pod, memory, now)
+        end = pod.end
+        described = LastFailure(
+            cause=describe_cause(pod),
+            node=pod.index,
+            message=end.message if end else "",
+            at=(end and end.at) or now,
+            step=memory.training.step,
+            exit_code=end.exit_code if end else None,
+        )
         is_repeated = (
             failure is not None
             and failure.rank is not None
@@ -43,18 +51,6 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
         )
         failure = failure if is_repeated and described.exit_code in _SAID_BEFORE else described
     return replace(memory, last_failure=failure)
-
-
-def _describe(pod: PodState, memory: Memory, now: float) -> LastFailure:
-    end = pod.end
-    return LastFailure(
-        cause=describe_cause(pod),
-        node=pod.index,
-        message=end.message if end else "",
-        at=(end and end.at) or now,
-        step=memory.training.step,
-        exit_code=end.exit_code if end else None,
-    )
 
 
 def note_outcome(memory: Memory, failure: Failure | None, now: float) -> Memory:

@@ -41,7 +41,14 @@ def decide_scale(context: ReconcileContext) -> Scale:
     # after a fault of their host.
     missing = [index for index in range(most) if index not in newest]
     is_waiting = is_backing_off(context)
-    held = {pod.index for pod in context.leaving if _is_last_holder(pod, context)}
+    # Where only a leaving pod may hold the state, a successor, the same node to the coordinator, would cut
+    # its save short. A pod on a lost node is not waited for: whatever it holds cannot be reached.
+    is_anybody_left = any(other.is_running for other in context.live)
+    held = {
+        pod.index
+        for pod in context.leaving
+        if pod.is_running and pod.disruption != "NodeLost" and not is_anybody_left
+    }
     faults = context.memory.faults
     faulty = (
         faults.nodes.intersection(missing)
@@ -105,17 +112,6 @@ def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[P
         if pod.index < most and pod.is_image_missing and digest and pod.image == digest
     ]
     return newest, surplus
-
-
-def _is_last_holder(pod: PodState, context: ReconcileContext) -> bool:
-    """Whether only this leaving pod may hold the state: a successor, the same node to the coordinator, would
-    cut its save short.
-
-    A pod on a lost node is not waited for: whatever it holds cannot be reached.
-    """
-    if pod.disruption == "NodeLost" or not pod.is_running:
-        return False
-    return not any(other.is_running for other in context.live)
 
 
 def _find_coordinator(context: ReconcileContext) -> tuple[int | None, int]:

@@ -56,6 +56,8 @@ themselves.
 What is in neither set does so sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes
 free.
 """
+_NEEDED_BY_NAME: Final = ("Pod", "PersistentVolumeClaim")
+"""Kinds of which only objects that are wanted now are in the way; others are wanted until they are there."""
 PATIENCE_SECONDS: Final = 300.0
 """An obstacle that often heals by itself needs a person after so long: most outages of a registry are
 shorter."""
@@ -88,7 +90,16 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
     # What the API server refuses comes first: of pods that do not exist nothing else can be said.
     names_wanted = frozenset(wanted)
     for failure in context.observation.failures:
-        if _is_relevant(failure, context, names_wanted):
+        # A refusal of something that is not needed any more may be remembered for long.
+        is_relevant = (
+            failure.verb not in ("create", "apply")
+            or (failure.kind in _NEEDED_BY_NAME and failure.name in names_wanted)
+            or (
+                failure.kind not in _NEEDED_BY_NAME
+                and (failure.kind, failure.name) not in context.observation.hashes
+            )
+        )
+        if is_relevant:
             is_record = (
                 failure.kind == "PersistentVolumeClaim"
                 and context.observation.claim is not None
@@ -125,17 +136,6 @@ _ORDER: Final = (
     Reason.QUEUED,
     Reason.STARTING,
 )
-
-
-def _is_relevant(
-    failure: ApplyFailure, context: ReconcileContext, wanted: frozenset[str]
-) -> bool:
-    """Whether what was refused is still needed; a refusal of something else may be remembered for long."""
-    if failure.verb not in ("create", "apply"):
-        return True
-    if failure.kind in ("Pod", "PersistentVolumeClaim"):
-        return failure.name in wanted
-    return (failure.kind, failure.name) not in context.observation.hashes
 
 
 def explain_refusal(failure: ApplyFailure) -> Obstacle:

@@ -67,7 +67,6 @@ def test_an_event_that_expired_is_posted_anew() -> None:
         store.objects.clear()
         for _ in range(2):
             await recorder.record(RUN, "Normal", "Training", "a")
-        recorder.forget("u")
 
     asyncio.run(main())
     assert [event["count"] for event in store.list("events")] == [1]
