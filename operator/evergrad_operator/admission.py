@@ -25,7 +25,7 @@ stopped."""
 def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tuple[Problem, ...]:
     """Why ``new`` may not be stored, in place of ``old``; empty if it may.
 
-    What an older version accepted is no reason to refuse a change of something else.
+    A problem that an older version accepted is no reason to refuse a change of something else.
     """
     if get_map(new, "metadata").get("deletionTimestamp") is not None:
         # Only finalizers change on the way out, and nothing may hold that up.

@@ -43,7 +43,7 @@ _NOT_AS_EXPECTED: Final = 412
 
 
 class Cluster(Protocol):
-    """What reconciling needs of the API server; ``Kube`` is one, the tests' fake another.
+    """The part of the API server that reconciling needs; ``Kube`` is one, the tests' fake another.
 
     All raise ApiError.
     """
@@ -92,7 +92,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class ApplyResult:
-    """What came of one step.
+    """The result of one step.
 
     ``failure``: None if it is done. ``is_tried``: False where an earlier refusal still holds.
     """
@@ -221,8 +221,8 @@ class Applier:
         """Do it, unless it was refused a moment ago; whatever is refused or not answered is remembered and
         returned."""
         refusals, generation = work.applied.refusals, work.seen.run.generation
-        # What was refused a moment ago is not asked again: at 1,000 runs under a quota the API server would
-        # hear nothing else.
+        # A step that was refused a moment ago is not asked again: at 1,000 runs under a quota the API
+        # server would hear nothing else.
         held = refusals.find_waiting(step, generation=generation, now=self._clock())
         if held is not None:
             return ApplyResult(step, held, is_tried=False)

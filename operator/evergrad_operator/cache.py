@@ -179,7 +179,7 @@ class InformerCache:
 def find_vanished(known: Iterable[Raw], listed: Iterable[Raw], *, version: int) -> list[Raw]:
     """Return those of ``known`` that a list as of ``version`` lacks.
 
-    What is newer than the list may have come since.
+    Objects that are newer than the list may have come since.
     """
     uids = {raw["metadata"].get("uid") for raw in listed}
     return [

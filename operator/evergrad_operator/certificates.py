@@ -99,7 +99,7 @@ def _read_authority(
         is_its_own = authorities[0].public_key() == key.public_key()
     except Exception:  # noqa: BLE001 - whatever is wrong with it: another one is made
         return [], None
-    # What a foreign key signs is never trusted, and would be made anew at each look.
+    # A certificate that a foreign key signs is never trusted, and would be made anew at each look.
     return (
         (authorities, key)
         if is_its_own and isinstance(key, ec.EllipticCurvePrivateKey)

@@ -1,4 +1,4 @@
-"""What an edit of a run changes against the manifest that its pods were given. Pure."""
+"""Compares an edited run with the manifest that its pods were given. Pure."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the operator was told for all runs. Values only; ``settings`` reads them. Pure."""
+"""The operator's configuration for all runs. Values only; ``settings`` reads them. Pure."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,8 @@ class Config:
     default_storage_class: str | None = None
     """Storage class of a new volume whose run names none; empty: the cluster's default."""
     storage_access_mode: str = ""
-    """Of new volumes whose run names none; empty: ReadWriteOnce for a run of one node, else ReadWriteMany."""
+    """Access mode of new volumes whose run names none; empty: ReadWriteOnce for a run of one node, else
+    ReadWriteMany."""
     node_loss_toleration_seconds: int = 5
     """Seconds that a pod stays on a node that is not ready."""
     coordinator_cpu: str = "20m"

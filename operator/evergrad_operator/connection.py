@@ -44,7 +44,7 @@ class Connection:
             self._loader.token_expires_at = datetime.datetime.now()
 
     async def describe(self) -> Mapping[str, Any]:
-        """What kopf's ConnectionInfo takes, with the token as its file has it now."""
+        """Return the arguments of kopf's ConnectionInfo, with the token as its file has it now."""
         self.expire_token()
         header = await self.configuration.get_api_key_with_prefix("BearerToken") or ""
         found = self.configuration

@@ -1,4 +1,4 @@
-"""What a decision says. Values only; pure."""
+"""The values that a decision is made of. Pure."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +9,7 @@ from evergrad_operator.observe import Record
 
 
 class Action(StrEnum):
-    """What is to be done with a run as a whole."""
+    """What to do with a run as a whole: the kinds of a decision."""
 
     RUN = "Run"
     """Have coordinator and nodes."""
@@ -43,7 +43,8 @@ class PodDeletion:
 
 @dataclass(frozen=True)
 class Decision:
-    """What should be done and why. ``memory`` goes into the status; ``requeue_after`` in seconds.
+    """A decision: what to do with a run, and why. ``memory`` goes into the status; ``requeue_after`` in
+    seconds.
 
     ``record``: what the PVC shall say of the run, None to leave it. ``is_blocked``: nothing goes on before a
     person has done what ``message`` says.

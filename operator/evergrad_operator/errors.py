@@ -76,4 +76,4 @@ class SettingsError(OperatorError):
 
 
 class ProgressError(OperatorError):
-    """What answered on a coordinator's status port is not a coordinator of this run."""
+    """The answer on a coordinator's status port is not that of a coordinator of this run."""

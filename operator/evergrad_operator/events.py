@@ -51,7 +51,7 @@ class Event:
 def derive_events(
     old_status: Mapping[str, Any], new_status: Mapping[str, Any], observation: Observation
 ) -> tuple[Event, ...]:
-    """What a change of status tells people; nothing for what has been told before."""
+    """Derive the events of a change of status; none for what an event has said before."""
     return (
         *_tell_changes(old_status, new_status, observation),
         *_tell_ends(old_status, new_status),

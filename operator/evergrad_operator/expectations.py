@@ -17,7 +17,8 @@ class Expectation:
 
 
 class Expectations:
-    """What the watches of ``resources`` owe. A version that a watch has already shown is owed by nobody.
+    """The versions that the watches of ``resources`` owe. A version that a watch has already shown is owed
+    by nobody.
 
     An answer may come before or after the watch event of the same change: a LIST that shows nothing new, an
     apply that changes nothing and an answer that is read late must leave no mark, or the watch counts as

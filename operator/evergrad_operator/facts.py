@@ -8,12 +8,12 @@ from evergrad_operator.names import Phase
 from evergrad_operator.times import parse_time
 
 FINISHED_SECONDS: Final = 86400.0
-"""So long a run that is over is still exported."""
+"""Time, in seconds, for which a run that is over is still exported."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is exported of one run. Times are epoch seconds, None where it has not happened."""
+    """Facts about one run. Times are epoch seconds, None where it has not happened."""
 
     namespace: str
     name: str
@@ -23,7 +23,7 @@ class RunFacts:
     started_at: float | None
     completed_at: float | None
     progress: float | None
-    """Of 1."""
+    """Share of the steps that are done, 0 to 1."""
     progressed_at: float | None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 
 Check = Callable[[], str | None]
-"""What is wrong, in words, or None."""
+"""A check: says what is wrong, or None."""
 
 
 class HealthServer:
@@ -31,7 +31,7 @@ class HealthServer:
         """Begin to serve; the port. Raises OSError."""
         app = web.Application()
         app.router.add_get("/healthz", _report(self._live))
-        # What stands still is not ready either.
+        # A process that stands still is not ready either.
         app.router.add_get("/readyz", _report((*self._live, *self._ready)))
 
         async def answer_metrics(_: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
 """Names of images and what the kubelet says it runs: which digest a run keeps to, and whether two pods run
 the same. Pure.
 
-A tag may be moved while a run trains. What its first pod runs is what all its pods are to run:
+A tag may be moved while a run trains. The image that its first pod runs is the one for all its pods:
 
 | the kubelet's image ID of the first pod | later pods ask for | pods are compared by |
 |---|---|---|
@@ -42,7 +42,7 @@ def is_same_image(one: str, other: str) -> bool:
 
 
 def _parse_id(image_id: str) -> tuple[str, str]:
-    """What kind of ID it is (its repository, none for a bare digest) and its digest, empty for an ID of no
+    """Return the kind of an ID (its repository, none for a bare digest) and its digest, empty for an ID of no
     known shape."""
     repository, _, digest = _SCHEME.sub("", image_id).rpartition("@")
     kind = "import" if _IMPORT.search(repository) else repository

@@ -120,7 +120,7 @@ class Coordinator:
 
 @dataclass(frozen=True)
 class Training:
-    """What was last known of the training itself. Times in seconds since 1970.
+    """The training itself, as last known. Times in seconds since 1970.
 
     ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first told
     of.
@@ -201,7 +201,7 @@ class Memory:
 def parse_memory(status: Mapping[str, Any]) -> Memory:
     """The memory in a run's ``status``.
 
-    What is missing or not understood counts as unknown: a status may be lost.
+    Values that are missing or not understood count as unknown: a status may be lost.
     """
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
@@ -379,7 +379,7 @@ def build_memory(memory: Memory) -> dict[str, Any]:
     """The parts of the status that ``parse_memory`` reads, but for what people read too. Nothing that is a
     default.
 
-    What means nothing to people is kept apart, as texts under ``memory``.
+    Values that mean nothing to people are kept apart, as texts under ``memory``.
     """
     budget, coordinator = memory.budget, memory.coordinator
     found: dict[str, Any] = {

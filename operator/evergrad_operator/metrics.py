@@ -31,7 +31,7 @@ _TIMES: Final[tuple[str, ...]] = ("created", "started", "completed", "last_progr
 
 @dataclass(frozen=True)
 class Facts:
-    """What is exported of the operator's insides at one moment."""
+    """Facts about the operator's insides at one moment."""
 
     queue_depth: int
     queue_oldest_age: float

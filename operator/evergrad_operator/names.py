@@ -24,7 +24,7 @@ MANAGED_BY: Final = "evergrad"
 ROLE_NODE: Final = "node"
 ROLE_COORDINATOR: Final = "coordinator"
 ROLE_OPERATOR: Final = "operator"
-"""Of the operator's own pod, as the chart labels it."""
+"""Role of the operator's own pod, as the chart labels it."""
 CONTAINERS: Final = {ROLE_NODE: "trainer", ROLE_COORDINATOR: "coordinator"}
 """Our container in a pod, by the pod's role. Others in it are not ours."""
 
@@ -49,7 +49,7 @@ PROPAGATED_LABELS: Final = (LABEL_QUEUE, LABEL_QUEUE_PRIORITY)
 JOIN_PORT: Final = 29400
 STATUS_PORT: Final = 29401
 METRICS_PORT: Final = 29402
-"""Of a training pod, where its run names no port of its own."""
+"""Port of a training pod's metrics, where its run names none."""
 CONFIG_FILE: Final = "trainingrun.json"
 STATE_PATH: Final = "/state"
 TOKEN_KEY: Final = "token"
@@ -223,7 +223,7 @@ class Reason(StrEnum):
     NON_FINITE = "NonFinite"
     """A loss or a gradient was not finite; the state before that step is saved, and a person decides how to
     go on."""
-    # Of single conditions.
+    # Reasons of single conditions.
     NOT_COMPLETE = "NotComplete"
     """The run has not come to its end."""
     NOT_FAILED = "NotFailed"

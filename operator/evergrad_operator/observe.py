@@ -27,16 +27,16 @@ BOUNDS_NOT_TAKEN: Final = "BoundsNotTaken"
 _MAX_COUNT: Final = 10**6
 _MAX_SECONDS: Final = 10**9
 _MAX_VALUE: Final = 1e15
-"""What a coordinator says beyond these is not believed: a status with it would be refused."""
+"""Larger values of a coordinator are not believed: a status with them would be refused."""
 MAX_RECORD: Final = 4096
 """Longest record of a run on a PVC, in characters."""
 
 
 @dataclass(frozen=True)
 class ApplyFailure:
-    """What the API server refused at the last reconcile that tried. ``status``: HTTP, 0 without an answer.
-    ``at``: seconds since
-    1970. ``verb``: create, apply, delete, get, list, or post for what the coordinator is told."""
+    """A step that the API server refused at the last reconcile that tried. ``status``: HTTP, 0 without an
+    answer. ``at``: seconds since 1970. ``verb``: create, apply, delete, get, list, or post for what the
+    coordinator is told."""
 
     kind: str
     name: str
@@ -116,7 +116,7 @@ class Silence:
 
     @property
     def text(self) -> str:
-        """What is said of it, with what to do."""
+        """The silence in words, with what to do."""
         if self.reason == names.Reason.COORDINATOR_UNAUTHORIZED:
             return self.message
         remedy = (
@@ -128,7 +128,7 @@ class Silence:
 
 @dataclass(frozen=True)
 class Record:
-    """What one run keeps on a PVC, as the PVC says. ``created_at``: seconds since 1970, 0 where unknown."""
+    """A run's place on a PVC, as the PVC says. ``created_at``: seconds since 1970, 0 where unknown."""
 
     run: str
     path: str

@@ -57,7 +57,7 @@ def unpack_ranges(text: str) -> tuple[int, ...]:
 
 def format_rate(rate: float) -> str:
     """Three digits or so and a unit: ``41.2k``. ``parse_rate`` and this again give the same text."""
-    # What rounding would carry into the next size is written in that one.
+    # A number that rounding would carry into the next size is written in that one.
     for least, size, unit in ((999.95e6, 1e9, "G"), (999.95e3, 1e6, "M"), (999.5, 1e3, "k")):
         if rate >= least:
             return f"{rate / size:.1f}{unit}"

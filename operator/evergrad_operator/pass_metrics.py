@@ -1,4 +1,4 @@
-"""What a pass over a run adds to the operator's metrics and its log."""
+"""Counts and logs what came of a pass over a run."""
 
 import logging
 from collections.abc import Sequence

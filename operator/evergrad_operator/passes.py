@@ -10,7 +10,7 @@ from evergrad_operator.refusals import Refusals, Step
 
 @dataclass
 class Applied:
-    """What is remembered of a run's steps between two passes.
+    """Hints about a run's steps between two passes.
 
     All of it may be lost: it only saves writes and tries.
     """
@@ -26,9 +26,10 @@ class Applied:
 
 @dataclass
 class Hints:
-    """What is remembered of a run between two passes.
+    """Hints about a run between two passes.
 
-    All of it may be lost: it only saves writes and tries. What decisions rest on is in the run's status.
+    All of it may be lost: it only saves writes and tries. Everything that decisions rest on is in the run's
+    status.
     """
 
     applied: Applied = field(default_factory=Applied)
@@ -53,7 +54,7 @@ class Pass:
 
     @property
     def refusals(self) -> Refusals:
-        """What the API server has refused the run."""
+        """Steps that the API server has refused the run."""
         return self.hints.applied.refusals
 
     @property

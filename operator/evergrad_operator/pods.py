@@ -79,7 +79,7 @@ class PodEnd:
 
 @dataclass(frozen=True)
 class _LastWords:
-    """What a container's end says of itself. ``kind``: as the trainer told it, None where it told nothing."""
+    """A container's own account of its end. ``kind``: as the trainer told it, None where it told nothing."""
 
     exit_code: int | None
     kind: ErrorKind | None
@@ -282,7 +282,7 @@ def _find_cause(
     *,
     is_deleting: bool,
 ) -> PodCause:
-    """What the process itself says counts most, then who ended it, then the bare exit code."""
+    """Find the cause: the process's own word counts most, then who ended it, then the bare exit code."""
     pod_reason, exit_code = str(status.get("reason") or ""), words.exit_code
     is_environment = words.kind is ErrorKind.ENVIRONMENT and exit_code in _BY_ITSELF
     if exit_code == ExitCode.DONE:

@@ -57,7 +57,7 @@ class PollSettings:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a coordinator said last: its JSON, of which attempt it was, and when (the clock of
+    """The last answer of a coordinator: its JSON, of which attempt it was, and when (the clock of
     ``Coordinators``)."""
 
     raw: Mapping[str, Any]

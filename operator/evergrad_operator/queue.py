@@ -36,7 +36,7 @@ class Backoff:
 
 @dataclass(frozen=True)
 class QueueState:
-    """What the queue looks like: keys that are due, seconds that the oldest of them waits and that the
+    """The queue at one moment: keys that are due, seconds that the oldest of them waits and that the
     slowest worker works."""
 
     depth: int
@@ -164,8 +164,8 @@ class WorkQueue(Generic[K]):
             if key not in self._dropped:
                 self._last_end[key] = self._clock()
             self._dropped.discard(key)
-            # What was added while the work went on counts from its end, or from its own time if that is
-            # later.
+            # A time that was added while the work went on counts from its end, or from its own time if that
+            # is later.
             waiting = self._due.pop(key, None)
             # After a failure only the backoff counts: news must not turn it into a busy loop.
             if self.failures(key) and delay is not None:
@@ -201,7 +201,7 @@ class WorkQueue(Generic[K]):
     def _pop(self) -> K | None:
         """The next key that is due and not worked on.
 
-        What was superseded by an earlier time is passed over.
+        An entry that an earlier time has superseded is passed over.
         """
         now = self._clock()
         while self._heap:

@@ -52,7 +52,7 @@ _BY_ITSELF: Final = frozenset(ExitCode)
 
 @dataclass(frozen=True)
 class Assessment:
-    """What is seen of a run at one moment, what should be done, and the objects that this means."""
+    """A run at one moment: what is seen of it, the decision, and the objects that this means."""
 
     seen: Observation
     decision: Decision

@@ -1,5 +1,5 @@
-"""What the API server has refused a run: each refused step is tried again after a pause of its own, the rest
-goes on."""
+"""Steps that the API server has refused a run: each refused step is tried again after a pause of its own,
+the rest goes on."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Refusals:
         self._refusals: dict[Step, Refusal] = {}
 
     def failures(self) -> tuple[ApplyFailure, ...]:
-        """What was refused at its last try."""
+        """Return the steps that were refused at their last try."""
         return tuple(refusal.failure for refusal in self._refusals.values())
 
     def find_waiting(self, step: Step, *, generation: int, now: float) -> ApplyFailure | None:

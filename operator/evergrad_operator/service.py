@@ -60,7 +60,7 @@ class Service:
         limits = Limits(in_flight=2, request_seconds=5.0, tries=2)
         self._lease_kube = self._build_kube(limits, OpenGate())
 
-        # What is known, and who is told of news.
+        # The cluster as it is known, and the queue of runs that news concern.
         self.cache = InformerCache()
         self.queue: WorkQueue[Key] = WorkQueue(spacing=_SPACING)
         self.sync = CacheSync(
@@ -80,7 +80,7 @@ class Service:
         self.coordinators = Coordinators(poll, on_news=queue_news)
         self.coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
 
-        # What is done with it.
+        # The work on single runs.
         recorder = Recorder(
             self.kube, on_post=lambda action: metrics.events.labels(action).inc()
         )
@@ -96,7 +96,7 @@ class Service:
         self.reconciler.statuses.on_missing = self.sync.expect_gap
         self._webhook = self._build_webhook() if settings.webhook else None
 
-        # What is said of it.
+        # Health and metrics.
         self.vitals = Vitals(queue=self.queue, cache=self.cache, gate=self.gate)
         self._collector = FactsCollector(self.vitals.read_facts())
         metrics.registry.register(self._collector)
@@ -162,7 +162,8 @@ class Service:
         for run in self.cache.store.known():
             self.queue.add(run)
 
-        # What is known stays for long: looking through it again and again costs time at every collection.
+        # The objects of the cache stay for long: looking through it again and again costs time at every
+        # collection.
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)

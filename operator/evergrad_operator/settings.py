@@ -110,7 +110,7 @@ class Settings:
 
     @property
     def scopes(self) -> tuple[str | None, ...]:
-        """What to list: each namespace, or None for the whole cluster."""
+        """Scopes to list: each namespace, or None for the whole cluster."""
         return self.namespaces or (None,)
 
     def covers(self, namespace: str) -> bool:
@@ -176,7 +176,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     for name, default, text in _OPTIONS:
         _add_option(parser, environ, name, default, text)
 
-    # What runs are made with: each field of Config is an option, explained by its docstring.
+    # The configuration for all runs: each field of Config is an option, explained by its docstring.
     descriptions = _describe_fields(Config)
     for field in dataclasses.fields(Config):
         value: Any = "" if field.default is dataclasses.MISSING else field.default

@@ -36,7 +36,7 @@ _OUT_OF_THE_VOLUME: Final = "spec.storage.path"
 
 @dataclass(frozen=True)
 class ParsedSpec:
-    """What one generation of a run asks for, without its typed recipe, which is the nodes' alone,
+    """The content of one generation of a run, without its typed recipe, which is the nodes' alone,
     and large."""
 
     spec: Spec
@@ -45,7 +45,7 @@ class ParsedSpec:
     is_whole: bool
     """Whether every field could be read.
 
-    Of a run that is not whole, something in the recipe is unreadable.
+    If not, something in the recipe is unreadable.
     """
     problems: tuple[Problem, ...]
     """All that ``evergrad validate`` would find, but for what is outdated."""
@@ -55,15 +55,15 @@ class ParsedSpec:
     metrics_port: int | None
     """Port of a node's metrics; None where the run names none, 0 for any free one."""
     recipe_hash: str
-    """Of what the recipe means, as checkpoints carry it: the horizon is left out. Empty for a run that is not
-    whole."""
+    """Hash of what the recipe means, as checkpoints carry it: the horizon is left out. Empty for a run that
+    is not whole."""
     spelling_hash: str
-    """Of the recipe as it is written: what records of older versions have."""
+    """Hash of the recipe as it is written: records of older versions have it."""
     total_steps: int | None
     """Steps that the horizon asks for; None for a script, and for a horizon that depends on the data."""
     settings_hash: str
-    """Of what nodes must have alike while they train together; empty for a script, and for a recipe that is
-    unreadable."""
+    """Hash of what nodes must have alike while they train together; empty for a script, and for a recipe
+    that is unreadable."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class TrainingRun:
     def find_obstacles(self, *, has_begun: bool) -> tuple[Problem, ...]:
         """Problems for which no pod is made. ``has_begun``: a generation of the run was found valid before.
 
-        What a run keeps once it has begun cannot be corrected any more, so that a rule which came with a
-        later version of the operator is not held against it.
+        Fields that a run keeps once it has begun cannot be corrected any more, so that a rule which came
+        with a later version of the operator is not held against it.
         """
         if not has_begun or not self.parsed.is_whole:
             return self.parsed.problems

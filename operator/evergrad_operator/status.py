@@ -27,7 +27,7 @@ _PROGRESS: Final = ("progress", "checkpoint", "lostSeconds")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a plan. ``created``: names of pods that now exist."""
+    """The result of a plan. ``created``: names of pods that now exist."""
 
     created: tuple[str, ...] = ()
 

@@ -114,7 +114,7 @@ class CacheSync:
             is_late = max(self._cache.expectations.lag().values()) > _LATE_SECONDS
             if not self._is_listed_anew.is_set() and not is_late:
                 continue
-            # What is shown later than this belongs to another list, and is looked at once more.
+            # An object that is shown later than this belongs to another list, and is looked at once more.
             self._is_listed_anew.clear()
             try:
                 for scope in self._scopes:

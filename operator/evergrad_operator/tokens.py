@@ -25,7 +25,7 @@ this is no race."""
 
 
 class KeyStore(Protocol):
-    """What reading the key needs of the API server; ``Kube`` is one. All raise ApiError."""
+    """The part of the API server that reading the key needs; ``Kube`` is one. All raise ApiError."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
         """The object, or None."""

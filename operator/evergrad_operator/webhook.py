@@ -73,7 +73,7 @@ class WebhookSettings:
 
 
 class Store(Protocol):
-    """What the webhook needs of the API server; ``Kube`` is one. All raise ApiError."""
+    """The part of the API server that the webhook needs; ``Kube`` is one. All raise ApiError."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
         """The object, or None."""

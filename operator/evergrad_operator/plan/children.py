@@ -41,7 +41,7 @@ class Deletion:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do, in the order of the fields.
+    """The steps of a pass, in the order of the fields.
 
     ``claim``: to apply, by ``claim_manager``, once the annotations ``stale_records`` are off it. ``token``:
     the run's Secret, to POST before any pod; that it exists already is as well. ``apply``: whole objects to

@@ -39,18 +39,18 @@ def find_stale_records(
 def build_claim(
     run: TrainingRun, record: Record, config: Config, live: ClaimState | None
 ) -> JsonObject | None:
-    """What to apply, by ``names.claim_field_manager``; None where the PVC says so already, or is the user's
-    and missing.
+    """Build what to apply, by ``names.claim_field_manager``; None where the PVC says so already, or is the
+    user's and missing.
 
-    A new PVC has no owner: data outlives the run. What is applied again is what stands there, because most of
-    it never changes.
+    A new PVC has no owner: data outlives the run. A claim that exists is applied with the spec that it has,
+    because most of it never changes.
     """
     text = build_record(record)
     annotations = {names.claim_annotation(run.name): text}
     if live is not None and live.annotations.get(names.claim_annotation(run.name)) == text:
         return None
     claim: JsonObject = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
-    # Of a claim that the user made only our annotation is applied; it must exist already.
+    # Only our annotation is applied to a claim that the user made; it must exist already.
     if run.spec.storage.claim_name is not None:
         metadata = {
             "name": run.claim_name,

@@ -1,4 +1,4 @@
-"""What all children have in common: metadata, owner, security and the hash of what was applied."""
+"""The common parts of all children: metadata, owner, security and the hash of what was applied."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -48,7 +48,7 @@ def with_hash(child: JsonObject) -> JsonObject:
 
 
 def build_pod_security(config: Config) -> JsonObject:
-    """Of a pod, as Pod Security's level *restricted* asks for."""
+    """Build a pod's security context, as Pod Security's level *restricted* asks for."""
     return {
         "runAsNonRoot": True,
         "runAsUser": config.user_id,
@@ -60,7 +60,7 @@ def build_pod_security(config: Config) -> JsonObject:
 
 
 def build_container_security() -> JsonObject:
-    """Of a container, as Pod Security's level *restricted* asks for, with nothing to write on but its
+    """Build a container's security context, as level *restricted* asks for, with nothing to write on but its
     volumes."""
     return {
         "allowPrivilegeEscalation": False,

@@ -1,4 +1,4 @@
-"""What the allowed part of a pod template adds to a node's pod.
+"""The allowed part of a pod template, as it is added to a node's pod.
 
 That it is allowed, the manifest's rules have checked.
 """
@@ -91,7 +91,7 @@ def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:
     """Where the coordinator may be: where the nodes may, because the template says which hosts are the run's,
     and of which kind.
 
-    What the template says of pods among each other stays with the nodes: the coordinator keeps away from
+    Rules of the template about pods among each other stay with the nodes: the coordinator keeps away from
     nothing.
     """
     template = run.spec.template

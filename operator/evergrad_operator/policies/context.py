@@ -39,7 +39,7 @@ class ReconcileContext:
 
     @property
     def progress(self) -> Progress | None:
-        """What the run's own, newest coordinator says."""
+        """The answer of the run's own, newest coordinator."""
         return self.observation.progress if is_current(self.observation, self.memory) else None
 
     @property

@@ -50,7 +50,7 @@ _GROUP_PHASES = {
 
 
 def decide(observation: Observation, config: Config, now: float) -> Decision:
-    """What should be done with the run at ``now``, seconds since 1970.
+    """Decide what to do with the run at ``now``, seconds since 1970.
 
     The same arguments give the same decision.
     """
@@ -270,7 +270,7 @@ def _describe(
         )
         return phase, Reason.TRAINING, text + (f"; {behind}" if behind else ""), None
 
-    # What is in the way is said in this order: what a person or the cluster can mend, hosts, pauses, and only
+    # Obstacles are named in this order: what a person or the cluster can mend, hosts, pauses, and only
     # then what the coordinator waits for.
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING

@@ -81,7 +81,7 @@ def _find_user_error(context: ReconcileContext) -> tuple[str, str] | None:
 
 
 def _find_outcome(context: ReconcileContext) -> tuple[str, str] | None:
-    """What the coordinator says: it counts the workers that fail inside the pods."""
+    """Return the coordinator's outcome: it counts the workers that fail inside the pods."""
     progress = context.progress
     if progress is None or progress.phase != "Failed":
         return None

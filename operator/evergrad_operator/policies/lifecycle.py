@@ -63,7 +63,7 @@ def seconds_to_deadline(context: ReconcileContext) -> float | None:
 
 
 def conclude(context: ReconcileContext) -> Decision:
-    """What to do with a run that is over: what still works may end by itself, then the coordinator goes; much
+    """Conclude a run that is over: pods at work may end by themselves, then the coordinator goes; much
     later all children.
 
     Ended pods stay for their logs until ``ttlSecondsAfterFinished``.
@@ -125,7 +125,7 @@ def _said(context: ReconcileContext) -> str:
 
 
 def _completed_record(context: ReconcileContext) -> Record | None:
-    """Of a complete run, for the PVC: what survives the loss of its status."""
+    """Return the record of a complete run for the PVC, which survives the loss of its status."""
     finish, own = context.memory.finish, find_own_record(context)
     if (
         finish is None
@@ -228,7 +228,7 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
 
 
 def _describe_pause(context: ReconcileContext, reason: Reason) -> str:
-    """What stands saved, and how to go on."""
+    """Say what is saved, and how to go on."""
     step = context.memory.training.checkpoint_step
     if reason == Reason.NON_FINITE:
         # The state before the step that is not finite has been saved, so that step is the next one.

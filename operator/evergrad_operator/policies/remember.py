@@ -1,4 +1,4 @@
-"""What an observation adds to the memory of a run: ends of pods, the coordinator's counters, progress. Pure.
+"""Adds an observation to the memory of a run: ends of pods, the coordinator's counters, progress. Pure.
 
 ``ends`` counts the ends of nodes, ``budget`` the failures, ``host_faults`` the troubles of hosts;
 ``root_cause`` names what failed.
@@ -133,8 +133,8 @@ def _has_other_settings(observation: Observation) -> bool:
 
 
 def _note_image(memory: Memory, observation: Observation, config: Config) -> Memory:
-    """What the first pod runs is what all later pods of this restart ask for, until a host cannot get it by
-    that name."""
+    """Note the image of the first pod: all later pods of this restart ask for it, until a host cannot get
+    it by that name."""
     pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
     if not memory.image_id:
         # The first pod that runs decides for all: a tag may be moved at any time.
@@ -233,7 +233,8 @@ def _note_progress(memory: Memory, observation: Observation, now: float) -> Memo
 
 
 def _merge_training(known: Training, progress: Progress, now: float) -> Training:
-    """What the coordinator does not know yet, as after its own restart, stays as it was."""
+    """Merge an answer into what is known; values that a coordinator lacks after its restart stay as they
+    were."""
     is_new = progress.step is not None and progress.step != known.step
     ago = progress.updated_seconds_ago or 0.0
     has_saved = (

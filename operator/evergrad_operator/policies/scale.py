@@ -17,7 +17,7 @@ COORDINATOR_SILENCE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class Scale:
-    """What to make and to delete. ``missing``: nodes without a live pod, those that have to wait included.
+    """Pods to make and to delete. ``missing``: nodes without a live pod, those that have to wait included.
 
     ``faulty``: nodes that wait after a host fault, while others do not.
     """

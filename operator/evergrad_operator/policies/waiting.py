@@ -1,4 +1,4 @@
-"""What is in the way of a run that wants to train, in words, and whether a person has to act.
+"""Names what is in the way of a run that wants to train, and whether a person has to act.
 
 The run goes on by itself then.
 """
@@ -53,7 +53,7 @@ _PERSON_LATER: Final = frozenset(
 """A registry comes back, a claim or a Secret may follow the run a moment later: these often heal by
 themselves.
 
-What is in neither set does so sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes
+Reasons in neither set heal sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes
 free.
 """
 _NEEDED_BY_NAME: Final = ("Pod", "PersistentVolumeClaim")
@@ -87,7 +87,7 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
 
     ``wanted``: names of the pods that should be made now, and of a claim to be written.
     """
-    # What the API server refuses comes first: of pods that do not exist nothing else can be said.
+    # Refusals of the API server come first: nothing else can be said about pods that do not exist.
     names_wanted = frozenset(wanted)
     for failure in context.observation.failures:
         # A refusal of something that is not needed any more may be remembered for long.
@@ -275,7 +275,7 @@ def _explain_scheduling(where: str, said: str) -> Obstacle:
 
 
 def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
-    """What is wrong with the PVC itself, before any pod needs it."""
+    """Find what is wrong with the PVC itself, before any pod needs it."""
     claim, name, is_given = (
         context.observation.claim,
         context.run.claim_name,
