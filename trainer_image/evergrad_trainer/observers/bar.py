@@ -32,9 +32,13 @@ def render_line(state: State, width: int, *, is_unicode: bool = True) -> Text:
     # The bar takes the space that the texts leave, after the run's name.
     for index, (_, text, style) in enumerate(parts):
         if index == 1 and space >= _SHORTEST_BAR:
-            line.append_text(
-                _bar(state, min(space, _LONGEST_BAR), is_unicode=is_unicode)
-            ).append("  ")
+            full, half, empty = ("━", "╸", "━") if is_unicode else ("#", "-", "-")
+            length = min(space, _LONGEST_BAR)
+            share = min(1.0, state.step / state.total_steps) if state.total_steps else 0.0
+            # Half a character at a time, so that the bar moves on long runs too.
+            done, has_half = divmod(math.floor(share * length * 2), 2)
+            line.append(full * done + half * has_half, "green")
+            line.append(empty * (length - done - has_half), "bright_black").append("  ")
         line.append(text, style).append("" if index == len(parts) - 1 else "  ")
     return line
 
@@ -84,16 +88,6 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
 
 def _needed(parts: list[tuple[int, str, str]], bar: int = _SHORTEST_BAR) -> int:
     return sum(len(text) for _, text, _ in parts) + 2 * len(parts) + bar
-
-
-def _bar(state: State, width: int, *, is_unicode: bool) -> Text:
-    full, half, empty = ("━", "╸", "━") if is_unicode else ("#", "-", "-")
-    share = min(1.0, state.step / state.total_steps) if state.total_steps else 0.0
-    # Half a character at a time, so that the bar moves on long runs too.
-    halves = math.floor(share * width * 2)
-    done, has_half = divmod(halves, 2)
-    bar = Text(full * done + half * has_half, "green")
-    return bar.append(empty * (width - done - has_half), "bright_black")
 
 
 class _Line:

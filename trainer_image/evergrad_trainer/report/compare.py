@@ -121,7 +121,14 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
     left_common, right_common = left.take(of_left), right.take(of_right)
 
     # The last evaluation of each step and set counts, as with steps.
-    evaluations_a, evaluations_b = (_evaluations(run.evaluations, rules) for run in (a, b))
+    evaluations_a, evaluations_b = (
+        {
+            (one.step, one.name): one
+            for one in sorted(run.evaluations, key=lambda one: (one.step, one.name))
+            if rules.includes(one.step)
+        }
+        for run in (a, b)
+    )
     shared = [key for key in evaluations_a if key in evaluations_b]
     return Comparison(
         num_compared=len(common),
@@ -213,14 +220,6 @@ def _differing(
         largest_relative=largest,
         where=where,
     )
-
-
-def _evaluations(
-    evaluations: Sequence[EvaluationRecord], rules: Rules
-) -> dict[tuple[int, str], EvaluationRecord]:
-    """Keep the last row of each step and set, in order."""
-    last = {(one.step, one.name): one for one in evaluations if rules.includes(one.step)}
-    return {key: last[key] for key in sorted(last)}
 
 
 def _evaluation_differences(

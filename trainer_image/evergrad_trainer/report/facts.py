@@ -186,25 +186,21 @@ def _subtitle(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...]:
         f"{short_count(parameters)} parameters" if isinstance(parameters, int) else "",
         str(started.get("precision") or ""),
         str(started.get("parallelism") or ""),
-        _processes(started.get("world_size"), goodput),
     ]
+
+    # One number of processes, or the least and the most where training went on with others.
+    sizes = {one.world_size for one in goodput.changes} | {
+        one.from_world_size for one in goodput.changes
+    }
+    at_start = started.get("world_size")
+    if known := sorted({size for size in (*sizes, at_start) if isinstance(size, int)}):
+        number = f"{known[0]}–{known[-1]}" if len(known) > 1 else str(known[0])
+        facts.append(f"{number} process{'es' if known[-1] != 1 else ''}")
     if goodput.processes:
         facts.append(
             f"{utc(goodput.processes[0].begin)} – {utc(max(one.end for one in goodput.processes))} UTC"
         )
     return tuple(fact for fact in facts if fact)
-
-
-def _processes(at_start: Any, goodput: Goodput) -> str:
-    """Write ``2 processes``, or ``1–3 processes`` where training went on with another number of them."""
-    sizes = {change.world_size for change in goodput.changes} | {
-        change.from_world_size for change in goodput.changes
-    }
-    known = sorted({size for size in (*sizes, at_start) if isinstance(size, int)})
-    if not known:
-        return ""
-    number = f"{known[0]}–{known[-1]}" if len(known) > 1 else str(known[0])
-    return f"{number} process{'es' if known[-1] != 1 else ''}"
 
 
 def _status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
@@ -250,9 +246,24 @@ def _figures(
             f"{duration(goodput.productive_seconds)} in steps that were kept",
         ),
         Figure("Goodput", percent(goodput.ratio), "of the time went into steps that were kept"),
-        _restart_figure(goodput),
-        *_world_figures(goodput),
     ]
+
+    # Restarts cost steps, changes of the world only time: each says by its causes what to do about it.
+    ended = [
+        f"{number} {one.replace('_', ' ')}" for one, number in goodput.restarts_by_cause.items()
+    ]
+    repeated = sum(restart.repeated_steps for restart in goodput.restarts)
+    lost = f"{count(repeated)} step{'' if repeated == 1 else 's'} lost"
+    note = f"{', '.join(ended)}; {lost}" if ended else "trained in one go"
+    figures.append(Figure("Restarts", count(len(goodput.restarts)), note))
+    if goodput.changes:
+        changed = ", ".join(
+            f"{number} × {CHANGES[one].text}"
+            for one, number in goodput.changes_by_cause.items()
+        )
+        still = duration(goodput.lost_seconds["reconfiguration"])
+        note = f"{changed}; training stood still for {still}"
+        figures.append(Figure("Changes of the world", count(len(goodput.changes)), note))
     return tuple(figures)
 
 
@@ -299,37 +310,6 @@ def _speed_figure(steps: StepTable) -> Figure:
     )
 
 
-def _restart_figure(goodput: Goodput) -> Figure:
-    causes = [
-        f"{number} {cause.replace('_', ' ')}"
-        for cause, number in goodput.restarts_by_cause.items()
-    ]
-    repeated = sum(restart.repeated_steps for restart in goodput.restarts)
-    note = (
-        ", ".join(causes) + f"; {count(repeated)} step{'' if repeated == 1 else 's'} lost"
-        if causes
-        else "trained in one go"
-    )
-    return Figure("Restarts", count(len(goodput.restarts)), note)
-
-
-def _world_figures(goodput: Goodput) -> list[Figure]:
-    if not goodput.changes:
-        return []
-    causes = ", ".join(
-        f"{number} × {CHANGES[cause].text}"
-        for cause, number in goodput.changes_by_cause.items()
-    )
-    lost = duration(goodput.lost_seconds["reconfiguration"])
-    return [
-        Figure(
-            "Changes of the world",
-            count(len(goodput.changes)),
-            f"{causes}; training stood still for {lost}",
-        )
-    ]
-
-
 def _shares(goodput: Goodput) -> tuple[Share, ...]:
     """List productive time first, then what was lost, the largest part first; causes that took nothing are
     left out."""
@@ -365,6 +345,13 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
     )
     memory = hardware.get("memory_bytes")
     commit = str(git.get("commit") or "")
+    # What earlier processes computed with may have changed the last bits of their steps.
+    earlier = dict.fromkeys(
+        f"{key} {was}"
+        for process in processes
+        for key in ("evergrad", "torch", "transformers")
+        if (was := _mapping(process.get("versions")).get(key)) not in (None, versions.get(key))
+    )
     rows = [
         ("Command", entry.get("command")),
         ("Seed", entry.get("seed")),
@@ -372,7 +359,7 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
             (key.capitalize(), versions.get(key))
             for key in ("evergrad", "torch", "transformers", "python", "platform")
         ),
-        ("Earlier versions", _earlier_versions(processes, versions)),
+        ("Earlier versions", ", ".join(earlier)),
         ("Files of the task", ", ".join(f"{name} {own}" for name, own in task.items())),
         ("Commit", commit + (" with changes" if git.get("has_changes") else "")),
         ("CPU", hardware.get("cpu")),
@@ -383,17 +370,6 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
     return tuple(
         (title, hide_home(str(value))) for title, value in rows if value not in (None, "")
     )
-
-
-def _earlier_versions(processes: list[dict[str, Any]], versions: Mapping[str, Any]) -> str:
-    """What earlier processes of the run computed with, where it was another version; empty where none did."""
-    found = {
-        f"{key} {was}": None
-        for process in processes
-        for key in ("evergrad", "torch", "transformers")
-        if (was := _mapping(process.get("versions")).get(key)) not in (None, versions.get(key))
-    }
-    return ", ".join(found)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -154,7 +154,9 @@ def _loss_plot(facts: Facts) -> _Draft:
     restarts = [one.resumed_from for one in facts.goodput.restarts if one.resumed_from][-100:]
 
     def paint(axes: "Axes") -> None:
-        _mark_restarts(axes, restarts)
+        # Under the curves, so that they stay readable where there were many.
+        for step in restarts:
+            axes.axvline(step, color=COLORS["muted"], linewidth=0.8, alpha=0.7, dashes=(3, 3))
         _line(
             axes,
             raw,
@@ -414,11 +416,6 @@ def _line(
         markersize=3.4 if len(curve) > 1 else 5,
         markeredgewidth=0,
     )
-
-
-def _mark_restarts(axes: "Axes", steps: Sequence[int]) -> None:
-    for step in steps:
-        axes.axvline(step, color=COLORS["muted"], linewidth=0.8, alpha=0.7, dashes=(3, 3))
 
 
 def _limit_outliers(axes: "Axes", values: Any, *, from_zero: bool = False) -> None:

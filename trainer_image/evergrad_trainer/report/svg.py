@@ -124,17 +124,16 @@ def _dress(axes: "Axes", unit: str, across: str, *, columns: int) -> None:
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
+    # Large values short, small ones with the digits that tell them apart, and no "0.000" at the bottom.
+    axes.yaxis.set_major_formatter(
+        ticker.FuncFormatter(
+            lambda value, _: (
+                short_count(value) if abs(value) >= 1000 else f"{value:.4g}" if value else "0"
+            )
+        )
+    )
     axes.set_xlabel(across, loc="right")
     axes.set_title(unit, loc="left", fontsize=_FONT_PIXELS, color=COLORS["muted"], pad=8)
-
-
-def _tick(value: float) -> str:
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return short_count(value)
-    return f"{value:.4g}"
 
 
 _COLOR_OF = {color: f"var(--{name})" for name, color in COLORS.items()}
