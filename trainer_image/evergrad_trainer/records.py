@@ -144,7 +144,7 @@ StopReason = Literal[
 """
 
 Wish = Literal["stop", "save", "evaluate"]
-"""What an observer may ask for: leave after this step, save it, or evaluate all sets."""
+"""Wish of an observer: leave after this step, save it, or evaluate all sets."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class RunInfo:
     highest_step: int | None = None
     """The highest step any process of the run has finished before; None where nobody has looked."""
     metrics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """What the recipe measures besides the loss: ``unit`` and ``help`` of each, from the catalogue."""
+    """Metrics of the recipe besides the loss: ``unit`` and ``help`` of each, from the catalogue."""
     last_time: float | None = None
     """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is
     none."""

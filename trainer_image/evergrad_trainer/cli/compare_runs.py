@@ -177,7 +177,7 @@ def _as_text(
     yield f"A  {runs[0]}"
     yield f"B  {runs[1]}"
 
-    # What was compared, and what either run did on its way there: it explains what follows.
+    # The extent of the comparison, and what either run did on its way: it explains what follows.
     span = (
         f", {comparison.first_step:,} to {comparison.last_step:,}"
         if comparison.first_step is not None

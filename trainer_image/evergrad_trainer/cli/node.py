@@ -103,7 +103,7 @@ class NodeRequest:
     loaded: LoadedManifest
     directory: RunDirectory
     settings: "NodeSettings"
-    """What the arguments say of this node; the manifest's part is added once it is checked."""
+    """The arguments' part; the manifest's part is added once it is checked."""
     num_workers: int | None = None
     """Training processes of this node; None: as the manifest says."""
     has_grace: bool = False

@@ -24,7 +24,7 @@ def prepare_script(
     """
     run, base = loaded.run, loaded.base_directory
     raise_if(script_problems(run.script, base_directory=base), ConfigurationError)
-    # What is wrong with the files is said before anything is written.
+    # The files are checked before anything is written.
     directory.create()
     directory.write_resolved(
         resolved_script_record(run, base_directory=os.path.relpath(base, directory.path))

@@ -148,7 +148,7 @@ class Account:
         notes: list[str] = []
         previous_end = None
         for index, part in enumerate(self._parts):
-            # Where another account has the time before, it knows when the run was last seen.
+            # Where another account has the time before, the last sign of the run comes from there.
             previous_end = part.after if part.after is not None else previous_end
             now = part.result(previous_end, is_last=index == len(self._parts) - 1)
             notes.extend(part.odd_clocks(previous_end))
@@ -177,8 +177,7 @@ class Account:
         )
 
     def _add_rank_0(self, info: RunInfo) -> None:
-        """Note that a process becomes rank 0. What others did since the last one here is in their
-        accounts."""
+        """Take a new rank 0 into account. Others hold the accounts of the time since the last one here."""
         # Steps above the newest one here were counted as productive where rank 0 was meanwhile.
         if info.highest_step is not None and info.highest_step > self._highest_step:
             self._elsewhere.append((self._highest_step + 1, info.highest_step))
@@ -188,7 +187,7 @@ class Account:
 
     def _add_start(self, event: Event) -> None:
         """Begin a part: the state comes from a checkpoint or from nothing, and newer steps are lost."""
-        # What the process has written before its start event, such as what it read, is its own.
+        # Records that the process wrote before its start event, such as of what it read, are its own.
         mine = [one for one in self._waiting if one.generation == event.generation]
         self._waiting = [one for one in self._waiting if one.generation < event.generation]
         self.finish()
@@ -208,7 +207,7 @@ class Account:
             # No start event is left: each generation is taken for a process of its own.
             self.finish()
             if not self._parts or generation > self._parts[-1].newest:
-                # What others did before this process took over from them is in their accounts.
+                # The time before this process took over from others is in their accounts.
                 after = None if self._takes_over else self._last_time
                 self._append(Part(generation, after=after))
                 self._last_time = None

@@ -219,7 +219,7 @@ class RunLog(BaseObserver):
         self._evaluation.write(record_row(record))
 
     def event(self, event: Event) -> None:
-        # So that events.jsonl can be read alone.
+        # With the run's facts, so that events.jsonl can be read alone.
         if event.type == EventType.START:
             event = replace(event, fields=self._facts | event.fields)
         self._events.write(event_row(event))

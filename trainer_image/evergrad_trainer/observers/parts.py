@@ -25,7 +25,7 @@ class Part:
     start: Event | None = None
     """None where the start event is lost, or where this account takes over from another one."""
     after: float | None = None
-    """Last sign of the run before, where another account has it; None: the part before knows it."""
+    """Last sign of the run before, where another account has it; None: it is the end of the part before."""
     first_kept: int = 0
     """Place of its first step among the kept ones."""
     steps_lost_before: int = 0
@@ -120,7 +120,7 @@ class Part:
         last_sign = self.end if math.isfinite(self.end) else event.time
         elsewhere_until = None
         if takes_over:
-            # What went on elsewhere is in another account, and this part's time must not have it too.
+            # The time elsewhere is in another account, and must not be in this part's too.
             elsewhere_until = event.time - seconds_of(event, "paused_seconds")
             gap = max(0.0, elsewhere_until - last_sign)
             self.absent += gap

@@ -49,7 +49,7 @@ class ProgressLines(BaseObserver):
     def run_start(self, info: RunInfo) -> None:
         self._state.start(info)
         if info.takes_over:
-            # The run has said so before; the world event that follows tells who came or went.
+            # The line was printed at the first start; the world event that follows names who came or went.
             return
         self._print(
             f"start run={info.name} step={info.start_step}/{info.total_steps} model={info.model} "

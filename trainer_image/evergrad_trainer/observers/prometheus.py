@@ -194,7 +194,7 @@ class PrometheusExporter(BaseObserver):
         elif event.type == EventType.WORLD:
             metrics.add("world_changes_total", 1, read_change(event.fields.get("cause")))
             metrics.set("world_size", float(event.fields["world_size"]))
-            # What has ended was one process; the run goes on.
+            # One process has ended; the run goes on.
             metrics.clear("exit_code")
         elif event.type == EventType.END:
             metrics.set("exit_code", float(event.fields["exit_code"]))

@@ -226,7 +226,7 @@ def _evaluation_differences(
     pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], rules: Rules
 ) -> list[Difference]:
     found = []
-    # Set by set, since a difference is told with the name of its set.
+    # Set by set, since a difference is shown with the name of its set.
     for where in dict.fromkeys(a.name for a, _ in pairs):
         sides = list(zip(*[pair for pair in pairs if pair[0].name == where], strict=True))
         steps = np.array([one.step for one in sides[0]], np.int64)

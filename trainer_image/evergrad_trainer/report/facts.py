@@ -91,7 +91,7 @@ class Facts:
     """The others, in the order of the file."""
     history: History
     metrics: Mapping[str, Mapping[str, str]]
-    """What the recipe measures besides the loss: ``unit`` and ``help`` by name, from its start event."""
+    """Metrics of the recipe besides the loss: ``unit`` and ``help`` by name, from its start event."""
 
 
 def gather_facts(directory: RunDirectory) -> Facts:
@@ -345,7 +345,7 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
     )
     memory = hardware.get("memory_bytes")
     commit = str(git.get("commit") or "")
-    # What earlier processes computed with may have changed the last bits of their steps.
+    # Other versions in earlier processes may have changed the last bits of their steps.
     earlier = dict.fromkeys(
         f"{key} {was}"
         for process in processes

@@ -67,7 +67,7 @@ class _Draft:
     unit: str
     wide: int | None = None
     across: str = "step"
-    """What x is; all plots against the step share one range."""
+    """Quantity on the x axis; all plots against the step share one range."""
 
 
 def build_plots(facts: Facts) -> tuple[Plot, ...]:
