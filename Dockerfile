@@ -73,6 +73,13 @@ RUN --mount=type=secret,id=pip.conf,required=false --mount=type=secret,id=ca,req
 FROM base AS trainer-dependencies
 ARG TORCH=cuda
 ARG PACKAGES=""
+# With accelerators models are compiled by default: Triton builds a stub of its driver, inductor what runs on the CPU.
+RUN if [ "$TORCH" = cuda ]; then \
+        headers=$(python3 -c 'import os, sysconfig; print(os.path.exists(sysconfig.get_path("include") + "/Python.h"))') \
+        && apt-get update -q \
+        && apt-get install -q -y --no-install-recommends g++ libc6-dev $(if [ "$headers" = False ]; then echo python3-dev; fi) \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 COPY --from=locks /locks/trainer.txt /locks/torch.txt /locks/torch-cpu.txt /opt/evergrad/locks/
 RUN --mount=type=bind,from=wheels,target=/opt/wheels \
     --mount=type=secret,id=pip.conf,required=false --mount=type=secret,id=ca,required=false \
@@ -90,7 +97,7 @@ RUN --mount=type=bind,from=wheels,target=/opt/wheels \
     && for folder in torch/test torch/bin; do \
         if [ -d "$folder" ]; then find "$folder" -type f ! -name torch_shm_manager ! -name 'ptxas*' -delete; fi; done \
     && find sympy networkx mpmath matplotlib mpl_toolkits -type d -name tests -prune -exec rm -r {} + \
-    && if [ -z "$PACKAGES" ]; then rm -rf torch/include; fi \
+    && if [ -z "$PACKAGES" ] && [ "$TORCH" = cpu ]; then rm -rf torch/include; fi \
     && { python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/evergrad/lib || true; } \
     && chmod -R a+rX,go-w /opt/evergrad && rm -r /tmp/pip
 
