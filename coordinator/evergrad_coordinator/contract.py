@@ -152,6 +152,8 @@ class RunFile:
     EVALUATION = "evaluation.jsonl"
     CHECKPOINTS = "checkpoints"
     LOGS = "logs"
+    COMPILED = "compiled"
+    """Kernels that were compiled for the run, one file for each kind of device."""
     REPORT_HTML = "report.html"
     REPORT_MARKDOWN = "report.md"
     COMPLETE = "complete.json"

@@ -273,6 +273,7 @@ class RunDirectory:
         self.evaluation = self.path / RunFile.EVALUATION
         self.checkpoints = self.path / RunFile.CHECKPOINTS
         self.logs = self.path / RunFile.LOGS
+        self.compiled = self.path / RunFile.COMPILED
         self.report_html = self.path / RunFile.REPORT_HTML
         self.report_markdown = self.path / RunFile.REPORT_MARKDOWN
         self.complete = self.path / RunFile.COMPLETE

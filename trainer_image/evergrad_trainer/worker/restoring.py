@@ -4,6 +4,8 @@ from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.models.compilation import should_compile
+from evergrad_trainer.models.compile_cache import load_compiled
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.resume import compare_models
 from evergrad_trainer.state.registry import (
@@ -26,7 +28,10 @@ from evergrad_trainer.worker.session import Session
 def build_state(session: Session, *, with_weights: bool) -> Machinery:
     """Build what holds the run's state and register all of it; ``with_weights=False`` when a checkpoint
     follows."""
-    plan = session.plan
+    plan, device = session.plan, session.world.device
+    # Before anything is compiled.
+    if should_compile(plan.run.training.runtime, device):
+        session.compiled_bytes = load_compiled(session.directory.compiled, device)
     machinery = build_machinery(
         plan.run.training, session.opened, plan.model, session.world, with_weights=with_weights
     )

@@ -70,6 +70,8 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     marks: dict[str, float] = field(default_factory=dict)
     metrics_address: str | None = None
+    compiled_bytes: int = 0
+    """Size of the compiled kernels that were there when this process began."""
     waiting: list[Event] | None = field(default_factory=list)
     """Events before the start event, which comes first; None once it is written."""
     task_before: Mapping[str, str] = field(default_factory=dict)
