@@ -15,17 +15,17 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes
 from evergrad_trainer.preflight import (
-    Finding,
     check_device,
     check_files,
-    check_memory,
     check_model,
     check_run_directory,
     check_schedule,
+    check_shards,
     check_workers,
     examine,
     find_traps,
 )
+from evergrad_trainer.preflight_memory import Finding, check_memory
 
 MACHINE = Machine(
     cores=2,
@@ -96,6 +96,28 @@ def test_workers_must_each_have_a_slot_and_should_have_equal_shares(
     finding = only(check_workers(training(), num_workers=workers))
     assert finding.level == level
     assert finding.problem.path == "spec.workersPerNode"
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "refused"),
+    [
+        (4, (1, 3), None),
+        (2, (2, 2), None),
+        (1, (1, 1), None),
+        (2, (1, 2), 2),
+        (1, (4, 6), 5),
+        (6, (1, 4), 6),
+    ],
+)
+def test_every_number_of_nodes_can_be_cut_into_copies_of_the_model(
+    workers: int, nodes: tuple[int, int], refused: int | None
+) -> None:
+    plan = training(runtime={"parallelism": "fsdp2", "shards": 4})
+    findings = list(check_shards(plan, num_workers=workers, num_nodes=nodes))
+    assert [one.problem.what for one in findings] == (
+        [] if refused is None else [f"{refused} workers cannot be cut into copies of 4"]
+    )
+    assert not list(check_shards(training(), num_workers=workers, num_nodes=nodes))
 
 
 def test_idle_time_is_told_as_a_share() -> None:

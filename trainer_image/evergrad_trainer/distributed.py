@@ -30,7 +30,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """Read torchrun's variables; without them this is a world of one."""
+    """Read torchrun's variables; without them the world is of one process."""
     env = os.environ if environment is None else environment
     if "WORLD_SIZE" not in env:
         return Launch()
@@ -45,7 +45,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int) -> torch.device:
-    """``auto`` is this process's own accelerator where there is one, else the CPU.
+    """Choose this process's device. ``auto``: its own accelerator where there is one, else the CPU.
 
     Raises RuntimeError for a missing cuda.
     """
@@ -72,6 +72,7 @@ def join_world(launch: Launch, *, device: torch.device, timeout_seconds: int) ->
     if launch.world_size == 1:
         return World(generation=0, rank=0, size=1, device=device)
     timeout = timedelta(seconds=timeout_seconds)
+    # Collective: waits for all that the launcher has started.
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://{launch.address}:{launch.port}",
@@ -80,6 +81,7 @@ def join_world(launch: Launch, *, device: torch.device, timeout_seconds: int) ->
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    # Collective: every rank makes the same groups in the same order.
     return World(
         generation=0,
         rank=launch.rank,
@@ -93,12 +95,12 @@ def join_world(launch: Launch, *, device: torch.device, timeout_seconds: int) ->
 
 
 def with_generation(world: World, generation: int) -> World:
-    """The same world under the generation it has claimed."""
+    """Return the same world under the generation it has claimed."""
     return replace(world, generation=generation)
 
 
 def leave_world(world: World) -> None:
-    """Tear the process groups down after a success. Never in an exception's path: peers may be gone."""
+    """Take the process groups down after a success. Never in an exception's path: peers may be gone."""
     if world.group is not None:
         dist.destroy_process_group()
 
@@ -122,6 +124,17 @@ def drain(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def setup_limit(base_seconds: float, *, device: torch.device, size: int) -> float:
+    """Seconds that ``size`` members, who are all ready, may take to meet; ``base_seconds`` for two CPUs.
+
+    The first communicator of NCCL on a cold machine takes tens of seconds, and what rank 0 does for each
+    member takes its time in a large world.
+    """
+    if device.type == "cuda":
+        return base_seconds + 55.0 + 0.25 * size
+    return base_seconds + 0.05 * size
+
+
 def form_world(
     place: Place,
     *,
@@ -133,61 +146,67 @@ def form_world(
 ) -> World:
     """Meet the other members of ``place`` in a group that can be given up: see :func:`abandon_world`.
 
-    Raises PeerLostError when they are not all there within ``setup_seconds``. ``timeout_seconds`` holds for
-    the collectives.
+    Raises PeerLostError when they are not all there within the limit, :func:`setup_limit` of
+    ``setup_seconds``. ``timeout_seconds`` holds for the collectives.
     """
+    alone = World(
+        place.generation,
+        rank=0,
+        size=1,
+        device=device,
+        interrupt=interrupt,
+        transport=transport,
+    )
     if place.size == 1:
-        return World(
-            place.generation,
-            rank=0,
-            size=1,
-            device=device,
-            interrupt=interrupt,
-            transport=transport,
-        )
-    # A set-up that failed leaves the counter raised; it is part of the keys under which members meet.
-    torch_private.reset_group_counter()
-    patience = timedelta(seconds=setup_seconds)
+        return alone
+    limit = setup_limit(setup_seconds, device=device, size=place.size)
     try:
-        store = TCPStore(
-            place.address, place.port, is_master=False, timeout=patience, wait_for_workers=False
-        )
-        dist.init_process_group(
-            backend=transport.backend,
-            store=PrefixStore(str(place.generation), store),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=patience,
-            device_id=device if device.type == "cuda" else None,
-        )
-        control, checkpoint = (
-            dist.new_group(backend="gloo", timeout=patience) for _ in range(2)
-        )
+        # Collective: waits for the slowest member, at most for the limit.
+        group, control, checkpoint = _meet(place, device, transport, timedelta(seconds=limit))
     except RuntimeError as error:
         raise PeerLostError(
             f"the group of generation {place.generation} did not form: {error}"
         ) from error
+    # From here on it can be aborted. What was asked for while it formed is done now, and leaves no group.
     transport.opened()
     if interrupt.is_set:
         raise PeerLostError(
             f"the group of generation {place.generation} was given up while it formed"
         )
-    group = dist.group.WORLD
-    assert group is not None  # noqa: S101 - init_process_group has just set it
     for one in (group, control, checkpoint):
         torch_private.set_timeout(one, timedelta(seconds=timeout_seconds))
-    return World(
-        place.generation,
-        place.rank,
-        place.size,
-        device,
-        group,
-        control,
-        checkpoint,
-        interrupt=interrupt,
-        transport=transport,
+    return replace(
+        alone,
+        rank=place.rank,
+        size=place.size,
+        group=group,
+        control=control,
+        checkpoint=checkpoint,
         timeout_seconds=timeout_seconds,
     )
+
+
+def _meet(
+    place: Place, device: torch.device, transport: Transport, patience: timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
+    """The groups for the model's tensors, for small integers and for checkpoints. Raises RuntimeError."""
+    # A set-up that failed leaves the counter raised; it is part of the keys under which members meet.
+    torch_private.reset_group_counter()
+    store = TCPStore(
+        place.address, place.port, is_master=False, timeout=patience, wait_for_workers=False
+    )
+    dist.init_process_group(
+        backend=transport.backend,
+        store=PrefixStore(str(place.generation), store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=patience,
+        device_id=device if device.type == "cuda" else None,
+    )
+    control, checkpoint = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101 - init_process_group has just set it
+    return group, control, checkpoint
 
 
 _leaked: list[tuple[World, list[tuple[Pending, tuple[torch.Tensor, ...]]]]] = []
@@ -207,38 +226,32 @@ def abandon_world(
     if world is not None and world.group is not None:
         # Before looking at what is unfinished: where this aborts, it ends by that.
         transport.give_up()
-    # Those that have ended since, at the latest by the groups' timeout, let go of their threads and sockets.
+    # Those that have ended since, at the latest by the groups' timeout, give back their threads and sockets.
     _leaked[:] = [
         leak for leak in _leaked if not all(work.is_completed() for work, _ in leak[1])
     ]
+
+    # Operations whose sockets were cut end within milliseconds; the patience is for all of them together.
     deadline = time.monotonic() + patience_seconds
-    stuck = (
-        []
-        if world is None
-        else [entry for entry in world.unfinished if not _ends_until(entry[0], deadline)]
-    )
+    stuck = [] if world is None else list(world.unfinished)
+    while stuck := [entry for entry in stuck if not entry[0].is_completed()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.001)
     if stuck and world is not None:
         _leaked.append((world, stuck))
     transport.close()
     return bool(stuck)
 
 
-def _ends_until(work: Pending, deadline: float) -> bool:
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
-
-
 def count_accelerators() -> int:
-    """Accelerators this process could use, without initialising any (a process that has must not fork)."""
+    """Count the accelerators this process could use, without initialising any: one that has must not fork."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return torch.cuda.device_count()
 
 
 def accelerator_memory_bytes() -> int | None:
-    """Memory of the first accelerator; None without one. Initialises it."""
+    """Return the memory of the first accelerator, which this initialises; None without one."""
     return (
         torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     )

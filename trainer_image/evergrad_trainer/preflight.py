@@ -1,4 +1,4 @@
-"""What needs the machine: files, memory, space, devices and sense, checked before the first step.
+"""Checks that need the machine: files, memory, space, devices and sense, made before the first step.
 
 Validation itself is pure.
 """
@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from evergrad_coordinator.contract import RunFile
 from evergrad_manifest.derive import HorizonNumbers, slots_per_step
@@ -25,27 +24,20 @@ from evergrad_trainer.data.preparation.sources import (
 )
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.machine import Machine, free_bytes
-from evergrad_trainer.models.build import ModelPlan, count_parameters, plan_model
+from evergrad_trainer.models.build import ModelPlan, plan_model
 from evergrad_trainer.models.determinism import (
     CUBLAS_DETERMINISTIC,
     CUBLAS_VARIABLE,
     is_cublas_deterministic,
 )
 from evergrad_trainer.models.experts import check_experts
-from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, largest_fit, memory_of
+from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
+from evergrad_trainer.models.parallel import problem_of_shards
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
+from evergrad_trainer.preflight_memory import Finding, check_memory, gib, model_facts
 
-Level = Literal["ok", "warning", "error"]
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check. ``problem`` says what is wrong, or in ``ok`` findings what was found."""
-
-    level: Level
-    problem: Problem
 
 
 @dataclass(frozen=True)
@@ -65,12 +57,14 @@ def examine(
     num_workers: int,
     num_nodes: tuple[int, int] = (1, 1),
 ) -> Examination:
-    """Every check that does not need the data's content. Reads files and builds no model; writes only a probe
-    file.
+    """Make every check that does not need the data's content.
+
+    Reads files, builds no model, and writes a probe file only.
 
     ``num_workers``: of this machine. ``num_nodes``: the fewest and the most machines of its kind that train
     together.
     """
+    # A script is a program that is not looked into: it must be there, and its workers must have devices.
     if run.spec.script is not None:
         findings = [
             *check_script(run.spec.script, base_directory),
@@ -83,7 +77,10 @@ def examine(
         *check_files(training, base_directory),
         *check_device(training, machine),
         *check_workers(training, num_workers=num_workers * num_nodes[1]),
+        *check_shards(training, num_workers=num_workers, num_nodes=num_nodes),
     ]
+
+    # A model that cannot be read ends none of the other checks: all problems are found at once.
     plan: ModelPlan | None = None
     facts: ModelFacts | None = None
     try:
@@ -106,13 +103,14 @@ def examine(
         Finding("warning" if has_begun else "error", problem)
         for problem in find_traps(training, plan, machine=machine)
     ]
+    # Last, since it writes.
     size = None if facts is None else checkpoint_bytes(facts, training)
     findings += check_run_directory(run_directory, size, keep=training.checkpoint.keep)
     return Examination(tuple(findings), plan)
 
 
 def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
-    """The program and its working directory are there.
+    """Check that the program and its working directory are there.
 
     A module is only looked for, since an import hook may know it.
     """
@@ -140,8 +138,7 @@ def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
 def check_script_workers(
     run: TrainingRun, machine: Machine, *, num_workers: int
 ) -> Iterator[Finding]:
-    """How many processes the script will see, and whether this machine has an accelerator for
-    each of them."""
+    """Count the processes that the script will see, and check that each of them has an accelerator."""
     least, most = run.spec.nodes.min, run.spec.nodes.max or run.spec.nodes.min
     if 0 < machine.num_accelerators < num_workers:
         what = f"{num_workers} workers share {machine.num_accelerators} accelerators"
@@ -165,20 +162,8 @@ def check_script_workers(
     yield Finding("ok", Problem("spec.nodes", f"{worlds} {noun} in all, {num_workers} a node"))
 
 
-def model_facts(plan: ModelPlan) -> ModelFacts:
-    """Sizes of the planned model. Raises ModelError if it cannot be built."""
-    config = plan.config.get_text_config()
-    return ModelFacts(
-        parameters=count_parameters(plan),
-        hidden_size=int(config.hidden_size),
-        num_layers=int(config.num_hidden_layers),
-        vocab_size=int(config.vocab_size),
-        max_positions=getattr(config, "max_position_embeddings", None),
-    )
-
-
 def describe_size(training: Training, base_directory: Path) -> str:
-    """Parameters, and the memory to train them on one worker, as `evergrad validate` shows them.
+    """Describe parameters, and the memory to train them on one worker, as `evergrad validate` shows them.
 
     Raises InputError where the tokenizer or the model cannot be read.
     """
@@ -193,7 +178,7 @@ def describe_size(training: Training, base_directory: Path) -> str:
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
-    """Every source can be opened and holds something. (What is inside is read by ``prepare``.)"""
+    """Check that every source can be opened and holds something. ``prepare`` reads what is inside."""
     for source in (
         *training_files(training, base_directory),
         *evaluation_files(training, base_directory),
@@ -209,7 +194,8 @@ def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
 def check_run_directory(
     run_directory: Path, checkpoint_size: int | None, *, keep: int
 ) -> Iterator[Finding]:
-    """The run directory can be written, and holds the checkpoints this run keeps."""
+    """Check that the run directory can be written, and holds the checkpoints this run keeps."""
+    # By a real file: rights, quotas and read-only mounts show only when something is written.
     try:
         run_directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=run_directory) as probe:
@@ -239,7 +225,7 @@ def check_run_directory(
             "error",
             Problem(
                 str(run_directory),
-                f"{_gib(free)} are free and one checkpoint takes {_gib(checkpoint_size)}",
+                f"{gib(free)} are free and one checkpoint takes {gib(checkpoint_size)}",
                 "two must fit, since the old one stays until the new one is whole",
                 "Free some space or choose another run directory",
                 is_of_host=True,
@@ -250,7 +236,7 @@ def check_run_directory(
             "warning",
             Problem(
                 str(run_directory),
-                f"{_gib(free)} are free and {keep + 1} checkpoints take {_gib(needed)}",
+                f"{gib(free)} are free and {keep + 1} checkpoints take {gib(needed)}",
                 "",
                 "Lower checkpoint.keep",
             ),
@@ -260,76 +246,13 @@ def check_run_directory(
             "ok",
             Problem(
                 str(run_directory),
-                f"{_gib(free)} free, {keep + 1} checkpoints take {_gib(needed)}",
+                f"{gib(free)} free, {keep + 1} checkpoints take {gib(needed)}",
             ),
         )
 
 
-def check_memory(
-    training: Training,
-    facts: ModelFacts,
-    machine: Machine,
-    *,
-    num_workers: int,
-    world_size: int,
-) -> Iterator[Finding]:
-    """The model fits; this is an estimate. What does not fit comes with the largest model that would.
-
-    ``world_size``: the smallest world of the plan, which has the largest shards. Processes on CPUs share the
-    memory.
-    """
-    on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
-    available = machine.accelerator_memory_bytes if on_accelerator else machine.memory_bytes
-    compiles = training.runtime.compile == "on" or (
-        training.runtime.compile == "auto" and on_accelerator
-    )
-    sharers = 1 if on_accelerator else num_workers
-    need = memory_of(
-        facts, training, world_size=world_size, on_accelerator=on_accelerator, compiles=compiles
-    )
-    text = f"{facts.parameters:,} parameters need about {_gib(need.total * sharers)}"
-    if available is None:
-        yield Finding(
-            "warning", Problem("memory", text, "how much this machine has could not be read")
-        )
-    elif need.total * sharers <= available:
-        yield Finding("ok", Problem("memory", f"{text} of {_gib(available)}"))
-    else:
-        fit = largest_fit(
-            facts,
-            training,
-            available=available // sharers,
-            world_size=world_size,
-            on_accelerator=on_accelerator,
-            compiles=compiles,
-        )
-        largest = (
-            "no model fits"
-            if fit is None
-            else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
-        )
-        parts = ", ".join(
-            f"{name} {_gib(size * sharers)}"
-            for name, size in (
-                ("state", need.state),
-                ("gathered", need.gathered),
-                ("activations", need.activations),
-                ("logits", need.logits),
-            )
-            if size
-        )
-        what = f"{text} ({parts}) and {_gib(available)} are there"
-        why = f"the process would be killed; in this plan {largest}"
-        remedy = (
-            "Lower batching.microBatchSize, use runtime.activationCheckpointing, "
-            "runtime.lossChunk, parallelism: "
-            "fsdp2, or a smaller model; docs/model-sizes.md has a table"
-        )
-        yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
-
-
 def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
-    """The device and the compiler that were asked for are there."""
+    """Check that the device and the compiler that were asked for are there."""
     if training.runtime.device == "cuda" and machine.num_accelerators == 0:
         yield Finding(
             "error",
@@ -341,6 +264,7 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
                 is_of_host=True,
             ),
         )
+    # Asked for, a compiler is needed; by default the run goes on without one, and that is said.
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     wanted = training.runtime.compile
     if machine.has_cpp_compiler or wanted == "off" or (wanted == "auto" and not on_accelerator):
@@ -358,7 +282,7 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
 
 
 def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
-    """Every worker has a slot, and few stand idle."""
+    """Check that every worker has a slot, and that few are idle."""
     slots = slots_per_step(training.batching)
     if num_workers > slots:
         yield Finding(
@@ -371,6 +295,7 @@ def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
             ),
         )
         return
+    # In each round of slots a worker computes one or waits for those who do.
     idle = 1 - slots / (num_workers * math.ceil(slots / num_workers))
     if idle > 0:
         yield Finding(
@@ -386,8 +311,24 @@ def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
         yield Finding("ok", Problem("spec.workersPerNode", f"{num_workers} of up to {slots}"))
 
 
+def check_shards(
+    training: Training, *, num_workers: int, num_nodes: tuple[int, int]
+) -> Iterator[Finding]:
+    """Check that every number of nodes from the fewest to the most can be cut into copies of the model."""
+    shards = training.runtime.shards
+    if shards is None:
+        return
+    worlds = (num_workers * nodes for nodes in range(num_nodes[0], num_nodes[1] + 1))
+    # A run that could not go on after a change of nodes would end in the middle: it is refused now. A single
+    # worker holds the model whole.
+    problems = (problem_of_shards(shards, size) for size in worlds if size > 1)
+    problem = next((one for one in problems if one is not None), None)
+    if problem is not None:
+        yield Finding("error", problem)
+
+
 def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
-    """Samples fit the model's positions."""
+    """Check that samples fit the model's positions."""
     length = training.data.sequence_length
     if facts.max_positions is not None and length > facts.max_positions:
         yield Finding(
@@ -407,8 +348,10 @@ def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
 def find_traps(
     training: Training, plan: ModelPlan | None, *, machine: Machine
 ) -> Iterator[Problem]:
-    """What trains without an error and without being what was meant."""
+    """Find what trains without an error and without being what was meant."""
     where = "spec.training"
+
+    # The default tokenizer is that of bytes, and a pretrained model has another one.
     path = training.model.path
     if path is not None and "tokenizer" not in training.model_fields_set:
         yield Problem(
@@ -435,6 +378,7 @@ def find_traps(
             "they are known to be more than a linear layer, or not known to be one",
             f"Leave lossChunk out, or use one of {', '.join(sorted(PLAIN_HEADS))}",
         )
+    # Moments that are kept in bf16 round small decays away.
     slowest = max(training.optimizer.betas)
     if training.runtime.precision == "bf16" and slowest > _SLOWEST_BF16_DECAY:
         yield Problem(
@@ -446,6 +390,7 @@ def find_traps(
             ),
             f"Use at most {_SLOWEST_BF16_DECAY:.3f}, or precision: bf16-autocast, whose moments are fp32",
         )
+    # Sums over ranks are exact by themselves; those inside of a kernel are exact only where it is told to be.
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     if (
         training.reproducibility.elastic == "exact"
@@ -464,7 +409,8 @@ def find_traps(
 
 
 def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Finding]:
-    """Things happen at least once. (That warm-up and decay fit is checked where the horizon is derived.)"""
+    """Check that saves and evaluations happen at least once. Where the horizon is derived, warm-up and decay
+    are checked."""
     total = numbers.total_steps
     rhythms = [
         ("checkpoint", training.checkpoint.every.steps, "State is saved at the end only")
@@ -493,7 +439,3 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
         f"{numbers.warmup_steps}"
     )
     yield Finding("ok", Problem("spec.training.horizon", text))
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from evergrad_trainer.data.batch import Batch
+from evergrad_trainer.data.batch import Batch, pin
 from evergrad_trainer.data.prefetch import Prefetcher
 
 
@@ -113,3 +113,24 @@ def test_a_closed_prefetcher_still_reads_in_the_callers_thread() -> None:
     prefetcher.close()
     assert int(prefetcher.take(3, 0, upcoming=[(3, 1)]).tensors["step"]) == 3
     assert prefetch_threads() <= before
+
+
+def test_batches_are_prepared_by_the_thread_that_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[str] = []
+
+    def pin_memory(self: torch.Tensor) -> torch.Tensor:
+        pinned.append(threading.current_thread().name)
+        return self.clone()
+
+    # A device is needed to pin memory; what is asked of it is noted here.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    stream = Stream()
+    prefetcher = Prefetcher(stream, prepare=pin)
+    first = prefetcher.take(1, 0, upcoming=[(1, 1)])
+    second = prefetcher.take(1, 1)
+    prefetcher.close()
+    assert [int(one.tensors["slot"]) for one in (first, second)] == [0, 1]
+    # Two tensors a batch; the second batch was read ahead, unless this thread was quicker.
+    assert len(pinned) >= 4 and threading.current_thread().name in pinned

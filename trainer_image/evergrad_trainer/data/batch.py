@@ -1,7 +1,7 @@
 """What a recipe and the core exchange: items of a source, stages that mix sources, and micro-batches."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,6 +22,12 @@ class Batch:
     weight: int
     samples: tuple[SampleId, ...]
     hash: int
+
+
+def pin(batch: Batch) -> Batch:
+    """Return ``batch`` in page-locked memory, from which a copy to an accelerator needs no wait."""
+    tensors = {name: tensor.pin_memory() for name, tensor in batch.tensors.items()}
+    return replace(batch, tensors=tensors)
 
 
 @dataclass(frozen=True)

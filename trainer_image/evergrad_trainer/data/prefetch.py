@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from evergrad_trainer.data.batch import Batch
@@ -22,8 +22,12 @@ class Prefetcher:
     What was foreseen wrongly is dropped: the world may change any time.
     """
 
-    def __init__(self, stream: Slots) -> None:
+    def __init__(
+        self, stream: Slots, *, prepare: Callable[[Batch], Batch] | None = None
+    ) -> None:
+        """``prepare``: what is done to each micro-batch once it is read, in the thread that reads it."""
         self._stream = stream
+        self._prepare = prepare
         self._changed = threading.Condition()
         self._wanted: deque[Key] = deque()
         self._reading: Key | None = None
@@ -45,7 +49,7 @@ class Prefetcher:
             self._foresee([one for one in upcoming if one != key])
         if isinstance(found, BaseException):
             raise found
-        return self._stream.slot(step, slot) if found is None else found
+        return self._read(key) if found is None else found
 
     def close(self) -> None:
         """End the thread. The prefetcher can still be asked, and then reads in the caller's thread."""
@@ -56,6 +60,10 @@ class Prefetcher:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+
+    def _read(self, key: Key) -> Batch:
+        batch = self._stream.slot(*key)
+        return batch if self._prepare is None else self._prepare(batch)
 
     def _foresee(self, upcoming: Sequence[Key]) -> None:
         if self._is_closed:
@@ -76,7 +84,7 @@ class Prefetcher:
         while (key := self._next()) is not None:
             result: Batch | BaseException
             try:
-                result = self._stream.slot(*key)
+                result = self._read(key)
             except BaseException as error:  # noqa: BLE001 - raised again where the batch is taken
                 result = error
             with self._changed:

@@ -1,0 +1,98 @@
+"""The size of a model beside the memory of this machine, one check of preflight."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training import Training
+from evergrad_trainer.machine import Machine
+from evergrad_trainer.models.build import ModelPlan, count_parameters
+from evergrad_trainer.models.memory import ModelFacts, Need, largest_fit, memory_of
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. ``problem`` says what is wrong, or in ``ok`` findings what was found."""
+
+    level: Level
+    problem: Problem
+
+
+def model_facts(plan: ModelPlan) -> ModelFacts:
+    """Return the sizes of the planned model. Raises ModelError if it cannot be built."""
+    config = plan.config.get_text_config()
+    return ModelFacts(
+        parameters=count_parameters(plan),
+        hidden_size=int(config.hidden_size),
+        num_layers=int(config.num_hidden_layers),
+        vocab_size=int(config.vocab_size),
+        max_positions=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def check_memory(
+    training: Training,
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    num_workers: int,
+    world_size: int,
+) -> Iterator[Finding]:
+    """Check, by an estimate, that the model fits. What does not comes with the largest model that would.
+
+    ``world_size``: the smallest world of the plan, which has the largest shards. Processes on CPUs share the
+    memory.
+    """
+    on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
+    available = machine.accelerator_memory_bytes if on_accelerator else machine.memory_bytes
+    compiles = training.runtime.compile == "on" or (
+        training.runtime.compile == "auto" and on_accelerator
+    )
+    # Workers on CPUs share the memory of the machine; each accelerator has its own.
+    sharers = 1 if on_accelerator else num_workers
+    plan: dict[str, Any] = {
+        "world_size": world_size,
+        "on_accelerator": on_accelerator,
+        "compiles": compiles,
+    }
+    need = memory_of(facts, training, **plan)
+    text = f"{facts.parameters:,} parameters need about {gib(need.total * sharers)}"
+    if available is None:
+        yield Finding(
+            "warning", Problem("memory", text, "how much this machine has could not be read")
+        )
+    elif need.total * sharers <= available:
+        yield Finding("ok", Problem("memory", f"{text} of {gib(available)}"))
+    else:
+        fit = largest_fit(facts, training, available=available // sharers, **plan)
+        largest = (
+            "no model fits"
+            if fit is None
+            else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
+        )
+        what = f"{text} ({_describe_parts(need, sharers)}) and {gib(available)} are there"
+        why = f"the process would be killed; in this plan {largest}"
+        remedy = (
+            "Lower batching.microBatchSize, use runtime.activationCheckpointing, "
+            "runtime.lossChunk, parallelism: "
+            "fsdp2, or a smaller model; docs/model-sizes.md has a table"
+        )
+        yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
+
+
+def _describe_parts(need: Need, sharers: int) -> str:
+    """The parts of what ``sharers`` processes need together, without those that are nothing."""
+    parts = {
+        "state": need.state,
+        "gathered": need.gathered,
+        "activations": need.activations,
+        "logits": need.logits,
+    }
+    return ", ".join(f"{name} {gib(size * sharers)}" for name, size in parts.items() if size)
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
