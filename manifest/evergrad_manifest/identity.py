@@ -34,8 +34,10 @@ RECIPE_SECTIONS: Final = (
 )
 """Sections of ``spec.training`` that decide the result, but for what is named below.
 
-``runtime`` adds its precision.
+``runtime`` adds what is named below.
 """
+RECIPE_OF_RUNTIME: Final = ("precision", "matmulPrecision", "attention")
+"""Fields of ``spec.training.runtime`` that choose the arithmetic."""
 OPERATIONAL_DATA: Final = ("preparedDirectory",)
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
 """Fields of ``spec.script`` that decide the result, as far as can be known."""
@@ -163,7 +165,7 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
     recipe["data"] = {
         key: value for key, value in recipe["data"].items() if key not in OPERATIONAL_DATA
     }
-    recipe["runtime"] = {"precision": training["runtime"]["precision"]}
+    recipe["runtime"] = {field: training["runtime"][field] for field in RECIPE_OF_RUNTIME}
     return recipe
 
 

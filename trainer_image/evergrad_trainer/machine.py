@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, free space. Read once, at the edge."""
+"""Facts of this machine: cores, memory, free space, compiler. Read once, at the edge."""
 
 import os
 import shutil
@@ -31,6 +31,7 @@ def observe_machine(
 
     The accelerator's facts come from the caller: only ``distributed.py`` may touch a device.
     """
+    # In a container the machine's memory says little: the smallest of all limits is what kills a process.
     limits = [
         value
         for value in (_available_memory(), *map(_read_limit, _CGROUP_LIMITS))
@@ -59,6 +60,7 @@ def free_bytes(path: Path) -> int:
 
 
 def _available_memory() -> int | None:
+    """Return the bytes that new processes could have without swapping; None where Linux does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -68,6 +70,7 @@ def _available_memory() -> int | None:
 
 
 def _read_limit(path: Path) -> int | None:
+    """Return the bytes a control group allows; None where it has no limit or is not there."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -78,6 +81,7 @@ def _read_limit(path: Path) -> int | None:
 def process_start_time() -> float:
     """When this process began, Unix seconds: imports that ran before any of our code count as
     start-up too."""
+    # Ticks since the machine started: the kernel has no other time of a process's start.
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
         up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])

@@ -54,6 +54,17 @@ def scale(tensors: list[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def attention_backend(query: torch.Tensor, key: torch.Tensor) -> str:
+    """Name the backend of causal attention that torch takes for these tensors, [1, heads, tokens, size].
+
+    torch tells what could be used for an accelerator alone, and what it would use nowhere. Raises
+    RuntimeError where no backend that is switched on can do it.
+    """
+    is_grouped = query.shape[1] != key.shape[1]
+    chosen = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=is_grouped)
+    return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(chosen, "other")
+
+
 def import_slow_parts() -> None:
     """Import what the first optimizer step of a process, and torch's log formatter at the first error,
     import: seconds."""

@@ -1,5 +1,5 @@
-"""How the tensors of one group travel between processes, and how a process gets out of a group whose peers
-are gone.
+"""Transports: the ways of tensors between the processes of one group, and out of a group whose peers are
+gone.
 
 ==============  ===============  ===================================  ========================================
 transport       tensors on       a stuck operation is freed by        an operation of an abandoned group
@@ -55,7 +55,7 @@ class Transport(Protocol):
     before they use it."""
 
     def prepare(self) -> None:
-        """Set up this process, before its first group."""
+        """Set this process up, before its first group."""
 
     def opened(self) -> None:
         """The groups are set up. If this one was given up in the meantime, it is aborted now."""
@@ -102,6 +102,7 @@ class _ThreadWork:
             raise RuntimeError(self._failure)
 
     def _run(self) -> None:
+        # Dropped before it runs: a thread that never ends would keep the group through it.
         call, self._call = self._call, None
         try:
             if call is not None:
@@ -175,6 +176,7 @@ class _Abort:
 
     def ask(self) -> None:
         """Abort the groups; while they are being set up, as soon as they are."""
+        # The lock is what makes one abort of several wishes: the watchdog's and the main thread's.
         with self._lock:
             self._is_wanted = True
             if self._is_open:
@@ -228,6 +230,7 @@ class NcclTransport:
         return _started(dist.irecv(values, group=group, group_src=source))
 
     def drain(self) -> None:
+        # All streams: collectives run on one of their own.
         torch.cuda.synchronize(self._device)
 
     def give_up(self) -> None:
@@ -291,6 +294,7 @@ class AsynchronousTransport:
             time.sleep(_DELAY_SECONDS / 10)
 
     def give_up(self) -> None:
+        # Under the lock with the stream's thread, which writes nothing once this is seen.
         with self._lock:
             self._given_up.set()
         self._abort.ask()
@@ -298,6 +302,7 @@ class AsynchronousTransport:
     def close(self) -> None:
         with self._lock:
             self._given_up.set()
+        # The stream's thread ends behind everything that was queued before.
         self._queue.put(None)
         self._abort.close()
 

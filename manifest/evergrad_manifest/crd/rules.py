@@ -10,7 +10,12 @@ from typing import Final
 from evergrad_manifest.crd.nodes import Schema, rule
 from evergrad_manifest.envelope import KINDS
 from evergrad_manifest.fields import fields_of
-from evergrad_manifest.identity import OPERATIONAL_DATA, RECIPE_OF_SCRIPT, RECIPE_SECTIONS
+from evergrad_manifest.identity import (
+    OPERATIONAL_DATA,
+    RECIPE_OF_RUNTIME,
+    RECIPE_OF_SCRIPT,
+    RECIPE_SECTIONS,
+)
 from evergrad_manifest.training import Data, Runtime
 from evergrad_manifest.training.own_task import LONGEST_FILE_NAME
 from evergrad_manifest.validation import FIXED, INVALID_SPEC
@@ -45,17 +50,19 @@ def _within(owner: str, condition: str) -> str:
 
 def _object_rules() -> tuple[Schema, ...]:
     """Rules about the fields that a run keeps, each named: CEL has no object without a field."""
-    # Of runtime only the precision is the recipe; left out, it is its default.
-    precision = fields_of(Runtime)["precision"].default
+    # Of runtime only the arithmetic is the recipe; left out, it is its default.
     runtime = "{0}.spec.training.runtime"
-    used = f"(has({runtime}) && has({runtime}.precision) ? {runtime}.precision : '{precision}')"
+    used = [
+        f"(has({runtime}) && has({runtime}.{key}) ? {runtime}.{key} : '{fields_of(Runtime)[key].default}')"
+        for key in RECIPE_OF_RUNTIME
+    ]
     whole = [key for key in RECIPE_SECTIONS if key not in ("data", "horizon")]
     data = [key for key in fields_of(Data) if key not in OPERATIONAL_DATA]
     recipe = " && ".join(
         (
             _all_unchanged("spec.training", whole),
             _all_unchanged("spec.training.data", data),
-            f"{used.format('self')} == {used.format('oldSelf')}",
+            *(f"{one.format('self')} == {one.format('oldSelf')}" for one in used),
         )
     )
 

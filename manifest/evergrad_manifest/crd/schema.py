@@ -99,8 +99,9 @@ def describe(field: Field) -> str:
 def _plain_schema(field: Field) -> Schema:
     annotation, metadata = _unwrapped(field.info.annotation, list(field.info.metadata))
     if (choices := choices_of(field.info)) and bool not in get_args(annotation):
-        # YAML reads a bare on or off as true or false.
-        if {"on", "off"} <= set(choices):
+        # YAML reads a bare on or off as true or false, and older files have them where there are words now.
+        inputs = [getattr(one, "json_schema_input_type", None) for one in field.info.metadata]
+        if any(bool in get_args(one) for one in inputs):
             return {PRESERVE: True, "enum": [*choices, True, False]}
         return {"type": "string", "enum": list(choices)}
     if get_origin(annotation) is tuple:

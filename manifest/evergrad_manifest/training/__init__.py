@@ -120,7 +120,7 @@ class Training(Section):
     reproducibility: Reproducibility = Reproducibility()
     """What makes two runs equal."""
     runtime: Runtime = Runtime()
-    """How the machine is used; all but the precision may differ from one start to the next."""
+    """How the machine is used; all but the arithmetic may differ from one start to the next."""
     logging: Logging = Logging()
     """What is printed."""
     metrics: Metrics = Metrics()

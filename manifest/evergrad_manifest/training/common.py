@@ -96,16 +96,23 @@ class InitFrom(Section):
     only."""
 
 
+def _checkpointing_mode(value: Any) -> Any:
+    """Read true and false, which the first versions took, as full and none."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
 def _on_or_off(value: Any) -> Any:
     """YAML reads a bare ``on`` or ``off`` as true or false."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+Recomputation = Literal["none", "full", "selective"] | bool
 OnOff = Literal["auto", "on", "off"] | bool
 
 
 class Runtime(Section):
-    """How the machine is used. All but the precision may differ from one start of a run to the next."""
+    """How the machine is used. All but precision, matmulPrecision and attention may differ from one start of
+    a run to the next."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: cuda where there is one, else cpu."""
@@ -115,10 +122,21 @@ class Runtime(Section):
         Literal["auto", "on", "off"], BeforeValidator(_on_or_off, json_schema_input_type=OnOff)
     ] = "auto"
     """torch.compile; ``auto``: on with an accelerator."""
-    activation_checkpointing: Switch = False
-    """Recompute each transformer block in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: Annotated[
+        Literal["none", "full", "selective"],
+        BeforeValidator(_checkpointing_mode, json_schema_input_type=Recomputation),
+    ] = "none"
+    """Recompute each transformer block in the backward pass. ``full`` (or true): least memory, about a third
+    more time; ``selective``: matrix products and attention are kept, and the rest is computed again."""
+    matmul_precision: Literal["highest", "high"] = "highest"
+    """Matrix products of fp32 values: in fp32, or in TF32 (``high``), which accelerators have."""
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    """Kernel of attention: torch's choice, or this one, which the device must have."""
     parallelism: Literal["dataParallel", "fsdp2"] = "dataParallel"
     """Replicate the model and sum gradients, or shard parameters, gradients and optimizer state."""
+    shards: Count | None = Field(default=None, ge=2, le=2**16)
+    """Workers that hold one copy of the model together (fsdp2), such as those of a node; copies stand side by
+    side (HSDP). Default: all workers hold one copy."""
     loss_chunk: Count | None = Field(default=None, ge=1, le=2**31)
     """Tokens whose logits are in memory at a time, such as 1024; default: those of the whole micro-batch."""
     threads: Count | None = Field(default=None, ge=1, le=1024)
@@ -133,7 +151,7 @@ class Runtime(Section):
 
 
 def check_runtime(view: View) -> Iterator[Problem]:
-    """Exact sums exist for plain data parallelism only."""
+    """Exact sums exist for plain data parallelism only, and copies of shards for a sharded model only."""
     found = view.known(f"{TRAINING}.reproducibility.elastic", f"{TRAINING}.runtime.parallelism")
     if found is not None and found[0] == "exact" and found[1] != "dataParallel":
         yield Problem(
@@ -141,6 +159,14 @@ def check_runtime(view: View) -> Iterator[Problem]:
             f"exact cannot be combined with runtime.parallelism {found[1]}",
             "sums that do not depend on order need the whole gradient in one place",
             "Set runtime.parallelism: dataParallel, or elastic: fast",
+        )
+    cut = view.known(f"{TRAINING}.runtime.shards", f"{TRAINING}.runtime.parallelism")
+    if cut is not None and cut[0] is not None and cut[1] == "dataParallel":
+        yield Problem(
+            f"{TRAINING}.runtime.shards",
+            "has no meaning with runtime.parallelism dataParallel",
+            "each worker holds the whole model",
+            "Set runtime.parallelism: fsdp2, or remove it",
         )
 
 

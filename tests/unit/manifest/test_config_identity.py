@@ -56,7 +56,7 @@ OPERATIONAL = [
     "spec.training.evaluation.every.steps=7",
     "spec.training.initFrom={path: x}",
     (
-        "spec.training.runtime={compile: on, parallelism: fsdp2, activationCheckpointing: true, "
+        "spec.training.runtime={compile: on, parallelism: fsdp2, shards: 2, activationCheckpointing: true, "
         "threads: 3, device: cpu}"
     ),
     "spec.training.logging={every: {steps: 1}}",
@@ -118,6 +118,18 @@ RECIPE = [
         "bf16-autocast",
         "fp32",
     ),
+    (
+        "spec.training.runtime.matmulPrecision=high",
+        "spec.training.runtime.matmulPrecision",
+        "highest",
+        "high",
+    ),
+    (
+        "spec.training.runtime.attention=math",
+        "spec.training.runtime.attention",
+        "auto",
+        "math",
+    ),
 ]
 
 
@@ -133,6 +145,15 @@ def test_what_belongs_to_the_recipe_changes_the_hash_and_is_named_with_both_valu
 ) -> None:
     assert config_hash(run(override)) != config_hash(run())
     assert (path, old, new) in changed_fields(recipe_of(run()), recipe_of(run(override)))
+
+
+@pytest.mark.parametrize(("value", "mode"), [("true", "full"), ("false", "none")])
+def test_recomputation_of_the_first_versions_is_read_as_it_was_meant(
+    value: str, mode: str
+) -> None:
+    one = run(f"spec.training.runtime.activationCheckpointing={value}")
+    assert one.training.runtime.activation_checkpointing == mode
+    assert one == run(f"spec.training.runtime.activationCheckpointing={mode}")
 
 
 def test_an_extended_run_keeps_its_hash_and_the_horizon_is_named() -> None:

@@ -201,5 +201,9 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
         "schedule": {"type": "wsd", "warmup": 0, "decay": 0.2, "minimumRatio": 0.0},
         "horizon": {"steps": 10},
         "reproducibility": {"seed": 0, "elastic": "fast"},
-        "runtime": {"precision": "bf16-autocast"},
+        "runtime": {
+            "precision": "bf16-autocast",
+            "matmulPrecision": "highest",
+            "attention": "auto",
+        },
     }

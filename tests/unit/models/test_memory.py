@@ -64,6 +64,15 @@ def test_a_world_of_one_shares_its_state_with_nobody() -> None:
     assert need(LLAMA_8B, sharded, 1).state == need(LLAMA_8B, plain, 1).state
 
 
+def test_copies_of_a_sharded_model_hold_what_their_shards_hold() -> None:
+    whole, copies = (
+        need(LLAMA_8B, training({"parallelism": "fsdp2", **more}), 64)
+        for more in ({}, {"shards": 8})
+    )
+    alone = need(LLAMA_8B, training({"parallelism": "fsdp2"}), 8)
+    assert copies == alone and copies.state == 8 * whole.state
+
+
 def test_gradients_of_a_compiled_block_stand_beside_the_buckets() -> None:
     plain = memory_of(LLAMA_8B, training(), world_size=8, on_accelerator=True, compiles=False)
     assert 0 < need(LLAMA_8B, training()).total - plain.total < plain.state // 32
@@ -75,6 +84,10 @@ def test_recomputing_and_narrower_products_keep_less() -> None:
         LLAMA_8B, training({"precision": "fp32", "activationCheckpointing": True})
     )
     assert recomputed.activations < plain.activations / 8
+    selective = need(
+        LLAMA_8B, training({"precision": "fp32", "activationCheckpointing": "selective"})
+    )
+    assert recomputed.activations < selective.activations < 0.8 * plain.activations
     assert need(LLAMA_8B, training()).activations == plain.activations // 2
 
 

@@ -12,14 +12,14 @@ from evergrad_trainer.models.parallel import transformer_blocks
 
 
 def should_compile(runtime: Runtime, device: torch.device) -> bool:
-    """Whether the model is compiled; ``auto``: on an accelerator, unless no kernels can be built here."""
+    """Decide whether the model is compiled; ``auto``: on an accelerator, where kernels can be built."""
     if runtime.compile == "auto":
         return device.type == "cuda" and has_cpp_compiler()
     return runtime.compile == "on"
 
 
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> bool:
-    """Compile each repeated block of ``model`` (or ``blocks``) in place; whether it has any.
+    """Compile each repeated block of ``model`` (or ``blocks``) in place, and return whether it has any.
 
     One graph of the whole model would be one node of autograd: its gradients come at once, after all of the
     backward pass, so that no sum over ranks could begin under it, and all of them are in memory beside the

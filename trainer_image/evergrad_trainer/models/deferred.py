@@ -59,8 +59,10 @@ class _Fill:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes what is done in place to tensors without memory; ``is_replayable`` unless it meets what it does
-    not know."""
+    """Dispatch mode that records what is done in place to tensors without memory.
+
+    ``is_replayable`` becomes false at the first operation that cannot be replayed.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,6 +99,7 @@ class DeferredModel:
         """Give the parameters, sharded by now or not, memory on ``device`` and their values."""
         made: dict[int, nn.Parameter] = {}
         with torch.no_grad():
+            # Memory first, for all parameters: values are made in an order that is not that of the modules.
             for module in self.model.modules():
                 for name, old in module._parameters.items():
                     if old is not None:
@@ -108,6 +111,8 @@ class DeferredModel:
                         module._parameters[name] = made[id(old)]
             # Moves the buffers; and FSDP2 takes over the new parameters in the place of those it has cut.
             self.model.to(device)  # type: ignore[arg-type]
+
+            # Values, one whole tensor at a time: a process never holds the model whole.
             parameters = dict(self.model.named_parameters())
             for name, whole in self.weights or ():
                 target = parameters[name]
@@ -126,6 +131,7 @@ class DeferredModel:
         generator = torch.Generator().manual_seed(
             keyed_seed(self._seed, 0, 0, Purpose.INITIAL_WEIGHTS)
         )
+        # What stood in a tensor before it was filled whole is of no use, and what comes after that counts.
         first = {fill.key: index for index, fill in enumerate(self._fills) if fill.is_whole}
         last = {fill.key: index for index, fill in enumerate(self._fills)}
         values: dict[int, torch.Tensor] = {}
@@ -142,6 +148,7 @@ class DeferredModel:
             )
             if is_kept:
                 values[fill.key] = whole
+            # Given out as soon as nothing more is done to it, so that few tensors are in memory at a time.
             if is_kept and index == last[fill.key]:
                 yield (
                     self._names[fill.key],
@@ -169,6 +176,7 @@ class DeferredModel:
                 with safe_open(directory / files[name], framework="pt") as file:
                     yield name, file.get_tensor(name)
 
+        # Before the first tensor is read: once shards are filled there is no way back to a whole model.
         for name, shape in shapes.items():
             with safe_open(directory / files[name], framework="pt") as file:
                 if tuple(file.get_slice(name).get_shape()) != tuple(shape):
@@ -185,6 +193,7 @@ def defer_model(
     """
     from transformers import AutoModelForCausalLM
 
+    # Built on the meta device under a recorder; the global generator must stay where it is.
     before = torch.get_rng_state()
     with _parameters_without_memory(), _Recorder() as recorder:
         model = AutoModelForCausalLM.from_config(

@@ -1,4 +1,4 @@
-"""What makes an accelerator compute the same bits again."""
+"""Settings that make an accelerator compute the same bits again."""
 
 import os
 
@@ -17,5 +17,5 @@ def is_cublas_deterministic() -> bool:
 
 
 def use_deterministic_kernels() -> None:
-    """From here on torch takes deterministic kernels, and raises RuntimeError where it has none."""
+    """Let torch take deterministic kernels from here on, and raise RuntimeError where it has none."""
     torch.use_deterministic_algorithms(True)

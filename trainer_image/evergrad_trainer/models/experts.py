@@ -13,7 +13,7 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def router_coefficient(config: "PreTrainedConfig") -> float:
-    """Weight of the router loss in the loss of a token; 0 for a model that computes none."""
+    """Return the weight of the router loss in the loss of a token; 0 for a model that computes none."""
     text = config.get_text_config()
     return (
         float(_coefficient(text) or 0.0)
@@ -23,11 +23,12 @@ def router_coefficient(config: "PreTrainedConfig") -> float:
 
 
 def check_experts(config: "PreTrainedConfig", *, where: str) -> Iterator[Problem]:
-    """A mixture of experts is trained with its router loss, or says that it is to be without."""
+    """Check that a mixture of experts is trained with its router loss, or says that it is to be without."""
     text = config.get_text_config()
     counts = [count for name in _COUNTS if isinstance(count := getattr(text, name, None), int)]
     if not hasattr(text, "output_router_logits") or (counts and max(counts) < 2):
         return
+    # A missing coefficient cannot be set by the user; one that is set and not used can.
     coefficient = _coefficient(text)
     if coefficient is None:
         what = f"{text.model_type} is a mixture of experts without a router loss"

@@ -1,4 +1,4 @@
-"""How the gradients of a step's slots become one sum on every rank.
+"""Sums of a step's gradients over its slots and all ranks.
 
 Plain data parallelism reduces our own flat buckets instead of wrapping the model, so that the group can
 change between two steps. ``begin`` → for each slot: ``before_backward``, backward, ``after_backward`` →
@@ -21,19 +21,22 @@ class GradientSum(Protocol):
     """Sums gradients over slots and ranks; afterwards each ``parameter.grad`` holds the sum."""
 
     def begin(self, world: World) -> None:
-        """Forget the last step's gradients; the step that begins belongs to ``world``."""
+        """Forget the last step's gradients, and begin a step of ``world``."""
 
     def before_backward(self, *, is_last: bool) -> None:
-        """``is_last``: this rank's last slot of the step, after which its part of the sum is final."""
+        """Prepare for a slot's gradients.
+
+        ``is_last``: this rank's last slot of the step, after which its part of the sum is final.
+        """
 
     def after_backward(self) -> None:
-        """The slot's gradients are there."""
+        """Take the slot's gradients, which are all there."""
 
     def finish(self) -> None:
         """Wait until ``parameter.grad`` is the sum over all slots of all ranks. Raises PeerLostError."""
 
     def forget(self) -> None:
-        """Let go of all buffers: a collective that never ended may still write into them."""
+        """Drop all buffers: a collective that never ended may still write into them."""
 
 
 class _Bucket:
@@ -90,6 +93,7 @@ class BucketedSum:
 
     def begin(self, world: World) -> None:
         self._world = world
+        # Those of a step that was cut short belong to a group that is gone.
         self._works = []
         self._is_armed = False
         if world.group is None:
@@ -98,11 +102,13 @@ class BucketedSum:
             for parameter in self._parameters:
                 parameter.grad = None
             return
+        # Made in the first step with others, and kept: parameters do not change.
         if not self._buckets:
             self._buckets = [
                 _Bucket(part) for part in _partition(self._parameters, self._bucket_bytes)
             ]
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        # autograd adds to a gradient that is there already: all slots are summed in the buckets themselves.
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.missing = len(bucket.parameters)
@@ -110,6 +116,7 @@ class BucketedSum:
                 parameter.grad = view
 
     def before_backward(self, *, is_last: bool) -> None:
+        # Earlier slots only add: a bucket that was sent before the last one was added would be too small.
         self._is_armed = is_last and bool(self._buckets)
 
     def after_backward(self) -> None:
@@ -120,6 +127,7 @@ class BucketedSum:
             # A parameter that took no part in the last slot never fired its hook.
             self._reduce(bucket)
         works, self._works = self._works, []
+        # Collective: the first buckets were summed under the backward pass, so that little is waited for.
         for work in works:
             self._reducing_world.wait(work)
         _fill_missing(self._parameters)
@@ -186,6 +194,7 @@ class ExactSum:
             ]
         for total in self._sums:
             total.zero_()
+        # Each slot has gradients of its own, which are rounded before they are added.
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -194,7 +203,10 @@ class ExactSum:
 
     def after_backward(self) -> None:
         for total, part in zip(self._sums, self._partition, strict=True):
-            flat = torch.cat([_gradient_of(p).flatten() for p in part])
+            # A parameter that took no part in the slot has none.
+            flat = torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in part]
+            )
             # A comparison that is false for what is not a number, too. It stays on the device: reading it
             # here would make an accelerator wait for the host at every bucket of every slot.
             fits = flat.abs().amax() < self._largest
@@ -206,14 +218,24 @@ class ExactSum:
 
     def finish(self) -> None:
         """Raises NonFiniteError, on all ranks together, where a gradient of any slot was out of range."""
-        # Buckets that are summed while others wait; every rank starts them in the same order.
+        # Collective: one bucket is summed while others wait; every rank starts them in the same order.
         if self._world is not None and self._world.group is not None:
             works = [self._world.start_sum(total) for total in self._sums]
             for work in works:
                 self._world.wait(work)
         # One look for all buckets: a rank that sees one out of range sees the same as all others.
         if self._sums and int(torch.stack([total[-1] for total in self._sums]).sum()):
-            raise NonFiniteError(self._out_of_range())
+            raise NonFiniteError(
+                Problem(
+                    "reproducibility.elastic",
+                    f"a gradient is outside the range of exact sums (below {self._largest:g}), or is not "
+                    "a number",
+                    "exact mode sums gradients on a fixed grid",
+                    "Nothing was updated. Lower the learning rate, or use elastic: fast",
+                )
+            )
+
+        # Back to the parameters' own type, once for all slots and ranks.
         for total, part in zip(self._sums, self._partition, strict=True):
             flat = (total[:-1].double() / self._scale).to(part[0].dtype)
             for parameter, values in zip(
@@ -225,14 +247,6 @@ class ExactSum:
         self._sums = []
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _out_of_range(self) -> Problem:
-        return Problem(
-            "reproducibility.elastic",
-            f"a gradient is outside the range of exact sums (below {self._largest:g}), or is not a number",
-            "exact mode sums gradients on a fixed grid",
-            "Nothing was updated. Lower the learning rate, or use elastic: fast",
-        )
 
 
 class ShardedSum:
@@ -262,10 +276,6 @@ class ShardedSum:
 
     def forget(self) -> None:
         """Nothing of its own: a sharded model does not outlive its group."""
-
-
-def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -1,8 +1,7 @@
-"""Memory that a training process needs, calculated from a plan: what holds tensors, its type, and who shares
-it.
+"""Memory that a training process needs, calculated from a plan.
 
-An estimate: allocators keep more than is asked for, and libraries bring buffers of their own. What is
-calculated and what was measured stands in docs/model-sizes.md.
+The result is an estimate: allocators keep more than is asked for, and libraries bring buffers of their own.
+docs/model-sizes.md has what was calculated and what was measured.
 """
 
 from dataclasses import dataclass, replace
@@ -11,6 +10,9 @@ from evergrad_manifest.training import Training
 
 _ACTIVATIONS_PER_LAYER = 17
 """Values of hidden size a token kept per transformer block for the backward pass, without recomputation."""
+_KEPT_PER_LAYER = {"full": 1, "selective": 12}
+"""The same with recomputation: the input alone, or with the results of matrix products and attention, which
+are about 12 for a Llama with grouped queries."""
 _ACCELERATOR_CONTEXT = int(1.5 * 2**30)
 """What the driver, the kernels' code and the buffers of NCCL take on an accelerator."""
 _WEIGHT_BYTES = {"fp32": 4, "bf16-autocast": 4, "bf16": 2}
@@ -78,9 +80,10 @@ def memory_of(
     tables = min(2 * facts.vocab_size * facts.hidden_size, facts.parameters)
     block = (facts.parameters - tables) // max(1, facts.num_layers)
 
+    # Weights, gradients and both moments.
     each = 4 * weight
     if is_sharded:
-        state = each * facts.parameters // world_size
+        state = each * facts.parameters // (runtime.shards or world_size)
         # Gathered in the products' type; a block's gradients are whole until they are reduced, in the
         # weights' type.
         gathered = (
@@ -93,13 +96,15 @@ def memory_of(
         # A compiled block gives all its gradients at once, beside the buckets that they are added to.
         gathered = block * weight if compiles and world_size > 1 else 0
 
+    # What the forward pass keeps for the backward pass.
     tokens = training.batching.micro_batch_size * training.data.sequence_length
     inner = tokens * facts.hidden_size * _ACTIVATIONS_PER_LAYER * product
-    if runtime.activation_checkpointing:
-        # The input of every block, and one block that is computed again.
-        activations = inner + tokens * facts.hidden_size * product * facts.num_layers
-    else:
+    if runtime.activation_checkpointing == "none":
         activations = inner * facts.num_layers
+    else:
+        # What is kept of every block, and one block that is computed again.
+        kept = _KEPT_PER_LAYER[runtime.activation_checkpointing]
+        activations = inner + tokens * facts.hidden_size * kept * product * facts.num_layers
     # As the products give them, in fp32, and their gradient in fp32. In chunks, the head's gradient is summed
     # in fp32 beside them.
     chunk = min(tokens, runtime.loss_chunk or tokens)
@@ -133,6 +138,7 @@ def largest_fit(
         )
         return need.total <= available
 
+    # By halves: memory grows with the width, and 40 halves are finer than a parameter.
     low, high = 0.0, 64.0
     for _ in range(40):
         middle = (low + high) / 2

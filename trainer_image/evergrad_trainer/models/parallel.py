@@ -1,34 +1,53 @@
 """Sharding by FSDP2, and the choice of how gradients are summed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
+from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, ShardedSum
 from evergrad_trainer.world import World
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformers model: the longest ModuleList in it."""
+    """Return the repeated blocks of a transformers model: the longest ModuleList in it."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max((list(modules) for modules in lists), key=len, default=[])
 
 
-def shard(
-    model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn.Module] = ()
-) -> None:
-    """Shard ``model`` in place over all ranks, block by block (FSDP2). Gradients are summed, not averaged.
+@dataclass(frozen=True)
+class Sharding:
+    """How FSDP2 cuts a model: ``shards`` ranks hold one copy of it together (None: all ranks)."""
 
-    In a world of one there is nothing to share, and the model stays as it is.
+    precision: str
+    shards: int | None = None
+    timeout_seconds: float = 600.0
+    """Of the collectives inside of one copy and between copies."""
+
+
+def shard(
+    model: nn.Module, world: World, sharding: Sharding, *, blocks: Sequence[nn.Module] = ()
+) -> None:
+    """Shard ``model`` in place, block by block (FSDP2). Gradients are summed over all ranks, not averaged.
+
+    In a world of one there is nothing to share, and the model stays as it is. Raises ModelError where the
+    ranks cannot be cut into copies.
     """
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if world.group is None:
         return
-    mesh = DeviceMesh.from_group(world.group, world.device.type)
+    mesh = _build_mesh(world, sharding)
     # What is gathered has the type of the products, which halves traffic and memory; sums over ranks keep the
     # type of the weights, which are fp32 but in pure bf16.
     policy = {
@@ -36,7 +55,8 @@ def shard(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         ),
         "bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
-    }.get(precision, MixedPrecisionPolicy())
+    }.get(sharding.precision, MixedPrecisionPolicy())
+    # From the inside out: a module takes what its own modules have not taken.
     blocks = blocks or transformer_blocks(model)
     for block in blocks:
         # The last one is the first that the backward pass needs: it would be gathered again at once.
@@ -51,10 +71,51 @@ def shard(
         # Not needed between its forward and its backward pass; the head is, and stays with the root.
         fully_shard(embedding, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    # The step divides by what its samples weigh, not by the number of ranks; gloo has no sums that divide.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _build_mesh(world: World, sharding: Sharding) -> "DeviceMesh":
+    """The ranks as one row or, with several copies of the model, as a row for each copy (HSDP).
+
+    Neighbours share a copy: they are workers of one node, or of as few nodes as can be.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device, group, shards = world.device.type, world.group, sharding.shards or world.size
+    assert group is not None  # noqa: S101 - the caller has looked
+    if problem := problem_of_shards(shards, world.size):
+        raise ModelError(problem)
+    if shards == world.size:
+        return DeviceMesh.from_group(group, device)
+    grid = torch.arange(world.size).view(-1, shards)
+    timeout = timedelta(seconds=sharding.timeout_seconds)
+    own: dict[str, dist.ProcessGroup] = {}
+    for name, lines in (("copies", grid.T.tolist()), ("shards", grid.tolist())):
+        for ranks in lines:
+            # Collective: every rank takes part in making every group, in this order, also in those that it
+            # is not in.
+            made = dist.new_group(ranks, timeout=timeout)
+            if world.rank in ranks:
+                own[name] = made
+    return DeviceMesh.from_group(
+        [own["copies"], own["shards"]], device, mesh=grid, mesh_dim_names=("copies", "shards")
+    )
+
+
+def problem_of_shards(shards: int, world_size: int) -> Problem | None:
+    """What keeps ``world_size`` ranks from being copies of ``shards`` ranks each; None if nothing does."""
+    if world_size % shards == 0:
+        return None
+    return Problem(
+        "spec.training.runtime.shards",
+        f"{world_size} workers cannot be cut into copies of {shards}",
+        "each copy of the model is held by as many workers",
+        "Use a divisor of the workers of a node, so that every number of nodes can train",
+    )
 
 
 def reshard(model: nn.Module) -> None:
@@ -70,7 +131,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def default_bucket_bytes(*, on_accelerator: bool) -> int:
-    """Bytes of a bucket where the file says none: small for TCP, whose sums take the cores that compute.
+    """Return the bytes of a bucket where the file says none: few for TCP, whose sums take cores that compute.
 
     NCCL starts each sum with a kernel of its own, so that many small ones cost more than they hide.
     """
@@ -80,7 +141,7 @@ def default_bucket_bytes(*, on_accelerator: bool) -> int:
 def build_gradient_sum(
     model: nn.Module, training: Training, *, slots_per_step: int, is_sharded: bool
 ) -> GradientSum:
-    """How this run sums its gradients."""
+    """Choose how this run sums its gradients."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     on_accelerator = parameters[0].device.type == "cuda"
     bucket_bytes = training.runtime.bucket_size or default_bucket_bytes(

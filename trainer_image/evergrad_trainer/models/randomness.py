@@ -8,7 +8,7 @@ from evergrad_trainer.mixing import GAMMA, MASK, mix
 
 
 class Purpose(IntEnum):
-    """What random numbers are drawn for. Values are part of what makes runs equal: never reuse one."""
+    """Uses of random numbers. Values are part of what makes runs equal: never reuse one."""
 
     INITIAL_WEIGHTS = 1
     FORWARD = 2
@@ -16,7 +16,7 @@ class Purpose(IntEnum):
 
 
 def keyed_seed(seed: int, step: int, slot: int, purpose: Purpose) -> int:
-    """A well mixed seed in [0, 2**63) for one use."""
+    """Return a well mixed seed in [0, 2**63) for one use."""
     state = 0
     for part in (seed, step, slot, int(purpose)):
         state = mix((state + part + GAMMA) & MASK)

@@ -23,6 +23,8 @@ def load_model_directory(
 
     Raises ModelError unless all are there.
     """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if find_weights(directory) is None:
         raise ModelError(
             Problem(
@@ -37,15 +39,13 @@ def load_model_directory(
     }
     with torch.no_grad():
         for key, target in state.items():
-            if key.startswith("model.") and key in tensors:
-                _copy(target, tensors[key])
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(target, DTensor):
-        source = distribute_tensor(
-            source.to(target.device), target.device_mesh, target.placements
-        )
-    target.copy_(source)
+            if not key.startswith("model.") or key not in tensors:
+                continue
+            values = tensors[key]
+            if isinstance(target, DTensor):
+                # Collective: rank 0's copy is cut for all, so that ranks which read the directory at two
+                # moments hold parts of one tensor.
+                values = distribute_tensor(
+                    values.to(target.device), target.device_mesh, target.placements
+                )
+            target.copy_(values)

@@ -52,6 +52,7 @@ def update_parts(
 
     ``updates``: how many the moments have seen before.
     """
+    # The kernel takes four lists of equal length: lines of all parts go to it together.
     columns: tuple[list[torch.Tensor], ...] = ([], [], [], [])
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part in parts:
@@ -67,6 +68,7 @@ def update_parts(
                         copies.append((own, place))
                     own = line
                 column.append(own)
+    # One call for all lines; it counts updates for each of them.
     weights, gradients, exp_avgs, exp_avg_sqs = columns
     adamw(
         weights,
@@ -84,6 +86,7 @@ def update_parts(
         eps=epsilon,
         maximize=False,
     )
+    # This part's elements of the lines that others hold a part of.
     for own, place in copies:
         own.copy_(place)
 

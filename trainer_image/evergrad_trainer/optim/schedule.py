@@ -28,18 +28,20 @@ class LearningRate:
     """First step and peak of each override, ascending: the same shape, at another height."""
 
     def __call__(self, step: int) -> float:
+        # Overrides move the whole curve: warm-up and decay keep their steps and their shape.
         peak = value_at(step, self.peak, self.peaks)
         if step < self.warmup_steps:
             return peak * step / self.warmup_steps
         return peak * (self.minimum_ratio + (1 - self.minimum_ratio) * self._remaining(step))
 
     def _remaining(self, step: int) -> float:
-        """1 at the peak, 0 at the end."""
+        """Return the share of the decay that is left: 1 at the peak, 0 at the end."""
         if self.type == "constant":
             return 1.0
         length = (
             self.decay_steps if self.type == "wsd" else self.total_steps - self.warmup_steps
         )
+        # From the step before, so that the last step of the horizon is still above the minimum.
         done = step - 1 - (self.total_steps - length)
         if done <= 0:
             return 1.0
@@ -56,7 +58,7 @@ def value_at(step: int, value: float, changes: Sequence[tuple[int, float]]) -> f
 def build_schedule(
     settings: Schedule, *, peak: float, total_steps: int, overrides: Sequence[StepOverride] = ()
 ) -> LearningRate:
-    """The schedule over a horizon of ``total_steps``.
+    """Build the schedule over a horizon of ``total_steps``.
 
     That warm-up and decay fit is checked where the horizon is derived.
     """

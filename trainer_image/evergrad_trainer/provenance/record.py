@@ -39,19 +39,19 @@ def record_process(
     command: Sequence[str],
     world_size: int,
     generation: int,
-    task: Mapping[str, str] | None = None,
+    more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Append what this process is to ``provenance.json`` and return the entry. Rank 0 only.
 
-    ``command``: the words of the command line. ``task``: hashes of the files of a task of the user's own.
-    Raises RunDirectoryError when the file cannot be read or written.
+    ``command``: the words of the command line. ``more``: further parts of the entry by their names, such as
+    hashes of a task's files; empty ones are left out. Raises RunDirectoryError when the file cannot be read
+    or written.
     """
     seed = None if run.spec.training is None else run.spec.training.reproducibility.seed
     entry = describe_process(
         command=command, seed=seed, world_size=world_size, generation=generation
     )
-    if task:
-        entry["task"] = dict(task)
+    entry |= {name: dict(part) for name, part in (more or {}).items() if part}
     before = read_processes(directory)
     document = {"format": FORMAT, "processes": [*before, entry]}
     write_atomically(directory.provenance, dumps_strict(document, indent=2) + "\n")

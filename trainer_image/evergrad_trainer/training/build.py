@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from evergrad_manifest.derive import slots_per_step
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
+from evergrad_trainer.data.batch import pin
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
+from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model
 from evergrad_trainer.models.compilation import compile_blocks, should_compile
 from evergrad_trainer.models.deferred import DeferredModel, defer_model
@@ -21,8 +24,15 @@ from evergrad_trainer.models.determinism import (
     is_cublas_deterministic,
     use_deterministic_kernels,
 )
-from evergrad_trainer.models.parallel import build_gradient_sum, shard
+from evergrad_trainer.models.kernels import attention_shape, choose_kernels
+from evergrad_trainer.models.parallel import (
+    Sharding,
+    build_gradient_sum,
+    shard,
+    transformer_blocks,
+)
 from evergrad_trainer.models.randomness import Purpose, seed_generators
+from evergrad_trainer.models.recomputation import recompute
 from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes.opening import Opened
@@ -60,6 +70,8 @@ class Machinery:
     registry: Registry
     frozen: Mapping[str, str]
     """Hashes of the frozen modules as they were built."""
+    kernels: Mapping[str, str]
+    """What computes here, for the run's provenance: device, matrix products, attention."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """The live tensors a checkpoint holds."""
@@ -77,13 +89,16 @@ def build_machinery(
         and is_cublas_deterministic()
     ):
         use_deterministic_kernels()
+    # Before anything is computed or compiled: graphs are made for the kernels that are switched on.
+    shape = attention_shape(plan, precision=runtime.precision)
+    kernels = choose_kernels(device, runtime, shape=shape)
     is_sharded = runtime.parallelism == "fsdp2" and world.size > 1
     modules, deferred = _build_modules(
         training, opened, plan, with_weights=with_weights, is_deferred=is_sharded
     )
-    if runtime.activation_checkpointing:
-        for module in modules.trained.values():
-            _recompute_activations(module)
+    if runtime.activation_checkpointing != "none":
+        # Before compilation, so that what is computed again is a part of the graphs.
+        _recompute_blocks(modules, is_selective=runtime.activation_checkpointing == "selective")
     for module in (*modules.trained.values(), *modules.frozen.values()):
         # No process holds a sharded model whole, not even at the start.
         if deferred is None or module is not deferred.model:
@@ -96,7 +111,10 @@ def build_machinery(
     has_blocks = is_compiled and compile_blocks(modules.root(), modules.blocks)
     model = modules.root()
     if is_sharded:
-        shard(model, world, precision=runtime.precision, blocks=modules.blocks)
+        sharding = Sharding(
+            runtime.precision, runtime.shards, float(runtime.collective_timeout_seconds)
+        )
+        shard(model, world, sharding, blocks=modules.blocks)
     if deferred is not None:
         deferred.materialise(device)
     is_whole = is_compiled and not has_blocks and not is_sharded
@@ -116,6 +134,7 @@ def build_machinery(
         autocast=_autocast(runtime.precision, device),
         registry=_register(modules, model, optimizer, build_again),
         frozen=hash_frozen(modules),
+        kernels=kernels,
     )
 
 
@@ -193,12 +212,22 @@ def _build_modules(
         return build_all(), None
 
 
-def _recompute_activations(module: nn.Module) -> None:
-    # The name of newer versions of transformers, and that of all before them; other modules have neither.
-    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
-        if (enable := getattr(module, name, None)) is not None:
-            enable()
-            return
+def _recompute_blocks(modules: Modules, *, is_selective: bool) -> None:
+    """Raises ModelError where there is nothing to recompute: the file asks for memory that it would not
+    get."""
+    blocks = list(modules.blocks) or [
+        block for module in modules.trained.values() for block in transformer_blocks(module)
+    ]
+    if not blocks:
+        raise ModelError(
+            Problem(
+                "spec.training.runtime.activationCheckpointing",
+                "what is trained has no repeated blocks",
+                "activations are computed again block by block",
+                "Name the blocks in the task's Modules, or leave activationCheckpointing out",
+            )
+        )
+    recompute(blocks, is_selective=is_selective)
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
@@ -218,13 +247,15 @@ def build_stepper(
     gradients = build_gradient_sum(
         machinery.model, training, slots_per_step=slots, is_sharded=machinery.is_sharded
     )
+    on_accelerator = next(machinery.model.parameters()).device.type == "cuda"
     parts = StepParts(
         model=machinery.model,
         loss_of=machinery.loss_of,
         optimizer=machinery.optimizer,
         gradients=gradients,
         stream=stream,
-        prefetcher=Prefetcher(stream),
+        # Only from pinned memory does a copy to an accelerator run beside the computation.
+        prefetcher=Prefetcher(stream, prepare=pin if on_accelerator else None),
         schedule=build_schedule(
             training.schedule,
             peak=training.optimizer.learning_rate,

@@ -12,6 +12,8 @@ from evergrad_coordinator.metrics import declare
 from evergrad_coordinator.wire import to_camel
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import ABSENT, Change, changed_settings, from_wire
+from evergrad_trainer.models.compilation import should_compile
+from evergrad_trainer.models.compile_cache import save_compiled
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import Event, EventType, RunInfo
@@ -51,7 +53,7 @@ def announce(session: Session, machinery: Machinery) -> None:
         command=plan.command,
         world_size=world.size,
         generation=world.generation,
-        task=plan.task_files,
+        more={"task": plan.task_files, "kernels": machinery.kernels},
     )
     session.observers.run_start(describe_run(session, machinery))
     start = {
@@ -181,6 +183,9 @@ def announce_first_step(session: Session) -> None:
         previous = moment
     if session.is_announced:
         session.emit(EventType.PHASES, phases)
+    device = session.world.device
+    if session.world.is_main and should_compile(session.plan.run.training.runtime, device):
+        save_compiled(session.directory.compiled, device, loaded_bytes=session.compiled_bytes)
     if not gc.isenabled():
         gc.enable()
         gc.collect()

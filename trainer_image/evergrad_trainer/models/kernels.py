@@ -1,0 +1,141 @@
+"""Kernels that the file chooses: the precision of fp32 matrix products, and the backend of attention."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch.nn import functional
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training import Runtime
+from evergrad_trainer import torch_private
+from evergrad_trainer.errors import ModelError
+from evergrad_trainer.models.build import ModelPlan
+
+SWITCHES: Final[dict[str, Callable[[bool], object]]] = {
+    "flash": torch.backends.cuda.enable_flash_sdp,
+    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+    "math": torch.backends.cuda.enable_math_sdp,
+}
+"""torch's switches, which hold for the CPU as well, whatever their module is called."""
+_TRIED_TOKENS: Final = 64
+"""Length of the sequence on which a backend is tried: no backend's conditions depend on it."""
+_RUNTIME: Final = "spec.training.runtime"
+_FIRST_WITH_TF32: Final = (8, 0)
+"""Compute capability of the first accelerators with TF32 (Ampere)."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What decides which backends of attention a device has for a model."""
+
+    num_heads: int
+    num_key_value_heads: int
+    """Fewer than ``num_heads`` where several queries share a key."""
+    head_size: int
+    dtype: torch.dtype
+
+
+def attention_shape(plan: ModelPlan, *, precision: str) -> AttentionShape | None:
+    """The attention of the planned model; None where its configuration does not tell."""
+    config = plan.config.get_text_config()
+    heads, hidden = (
+        getattr(config, name, None) for name in ("num_attention_heads", "hidden_size")
+    )
+    if not heads or not hidden:
+        return None
+    return AttentionShape(
+        num_heads=int(heads),
+        num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_size=int(getattr(config, "head_dim", None) or hidden // heads),
+        # Under autocast the products of attention are in bf16 as well.
+        dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
+    )
+
+
+def choose_kernels(
+    device: torch.device, runtime: Runtime, *, shape: AttentionShape | None
+) -> dict[str, str]:
+    """Set both choices for this process, and return what computes from here on, for the run's provenance.
+
+    ``shape``: of the attention that is tried on the device; None where it is not known, such as for a module
+    that is no language model. Raises ModelError where the device cannot do what was chosen.
+    """
+    attention = runtime.attention
+    if runtime.matmul_precision == "high" and (why := _lack_of_tf32(device)):
+        raise ModelError(
+            Problem(
+                f"{_RUNTIME}.matmulPrecision",
+                f"high cannot be had on {device}",
+                why,
+                "Set matmulPrecision: highest, or leave it out",
+            )
+        )
+    # torch has one switch for the process. The default is set, too: a process may serve another run later.
+    torch.set_float32_matmul_precision(runtime.matmul_precision)
+    # Switches of the process and not a context around the forward pass: what is computed again in the
+    # backward pass must take the same backend.
+    _switch_on(attention)
+    chosen = (
+        attention if shape is None else _try_attention(device, shape, runs=attention != "auto")
+    )
+    if shape is not None and attention not in ("auto", chosen):
+        _switch_on("auto")
+        raise ModelError(
+            Problem(
+                f"{_RUNTIME}.attention",
+                f"{attention} cannot be had for this model on {device}",
+                f"torch has no such kernel there for {shape.num_heads} heads of {shape.head_size} in "
+                f"{str(shape.dtype).removeprefix('torch.')}",
+                "Set attention: auto, or leave it out",
+            )
+        )
+    return {
+        "device": device.type,
+        "matmulPrecision": runtime.matmul_precision,
+        "attention": chosen,
+    }
+
+
+def _switch_on(attention: str) -> None:
+    for name, switch in SWITCHES.items():
+        switch(attention in ("auto", name))
+
+
+def _try_attention(device: torch.device, shape: AttentionShape, *, runs: bool) -> str:
+    """Name the backend that torch takes on ``device``; ``none`` where nothing that is switched on can do it.
+
+    ``runs``: the name is not enough, since some backends refuse only when they run.
+    """
+    query, key = (
+        torch.zeros(
+            (1, heads, _TRIED_TOKENS, shape.head_size),
+            dtype=shape.dtype,
+            device=device,
+            requires_grad=True,
+        )
+        for heads in (shape.num_heads, shape.num_key_value_heads)
+    )
+    try:
+        chosen = torch_private.attention_backend(query, key)
+        if runs:
+            is_grouped = shape.num_heads != shape.num_key_value_heads
+            functional.scaled_dot_product_attention(
+                query, key, key, is_causal=True, enable_gqa=is_grouped
+            )
+    except RuntimeError:
+        return "none"
+    return chosen
+
+
+def _lack_of_tf32(device: torch.device) -> str:
+    """Return why fp32 products on ``device`` cannot be made in TF32; empty if they can."""
+    if device.type != "cuda":
+        return "only accelerators have TF32"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FIRST_WITH_TF32:
+        found = ".".join(map(str, capability))
+        return f"TF32 came with compute capability 8.0, and this device has {found}"
+    return ""
