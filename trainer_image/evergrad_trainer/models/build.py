@@ -1,9 +1,9 @@
-"""A transformers causal model from a configuration or a local directory: safetensors only, never
+"""Builds a transformers causal model from a configuration or a local directory: safetensors only, never
 remote code."""
 
 import difflib
 import json
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ _NO_PART_OF_THE_MODEL = (
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What will be built: a configuration, and the directory of its weights if it has any."""
+    """Plan of a model: a configuration, and the directory of its weights if it has any."""
 
     config: "PreTrainedConfig"
     weights: Path | None
@@ -47,10 +47,10 @@ class ModelPlan:
         return str(self.config.model_type)
 
     def describe(self) -> dict[str, Any]:
-        """What transformers made of the configuration, its own defaults included, as JSON values: what
-        decides the function.
+        """Return what transformers made of the configuration, its own defaults included, as JSON values.
 
-        The manifest and the path of a directory do not: defaults change with transformers, and files by hand.
+        They decide the function. The manifest and the path of a directory do not: defaults change with
+        transformers, and files by hand.
         """
         config = self.config.to_dict()
         kept = {
@@ -86,19 +86,22 @@ def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> Mod
 def build_model(
     plan: ModelPlan, *, seed: int, precision: str, with_weights: bool = True
 ) -> "PreTrainedModel":
-    """The model on the CPU, in training mode, its initial weights a function of ``seed`` alone.
+    """Build the model on the CPU, in training mode, its initial weights a function of ``seed`` alone.
 
     ``with_weights=False`` leaves the weights uninitialised, for a checkpoint that is loaded over them. Raises
     ModelError.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
+    # Stored weights win over the seed, and a checkpoint wins over both.
     dtype = DTYPES[precision]
     if with_weights and plan.weights is not None:
         model = load_directory(plan.weights, dtype)
     else:
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
-        with _without_initialisation(not with_weights):
+        # For a checkpoint they are left as they are in memory: it overwrites every one of them.
+        with nullcontext() if with_weights else no_init_weights():
             model = AutoModelForCausalLM.from_config(
                 plan.config, dtype=dtype, attn_implementation="sdpa"
             )
@@ -135,7 +138,7 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
 
 
 def count_parameters(plan: ModelPlan) -> int:
-    """Number of parameters, without allocating any. Raises ModelError if the model cannot be built."""
+    """Count parameters, without allocating any. Raises ModelError if the model cannot be built."""
     model = build_empty_model(plan, precision="fp32")
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -156,6 +159,7 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
                 "transformers has no such model",
             )
         )
+    # A key that the architecture does not have would be kept, and change nothing.
     values.setdefault("vocab_size", vocab_size)
     known = set(CONFIG_MAPPING[model_type]().to_dict())
     problems = [
@@ -213,7 +217,7 @@ def _read_directory(directory: Path) -> "PreTrainedConfig":
 
 
 def find_weights(directory: Path) -> Path | None:
-    """The directory if it has safetensors; None if it has no weights at all.
+    """Return the directory if it has safetensors; None if it has no weights at all.
 
     Pickled weights alone are refused.
     """
@@ -237,7 +241,7 @@ def find_weights(directory: Path) -> Path | None:
 def load_directory(
     directory: Path, dtype: torch.dtype, *, config: "PreTrainedConfig | None" = None
 ) -> "PreTrainedModel":
-    """Model and weights of a transformers directory, with ``config`` instead of its own.
+    """Load model and weights of a transformers directory, with ``config`` instead of its own.
 
     Raises ModelError unless every weight is there and fits.
     """
@@ -294,10 +298,3 @@ def _unknown(path: str, name: str, known: list[str], why: str) -> Problem:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _without_initialisation(active: bool) -> AbstractContextManager[object]:
-    """Leave new weights as they are in memory: a checkpoint overwrites every one of them."""
-    from transformers.initialization import no_init_weights
-
-    return no_init_weights() if active else nullcontext()
