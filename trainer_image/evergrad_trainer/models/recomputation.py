@@ -2,15 +2,13 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+
+if TYPE_CHECKING:
+    from torch.utils.checkpoint import CheckpointPolicy
 
 _ATEN = torch.ops.aten
 KEPT: frozenset[Any] = frozenset(
@@ -33,6 +31,8 @@ def recompute(blocks: Sequence[nn.Module], *, is_selective: bool) -> None:
 
     ``is_selective``: results of :data:`KEPT` stay in memory, and only what is cheap is computed again.
     """
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
     for block in blocks:
         # The method and not the module is wrapped: compilation then finds the recomputation inside of its
         # graph, and FSDP2's gathers stay outside of both.
@@ -51,7 +51,9 @@ def recompute(blocks: Sequence[nn.Module], *, is_selective: bool) -> None:
 
 def _choose_policy(
     context: object, operation: object, *args: object, **kwargs: object
-) -> CheckpointPolicy:
-    """Say what becomes of one operation's result: a callback of torch's selective checkpointing."""
+) -> "CheckpointPolicy":
+    """Decide what becomes of one operation's result: a callback of torch's selective checkpointing."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
     is_kept = operation in KEPT
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
