@@ -45,6 +45,7 @@ async def check_access(kube: Kube, scopes: Sequence[str | None]) -> None:
                 f"the operator may not {', '.join(lacking)} in {where}. Install the chart's "
                 "roles for this scope."
             )
+        # Rights may be granted for a kind that does not exist: only a list shows that it does.
         try:
             await kube.list_all(RUN, scope, metadata_only=True)
         except ApiError as error:

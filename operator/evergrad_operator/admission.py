@@ -51,6 +51,7 @@ def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tupl
     problems = problems_of(new, old=old)
     if not problems or is_open(old):
         return problems
+    # Only problems that the change brings are held against it.
     known = frozenset(problems_of(old))
     return tuple(problem for problem in problems if problem not in known)
 

@@ -74,6 +74,7 @@ def renew(bundle: Bundle | None, names: Sequence[str], *, now: datetime) -> Bund
         and _is_good(bundle.certificate, authorities[0], names, now)
     ):
         return None
+    # One authority before is kept: replicas that have not looked yet serve what it signed.
     if key is None or is_new:
         key = ec.generate_private_key(ec.SECP256R1())
         authorities = [_sign_authority(key, now), *authorities[:1]]

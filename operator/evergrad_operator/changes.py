@@ -47,5 +47,6 @@ def compare_settings(applied: str, run: TrainingRun) -> AppliedSettings | None:
                 f"{path}: {show_value(old)} → {show_value(new)}" for path, old, new in changes
             ),
         )
+    # Unknown is not "unchanged": the policies then have all pods leave and come again.
     except (ValueError, ValidationError, RecursionError):
         return None

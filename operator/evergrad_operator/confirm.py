@@ -45,6 +45,7 @@ class Confirmer:
         async def look() -> None:
             selector = f"{names.LABEL_RUN}={key[1]}"
             pods, version = await self._cluster.list_all(POD, key[0], selector=selector)
+            # What the list has is taken in before what it lacks is dropped: a pod may have been made anew.
             for pod in pods:
                 self._cache.see(PODS, pod)
             for pod in find_vanished(self._cache.pods(key), pods, version=version):

@@ -66,6 +66,7 @@ def _tell_transition(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator
         return
     if not old and phase == Phase.STARTING:
         return  # a run that was made a moment ago starts, as everybody expects
+    # Warnings are for what a person may have to act upon; everything else is Normal.
     is_bad = phase == Phase.FAILED or reason in _WARNINGS
     yield Event(
         "Warning" if is_bad else "Normal", reason or phase, get_text(new, "message") or phase
@@ -98,6 +99,7 @@ def _tell_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], observation: Observation
 ) -> Iterator[Event]:
     """Fields of a live run that were edited, once for each generation."""
+    # The status names the generation that it was written for, so that a later pass finds nothing new.
     changes = () if observation.applied is None else observation.applied.changes
     is_new = get_int(old, "observedGeneration") != get_int(new, "observedGeneration")
     if changes and is_new:

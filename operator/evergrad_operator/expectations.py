@@ -63,6 +63,7 @@ class Expectations:
     def lag(self) -> Mapping[str, float]:
         """Seconds that the watch of each resource is behind; 0 when it owes nothing."""
         now = self._clock()
+        # Each watch is as far behind as its oldest debt.
         ages = dict.fromkeys(sorted(self._resources), 0.0)
         for (resource, _), expected in self._expected.items():
             ages[resource] = max(ages[resource], now - expected.since)

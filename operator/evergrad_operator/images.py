@@ -59,8 +59,10 @@ def _find_repository(image: str) -> str:
     means it."""
     repository = _strip_tag(image.partition("@")[0])
     first, slash, rest = repository.partition("/")
+    # A bare name is an official image of Docker Hub.
     if not slash:
         return f"{_DOCKER_HUB}/library/{repository}"
+    # The first part is a registry only where it looks like a host.
     if "." not in first and ":" not in first and first != "localhost":
         return f"{_DOCKER_HUB}/{repository}"
     if first in (_DOCKER_HUB, "index.docker.io"):

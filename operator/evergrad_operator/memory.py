@@ -205,6 +205,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     """
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
+    # Texts under ``memory`` are the operator's own; the rest is what people read, and read back here.
     gang = unpack_counts(get_text(notes, "gang"))
     # An older release noted only that the run had stopped; then it was on request.
     stopped = get_text(notes, "stopped")
@@ -368,6 +369,7 @@ def _unpack(notes: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _parse_counters(raw: Mapping[str, Any]) -> dict[str, int]:
+    # Bounded, since whatever is read here is written again.
     pairs = ((str(key)[:LONGEST_CAUSE], get_int(raw, key)) for key in raw)
     return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])
 
@@ -448,6 +450,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
 
 
 def _pack(values: Mapping[str, Any]) -> str:
+    # Sorted and compact: the same values give the same text, or each pass would write the status.
     kept = without_empty(values)
     return json.dumps(kept, sort_keys=True, separators=(",", ":")) if kept else ""
 
@@ -469,6 +472,7 @@ def _build_failure(failure: LastFailure | None) -> dict[str, Any] | None:
 def without_empty(value: Any) -> Any:
     """Without what says nothing: None, empty texts, lists and mappings, at any depth."""
     if isinstance(value, Mapping):
+        # A status has little room: what is a default is not written.
         cleaned = {key: without_empty(item) for key, item in value.items()}
         return {
             key: item

@@ -24,6 +24,8 @@ def unpack_counts(text: str) -> tuple[int, ...]:
         if (
             not count.removeprefix("-").isdecimal()
             or not (times.isdecimal() or not times)
+            # A status may be written by anybody who may patch it: a count must not become a list of
+            # millions.
             or len(times) > 4
         ):
             return ()
@@ -49,6 +51,7 @@ def unpack_ranges(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
+        # Bounded, as counts are.
         if not first.isdecimal() or not (last or first).isdecimal() or len(last or first) > 5:
             return ()
         found += range(int(first), int(last or first) + 1)

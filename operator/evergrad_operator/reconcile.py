@@ -253,6 +253,7 @@ class Reconciler:
         if not running:
             self._coordinators.leave(key)
             return
+        # Two may run for a moment: the newer one is the run's.
         newest = max(running, key=lambda pod: pod.attempt)
         token = self.token_of(seen.run.uid)
         self._coordinators.follow(key, newest.ip, newest.attempt, token=token)

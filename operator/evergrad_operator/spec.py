@@ -206,6 +206,7 @@ class SpecCache:
         key = get_text(metadata, "namespace"), get_text(metadata, "name")
         uid, generation = get_text(metadata, "uid"), get_int(metadata, "generation") or 0
         known = self._parsed.get(key)
+        # A run that was deleted and made again has another uid and may have the same generation.
         if known is None or known[:2] != (uid, generation) or not uid:
             known = uid, generation, parse_spec(raw)
             self._parsed[key] = known

@@ -46,6 +46,7 @@ class StatusWriter:
         now, old = self._clock(), work.raw.get("status") or {}
         new = build_status(seen, decision, outcome, now)
         last = work.hints.progress_written_at
+        # Most passes change nothing, and end here.
         write = should_write(old, new, now=now, last_progress_write=last)
         if not write.write:
             return write.after

@@ -33,6 +33,7 @@ class Store:
 
     def known(self) -> set[Key]:
         """Return every run that exists, and every one that still has pods or children."""
+        # A run that is gone is looked at once more, until nothing of it is left to forget.
         return {*self.runs, *self._groups[PODS], *self._groups[CHILDREN]}
 
     def count(self) -> Mapping[str, int]:

@@ -111,6 +111,7 @@ class CacheSync:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PRUNE_SECONDS):
                     await self._is_listed_anew.wait()
+            # A watch may be silent without having been listed anew: then the versions that it owes tell.
             is_late = max(self._cache.expectations.lag().values()) > _LATE_SECONDS
             if not self._is_listed_anew.is_set() and not is_late:
                 continue

@@ -29,6 +29,7 @@ class Vitals:
 
     def find_stall(self) -> str | None:
         """Say what stands still, for /healthz: a restart of the process mends it. None: nothing does."""
+        # Work and watches are judged by the longest wait: one run that hangs is enough.
         state = self._queue.observe()
         if max(state.longest_work, state.oldest_age) > STALLED_SECONDS:
             return (

@@ -31,6 +31,7 @@ def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> Jso
             "name": run.name,
             "uid": run.uid,
         }
+        # The garbage collector deletes what is owned, also where no operator is left.
         metadata["ownerReferences"] = [
             {**owner, "controller": True, "blockOwnerDeletion": True}
         ]
@@ -73,6 +74,8 @@ def build_tolerations(
     given: tuple[Mapping[str, Any], ...], seconds: int
 ) -> list[Mapping[str, Any]]:
     """Those that were given, and ours for nodes that went silent, unless these are among them."""
+    # Kubernetes itself would add 300 s for both: a node that fell silent would hold its place for five
+    # minutes.
     tolerations = list(given)
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
         # One without a key covers all keys, one without an effect all effects.

@@ -27,6 +27,7 @@ def build_manifest(run: TrainingRun) -> str:
 
     Metrics get our port where the run names none, so that there is something to scrape.
     """
+    # Fields that only the operator reads are left out, so that editing them touches no ConfigMap.
     spec = {
         key: value
         for key, value in get_map(run.raw, "spec").items()

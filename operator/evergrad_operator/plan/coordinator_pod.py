@@ -92,6 +92,7 @@ def _build_container(
             {"name": "join", "containerPort": names.JOIN_PORT, "protocol": "TCP"},
             {"name": "status", "containerPort": names.STATUS_PORT, "protocol": "TCP"},
         ],
+        # A coordinator that hangs holds up the whole run, so that the kubelet restarts it after a minute.
         "livenessProbe": {
             "httpGet": {"path": "/healthz", "port": "status"},
             "initialDelaySeconds": 10,
@@ -130,6 +131,7 @@ def _build_arguments(run: TrainingRun, epoch: Epoch) -> list[str]:
         *(("--nothing-runs",) if epoch.nothing_runs else ()),
         *("--recovery", run.parsed.recovery),
         *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
+        # The coordinator waits for a leaving node for a little longer than its pod has to leave.
         *build_soft_limit(grace_seconds(run) + _MARGIN_SECONDS),
         *("--linger", str(_LINGER_SECONDS)),
     ]

@@ -12,6 +12,7 @@ def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
     pods' owner.
     """
     nodes = run.spec.nodes
+    # A run of fixed size may lose one node at a time, or no host could ever be drained.
     fewest = nodes.min if nodes.largest > nodes.min else nodes.min - 1
     if fewest < 1:
         return None
@@ -43,6 +44,7 @@ def _build(run: TrainingRun, name: str, role: str, fewest: int) -> JsonObject:
         "spec": {
             "minAvailable": fewest,
             "selector": {"matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: role}},
+            # A pod that does not run yet protects no work: a drain need not wait for it.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }

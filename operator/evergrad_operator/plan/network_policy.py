@@ -23,9 +23,11 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
         if config.operator_namespace
         else {},
     }
+    # A node on a free port of its own choice cannot be named here, and is not scraped.
     scraped = [{"port": port, "protocol": "TCP"} for port in (metrics_port(run),) if port]
     ingress: list[dict[str, Any]] = [
         {"from": [own]},
+        # The operator asks the coordinator how far the run is.
         {"from": [operator], "ports": [{"port": names.STATUS_PORT, "protocol": "TCP"}]},
     ]
     if config.metrics_from:

@@ -89,6 +89,7 @@ def build_node_pod(
     metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
     ours = {names.LABEL_INDEX: str(node.index), names.LABEL_ATTEMPT: str(node.attempt)}
     queue_labels, queue_annotations = _build_queue(run, memory, node.index)
+    # Ours come last: a template must not take a pod out of its run.
     metadata["labels"] = {
         **build_user_labels(run),
         **queue_labels,
@@ -105,6 +106,7 @@ def _build_container(
 ) -> JsonObject:
     spec = run.spec
     port = metrics_port(run)
+    # The root file system cannot be written: everything that libraries cache goes to /tmp.
     env = merge_env(_CACHES, spec.template.env)
     return without_none(
         {
@@ -131,6 +133,7 @@ def _build_container(
             ),
             "securityContext": build_container_security(),
             "terminationMessagePath": names.TERMINATION_LOG,
+            # A process that was killed leaves no message: the end of its log stands in for it.
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [
                 {"name": "evergrad-volume", "mountPath": contract.VOLUME_PATH},

@@ -23,6 +23,7 @@ def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
         "spec": {
             "type": "ClusterIP",
             "selector": selector,
+            # Nodes wait for a coordinator that is coming up: its name must resolve before it is ready.
             "publishNotReadyAddresses": True,
             "ports": [
                 {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}

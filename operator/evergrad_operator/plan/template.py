@@ -29,6 +29,7 @@ def build_user_labels(run: TrainingRun) -> dict[str, str]:
     """The template's labels, those of the run that are passed on, and a gang's where another scheduler was
     named."""
     template = run.spec.template
+    # A scheduler that was named is taken to be one that knows gangs.
     gang = {names.LABEL_GANG: run.name} if template.scheduler_name else {}
     passed = {key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels}
     return {**gang, **passed, **template.labels}
@@ -114,6 +115,7 @@ def build_coordinator_metadata(run: TrainingRun) -> tuple[dict[str, str], dict[s
     """
     template = run.spec.template
     between = [template.affinity.get("podAffinity"), template.affinity.get("podAntiAffinity")]
+    # The coordinator is no node: rules of the template that count pods must not count it.
     counted = _find_selected([*between, *template.topology_spread_constraints])
     labels = {
         key: value

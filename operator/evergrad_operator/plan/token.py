@@ -19,6 +19,7 @@ def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
         "kind": "Secret",
         "metadata": build_metadata(run, names.token_secret_name(run.name, token)),
         "type": "Opaque",
+        # The kubelet need not watch an immutable Secret, and nobody can swap a token under living pods.
         "immutable": True,
         "stringData": {names.TOKEN_KEY: token},
     }
