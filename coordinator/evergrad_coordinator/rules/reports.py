@@ -124,9 +124,9 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
     failure = Failure(node.name, now - message.time_since, message)
     break_world(group, failure, now=now)
     if message.is_final:
+        who = f"rank {message.rank}" if message.rank >= 0 else "a worker without a rank"
         text = message.message or (
-            f"rank {message.rank} (node {node.name}) ended with exit code {message.exit_code}: "
-            "no retry can cure it"
+            f"{who} (node {node.name}) ended with exit code {message.exit_code}: no retry can cure it"
         )
         is_internal = message.exit_code == ExitCode.INTERNAL
         finish(

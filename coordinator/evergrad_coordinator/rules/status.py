@@ -33,7 +33,9 @@ _PHASES: dict[int, str] = {
     ExitCode.STOPPED_UNSAVED: "Stopped",
 }
 """The phase of a run that has ended with an exit code; Failed for any other."""
-_ALL_PHASES = ("Waiting", "Starting", "Running", "Draining", "Complete", "Stopped", "Failed")
+ENDED_PHASES = ("Complete", "Stopped", "Failed")
+"""Phases of a run that has ended, or whose nodes have all left in order."""
+_ALL_PHASES = ("Waiting", "Starting", "Running", "Draining", *ENDED_PHASES)
 
 
 def describe_condition(group: Group, *, now: float) -> Condition:

@@ -148,19 +148,17 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection cl
 
 
 @pytest.mark.parametrize(
-    ("error", "text", "world_size", "cause"),
-    [
-        ("RuntimeError", GLOO, 4, "peer_lost"),
-        ("RuntimeError", GLOO, 1, "user_error"),
-        ("ConnectionResetError", "[Errno 104] Connection reset by peer", 4, "user_error"),
-    ],
+    ("kind", "cause"),
+    [(ErrorKind.PEER, "peer_lost"), (ErrorKind.INTERNAL, "user_error")],
 )
-def test_only_a_lost_peer_is_no_cause(
-    error: str, text: str, world_size: int, cause: str
+def test_an_error_that_a_worker_reports_has_the_kind_it_had_where_it_arose(
+    kind: ErrorKind, cause: str
 ) -> None:
     scene = Scene()
-    first, _ = scene.begin(world_size=world_size)
-    first.failure = say.Failed(-1, -1, 1, error, text, is_final=False, is_agreed=False)
+    first, _ = scene.begin(world_size=4)
+    first.failure = say.Failed(
+        -1, -1, 1, "RuntimeError", GLOO, is_final=False, is_agreed=False, kind=kind
+    )
     (report,) = scene.end(first, 1)
     assert report.cause == cause  # type: ignore[attr-defined]
 

@@ -125,6 +125,7 @@ def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
             WorkerHeartbeat(),
             None,
             last_heard=now[0],
+            started_at=now[0],
         )
         started.append(worker)
         return worker
@@ -165,8 +166,42 @@ def test_a_worker_that_hangs_in_its_start_does_not_keep_its_node_out_for_ever(
     assert (room.reports.take(), room.group.capacity) == ([], 0)
     pass_seconds(room, now, 2)
     assert (room.reports.take(), room.group.capacity) == ([("Capacity", 1)], 1)
-    room.group.hear(room.started[1], say.Warm())
+    assert room.killed == [2], "it is replaced"
+    room.group.end(room.started[1], -signal.SIGKILL)
+    pass_seconds(room, now, RESTART_SECONDS)
+    room.group.hear(room.started[2], say.Warm())
     assert room.reports.take() == [("Capacity", 2)]
+
+
+def test_workers_that_hang_in_their_start_again_and_again_are_trouble_of_their_host(
+    room: Room, now: list[float]
+) -> None:
+    room.group.start()
+    room.group.end(room.started[1], 0)
+    for _ in range(2):
+        pass_seconds(room, now, 899)
+        assert room.killed == []
+        pass_seconds(room, now, 30)
+        while room.killed:
+            (hung,) = (one for one in room.started if one.serial == room.killed[0])
+            room.killed.pop(0)
+            room.group.end(hung, -signal.SIGKILL)
+        if any(one[0] == "NoWorkers" for one in room.reports.heard):
+            break
+    (word,) = (one for one in room.reports.take() if one[0] == "NoWorkers")
+    assert "hung in its start" in word[1] and word[2] is ErrorKind.ENVIRONMENT
+
+
+def test_a_start_may_take_three_times_the_longest_that_succeeded(
+    room: Room, now: list[float]
+) -> None:
+    room.group.start()
+    pass_seconds(room, now, 100)
+    room.group.hear(room.started[0], say.Warm())
+    pass_seconds(room, now, 299)
+    assert room.killed == []
+    pass_seconds(room, now, 2)
+    assert room.killed == [2]
 
 
 def test_a_node_that_waits_for_a_worker_brings_none_to_a_plan(room: Room) -> None:

@@ -1,8 +1,10 @@
 """What a lost peer looks like in the words of gloo, NCCL and torch's store, and what only looks like it."""
 
 import pytest
+from torch.distributed import DistNetworkError
 
-from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_lost_peer
+from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_lost_peer, is_peer_error
 
 GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
 NCCL = (
@@ -85,3 +87,35 @@ def test_what_collectives_say_of_a_lost_peer_is_known_and_never_in_a_world_of_on
 )
 def test_an_error_of_the_scripts_own_stays_its_own(text: str) -> None:
     assert not is_lost_peer(text, world_size=8)
+
+
+CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12170."
+
+
+def raise_from(cause: Exception) -> Exception:
+    try:
+        raise ValueError("no batch") from cause
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_peer"),
+    [
+        (PeerLostError("the group was given up"), True),
+        (RuntimeError(CLOSED), True),
+        (DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (raise_from(RuntimeError(CLOSED)), True),
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+        (ValueError(CLOSED), False),
+        (RuntimeError("shapes do not fit"), False),
+    ],
+)
+def test_an_error_is_judged_by_its_class_first(error: Exception, is_of_peer: bool) -> None:
+    assert is_peer_error(error, world_size=4) is is_of_peer
+
+
+def test_a_chain_of_errors_that_is_a_circle_ends() -> None:
+    first, second = RuntimeError("a"), RuntimeError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_peer_error(first, world_size=4)

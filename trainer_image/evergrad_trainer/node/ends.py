@@ -82,7 +82,12 @@ def describe_lasting_end(worker: Worker, exit_code: int, *, place: str) -> Worke
     ``place``: what it was doing, for one that said nothing.
     """
     if worker.failure is not None:
-        return _describe_failure(worker.failure, exit_code, world_size=1)
+        return _describe_failure(worker.failure, exit_code)
+    if worker.has_hung:
+        # The same start succeeds elsewhere, or here later: a mount or a device that does not answer.
+        return WorkerEnd(
+            Why.FAILED, exit_code, "environment", ErrorKind.ENVIRONMENT, "hung in its start"
+        )
     return _describe_silent(worker, exit_code, world_size=1, place=place)
 
 
@@ -97,7 +102,7 @@ def describe_worker_end(
     if why is not Why.FAILED:
         return WorkerEnd(why, exit_code)
     if worker.failure is not None:
-        return _describe_failure(worker.failure, exit_code, world_size=world_size)
+        return _describe_failure(worker.failure, exit_code)
     end = _describe_silent(worker, exit_code, world_size=world_size)
     # A script's own word: what it was given is wrong.
     return replace(end, is_final=exit_code == ExitCode.USER_ERROR)
@@ -127,13 +132,11 @@ _CAUSES: dict[ErrorKind, BreakCause] = {
 }
 
 
-def _describe_failure(failure: Failed, exit_code: int, *, world_size: int) -> WorkerEnd:
-    """The end of a worker that has told its error itself."""
+def _describe_failure(failure: Failed, exit_code: int) -> WorkerEnd:
+    """The end of a worker that has reported its error itself, with the kind that it had where it arose."""
     kind = failure.kind
     text = f"{failure.error}: {failure.text}"
     cause: BreakCause = _CAUSES.get(kind, "user_error")
-    if cause == "user_error" and is_lost_peer(text, world_size=world_size):
-        cause = "peer_lost"
     # Trouble of a host ends no run, however many saw it: another host may do better.
     is_final = (
         failure.is_final or failure.is_agreed or exit_code == ExitCode.USER_ERROR

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.rules.status import ENDED_PHASES
 from evergrad_coordinator.secret import obtain_token
 from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.worker.processes import die_with_parent, run_and_exit
@@ -30,6 +32,8 @@ _END_SECONDS = 10.0
 """After the end of the run: for its nodes to hear of it, and for the coordinator to tell the last of them."""
 _REPLACE_SECONDS = 1.0
 """Before a lost node is started again; a cluster takes about as long."""
+_ASK_SECONDS = 0.1
+"""Between two questions to a coordinator whose nodes have all ended."""
 _FINAL = (
     ExitCode.DONE,
     ExitCode.USER_ERROR,
@@ -131,12 +135,31 @@ class LocalCoordinator:
         return self.process is not None and self.process.poll() is None
 
     def wait(self, timeout_seconds: float) -> int | None:
-        """Wait for its own end; None if that does not come."""
-        if self.process is None:
-            return None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(timeout_seconds)
-        return None
+        """Wait for its own end, which follows the run's outcome; None where none comes.
+
+        Without a node and without an outcome nobody is left who could bring one: the wait ends at once.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while (code := self.poll()) is None and time.monotonic() < deadline:
+            if self.process is None or self._lacks_outcome():
+                return None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_ASK_SECONDS)
+        return code
+
+    def _lacks_outcome(self) -> bool:
+        """Whether the coordinator says that no node is connected although the run has not ended."""
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{self.status_port}/status",
+            headers={"Authorization": f"Bearer {self.token}"},
+        )
+        try:
+            with urllib.request.urlopen(asked, timeout=1.0) as answer:
+                status = json.load(answer)
+            return not status["nodes"]["connected"] and status["phase"] not in ENDED_PHASES
+        except (OSError, ValueError, KeyError):
+            # It is ending, or too busy to answer: its own end is waited for.
+            return False
 
     def stop(self) -> None:
         """End it, and remove what only this process needed."""

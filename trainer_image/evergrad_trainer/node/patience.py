@@ -33,7 +33,7 @@ class Patience:
         begin anew."""
         if now - self._last_check > 4 * PING_SECONDS:
             for worker in workers:
-                worker.last_heard = now
+                worker.last_heard = worker.started_at = now
             self.asked_at = now
         self._last_check = now
 

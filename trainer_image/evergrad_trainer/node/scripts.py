@@ -14,12 +14,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.wire import MAX_TEXT
 from evergrad_manifest.script import Script, program_path, worker_command, working_directory_of
+from evergrad_trainer.distributed import read_launch
 from evergrad_trainer.host_trouble import kind_of_script_error
 from evergrad_trainer.worker.channel import Channel, Failed, fit_text
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
+from evergrad_trainer.worker.lost_peers import is_peer_error
 
 _log = logging.getLogger(__name__)
 _WORTH_PRELOADING = (
@@ -70,6 +72,8 @@ def run_script(
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    # Before the script can change the variables.
+    world_size = read_launch().world_size
     os.environ.update(script.env)
     # A script may import the files beside it, whatever this process was started with.
     os.environ.pop("PYTHONSAFEPATH", None)
@@ -92,7 +96,7 @@ def run_script(
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - the user's own error: told to the supervisor, printed, and an exit code
         traceback.print_exc()
-        _tell(channel, error)
+        _tell(channel, error, world_size=world_size)
         return 1
     return int(ExitCode.DONE)
 
@@ -106,10 +110,12 @@ def can_fork() -> str | None:
     return None
 
 
-def _tell(channel: Channel, error: BaseException) -> None:
+def _tell(channel: Channel, error: BaseException, *, world_size: int) -> None:
     text = "".join(traceback.format_exception(error)[-_LAST_FRAMES:])[-MAX_TEXT:]
     said = fit_text(f"{error}\n{text}")
     kind = kind_of_script_error(error)
+    if kind is ErrorKind.INTERNAL and is_peer_error(error, world_size=world_size):
+        kind = ErrorKind.PEER
     channel.send(
         Failed(
             -1, -1, 1, type(error).__name__, said, is_final=False, is_agreed=False, kind=kind

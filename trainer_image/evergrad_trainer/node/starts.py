@@ -14,7 +14,12 @@ RESTART_SECONDS = 1.0
 go on."""
 _LONGEST_PAUSE = 10.0
 _SIBLINGS_SECONDS = 120.0
-"""So long the first warm worker waits for the others at the start: one of them may hang for ever."""
+"""Longest time that the first warm worker waits for the others at the start, and that any later one may take
+to start where the first has shown how long it lasts: a worker may hang for ever."""
+_ALONE_SECONDS = 900.0
+"""Longest time for a start where none has succeeded on this node: nobody knows yet how long one lasts."""
+_START_FACTOR = 3.0
+"""A start may take this many times the longest one so far, if that is more than _SIBLINGS_SECONDS."""
 _FAILED_STARTS = 3
 """Workers that ended before they were warm, in a row, after which the node gives up."""
 
@@ -34,6 +39,8 @@ class WorkerStarts:
         """Whether each worker has been warm, or one has ended or hangs: from here on the node counts those
         that are."""
         self._first_warm_at: float | None = None
+        self._longest_start = 0.0
+        """Seconds, of the starts that succeeded."""
         self._serial = 0
         self._failed_starts = 0
         self._trouble = HostTrouble()
@@ -60,9 +67,10 @@ class WorkerStarts:
         for _, local_rank in due:
             self._start(local_rank)
 
-    def note_warm(self) -> None:
+    def note_warm(self, worker: Worker) -> None:
         """One more worker is warm."""
         self._failed_starts = 0
+        self._longest_start = max(self._longest_start, time.monotonic() - worker.started_at)
         if self._first_warm_at is None:
             self._first_warm_at = time.monotonic()
         self.has_started |= all(one.is_warm for one in self.workers.values())
@@ -77,6 +85,21 @@ class WorkerStarts:
             return False
         self.has_started = True
         return True
+
+    def find_hung(self, now: float) -> list[Worker]:
+        """The workers whose start has taken longer than a start may."""
+        patience = (
+            _ALONE_SECONDS
+            if self._first_warm_at is None
+            else max(_SIBLINGS_SECONDS, _START_FACTOR * self._longest_start)
+        )
+        return [
+            one
+            for one in self.workers.values()
+            if one.state == "starting"
+            # The first warm worker has shown only now how long a start lasts.
+            and now - max(one.started_at, self._first_warm_at or 0.0) > patience
+        ]
 
     def remove(self, worker: Worker) -> None:
         """Its process has ended."""

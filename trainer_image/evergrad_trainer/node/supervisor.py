@@ -255,9 +255,11 @@ class Supervisor:
     def _take_broken(self, message: Broken) -> None:
         self._metrics.broken(message.cause)
         if message.cause != "peer_lost":
-            where = f"node {self._settings.node}, rank {message.rank}"
+            # A worker that was in no group yet has no rank.
+            rank = f"rank {message.rank}" if message.rank >= 0 else ""
+            where = ", ".join(filter(None, (f"node {self._settings.node}", rank)))
             self._end.note(kind_of(message), f"{where}: {message.message}")
-            who = f"rank {message.rank} " if message.exit_code is not None else ""
+            who = f"{rank or 'a worker'} " if message.exit_code is not None else ""
             self._say(f"{who}{message.message}")
         self.conversation.send(message)
 

@@ -195,7 +195,7 @@ class InProcessWorkers:
         match record:
             case say.Warm():
                 worker.state = "idle"
-                self._starts.note_warm()
+                self._starts.note_warm(worker)
                 if self._starts.has_started:
                     self._tell(Capacity(self.capacity))
                 if self._change.generation > self._answered:
@@ -278,6 +278,14 @@ class InProcessWorkers:
             )
             self._tell(Capacity(self.capacity))
         self._patience.check_clock(now, self._starts.workers.values())
+        for worker in self._starts.find_hung(now):
+            _log.warning(
+                "worker %d (pid %d) hangs in its start and is replaced",
+                worker.local_rank,
+                worker.pid,
+            )
+            worker.has_hung = True
+            worker.kill()
         for worker in self._starts.warm:
             worker.channel.send(say.Ping(), wait=False)
             is_asked = self._change.hard and worker.ready_generation < self._change.generation

@@ -54,12 +54,15 @@ class Worker:
     step: int = -1
     rank: int = -1
     last_heard: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
     failure: Failed | None = None
     """What it said itself before it ended."""
     last_lines: Callable[[], str] | None = None
     """The end of what it printed."""
     was_killed: bool = False
     """The supervisor ended it on purpose."""
+    has_hung: bool = False
+    """The supervisor ended it because its start took too long."""
     oom_kills_before: int | None = None
 
     @property

@@ -1,11 +1,17 @@
-"""Whether an error says that another process of the group is gone: a consequence, whose own cause counts
+"""Whether an error means that another process of the group is gone: a consequence, whose own cause counts
 more. Pure.
 
-Words like "Connection reset by peer" are the system's, and a script's own database says them too. So they
-count only in what torch.distributed, gloo or NCCL have said, and never in a world of one process.
+An error is judged in the process that raised it, by :func:`is_peer_error`, and travels as ``ErrorKind.PEER``.
+torch has no class for a lost peer (gloo raises a bare RuntimeError), so that its words decide. Only the end
+of a process that could not report its own error, such as an executable's, is judged by what it printed.
+
+Words like "Connection reset by peer" are the system's, and a script's own database uses them too. They
+count only in messages of torch.distributed, gloo or NCCL, and never in a world of one process.
 """
 
 import re
+
+from evergrad_trainer.errors import PeerLostError
 
 LOST_WORDS = "the connection to another process was lost"
 """What a typed run's worker prints instead of a collective's error."""
@@ -29,21 +35,41 @@ _PYTHONS = re.compile(r"\b(?:Connection\w*|BrokenPipe|Timeout|OS)Error\b")
 _REMARK = re.compile(r"\[[IW]\d{4} ")
 """torch's log lines of no consequence: ``[W1122 …``."""
 _NCCL_LINES = 5
-"""NCCL tells the cause some lines below its first."""
+"""NCCL prints the cause some lines below its first."""
+_LONGEST_CHAIN = 16
+"""Errors that were raised from each other: a bound, since a chain may be a circle."""
+
+
+def is_peer_error(error: BaseException, *, world_size: int) -> bool:
+    """Whether ``error``, or one that it was raised from, means that a peer is gone.
+
+    Only classes that a collective raises count: our own, and RuntimeError with those of torch below it.
+    """
+    seen: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if seen is None:
+            return False
+        if isinstance(seen, PeerLostError):
+            return True
+        text = f"{type(seen).__module__}.{type(seen).__name__}: {seen}"
+        if isinstance(seen, RuntimeError) and is_lost_peer(text, world_size=world_size):
+            return True
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return False
 
 
 def is_lost_peer(text: str, *, world_size: int) -> bool:
-    """Whether ``text``, an error's or the last that a worker printed, is of a lost peer."""
+    """Whether ``text``, the last that a worker printed, is of a lost peer."""
     if world_size <= 1:
         return False
     lines = text.splitlines()
     return any(
-        _tells_of_it(line, lines[index + 1 : index + _NCCL_LINES])
+        _names_lost_peer(line, lines[index + 1 : index + _NCCL_LINES])
         for index, line in enumerate(lines)
     )
 
 
-def _tells_of_it(line: str, following: list[str]) -> bool:
+def _names_lost_peer(line: str, following: list[str]) -> bool:
     if _PYTHONS.search(line) or _REMARK.search(line):
         return False
     if _DECISIVE.search(line):

@@ -12,7 +12,7 @@ from evergrad_trainer.errors import is_agreed
 from evergrad_trainer.host_trouble import describe_host_trouble
 from evergrad_trainer.records import EventType
 from evergrad_trainer.worker.channel import Failed, fit_text
-from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_lost_peer
+from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_peer_error
 from evergrad_trainer.worker.session import Session
 
 _log = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
             print(f"error: {where}{problem}", file=sys.stderr)
     elif isinstance(error, EvergradError):
         print(f"error: {where}{error}", file=sys.stderr)
-    elif is_lost_peer(f"{type(error).__name__}: {error}", world_size=read_launch().world_size):
-        # A consequence, whose cause another rank tells.
+    elif is_peer_error(error, world_size=read_launch().world_size):
+        # A consequence, whose cause another rank reports.
         print(f"error: rank {rank}: {LOST_WORDS}", file=sys.stderr)
     else:
         print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -63,6 +63,10 @@ def build_last_words(
     kind = error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL
     if describe_host_trouble(error) is not None:
         kind = ErrorKind.ENVIRONMENT
+    elif kind is ErrorKind.INTERNAL and is_peer_error(
+        error, world_size=read_launch().world_size
+    ):
+        kind = ErrorKind.PEER
     return Failed(
         generation,
         step=session.progress.finished_steps if session is not None else -1,
