@@ -16,16 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from evergrad.board_file import (
+from evergrad.node_state import (
     DIRECTORY_VARIABLE,
     GENERATION_VARIABLE,
     LEASE_LOST,
     MAX_LINE_BYTES,
     SOCKET_NAME,
     STOP_SECONDS_VARIABLE,
-    BoardError,
-    Notice,
-    read_notice,
+    NodeState,
+    NodeStateError,
+    read_node_state,
 )
 from evergrad.report_values import read_values
 
@@ -98,7 +98,7 @@ def generation() -> int:
 
 
 class _Worker:
-    """This process as a worker of a node, or as a plain process where there is no board."""
+    """This process as a worker of a node, or as a plain process where there is no node state."""
 
     def __init__(self) -> None:
         directory = os.environ.get(DIRECTORY_VARIABLE)
@@ -114,16 +114,16 @@ class _Worker:
         given = os.environ.get(GENERATION_VARIABLE)
         if given is not None:
             return int(given)
-        notice = self.read()
-        return notice.own_generation if notice else 0
+        state = self.read()
+        return state.own_generation if state else 0
 
-    def read(self) -> Notice | None:
-        """What the board says; None without a board, or when its node has closed it."""
+    def read(self) -> NodeState | None:
+        """Read the node state; None without one, or when the node has removed it."""
         if self._directory is None:
             return None
         try:
-            return read_notice(self._directory)
-        except (OSError, BoardError):
+            return read_node_state(self._directory)
+        except (OSError, NodeStateError):
             return None
 
     def report(self, values: dict[str, object]) -> None:
@@ -163,8 +163,8 @@ class _Worker:
     def may_commit(self) -> bool:
         if self._directory is None:
             return True
-        notice = self.read()
-        if notice is None or time.monotonic() - notice.contact > notice.lease_seconds:
+        state = self.read()
+        if state is None or time.monotonic() - state.contact > state.lease_seconds:
             return False
         try:
             with self.connect() as connection, connection.makefile("rb") as answers:
@@ -190,7 +190,7 @@ class _Worker:
         return connection
 
     @property
-    def has_board(self) -> bool:
+    def has_node(self) -> bool:
         return self._directory is not None
 
 
@@ -215,7 +215,7 @@ class _Guard:
         for descriptor in (self._read_end, self._write_end):
             os.set_blocking(descriptor, False)
         self._take_signal()
-        if worker.has_board:
+        if worker.has_node:
             self._announce()
             threading.Thread(target=self._watch, name="evergrad-guard", daemon=True).start()
 
@@ -223,8 +223,8 @@ class _Guard:
         if self._is_told:
             return True
         self._drain_pipe()
-        notice = self._worker.read()
-        self._is_told = self._is_asked.is_set() or (notice is not None and notice.is_draining)
+        state = self._worker.read()
+        self._is_told = self._is_asked.is_set() or (state is not None and state.is_draining)
         if self._is_told:
             # So that the node does not take the end of this script for the end of training.
             self._tell("stopping")
@@ -286,8 +286,8 @@ class _Guard:
             now = time.monotonic()
             if self._asked_at is None and self._is_asked.is_set():
                 self._asked_at = now
-            notice = self._worker.read()
-            if notice is not None and now - notice.contact > notice.lease_seconds:
+            state = self._worker.read()
+            if state is not None and now - state.contact > state.lease_seconds:
                 _leave(
                     LEASE_LOST,
                     "the node has had no contact with the coordinator for longer than its lease",
@@ -295,8 +295,8 @@ class _Guard:
             if self._asked_at is None:
                 continue
             # While the group drains it still exists, though the next one is announced.
-            is_gone = notice is None or (
-                notice.newest_generation > self._worker.generation and not notice.is_draining
+            is_gone = state is None or (
+                state.newest_generation > self._worker.generation and not state.is_draining
             )
             if is_gone:
                 _leave(_TERMINATED, "asked to stop, and the group is gone")

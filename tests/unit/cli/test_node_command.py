@@ -16,7 +16,8 @@ from evergrad_manifest.script import Script
 from evergrad_trainer.cli import node
 from evergrad_trainer.cli.nodes import coordinator_settings
 from evergrad_trainer.host_trouble import describe_host_trouble
-from evergrad_trainer.node.run import choose_start_method, stop_seconds, with_grace_of
+from evergrad_trainer.node.run import choose_start_method
+from evergrad_trainer.node.script_node import stop_seconds, with_grace_of
 from evergrad_trainer.node.settings import NodeSettings
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/elastic/trainingrun.yaml"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evergrad.board_file import LEASE_LOST
+from evergrad.node_state import LEASE_LOST
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Done, Go, Message, Result, Up
 from evergrad_trainer.node import fresh

@@ -1,4 +1,4 @@
-"""``evergrad.elastic`` in processes of their own, on a board that this process writes."""
+"""``evergrad.elastic`` in processes of their own, on a node state that this process writes."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from evergrad.board_file import LEASE_LOST
-from evergrad_trainer.worker.board import NodeBoard
+from evergrad.node_state import LEASE_LOST
+from evergrad_trainer.worker.node_state import NodeStateServer
 
 SECONDS = 100.0
 GENERATION = 6
@@ -27,7 +27,7 @@ STUCK_IN_C = (
 
 
 class Node:
-    """The node's side: a board on a loop in a thread, and what it was told."""
+    """The node's side: a node state on a loop in a thread, and what it was told."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -36,16 +36,16 @@ class Node:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self.board = NodeBoard(
+        self.node_state = NodeStateServer(
             directory, on_report=self.reports.append, may_commit=self._may_commit
         )
-        asyncio.run_coroutine_threadsafe(self.board.start(), self._loop).result(SECONDS)
+        asyncio.run_coroutine_threadsafe(self.node_state.start(), self._loop).result(SECONDS)
         self.announce()
 
     def announce(
         self, *, newest: int = GENERATION, since_contact: float = 0.0, is_draining: bool = False
     ) -> None:
-        self.board.announce(
+        self.node_state.announce(
             newest_generation=newest,
             own_generation=GENERATION,
             contact=time.monotonic() - since_contact,
@@ -53,9 +53,9 @@ class Node:
             is_draining=is_draining,
         )
 
-    def close_board(self) -> None:
+    def close_state(self) -> None:
         async def close() -> None:
-            await self.board.close()
+            await self.node_state.close()
             # Connections end on the loop, also one that was just being accepted: it has to turn until the
             # last has.
             for _ in range(20):
@@ -66,7 +66,7 @@ class Node:
         asyncio.run_coroutine_threadsafe(close(), self._loop).result(SECONDS)
 
     def close(self) -> None:
-        self.close_board()
+        self.close_state()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(SECONDS)
         self._loop.close()
@@ -96,7 +96,7 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
             if not name.startswith("EVERGRAD_")
         }
         environment |= {
-            **(node.board.environment if node else {}),
+            **(node.node_state.environment if node else {}),
             "PYTHONSAFEPATH": "1",
             **variables,
         }
@@ -227,7 +227,7 @@ def test_reports_to_a_node_that_is_gone_are_dropped(
         node=node,
     )
     assert wait_for_line(script) == "up"
-    node.close_board()
+    node.close_state()
     assert end_of(script) == (0, "on\n")
 
 
@@ -244,8 +244,8 @@ def test_nobody_may_commit_under_a_lost_lease_or_without_a_node(
 ) -> None:
     node.announce(since_contact=601.0)
     assert end_of(start("print(may_commit())", node=node)) == (0, "False\n")
-    variables = node.board.environment
-    node.close_board()
+    variables = node.node_state.environment
+    node.close_state()
     assert end_of(start("print(may_commit())", **variables)) == (0, "False\n")
 
 
@@ -257,11 +257,11 @@ def test_draining_is_a_request_to_stop(
         node=node,
     )
     assert wait_for_line(script) == "False"
-    until(lambda: node.board.has_guard(GENERATION))
-    assert not node.board.has_stopped(GENERATION)
+    until(lambda: node.node_state.has_guard(GENERATION))
+    assert not node.node_state.has_stopped(GENERATION)
     node.announce(newest=GENERATION + 1, is_draining=True)
     assert end_of(script)[0] == 75
-    until(lambda: node.board.has_stopped(GENERATION))
+    until(lambda: node.node_state.has_stopped(GENERATION))
 
 
 def test_a_worker_stuck_in_a_dead_collective_leaves_when_it_is_told_to(
@@ -311,7 +311,7 @@ def test_a_worker_whose_node_has_gone_leaves_when_it_is_told_to(
 ) -> None:
     script = start(f"should_stop(); print('up', flush=True); {STUCK_IN_C}", node=node)
     assert wait_for_line(script) == "up"
-    node.close_board()
+    node.close_state()
     script.send_signal(signal.SIGTERM)
     assert end_of(script)[0] == 143
 

@@ -498,7 +498,7 @@ def test_workers_that_stop_in_order_are_given_the_time_for_it(
     with socket.socket(socket.AF_UNIX) as worker:
         worker.connect(os.path.join(os.environ["EVERGRAD_BOARD"], "socket"))
         worker.sendall(b'{"type": "guard", "generation": 7}\n')
-        until(lambda: handler._link.loop.board.has_guard(7), "the guard")
+        until(lambda: handler._link.loop.node_state.has_guard(7), "the guard")
         FakeClient.newest.say(plan(8, hard=False))
         assert handler.num_nodes_waiting() == 0
         FakeClient.newest.say(plan(9, hard=True))
@@ -560,7 +560,7 @@ def test_workers_that_ended_well_only_because_they_were_told_to_stop_are_not_don
     with socket.socket(socket.AF_UNIX) as worker:
         worker.connect(os.path.join(os.environ["EVERGRAD_BOARD"], "socket"))
         worker.sendall(b'{"type": "stopping", "generation": 7}\n')
-        until(lambda: handler._link.loop.board.has_stopped(7), "the word of the worker")
+        until(lambda: handler._link.loop.node_state.has_stopped(7), "the word of the worker")
     with pytest.raises(SystemExit) as caught:
         store.add("barrier", 1)
     assert caught.value.code == 75

@@ -228,7 +228,7 @@ def _prepare_typed(
 
 def _prepare_script(request: NodeRequest, num_workers: int) -> Callable[[], int]:
     from evergrad_trainer.cli.script_runs import prepare_script
-    from evergrad_trainer.node.run import run_script_node, with_grace_of
+    from evergrad_trainer.node.script_node import run_script_node, with_grace_of
 
     script, base = request.loaded.run.script, request.loaded.base_directory
     settings = request.settings

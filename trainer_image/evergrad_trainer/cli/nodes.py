@@ -23,10 +23,9 @@ from evergrad_trainer.node.run import (
     choose_start_method,
     prepare_process,
     run_node,
-    run_script_node,
     started_later,
-    with_grace_of,
 )
+from evergrad_trainer.node.script_node import run_script_node, with_grace_of
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.provenance.record import record_process
 from evergrad_trainer.resume import inspect_directory

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from evergrad.board_file import LEASE_LOST
+from evergrad.node_state import LEASE_LOST
 from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS, ErrorKind, ExitCode
 from evergrad_coordinator.protocol import Broken

@@ -7,26 +7,21 @@ import gc
 import logging
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from evergrad.board_file import STOP_SECONDS_VARIABLE
 from evergrad_coordinator.edge.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import Beat
-from evergrad_manifest.script import Script
 from evergrad_manifest.training import Metrics
 from evergrad_trainer import torch_private
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.node.fresh import FreshWorkers
 from evergrad_trainer.node.log import speaking_as, warn_of_silence
 from evergrad_trainer.node.metrics import NodeMetrics
-from evergrad_trainer.node.scripts import can_fork, run_script
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.supervisor import Supervisor
 from evergrad_trainer.node.worker_group import Bounds, InProcessWorkers, WorkerGroup
@@ -41,7 +36,6 @@ from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.worker.board import NodeBoard
 from evergrad_trainer.worker.channel import Channel
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 from evergrad_trainer.worker.opening import open_plan
@@ -49,7 +43,6 @@ from evergrad_trainer.worker.run import run_session, run_worker
 from evergrad_trainer.worker.session import SessionPlan
 
 _log = logging.getLogger(__name__)
-_MARGIN_SECONDS = 1.0
 _SETUP_SECONDS = 5.0
 """Longest time for the members of a group, who are all ready, to meet."""
 
@@ -102,26 +95,17 @@ def run_node(
     plan: SessionPlan, settings: NodeSettings, *, num_workers: int, start_method: StartMethod
 ) -> int:
     """Be a node of a typed run until it is over; returns the exit code."""
-    metrics = _build_metrics(plan.run.training.metrics, settings)
-    serve = _serve_in_process if settings.recovery == "in-process" else _serve_fresh
+    metrics = build_metrics(plan.run.training.metrics, settings)
+    serve_workers = _serve_in_process if settings.recovery == "in-process" else _serve_fresh
     with speaking_as(settings.node):
         return asyncio.run(
-            serve(plan, settings, metrics, num_workers=num_workers, start_method=start_method)
+            serve_workers(
+                plan, settings, metrics, num_workers=num_workers, start_method=start_method
+            )
         )
 
 
-def run_script_node(
-    script: Script, base_directory: Path, settings: NodeSettings, *, num_workers: int
-) -> int:
-    """Be a node of a script's run until it is over; returns the exit code."""
-    metrics = _build_metrics(script.metrics, settings)
-    with speaking_as(settings.node):
-        return asyncio.run(
-            _serve_script(script, base_directory, settings, metrics, num_workers=num_workers)
-        )
-
-
-async def _run(
+async def serve(
     supervisor: Supervisor, worker_group: WorkerGroup, settings: NodeSettings
 ) -> int:
     """Serve to the end; a node that finds no coordinator waits for it, but not without a word."""
@@ -175,7 +159,7 @@ async def _serve_in_process(
             _SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)
         ),
     )
-    return await _run(supervisor, worker_group, settings)
+    return await serve(supervisor, worker_group, settings)
 
 
 async def _serve_fresh(
@@ -205,7 +189,7 @@ async def _serve_fresh(
         can_stop=lambda generation: True,
         grace_seconds=settings.grace_seconds,
     )
-    return await _run(supervisor, worker_group, settings)
+    return await serve(supervisor, worker_group, settings)
 
 
 def _run_fresh(
@@ -224,108 +208,24 @@ def _captures(settings: NodeSettings) -> Captures:
     return "stderr" if settings.is_only_node or sys.stdout.isatty() else "both"
 
 
-def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
-    """A node that does not leave alone before its script has had its time to save."""
-    return dataclasses.replace(
-        settings, grace_seconds=max(settings.grace_seconds, float(script.grace_period_seconds))
-    )
-
-
-def stop_seconds(grace_seconds: float) -> float:
-    """How long a script that was asked to stop may still work: it leaves by itself a moment before its node
-    would kill it."""
-    return grace_seconds - min(_MARGIN_SECONDS, grace_seconds / 10)
-
-
-async def _serve_script(
-    script: Script,
-    base_directory: Path,
-    settings: NodeSettings,
-    metrics: NodeMetrics,
-    *,
-    num_workers: int,
-) -> int:
-    reason = can_fork()
-    if reason is not None:
-        _log.warning("workers are started cold: %s", reason)
-    folder = tempfile.TemporaryDirectory(prefix="evergrad-node-")
-    supervisor: Supervisor
-    board = NodeBoard(
-        Path(folder.name) / "board",
-        on_report=lambda report: supervisor.reported(report),  # noqa: PLW0108 - it is made below
-        may_commit=lambda generation: supervisor.conversation.commit(generation),  # noqa: PLW0108
-    )
-
-    def announce() -> None:
-        place = worker_group.place
-        board.announce(
-            newest_generation=supervisor.conversation.known_generation,
-            own_generation=place.generation if place is not None else 0,
-            contact=time.monotonic() - min(supervisor.conversation.seconds_since_contact, 1e6),
-            is_draining=supervisor.is_draining,
-            lease_seconds=supervisor.conversation.lease_seconds,
-        )
-
-    def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
-        announce()
-        target = functools.partial(
-            run_script, script=script, base_directory=base_directory, is_warm=reason is None
-        )
-        order = WorkerOrder(local_rank, serial, "fork", "both", f"{settings.node}.{local_rank}")
-        own = {
-            **variables,
-            **board.environment,
-            STOP_SECONDS_VARIABLE: f"{stop_seconds(script.grace_period_seconds):g}",
-        }
-        return supervisor.adopt(start_worker(target, order, variables=own))
-
-    supervisor = Supervisor(settings, metrics=metrics, on_tick=announce)
-    worker_group = FreshWorkers(
-        start,
-        num_workers=num_workers,
-        report=supervisor.take,
-        can_stop=board.has_guard,
-        grace_seconds=float(script.grace_period_seconds),
-    )
-    await board.start()
-    try:
-        return await _run(supervisor, worker_group, settings)
-    finally:
-        await board.close()
-        folder.cleanup()
-
-
 def _describe_place(stream: TrainingStream, step: int, slot: int) -> str:
     """The samples of a slot, for whoever must find out why a worker died on them."""
     return ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
 
 
-def _build_metrics(metrics: Metrics, settings: NodeSettings) -> NodeMetrics:
+def build_metrics(metrics: Metrics, settings: NodeSettings) -> NodeMetrics:
+    """The node's metrics, with an endpoint where the run asks for one."""
     hurry = threading.Event()
-    return NodeMetrics(
-        settings.run,
-        settings.node,
-        _build_exporter(metrics, settings, hurry=hurry),
-        hurry=hurry,
-    )
-
-
-def _build_exporter(
-    metrics: Metrics, settings: NodeSettings, *, hurry: threading.Event
-) -> PrometheusExporter | None:
     if metrics.port is None:
-        return None
+        return NodeMetrics(settings.run, settings.node, hurry=hurry)
+
     # Nodes of one machine share its ports: each takes the next one.
-    port = (
-        metrics.port + int(settings.node)
-        if metrics.port and settings.shares_host
-        else metrics.port
-    )
-    before = read_before(RunDirectory(settings.run_directory))
-    return PrometheusExporter(
+    shift = int(settings.node) if metrics.port and settings.shares_host else 0
+    exporter = PrometheusExporter(
         settings.run,
-        port=port,
+        port=metrics.port + shift,
         linger_seconds=metrics.linger_seconds,
-        before=before,
+        before=read_before(RunDirectory(settings.run_directory)),
         should_stop=hurry.is_set,
     )
+    return NodeMetrics(settings.run, settings.node, exporter, hurry=hurry)

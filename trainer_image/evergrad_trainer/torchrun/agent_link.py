@@ -110,7 +110,7 @@ class AgentLink:
         with self.state.changed:
             if self.state.place is None:
                 return
-            if self.loop.board.has_stopped(self.state.place.generation):
+            if self.loop.node_state.has_stopped(self.state.place.generation):
                 # Counted as done it would end the run, unfinished. This way the node comes back and goes on.
                 say(
                     "the script stopped as asked but ended with exit code 0; end it with 75, so "

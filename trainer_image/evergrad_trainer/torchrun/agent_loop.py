@@ -34,7 +34,7 @@ from evergrad_coordinator.wire import ProtocolError
 from evergrad_trainer.torchrun.agent_members import AgentMembers
 from evergrad_trainer.torchrun.agent_state import AgentState, NodeSettings
 from evergrad_trainer.torchrun.agent_workers import say
-from evergrad_trainer.worker.board import NodeBoard
+from evergrad_trainer.worker.node_state import NodeStateServer
 from evergrad_trainer.worker.sockets import address_towards
 
 _TICK_SECONDS = 0.2
@@ -57,7 +57,7 @@ class AgentLoop:
         self.members = AgentMembers(
             state, say_now=self._say_now, send=self.send, on_change=self._announce
         )
-        self.board = NodeBoard(
+        self.node_state = NodeStateServer(
             directory, on_report=self.members.take_report, may_commit=self._may_commit
         )
         self._token = ""
@@ -75,14 +75,14 @@ class AgentLoop:
         )
 
     def start(self) -> None:
-        """Start the conversation. Raises what the board's start and the token's file raise."""
+        """Start the conversation. Raises what the node state's socket and the token's file raise."""
         self._thread.start()
         self._is_started.wait()
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Leave the coordinator and remove the board."""
+        """Leave the coordinator and remove the node state file."""
         if self._loop is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopped.set)
@@ -116,7 +116,7 @@ class AgentLoop:
     async def _converse(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._token = read_token(self.settings.token_file)
-        await self.board.start()
+        await self.node_state.start()
         self._client = CoordinatorClient(
             self.settings.host,
             self.settings.port,
@@ -149,7 +149,7 @@ class AgentLoop:
             for task in (client, ticks, beats, stopped):
                 task.cancel()
             await asyncio.gather(client, ticks, beats, stopped, return_exceptions=True)
-            await self.board.close()
+            await self.node_state.close()
 
     def _hello(self) -> Hello:
         settings = self.settings
@@ -260,7 +260,7 @@ class AgentLoop:
 
     def _announce(self) -> None:
         own = self.state.place.generation if self.state.place is not None else 0
-        self.board.announce(
+        self.node_state.announce(
             newest_generation=self.state.newest,
             own_generation=own,
             contact=time.monotonic() - min(self.seconds_since_contact(), time.monotonic()),
@@ -299,7 +299,7 @@ class AgentLoop:
     def drains(self) -> bool:
         """Whether the planned change can wait for workers that save and leave by themselves."""
         place, plan = self.state.place, self.state.plan
-        if place is None or not self.board.has_guard(place.generation):
+        if place is None or not self.node_state.has_guard(place.generation):
             return False
         if self.state.newest > place.generation:
             return plan is not None and not plan.hard

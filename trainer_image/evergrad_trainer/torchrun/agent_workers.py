@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from evergrad.board_file import LEASE_LOST
+from evergrad.node_state import LEASE_LOST
 from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import Broken

@@ -147,7 +147,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
         self._link: AgentLink = AgentLink(settings, directory=self._directory)
         # All nodes start the same number of workers, so ranks need no exchange over a store of the agents.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-        os.environ.update(self._link.loop.board.environment)
+        os.environ.update(self._link.loop.node_state.environment)
         self._link.loop.start()
         if threading.current_thread() is threading.main_thread():
             # Told by C's handler, so that the coordinator knows before the agent has begun to tear down.

@@ -1,4 +1,4 @@
-"""The board: a record that is never seen half-written, and a socket that answers for the right generation."""
+"""The node state: a record that is never seen half-written, and a socket that answers for the right generation."""
 
 import asyncio
 import contextlib
@@ -13,28 +13,28 @@ from typing import Any
 
 import pytest
 
-from evergrad import board_file
-from evergrad.board_file import (
+from evergrad import node_state
+from evergrad.node_state import (
     RECORD_NAME,
     SOCKET_NAME,
-    BoardError,
-    Notice,
-    decode_notice,
-    encode_notice,
-    read_notice,
+    NodeState,
+    NodeStateError,
+    decode_node_state,
+    encode_node_state,
+    read_node_state,
 )
-from evergrad_trainer.worker.board import NodeBoard
+from evergrad_trainer.worker.node_state import NodeStateServer
 
-NOTICE = Notice(
+NOTICE = NodeState(
     newest_generation=7, own_generation=6, contact=12.5, lease_seconds=10.0, is_draining=True
 )
 
 
-def run_with_board(
+def run_with_server(
     directory: Path,
-    body: Callable[[NodeBoard, list[dict[str, object]]], Coroutine[Any, Any, None]],
+    body: Callable[[NodeStateServer, list[dict[str, object]]], Coroutine[Any, Any, None]],
 ) -> None:
-    """Runs ``body`` with a started board whose coordinator grants generation 6 only."""
+    """Runs ``body`` with a started server whose coordinator grants generation 6 only."""
 
     async def main() -> None:
         reports: list[dict[str, object]] = []
@@ -42,18 +42,18 @@ def run_with_board(
         async def may_commit(generation: int) -> bool:
             return generation == 6
 
-        board = NodeBoard(directory, on_report=reports.append, may_commit=may_commit)
-        await board.start()
+        server = NodeStateServer(directory, on_report=reports.append, may_commit=may_commit)
+        await server.start()
         try:
-            await body(board, reports)
+            await body(server, reports)
         finally:
-            await board.close()
+            await server.close()
 
     asyncio.run(asyncio.wait_for(main(), 200))
 
 
 async def ask(directory: Path, *messages: dict[str, object] | bytes) -> dict[str, object]:
-    """Sends the messages on one connection and returns the answer to the last; {} when the board hung up
+    """Sends the messages on one connection and returns the answer to the last; {} when the server hung up
     instead."""
     reader, writer = await asyncio.open_unix_connection(directory / SOCKET_NAME)
     for message in messages:
@@ -69,38 +69,38 @@ async def ask(directory: Path, *messages: dict[str, object] | bytes) -> dict[str
 
 
 def test_a_notice_survives_the_file() -> None:
-    assert decode_notice(encode_notice(NOTICE)) == NOTICE
+    assert decode_node_state(encode_node_state(NOTICE)) == NOTICE
 
 
-@pytest.mark.parametrize("offset", range(board_file.RECORD_BYTES))
+@pytest.mark.parametrize("offset", range(node_state.RECORD_BYTES))
 def test_a_record_with_one_wrong_byte_is_no_record(offset: int) -> None:
-    record = bytearray(encode_notice(NOTICE))
+    record = bytearray(encode_node_state(NOTICE))
     record[offset] ^= 0x10
-    with pytest.raises(BoardError):
-        decode_notice(bytes(record))
+    with pytest.raises(NodeStateError):
+        decode_node_state(bytes(record))
 
 
 @pytest.mark.parametrize(
-    "length", [0, 1, board_file.RECORD_BYTES - 1, board_file.RECORD_BYTES + 1]
+    "length", [0, 1, node_state.RECORD_BYTES - 1, node_state.RECORD_BYTES + 1]
 )
 def test_a_record_of_another_length_is_no_record(length: int) -> None:
-    with pytest.raises(BoardError):
-        decode_notice((encode_notice(NOTICE) * 2)[:length])
+    with pytest.raises(NodeStateError):
+        decode_node_state((encode_node_state(NOTICE) * 2)[:length])
 
 
-def test_readers_see_whole_records_while_the_board_is_written(tmp_path: Path) -> None:
-    seen: list[Notice] = []
+def test_readers_see_whole_records_while_the_record_is_written(tmp_path: Path) -> None:
+    seen: list[NodeState] = []
     is_over = threading.Event()
 
     def read() -> None:
         while not is_over.is_set():
-            seen.append(read_notice(tmp_path))
+            seen.append(read_node_state(tmp_path))
 
-    async def body(board: NodeBoard, _: list[dict[str, object]]) -> None:
+    async def body(server: NodeStateServer, _: list[dict[str, object]]) -> None:
         reader = threading.Thread(target=read)
         reader.start()
         for number in range(1, 3000):
-            board.announce(
+            server.announce(
                 newest_generation=number,
                 own_generation=number,
                 contact=float(number),
@@ -109,7 +109,7 @@ def test_readers_see_whole_records_while_the_board_is_written(tmp_path: Path) ->
         is_over.set()
         await asyncio.to_thread(reader.join)
 
-    run_with_board(tmp_path, body)
+    run_with_server(tmp_path, body)
     assert len(seen) > 10
     assert all(one.newest_generation == one.own_generation == one.contact for one in seen)
     assert [one.newest_generation for one in seen] == sorted(
@@ -118,7 +118,7 @@ def test_readers_see_whole_records_while_the_board_is_written(tmp_path: Path) ->
 
 
 def test_a_report_reaches_the_node_as_it_was_sent(tmp_path: Path) -> None:
-    async def body(_: NodeBoard, reports: list[dict[str, object]]) -> None:
+    async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
         answer = await ask(
             tmp_path,
             {"type": "report", "step": 3, "loss": 0.5},
@@ -127,28 +127,28 @@ def test_a_report_reaches_the_node_as_it_was_sent(tmp_path: Path) -> None:
         assert answer == {"granted": True}
         assert reports == [{"step": 3, "loss": 0.5}]
 
-    run_with_board(tmp_path, body)
+    run_with_server(tmp_path, body)
 
 
 @pytest.mark.parametrize(
     "text", ['{"type": "report"}', '{"type": "report", "step": NaN, "loss": ["x"]}']
 )
 def test_a_report_of_odd_values_costs_its_sender_nothing(tmp_path: Path, text: str) -> None:
-    async def body(_: NodeBoard, reports: list[dict[str, object]]) -> None:
+    async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
         assert await ask(
             tmp_path, text.encode() + b"\n", {"type": "commit", "generation": 6}
         ) == {"granted": True}
         assert len(reports) == 1
 
-    run_with_board(tmp_path, body)
+    run_with_server(tmp_path, body)
 
 
 def test_only_the_running_generation_may_commit(tmp_path: Path) -> None:
-    async def body(_: NodeBoard, __: list[dict[str, object]]) -> None:
+    async def body(_: NodeStateServer, __: list[dict[str, object]]) -> None:
         assert await ask(tmp_path, {"type": "commit", "generation": 5}) == {"granted": False}
         assert await ask(tmp_path, {"type": "commit", "generation": 6}) == {"granted": True}
 
-    run_with_board(tmp_path, body)
+    run_with_server(tmp_path, body)
 
 
 @pytest.mark.parametrize(
@@ -160,33 +160,33 @@ def test_only_the_running_generation_may_commit(tmp_path: Path) -> None:
         b'{"type": "other"}\n',
         b'{"type": "commit", "generation": "6"}\n',
         b"[" * 3000 + b"\n",
-        b"x" * 3 * board_file.MAX_LINE_BYTES,
+        b"x" * 3 * node_state.MAX_LINE_BYTES,
     ],
 )
 def test_nonsense_ends_its_own_connection_and_no_other(tmp_path: Path, nonsense: bytes) -> None:
-    async def body(_: NodeBoard, reports: list[dict[str, object]]) -> None:
+    async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
         assert await ask(tmp_path, nonsense) == {}
         assert await ask(tmp_path, {"type": "commit", "generation": 6}) == {"granted": True}
         assert reports == []
 
-    run_with_board(tmp_path, body)
+    run_with_server(tmp_path, body)
 
 
 def test_a_guard_counts_while_its_connection_lives(tmp_path: Path) -> None:
-    async def body(board: NodeBoard, _: list[dict[str, object]]) -> None:
-        assert not board.has_guard(6)
+    async def body(server: NodeStateServer, _: list[dict[str, object]]) -> None:
+        assert not server.has_guard(6)
         with socket.socket(socket.AF_UNIX) as worker:
             worker.connect(str(tmp_path / SOCKET_NAME))
             worker.sendall(b'{"type": "guard", "generation": 6}\n')
-            await until(lambda: board.has_guard(6))
-            assert not board.has_guard(7)
-            assert not board.has_stopped(6)
+            await until(lambda: server.has_guard(6))
+            assert not server.has_guard(7)
+            assert not server.has_stopped(6)
             worker.sendall(b'{"type": "stopping", "generation": 6}\n')
-            await until(lambda: board.has_stopped(6))
-        await until(lambda: not board.has_guard(6))
-        assert board.has_stopped(6)
+            await until(lambda: server.has_stopped(6))
+        await until(lambda: not server.has_guard(6))
+        assert server.has_stopped(6)
 
-    run_with_board(tmp_path, body)
+    run_with_server(tmp_path, body)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -195,30 +195,30 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_workers_are_told_the_directory_and_their_generation(tmp_path: Path) -> None:
-    async def body(board: NodeBoard, _: list[dict[str, object]]) -> None:
-        assert board.environment == {"EVERGRAD_BOARD": str(tmp_path)}
-        board.announce(newest_generation=6, own_generation=6, contact=1.0, is_draining=False)
-        assert board.environment == {
+    async def body(server: NodeStateServer, _: list[dict[str, object]]) -> None:
+        assert server.environment == {"EVERGRAD_BOARD": str(tmp_path)}
+        server.announce(newest_generation=6, own_generation=6, contact=1.0, is_draining=False)
+        assert server.environment == {
             "EVERGRAD_BOARD": str(tmp_path),
             "EVERGRAD_GENERATION": "6",
         }
 
-    run_with_board(tmp_path, body)
+    run_with_server(tmp_path, body)
 
 
-def test_a_closed_board_leaves_nothing_behind(tmp_path: Path) -> None:
-    async def body(_: NodeBoard, __: list[dict[str, object]]) -> None:
+def test_a_closed_server_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def body(_: NodeStateServer, __: list[dict[str, object]]) -> None:
         assert (tmp_path / "one" / RECORD_NAME).stat().st_mode & 0o077 == 0
 
-    run_with_board(tmp_path / "one", body)
+    run_with_server(tmp_path / "one", body)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_worker_that_connects_while_the_board_is_closed_is_hung_up_on(
+def test_a_worker_that_connects_while_the_server_is_closed_is_hung_up_on(
     tmp_path: Path, turns: int
 ) -> None:
-    async def body(board: NodeBoard, _: list[dict[str, object]]) -> None:
+    async def body(server: NodeStateServer, _: list[dict[str, object]]) -> None:
         with socket.socket(socket.AF_UNIX) as worker:
             worker.connect(str(tmp_path / SOCKET_NAME))
             worker.setblocking(False)
@@ -226,20 +226,20 @@ def test_a_worker_that_connects_while_the_board_is_closed_is_hung_up_on(
             # its handler.
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await board.close()
+            await server.close()
             with contextlib.suppress(ConnectionResetError):
                 assert (
                     await asyncio.wait_for(asyncio.get_running_loop().sock_recv(worker, 1), 10)
                     == b""
                 )
 
-    run_with_board(tmp_path, body)
+    run_with_server(tmp_path, body)
     gc.collect()
 
 
 def test_a_directory_too_deep_for_a_socket_is_named(tmp_path: Path) -> None:
-    async def body(_: NodeBoard, __: list[dict[str, object]]) -> None:
-        raise AssertionError("the board must not start")
+    async def body(_: NodeStateServer, __: list[dict[str, object]]) -> None:
+        raise AssertionError("the server must not start")
 
     with pytest.raises(ValueError, match=r"longer than 107 bytes.*Choose a shorter TMPDIR"):
-        run_with_board(tmp_path / ("d" * 110), body)
+        run_with_server(tmp_path / ("d" * 110), body)

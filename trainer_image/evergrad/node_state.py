@@ -1,4 +1,4 @@
-"""The node's board as a file: what a node tells its workers, in one record of fixed layout. The node writes,
+"""The node state file: what a node's workers must know, in one record of fixed layout. The node writes,
 workers read.
 
 =======  ====  =====================================================================
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DIRECTORY_VARIABLE = "EVERGRAD_BOARD"
-"""Environment of workers: the directory that holds the board."""
+"""Environment of workers: the directory that holds the node state file."""
 GENERATION_VARIABLE = "EVERGRAD_GENERATION"
 """Environment of workers that live for one generation: its number."""
 STOP_SECONDS_VARIABLE = "EVERGRAD_STOP_SECONDS"
@@ -43,13 +43,13 @@ _IS_DRAINING = 1
 _READ_SECONDS = 1.0
 
 
-class BoardError(ValueError):
-    """The file is no board."""
+class NodeStateError(ValueError):
+    """The file holds no node state."""
 
 
 @dataclass(frozen=True)
-class Notice:
-    """What the board says."""
+class NodeState:
+    """The record: generations, lease and whether the group is left in order."""
 
     newest_generation: int
     own_generation: int
@@ -58,43 +58,43 @@ class Notice:
     is_draining: bool
 
 
-def encode_notice(notice: Notice) -> bytes:
+def encode_node_state(state: NodeState) -> bytes:
     """The record of ``RECORD_BYTES`` bytes."""
-    flags = _IS_DRAINING if notice.is_draining else 0
+    flags = _IS_DRAINING if state.is_draining else 0
     body = _BODY.pack(
-        notice.newest_generation,
-        notice.own_generation,
-        notice.contact,
-        notice.lease_seconds,
+        state.newest_generation,
+        state.own_generation,
+        state.contact,
+        state.lease_seconds,
         flags,
         0,
     )
     return _HEAD.pack(_MAGIC, zlib.crc32(body)) + body
 
 
-def decode_notice(record: bytes) -> Notice:
-    """Raises BoardError for anything but a whole record."""
+def decode_node_state(record: bytes) -> NodeState:
+    """Raises NodeStateError for anything but a whole record."""
     if len(record) != RECORD_BYTES:
-        raise BoardError(f"board: {len(record)} bytes; a record has {RECORD_BYTES}.")
+        raise NodeStateError(f"node state: {len(record)} bytes; a record has {RECORD_BYTES}.")
     magic, checksum = _HEAD.unpack_from(record)
     if magic != _MAGIC or checksum != zlib.crc32(record[_HEAD.size :]):
-        raise BoardError("board: the record is torn, or of another version.")
+        raise NodeStateError("node state: the record is torn, or of another version.")
     newest, own, contact, lease, flags, _ = _BODY.unpack_from(record, _HEAD.size)
-    return Notice(newest, own, contact, lease, bool(flags & _IS_DRAINING))
+    return NodeState(newest, own, contact, lease, bool(flags & _IS_DRAINING))
 
 
-def read_notice(directory: Path) -> Notice:
+def read_node_state(directory: Path) -> NodeState:
     """The newest whole record.
 
-    Raises OSError when the node has closed its board, BoardError when it stays unreadable.
+    Raises OSError when the node has removed the file, NodeStateError when it stays unreadable.
     """
     until = time.monotonic() + _READ_SECONDS
     descriptor = os.open(directory / RECORD_NAME, os.O_RDONLY | os.O_CLOEXEC)
     try:
         while True:
             try:
-                return decode_notice(os.pread(descriptor, RECORD_BYTES + 1, 0))
-            except BoardError:
+                return decode_node_state(os.pread(descriptor, RECORD_BYTES + 1, 0))
+            except NodeStateError:
                 # A write may have been halfway; the next look sees all of it.
                 if time.monotonic() > until:
                     raise

@@ -1,6 +1,7 @@
-"""The node's board: what workers of user scripts see of their node, and how they tell it where they are.
+"""The node's end of its state file and socket: what workers of user scripts see of their node, and how they
+report where they are.
 
-One way is the record of ``evergrad.board_file``; the other a Unix socket that takes JSON lines: ``report``
+One way is the record of ``evergrad.node_state``; the other a Unix socket that takes JSON lines: ``report``
 (no answer), ``commit`` (answered by ``{"granted": …}``), ``guard`` (this worker stops in order; true while
 the connection lives) and ``stopping`` (it knows that it was asked to).
 """
@@ -13,14 +14,14 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from evergrad.board_file import (
+from evergrad.node_state import (
     DIRECTORY_VARIABLE,
     GENERATION_VARIABLE,
     MAX_LINE_BYTES,
     RECORD_NAME,
     SOCKET_NAME,
-    Notice,
-    encode_notice,
+    NodeState,
+    encode_node_state,
 )
 
 _log = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ _MAX_SOCKET_PATH = 107
 _MAX_CONNECTIONS = 256
 
 
-class NodeBoard:
-    """The board of one node, in ``directory`` (created, and readable by this user only).
+class NodeStateServer:
+    """The state file and the socket of one node, in ``directory`` (created, and readable by this user only).
 
     ``on_report`` is called with each report as the worker sent it, values unchecked: ``step`` and, where
     known, ``rank``, ``generation``, ``total_steps``, ``loss``, ``tokens_per_second``, ``checkpoint_step``.
@@ -73,7 +74,7 @@ class NodeBoard:
         self._server = await asyncio.start_unix_server(self._serve, path, limit=MAX_LINE_BYTES)
 
     async def close(self) -> None:
-        """Remove the board: its workers take that for the end of their group."""
+        """Remove the file: its workers take that for the end of their group."""
         if self._server is not None:
             server, self._server = self._server, None
             await _stop_listening(server)
@@ -116,16 +117,16 @@ class NodeBoard:
         """
         self._own_generation = own_generation
         if self._record >= 0:
-            notice = Notice(
+            state = NodeState(
                 newest_generation, own_generation, contact, lease_seconds, is_draining
             )
-            os.pwrite(self._record, encode_notice(notice), 0)
+            os.pwrite(self._record, encode_node_state(state), 0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
         try:
             if self._server is None:
-                # Accepted while the board was being closed.
+                # Accepted while the socket was being closed.
                 return
             if len(self._connections) > _MAX_CONNECTIONS:
                 _log.warning(

@@ -1,0 +1,145 @@
+"""A node of a script's run: its workers, and the file and socket by which they see their node."""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from evergrad.node_state import STOP_SECONDS_VARIABLE
+from evergrad_manifest.script import Script
+from evergrad_trainer.node.fresh import FreshWorkers
+from evergrad_trainer.node.log import speaking_as
+from evergrad_trainer.node.metrics import NodeMetrics
+from evergrad_trainer.node.run import build_metrics, serve
+from evergrad_trainer.node.scripts import can_fork, run_script
+from evergrad_trainer.node.settings import NodeSettings
+from evergrad_trainer.node.supervisor import Supervisor
+from evergrad_trainer.node.workers import Worker, WorkerOrder, start_worker
+from evergrad_trainer.worker.node_state import NodeStateServer
+
+_log = logging.getLogger(__name__)
+_MARGIN_SECONDS = 1.0
+_LONGEST_SILENCE = 1e6
+"""Seconds that a contact is put back at most: a node that has heard nothing yet says infinity."""
+
+
+def run_script_node(
+    script: Script, base_directory: Path, settings: NodeSettings, *, num_workers: int
+) -> int:
+    """Be a node of a script's run until it is over; returns the exit code."""
+    metrics = build_metrics(script.metrics, settings)
+    with speaking_as(settings.node):
+        return asyncio.run(
+            _serve_script(script, base_directory, settings, metrics, num_workers=num_workers)
+        )
+
+
+def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
+    """Settings of a node that does not leave alone before its script has had its time to save."""
+    return dataclasses.replace(
+        settings, grace_seconds=max(settings.grace_seconds, float(script.grace_period_seconds))
+    )
+
+
+def stop_seconds(grace_seconds: float) -> float:
+    """How long a script that was asked to stop may still work: it leaves by itself a moment before its node
+    would kill it."""
+    return grace_seconds - min(_MARGIN_SECONDS, grace_seconds / 10)
+
+
+async def _serve_script(
+    script: Script,
+    base_directory: Path,
+    settings: NodeSettings,
+    metrics: NodeMetrics,
+    *,
+    num_workers: int,
+) -> int:
+    reason = can_fork()
+    if reason is not None:
+        _log.warning("workers are started cold: %s", reason)
+    with tempfile.TemporaryDirectory(prefix="evergrad-node-") as folder:
+        node = _ScriptNode(
+            script, base_directory, settings, metrics, Path(folder), is_warm=reason is None
+        )
+        worker_group = node.build_worker_group(num_workers)
+
+        # Workers look for the state file and the socket as soon as they are started.
+        await node.node_state.start()
+        try:
+            return await serve(node.supervisor, worker_group, settings)
+        finally:
+            await node.node_state.close()
+
+
+class _ScriptNode:
+    """The supervisor of a script's workers, with the state file that it keeps true for them."""
+
+    def __init__(
+        self,
+        script: Script,
+        base_directory: Path,
+        settings: NodeSettings,
+        metrics: NodeMetrics,
+        folder: Path,
+        *,
+        is_warm: bool,
+    ) -> None:
+        """``is_warm``: workers are forked from this process, which has imported what they need."""
+        self._script = script
+        self._base_directory = base_directory
+        self._settings = settings
+        self._worker_group: FreshWorkers | None = None
+        self._is_warm = is_warm
+        self.supervisor = Supervisor(settings, metrics=metrics, on_tick=self._announce)
+        self.node_state = NodeStateServer(
+            folder / "board",
+            on_report=self.supervisor.reported,
+            may_commit=self.supervisor.conversation.commit,
+        )
+
+    def build_worker_group(self, num_workers: int) -> FreshWorkers:
+        """The script's workers, one set for each generation."""
+        self._worker_group = FreshWorkers(
+            self._start,
+            num_workers=num_workers,
+            report=self.supervisor.take,
+            can_stop=self.node_state.has_guard,
+            grace_seconds=float(self._script.grace_period_seconds),
+        )
+        return self._worker_group
+
+    def _announce(self) -> None:
+        """Write what workers must know: the generations, the lease and whether the group is left in order."""
+        conversation = self.supervisor.conversation
+        place = self._worker_group.place if self._worker_group is not None else None
+        silence = min(conversation.seconds_since_contact, _LONGEST_SILENCE)
+        self.node_state.announce(
+            newest_generation=conversation.known_generation,
+            own_generation=place.generation if place is not None else 0,
+            contact=time.monotonic() - silence,
+            is_draining=self.supervisor.is_draining,
+            lease_seconds=conversation.lease_seconds,
+        )
+
+    def _start(self, local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
+        # Before the worker runs: it would take the generation that the file still has for its own.
+        self._announce()
+        script, settings = self._script, self._settings
+        target = functools.partial(
+            run_script,
+            script=script,
+            base_directory=self._base_directory,
+            is_warm=self._is_warm,
+        )
+        order = WorkerOrder(local_rank, serial, "fork", "both", f"{settings.node}.{local_rank}")
+        own = {
+            **variables,
+            **self.node_state.environment,
+            STOP_SECONDS_VARIABLE: f"{stop_seconds(script.grace_period_seconds):g}",
+        }
+        return self.supervisor.adopt(start_worker(target, order, variables=own))
