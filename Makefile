@@ -69,7 +69,7 @@ test-long: $(INSTALLED) ## the tests that take minutes and rarely find anything,
 	$(prepare_cluster)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest -m long tests --verbose --durations=0 --durations-min=1
 
-chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one; KIND=feeding, asynchronous, coordinator
+chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one; KIND=transfer, asynchronous, coordinator
 	$(call stage,chaos)
 	OMP_NUM_THREADS=1 CHAOS_EVENTS=$(or $(EVENTS),300) CHAOS_SEED=$(or $(SEED),7) CHAOS_KIND=$(or $(KIND),any) $(BIN)/python -m pytest tests/integration/test_chaos.py
 

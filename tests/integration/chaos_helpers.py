@@ -183,11 +183,11 @@ VARIANTS = {
     "any": Variant(),
     "asynchronous": Variant(most=8, environment={"EVERGRAD_TRANSPORT": "asynchronous"}),
     # A tiny state in many pieces, each of which takes its time.
-    "feeding": Variant(
+    "transfer": Variant(
         num_nodes=2,
         max_nodes=2,
         most=4,
-        environment={"EVERGRAD_CHAOS_KIND": "feeding"},
+        environment={"EVERGRAD_CHAOS_KIND": "transfer"},
         training={"checkpoint": {"every": {"steps": 10}}},
         faults=(
             constant("evergrad_trainer.state.transfer._CHUNK_BYTES", 4096),

@@ -148,7 +148,7 @@ def test_what_processes_hold_does_not_grow(
         name: growth(samples, what) for name, samples in disturbed.watch.old_enough().items()
     }
     assert any(name.startswith("launcher") for name in grown)
-    assert any(name.startswith("worker") for name in grown) or KIND == "feeding", grown
+    assert any(name.startswith("worker") for name in grown) or KIND == "transfer", grown
     limits = {name: most + leaked * name.startswith("worker") for name in grown}
     assert {name: value for name, value in grown.items() if value > limits[name]} == {}
 

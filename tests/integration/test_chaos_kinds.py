@@ -44,7 +44,7 @@ def test_a_run_disturbed_in_this_way_ends_with_the_bits_of_an_undisturbed_one(
         "kills all nodes" in line or "kills the only node" in line for line in run.lines()
     )
     assert len(repeats) <= num_lost, run.describe()
-    assert num_lost > 0 or kind != "feeding", "no source died while it fed a newcomer"
+    assert num_lost > 0 or kind != "transfer", "no source died while it fed a newcomer"
     assert processes_in(experiment.path) == []
 
 

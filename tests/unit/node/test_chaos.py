@@ -17,15 +17,10 @@ import pytest
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.cli.run_arguments import RunRequest, check_request_of_script
-from evergrad_trainer.node.chaos import (
-    DisturbedNodes,
-    Tally,
-    choose_victim,
-    count_repeated,
-    describe_tally,
-    fetch_status,
-    plan_events,
-)
+from evergrad_trainer.node.chaos.nodes import DisturbedNodes
+from evergrad_trainer.node.chaos.plan import choose_victim, plan_events
+from evergrad_trainer.node.chaos.tally import Tally, count_repeated, describe_tally
+from evergrad_trainer.node.local import fetch_status
 
 EVENTS = 600
 
@@ -50,7 +45,7 @@ def test_a_plan_has_all_kinds_and_most_events_are_single() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "only"), [("feeding", "starve"), ("coordinator", "kill_coordinator")]
+    ("kind", "only"), [("transfer", "starve"), ("coordinator", "kill_coordinator")]
 )
 def test_a_kind_of_chaos_consists_of_one_disturbance_at_a_time(kind: str, only: str) -> None:
     events = list(islice(plan_events(3, kind), 50))

@@ -11,7 +11,8 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_trainer.checkpoint.generations import newest_generation
 from evergrad_trainer.cli.run_arguments import RunRequest, machine_and_workers
 from evergrad_trainer.cli.script_runs import prepare_script
-from evergrad_trainer.node.chaos import DisturbedNodes, run_disturbed
+from evergrad_trainer.node.chaos.disturb import run_disturbed
+from evergrad_trainer.node.chaos.nodes import DisturbedNodes
 from evergrad_trainer.node.fingerprint import fingerprint
 from evergrad_trainer.node.local import (
     CoordinatorSettings,

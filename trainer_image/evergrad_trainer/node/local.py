@@ -3,6 +3,7 @@ lost."""
 
 import contextlib
 import gc
+import http.client
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -12,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.rules.status import ENDED_PHASES
@@ -141,25 +142,23 @@ class LocalCoordinator:
         """
         deadline = time.monotonic() + timeout_seconds
         while (code := self.poll()) is None and time.monotonic() < deadline:
-            if self.process is None or self._lacks_outcome():
+            if self.process is None:
+                return None
+            # One that does not answer is ending, or busy: its own end is waited for.
+            status = self.fetch_status()
+            if (
+                status is not None
+                and not status["nodes"]["connected"]
+                and status["phase"] not in ENDED_PHASES
+            ):
                 return None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_ASK_SECONDS)
         return code
 
-    def _lacks_outcome(self) -> bool:
-        """Whether the coordinator says that no node is connected although the run has not ended."""
-        asked = urllib.request.Request(
-            f"http://127.0.0.1:{self.status_port}/status",
-            headers={"Authorization": f"Bearer {self.token}"},
-        )
-        try:
-            with urllib.request.urlopen(asked, timeout=1.0) as answer:
-                status = json.load(answer)
-            return not status["nodes"]["connected"] and status["phase"] not in ENDED_PHASES
-        except (OSError, ValueError, KeyError):
-            # It is ending, or too busy to answer: its own end is waited for.
-            return False
+    def fetch_status(self) -> dict[str, Any] | None:
+        """Its /status; None if it does not answer."""
+        return fetch_status(self.status_port, self.token)
 
     def stop(self) -> None:
         """End it, and remove what only this process needed."""
@@ -171,6 +170,19 @@ class LocalCoordinator:
     def close(self) -> None:
         self.stop()
         self._folder.cleanup()
+
+
+def fetch_status(port: int, token: str) -> dict[str, Any] | None:
+    """The status of a coordinator on this machine; None if it does not answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+    try:
+        connection.request("GET", "/status", headers={"Authorization": f"Bearer {token}"})
+        status: dict[str, Any] = json.loads(connection.getresponse().read())
+        return status
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
 
 
 @dataclass

@@ -1,0 +1,64 @@
+"""What a disturbed run has gone through, and the line that sums it up."""
+
+import contextlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Tally:
+    """What has happened so far. Sums go over all processes the coordinator has had."""
+
+    num_events: int = 0
+    generation: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    lost_seconds: dict[str, float] = field(default_factory=dict)
+    lost_before: dict[str, float] = field(default_factory=dict)
+    """Of the coordinator's processes that are gone."""
+    longest_seconds: float = 0.0
+
+    def note_status(self, status: dict[str, Any]) -> None:
+        """Take over what the living coordinator says."""
+        self.generation = max(self.generation, int(status["generation"]))
+        self.lost_seconds = dict(status["lostSeconds"])
+
+    def end_coordinator(self) -> None:
+        """The next one counts from zero."""
+        self.lost_before, self.lost_seconds = self.total_lost(), {}
+
+    def total_lost(self) -> dict[str, float]:
+        """Seconds by cause."""
+        causes = sorted({*self.lost_before, *self.lost_seconds})
+        return {
+            cause: self.lost_before.get(cause, 0.0) + self.lost_seconds.get(cause, 0.0)
+            for cause in causes
+        }
+
+
+def describe_tally(tally: Tally, *, repeated: int) -> str:
+    """The summary's line."""
+    kinds = ", ".join(
+        f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(tally.kinds.items())
+    )
+    lost = ", ".join(
+        f"{cause.replace('_', ' ')} {seconds:.1f}"
+        for cause, seconds in tally.total_lost().items()
+    )
+    return (
+        f"chaos: {tally.num_events} events ({kinds or 'none'}), generation {tally.generation}, "
+        f"steps repeated: {repeated}, "
+        f"longest recovery {tally.longest_seconds:.1f} s, seconds lost by cause: {lost or 'none'}"
+    )
+
+
+def count_repeated(metrics: Path) -> int:
+    """Rows of a run's metrics whose step had been finished before."""
+    repeated, newest = 0, -1
+    with contextlib.suppress(FileNotFoundError), metrics.open(encoding="utf-8") as lines:
+        for line in lines:
+            step = int(json.loads(line)["step"])
+            repeated += step <= newest
+            newest = max(newest, step)
+    return repeated
