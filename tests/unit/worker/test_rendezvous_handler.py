@@ -572,8 +572,8 @@ def test_a_signal_is_reported_at_once_and_the_node_leaves_in_order(
 ) -> None:
     client = FakeClient.newest
     join(handler)
-    os.write(handler._link.loop.wakeup_write, bytes([signal.SIGCHLD]))
-    os.write(handler._link.loop.wakeup_write, bytes([signal.SIGTERM, signal.SIGTERM]))
+    os.write(handler._link.loop.wakeup.write_end, bytes([signal.SIGCHLD]))
+    os.write(handler._link.loop.wakeup.write_end, bytes([signal.SIGTERM, signal.SIGTERM]))
     assert client.heard(Leaving) == [Leaving()]
     assert client.hello().workers == 0
     client.say(plan(8, hard=False, is_member=False))

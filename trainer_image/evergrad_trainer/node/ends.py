@@ -12,6 +12,7 @@ failed      any other code, or a signal                               the group 
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -76,19 +77,25 @@ def decide_why(exit_code: int, *, was_asked: bool) -> Why:
     )
 
 
-def describe_lasting_end(worker: Worker, exit_code: int, *, place: str) -> WorkerEnd:
+def describe_lasting_end(
+    worker: Worker, exit_code: int, *, describe_place: Callable[[int, int], str]
+) -> WorkerEnd:
     """The end, unasked, of a worker that outlives its groups.
 
-    ``place``: what it was doing, for one that said nothing.
+    ``describe_place(step, slot)`` names the samples that a worker was computing which reported no error.
     """
+    step, slot = worker.heartbeat.step, worker.heartbeat.slot
     if worker.failure is not None:
-        return _describe_failure(worker.failure, exit_code)
-    if worker.has_hung:
+        end = _describe_failure(worker.failure, exit_code)
+    elif worker.has_hung:
         # The same start succeeds elsewhere, or here later: a mount or a device that does not answer.
-        return WorkerEnd(
-            Why.FAILED, exit_code, "environment", ErrorKind.ENVIRONMENT, "hung in its start"
-        )
-    return _describe_silent(worker, exit_code, world_size=1, place=place)
+        kind, text = ErrorKind.ENVIRONMENT, "hung in its start"
+        end = WorkerEnd(Why.FAILED, exit_code, "environment", kind, text)
+    else:
+        samples = f"; its samples are {describe_place(step, slot)}" if step >= 0 else ""
+        place = f" in step {step}, slot {slot}{samples}" if step >= 0 else ""
+        end = _describe_silent(worker, exit_code, world_size=1, place=place)
+    return replace(end, step=step)
 
 
 def describe_worker_end(

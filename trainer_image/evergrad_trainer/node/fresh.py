@@ -3,7 +3,7 @@ whole (level 2)."""
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.protocol import Done, Go, Result, Up
@@ -73,10 +73,6 @@ class FreshWorkers:
     @property
     def is_empty(self) -> bool:
         return not self._workers
-
-    @property
-    def workers(self) -> Sequence[Worker]:
-        return tuple(self._workers.values())
 
     def start(self) -> None:
         """Nothing to start before a group begins."""

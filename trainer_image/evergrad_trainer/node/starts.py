@@ -1,6 +1,7 @@
 """Starts a node's lasting workers, and starts others in the place of those that ended: after a pause, and not
 for ever."""
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from evergrad_trainer.node.ends import HostTrouble, WorkerEnd
 from evergrad_trainer.node.reports import NoWorkers
 from evergrad_trainer.node.workers import Worker
 
+_log = logging.getLogger(__name__)
 RESTART_SECONDS = 1.0
 """Before a lost worker is started again: building a model beside them would slow down those that are about to
 go on."""
@@ -86,20 +88,24 @@ class WorkerStarts:
         self.has_started = True
         return True
 
-    def find_hung(self, now: float) -> list[Worker]:
-        """The workers whose start has taken longer than a start may."""
+    def kill_hung(self, now: float) -> None:
+        """Kill the workers whose start has taken longer than a start may; their ends have them replaced."""
         patience = (
             _ALONE_SECONDS
             if self._first_warm_at is None
             else max(_SIBLINGS_SECONDS, _START_FACTOR * self._longest_start)
         )
-        return [
-            one
-            for one in self.workers.values()
-            if one.state == "starting"
-            # The first warm worker has shown only now how long a start lasts.
-            and now - max(one.started_at, self._first_warm_at or 0.0) > patience
-        ]
+        for worker in self.workers.values():
+            # Counted from the first warm worker at the earliest: only that shows how long a start lasts.
+            waited = now - max(worker.started_at, self._first_warm_at or 0.0)
+            if worker.state == "starting" and not worker.has_hung and waited > patience:
+                _log.warning(
+                    "worker %d (pid %d) hangs in its start and is replaced",
+                    worker.local_rank,
+                    worker.pid,
+                )
+                worker.has_hung = True
+                worker.kill()
 
     def remove(self, worker: Worker) -> None:
         """Its process has ended."""

@@ -1,5 +1,4 @@
-"""One node of a run: passes on what the coordinator and the workers say to whom it concerns. Decides nothing
-itself.
+"""One node of a run: passes the words of the coordinator and of the workers on. It decides nothing itself.
 
 Who calls whom: the coordinator's messages and the processes' ends come in by the event loop; the supervisor
 calls its worker group (the keeper of the node's workers), and the worker group hands reports back through one
@@ -16,7 +15,6 @@ function. Who waits for whom:
 import asyncio
 import gc
 import logging
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +29,6 @@ from evergrad_coordinator.protocol import (
     End,
     Go,
     Leave,
-    Leaving,
     Left,
     Message,
     Plan,
@@ -40,12 +37,11 @@ from evergrad_coordinator.protocol import (
     Result,
     Up,
 )
-from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.errors import HostError
-from evergrad_trainer.host_trouble import is_host_trouble
 from evergrad_trainer.node.conversation import Conversation
-from evergrad_trainer.node.failures import kind_of, write_termination_message
+from evergrad_trainer.node.departure import Departure
 from evergrad_trainer.node.metrics import NodeMetrics
+from evergrad_trainer.node.node_end import NodeEnd
 from evergrad_trainer.node.processes import WorkerProcesses
 from evergrad_trainer.node.progress import ProgressSender, RecordReader
 from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
@@ -58,8 +54,6 @@ from evergrad_trainer.worker import channel as say
 
 _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
-_UNREACHABLE_SECONDS = 3.0
-"""After so long without the coordinator a node that must go leaves on its own."""
 _TURNS = 8
 """Of the event loop, from the end of a process until what it had said is read: a connection is accepted
 first."""
@@ -80,42 +74,6 @@ def open_store(address: str) -> TCPStore:
         raise HostError(
             f"{address}: no store of a group can be opened here; {error}"
         ) from error
-
-
-class NodeEnd:
-    """How this node's part in the run ends: the first exit code counts, and the newest cause."""
-
-    def __init__(self, settings: NodeSettings) -> None:
-        self._settings = settings
-        self.exit_code: int | None = None
-        self.is_hurried = False
-        """Whether workers are killed, and nothing lingers, since there is no time or nobody who could look
-        after them."""
-        self.over = asyncio.Event()
-        self.cause = ""
-        self._kind = ErrorKind.INTERNAL
-
-    def note(self, kind: ErrorKind, text: str) -> None:
-        """Remember what the trouble is, for whoever asks why this node has ended."""
-        self._kind, self.cause = kind, text
-
-    def note_error(self, where: str, error: BaseException) -> None:
-        """Remember an error of the supervisor itself, unless the node ends for another reason already."""
-        if self.exit_code is None:
-            is_known = isinstance(error, EvergradError)
-            kind = ErrorKind.ENVIRONMENT if is_host_trouble(error) else ErrorKind.INTERNAL
-            text = str(error) if is_known else f"{type(error).__name__}: {error}"
-            where = f"node {self._settings.node}: the supervisor's {where} failed"
-            self.note(
-                error.kind if isinstance(error, EvergradError) else kind, f"{where}: {text}"
-            )
-
-    def write(self) -> int:
-        """Leave the cause where Kubernetes looks for it; the exit code."""
-        code = int(ExitCode.INTERNAL) if self.exit_code is None else self.exit_code
-        if code not in (ExitCode.DONE, ExitCode.STOPPED_SAVED):
-            write_termination_message(self._settings.termination_log, self._kind, self.cause)
-        return code
 
 
 class Supervisor:
@@ -148,8 +106,11 @@ class Supervisor:
         self._records = RecordReader(metrics, self._progress)
         self._store: TCPStore | None = None
         self._is_cut_off = False
-        self._leaving_since: float | None = None
-        self._is_leaving_alone = False
+        self._departure = Departure(
+            self.conversation,
+            worker_group=lambda: self._workers,
+            grace_seconds=settings.grace_seconds,
+        )
         self.is_draining = False
         """Whether the running group is to be left in order."""
 
@@ -170,17 +131,18 @@ class Supervisor:
         )
         stops.install()
         try:
+            # Workers first: they import and build while the coordinator is looked for.
             self._tasks.call(worker_group.start)
             self._tasks.begin(
                 self._converse(), "conversation with the coordinator", is_endless=True
             )
             self._tasks.begin(self._tick(), "tick", is_endless=True)
             await self._end.over.wait()
-            began, seconds = (
-                time.monotonic(),
-                _KILLED_SECONDS if self._end.is_hurried else _KILL_SECONDS,
-            )
-            while not worker_group.is_empty and time.monotonic() - began < seconds:
+
+            # Workers end by themselves within a bound, so that their last words are still read.
+            seconds = _KILLED_SECONDS if self._end.is_hurried else _KILL_SECONDS
+            until = time.monotonic() + seconds
+            while not worker_group.is_empty and time.monotonic() < until:
                 await asyncio.sleep(0.01)
         finally:
             self.conversation.close()
@@ -200,8 +162,7 @@ class Supervisor:
         return worker
 
     def take(self, report: Report) -> None:
-        """A report of the worker_group: mostly a word for the coordinator, and at times the end
-        of this node."""
+        """Take a report of the worker group: mostly a message for the coordinator, at times this node's end."""
         match report:
             case Capacity():
                 self._metrics.set_workers(report.workers)
@@ -233,14 +194,13 @@ class Supervisor:
                     ExitCode.STOPPED_SAVED if report.is_saved else ExitCode.STOPPED_UNSAVED
                 )
             case NoWorkers():
-                where = f"node {self._settings.node} on host {socket.gethostname()}"
-                self._end.note(report.kind, f"{where}: {report.message}")
+                self._end.note_host(report.kind, f": {report.message}")
                 print(f"error: {self._end.cause}", file=sys.stderr, flush=True)
                 self._stop(report.exit_code)
 
     def _say_ready(self, report: WorkersReady) -> None:
         if report.generation >= say.LOCAL_GENERATION:
-            if self._is_leaving_alone:
+            if self._departure.is_alone:
                 self._workers.depart(None, save=True)
             return
         if report.workers == 0:
@@ -255,12 +215,7 @@ class Supervisor:
     def _take_broken(self, message: Broken) -> None:
         self._metrics.broken(message.cause)
         if message.cause != "peer_lost":
-            # A worker that was in no group yet has no rank.
-            rank = f"rank {message.rank}" if message.rank >= 0 else ""
-            where = ", ".join(filter(None, (f"node {self._settings.node}", rank)))
-            self._end.note(kind_of(message), f"{where}: {message.message}")
-            who = f"{rank or 'a worker'} " if message.exit_code is not None else ""
-            self._say(f"{who}{message.message}")
+            self._say(self._end.note_broken(message))
         self.conversation.send(message)
 
     async def _send_after_reports(self, message: Message) -> None:
@@ -277,6 +232,7 @@ class Supervisor:
 
     async def _converse(self) -> None:
         if not await self.conversation.converse(is_over=self._end.over.is_set):
+            # Refused for good: another host may be let in.
             self._stop(ExitCode.INTERNAL)
 
     def _on_connected(self) -> None:
@@ -309,33 +265,17 @@ class Supervisor:
             case Leave():
                 self._workers.depart(message.generation, save=message.save)
             case End():
-                if message.message and message.exit_code != ExitCode.DONE:
-                    # The run's verdict, which is no trouble of this host.
-                    kind = (
-                        ErrorKind.INPUT
-                        if message.exit_code == ExitCode.USER_ERROR
-                        else ErrorKind.INTERNAL
-                    )
-                    self._end.note(kind, self._end.cause or message.message)
-                    print(message.message, file=sys.stderr, flush=True)
+                self._end.note_outcome(message)
                 self._stop(message.exit_code)
             case Refused():
                 print(f"error: {message.message}", file=sys.stderr, flush=True)
                 # It concerns this host or its image: another one may be let in, and the run is not to blame.
-                where = f"node {self._settings.node} on host {socket.gethostname()}"
-                self._end.note(ErrorKind.ENVIRONMENT, f"{where} was refused: {message.message}")
-
-    # ---- signals and time ----------------------------------------------------------------------------------
+                text = f" was refused: {message.message}"
+                self._end.note_host(ErrorKind.ENVIRONMENT, text)
 
     def _leave(self) -> None:
-        """Asked to go: the coordinator plans a group without this node."""
-        if self._leaving_since is not None:
-            return
-        self._leaving_since = time.monotonic()
-        self.conversation.is_leaving = True
-        self._say("was asked to leave")
-        if not self.conversation.send(Leaving()) and self._workers.place is None:
-            self._workers.depart(None, save=True)
+        if self._departure.begin():
+            self._say("was asked to leave")
 
     def _leave_at_once(self) -> None:
         """Asked twice, or out of time: workers are killed, and nobody is waited for."""
@@ -364,27 +304,7 @@ class Supervisor:
                 self._say("has lost the coordinator: training pauses")
                 order = say.Plan(self.conversation.known_generation + 1, hard=False)
                 self._workers.change(order, cause="coordinator_lost")
-            self._leave_alone_if_due(away)
-
-    def _leave_alone_if_due(self, away: float) -> None:
-        if self._leaving_since is None or self._is_leaving_alone:
-            return
-        waited = time.monotonic() - self._leaving_since
-        is_cut_off = (
-            not self.conversation.is_connected and min(away, waited) > _UNREACHABLE_SECONDS
-        )
-        if is_cut_off or waited > self._settings.grace_seconds:
-            self._is_leaving_alone = True
-            if self._workers.place is None:
-                self._workers.depart(None, save=True)
-            else:
-                self._workers.change(
-                    say.Plan(say.LOCAL_GENERATION, hard=False),
-                    cause="node_left",
-                    detail="preemption",
-                )
-
-    # ---- the end -------------------------------------------------------------------------------------------
+            self._departure.tick(away)
 
     def _fail(self, where: str, error: BaseException) -> None:
         """End the node: a part of its supervisor is gone, without which it would only look alive."""
@@ -399,12 +319,10 @@ class Supervisor:
         self._end.exit_code = int(exit_code)
         self._tasks.expect_ends()
         self._end.over.set()
-        end = (
-            self._workers.kill
-            if self._end.is_hurried
-            else lambda: self._workers.finish(int(exit_code))
-        )
-        self._tasks.call(end)
+        if self._end.is_hurried:
+            self._tasks.call(self._workers.kill)
+        else:
+            self._tasks.call(self._workers.finish, int(exit_code))
 
     def _say(self, text: str) -> None:
         _log.info("node %s %s", self._settings.node, text)

@@ -1,11 +1,10 @@
-"""The workers of one node that outlive their worlds: asks, counts and replaces them. Decides nothing about
-the group.
+"""The workers of one node that outlive their worlds: asks, counts and replaces them. Nothing about the group
+is decided here.
 
-The supervisor tells a worker group what the coordinator said; the worker group hands back reports: values of
+The supervisor passes on what the coordinator said; the worker group hands back reports: values of
 ``node.reports``.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Protocol
 from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Capacity, Go, Up
-from evergrad_trainer.node.ends import WorkerEnd, build_broken, describe_lasting_end
+from evergrad_trainer.node.ends import build_broken, describe_lasting_end
 from evergrad_trainer.node.patience import Patience
 from evergrad_trainer.node.reports import Report, WorkersLeft, WorkersReady
 from evergrad_trainer.node.starts import WorkerStarts
@@ -58,6 +57,30 @@ class Bounds:
     timeout_seconds: float
 
 
+class Farewell:
+    """Workers on their way out of the run, of which at most one saves the state."""
+
+    def __init__(
+        self, holders: Sequence[Worker], generation: int | None, *, save: bool
+    ) -> None:
+        """Tell ``holders`` to leave; with ``save`` the one with the newest step saves first."""
+        number = say.LOCAL_GENERATION if generation is None else generation
+        newest = min(holders, key=lambda one: (-one.step, one.local_rank), default=None)
+        self._saver = newest if save else None
+        self.is_saved = self._saver is None
+        """Whether what was to be saved is: not before the worker that saves reports it."""
+        for worker in holders:
+            order = say.Leave(
+                number, save=worker is self._saver, is_planned=generation is not None
+            )
+            worker.channel.send(order, wait=False)
+
+    def note_left(self, worker: Worker, record: say.Left) -> None:
+        """A worker reports that it is about to end."""
+        if worker is self._saver:
+            self.is_saved = record.is_saved
+
+
 class InProcessWorkers:
     """Level 1: a worker's process lasts as long as the node, whatever becomes of its groups."""
 
@@ -83,9 +106,7 @@ class InProcessWorkers:
         self._answered = -1
         self._inside: Go | None = None
         self._told_up = -1
-        self._is_departing = False
-        self._are_saved = True
-        self._saver: Worker | None = None
+        self._farewell: Farewell | None = None
 
     # ---- what the supervisor says --------------------------------------------------------------------------
 
@@ -102,10 +123,6 @@ class InProcessWorkers:
     def place(self) -> Go | None:
         """The running group's message to this node, as long as all its workers are in it."""
         return self._inside
-
-    @property
-    def workers(self) -> Sequence[Worker]:
-        return tuple(self._starts.workers.values())
 
     def start(self) -> None:
         """Start all workers."""
@@ -150,20 +167,8 @@ class InProcessWorkers:
 
         Without a ``generation`` no coordinator has planned it.
         """
-        self._starts.are_over = self._is_departing = True
-        holders = sorted(
-            self._starts.warm, key=lambda worker: (-worker.step, worker.local_rank)
-        )
-        # Until the worker that saves says that it has.
-        self._are_saved = not (save and holders)
-        for number, worker in enumerate(holders):
-            number_given = say.LOCAL_GENERATION if generation is None else generation
-            order = say.Leave(
-                number_given, save and number == 0, is_planned=generation is not None
-            )
-            worker.channel.send(order, wait=False)
-            if save and number == 0:
-                self._saver = worker
+        self._starts.are_over = True
+        self._farewell = Farewell(self._starts.warm, generation, save=save)
         for worker in self._starts.workers.values():
             if not worker.is_warm:
                 worker.kill()
@@ -215,8 +220,8 @@ class InProcessWorkers:
                 self._check_up(record)
             case say.Broken():
                 worker.step, worker.state = record.step, "idle"
+                # From here on this node has no place in a group, also for a coordinator that comes back.
                 if self._inside is not None and self._inside.generation == record.generation:
-                    # Whoever asks for this node's place in a group hears that it has none.
                     self._inside = None
                 cause: BreakCause = (
                     "numeric" if record.kind == ErrorKind.NUMERIC else "peer_lost"
@@ -237,8 +242,8 @@ class InProcessWorkers:
             case say.Observed():
                 self._tell(record)
             case say.Left():
-                if worker is self._saver:
-                    self._are_saved = record.is_saved
+                if self._farewell is not None:
+                    self._farewell.note_left(worker, record)
 
     def end(self, worker: Worker, exit_code: int) -> None:
         """A worker's process has ended."""
@@ -246,6 +251,8 @@ class InProcessWorkers:
         if self._starts.are_over:
             self._check_gone()
             return
+
+        # The first end stops the wait for the others' start: the node joins with those that are warm.
         was_warm, was_inside = worker.is_warm, worker.state == "inside"
         worker.state = "ended"
         if not self._starts.has_started:
@@ -258,12 +265,15 @@ class InProcessWorkers:
             and worker.inside_generation == self._inside.generation
         ):
             self._inside = None
-        end = self._describe(worker, exit_code)
+
+        # The group learns of it before the capacity changes: the plan that follows then knows the cause.
+        end = describe_lasting_end(worker, exit_code, describe_place=self._describe_place)
         if was_inside or end.is_final:
             self._tell(build_broken(worker, end, generation=max(worker.inside_generation, 0)))
         if was_warm:
             self._tell(Capacity(self.capacity))
             self._check_ready()
+
         why_not = self._starts.replace(worker, end, was_warm=was_warm)
         if why_not is not None:
             self._tell(why_not)
@@ -278,14 +288,7 @@ class InProcessWorkers:
             )
             self._tell(Capacity(self.capacity))
         self._patience.check_clock(now, self._starts.workers.values())
-        for worker in self._starts.find_hung(now):
-            _log.warning(
-                "worker %d (pid %d) hangs in its start and is replaced",
-                worker.local_rank,
-                worker.pid,
-            )
-            worker.has_hung = True
-            worker.kill()
+        self._starts.kill_hung(now)
         for worker in self._starts.warm:
             worker.channel.send(say.Ping(), wait=False)
             is_asked = self._change.hard and worker.ready_generation < self._change.generation
@@ -298,8 +301,6 @@ class InProcessWorkers:
                 )
                 worker.kill()
 
-    # ---- within --------------------------------------------------------------------------------------------
-
     def _check_ready(self) -> None:
         generation = self._change.generation
         warm = self._starts.warm
@@ -308,37 +309,27 @@ class InProcessWorkers:
         ):
             return
         self._answered = generation
-        # Without a warm worker too: the others wait to hear that nobody of this node is in the old group.
+        # Without a warm worker too: the others wait for this node to be out of the old group.
         step = max((worker.step for worker in warm), default=-1)
         # As many as it counts: a node that still waits for its second worker brings none.
         self._tell(WorkersReady(generation, self.capacity, step))
 
     def _check_up(self, record: say.Up) -> None:
-        inside = [
-            worker
-            for worker in self._starts.workers.values()
-            if worker.inside_generation == record.generation
-        ]
-        is_whole = self._inside is not None and self._inside.generation == record.generation
+        """Say up once, when the last of the group's workers is; a group that broke meanwhile is not."""
+        generation = record.generation
         if (
-            is_whole
-            and self._told_up < record.generation
-            and all(one.up_generation >= record.generation for one in inside)
+            self._inside is not None
+            and self._inside.generation == generation
+            and self._told_up < generation
+            and all(
+                one.up_generation >= generation
+                for one in self._starts.workers.values()
+                if one.inside_generation == generation
+            )
         ):
-            self._told_up = record.generation
-            self._tell(Up(record.generation, record.step))
-
-    def _describe(self, worker: Worker, exit_code: int) -> WorkerEnd:
-        """How a worker ended that nobody had asked to."""
-        step, slot = worker.heartbeat.step, worker.heartbeat.slot
-        place = (
-            f" in step {step}, slot {slot}; its samples are {self._describe_place(step, slot)}"
-            if step >= 0
-            else ""
-        )
-        end = describe_lasting_end(worker, exit_code, place=place)
-        return dataclasses.replace(end, step=step)
+            self._told_up = generation
+            self._tell(Up(generation, record.step))
 
     def _check_gone(self) -> None:
-        if self._is_departing and not self._starts.workers:
-            self._tell(WorkersLeft(self._are_saved))
+        if self._farewell is not None and not self._starts.workers:
+            self._tell(WorkersLeft(self._farewell.is_saved))

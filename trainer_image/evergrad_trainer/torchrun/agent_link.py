@@ -1,4 +1,4 @@
-"""What a torchrun agent asks and tells: the side of the rendezvous that runs on the agent's own thread."""
+"""What a torchrun agent asks and reports: the side of the rendezvous on the agent's own thread."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class AgentLink:
                 and not self.state.done_generation
             ):
                 self.state.is_out = True
-                self.loop.call(self.loop.say_ready_to_leave)
+                self.loop.call(self.loop.members.say_ready_to_leave)
                 self.state.changed.wait_for(
                     lambda: self.state.end or self.state.answered_generation > place.generation,
                     _DEPART_SECONDS,

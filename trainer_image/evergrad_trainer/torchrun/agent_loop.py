@@ -35,7 +35,6 @@ from evergrad_trainer.torchrun.agent_members import AgentMembers
 from evergrad_trainer.torchrun.agent_state import AgentState, NodeSettings
 from evergrad_trainer.torchrun.agent_workers import say
 from evergrad_trainer.worker.node_state import NodeStateServer
-from evergrad_trainer.worker.sockets import address_towards
 
 _TICK_SECONDS = 0.2
 _PROGRESS_SECONDS = 0.5
@@ -44,11 +43,29 @@ _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUI
 """Those that torchrun takes for the end of the agent."""
 
 
-class AgentLoop:
-    """Hears the coordinator and the workers of the agent's own node; its methods run on its thread, except
-    the public ones.
+class WakeupPipe:
+    """The pipe into which Python's C handler writes the number of each signal.
 
-    Raises of its thread are handed to the agent's: as the end of the run, or by :meth:`start`.
+    The coordinator is told of a stop before the agent has begun to tear down.
+    """
+
+    def __init__(self) -> None:
+        self.read_end, self.write_end = os.pipe()
+        for descriptor in (self.read_end, self.write_end):
+            os.set_blocking(descriptor, False)
+
+    def read(self) -> bytes:
+        """The numbers that have come since the last look."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.read_end, 256)
+        return b""
+
+
+class AgentLoop:
+    """Talks with the coordinator and with the workers of the agent's own node. Its methods run on its thread,
+    except the public ones.
+
+    An error of its thread reaches the agent's: as the end of the run, or by :meth:`start`.
     """
 
     def __init__(self, settings: NodeSettings, state: AgentState, *, directory: Path) -> None:
@@ -67,9 +84,7 @@ class AgentLoop:
         self._stopped = asyncio.Event()
         self._failure: BaseException | None = None
         self._is_started = threading.Event()
-        self.wakeup_read, self.wakeup_write = os.pipe()
-        for descriptor in (self.wakeup_read, self.wakeup_write):
-            os.set_blocking(descriptor, False)
+        self.wakeup = WakeupPipe()
         self._thread = threading.Thread(
             target=self._run, name="evergrad-rendezvous", daemon=True
         )
@@ -92,11 +107,8 @@ class AgentLoop:
         """What a forked child must close: the connection (its end would stay hidden while the child lives)
         and the pipe."""
         connection = self._client.fileno() if self._client is not None else -1
-        return [
-            number
-            for number in (connection, self.wakeup_read, self.wakeup_write)
-            if number >= 0
-        ]
+        ends = (connection, self.wakeup.read_end, self.wakeup.write_end)
+        return [number for number in ends if number >= 0]
 
     def _run(self) -> None:
         try:
@@ -114,6 +126,7 @@ class AgentLoop:
             self._is_started.set()
 
     async def _converse(self) -> None:
+        # Whatever can fail at once fails before ``start`` returns: the agent then ends with the reason.
         self._loop = asyncio.get_running_loop()
         self._token = read_token(self.settings.token_file)
         await self.node_state.start()
@@ -124,12 +137,16 @@ class AgentLoop:
             on_message=self._take,
             on_connected=self._greet,
         )
+
+        # Before the first message: the process beside this one shows that the node is there, however slow.
         settings = self.settings
         beat = Beat(settings.run, settings.node, self._incarnation, token=self._token)
         heartbeat = Heartbeat(settings.host, settings.port, beat)
         heartbeat.start()
-        self._loop.add_reader(self.wakeup_read, self._take_signals)
+        self._loop.add_reader(self.wakeup.read_end, self._take_signals)
         self._is_started.set()
+
+        # Until the agent is at its end. The conversation and the ticks end before only by an error.
         client = asyncio.create_task(self._client.run())
         ticks = asyncio.create_task(self._tick())
         beats = asyncio.create_task(heartbeat.keep())
@@ -137,9 +154,7 @@ class AgentLoop:
         try:
             await asyncio.wait((client, ticks, stopped), return_when=asyncio.FIRST_COMPLETED)
             if not self._stopped.is_set():
-                if (
-                    self.state.end is None
-                ):  # one of the two ended, which only an error makes them do
+                if self.state.end is None:
                     await asyncio.gather(*(task for task in (client, ticks) if task.done()))
                     raise RuntimeError("the conversation with the coordinator ended early")
                 await stopped
@@ -158,7 +173,7 @@ class AgentLoop:
                 run=settings.run,
                 node=settings.node,
                 incarnation=self._incarnation,
-                address=self.find_address(),
+                address=settings.find_address(),
                 workers=0 if self.state.is_leaving else 1,
                 recovery="fresh",
                 fingerprint=settings.fingerprint,
@@ -168,7 +183,7 @@ class AgentLoop:
             )
 
     def _greet(self) -> None:
-        """Said again on every connection: what the coordinator may not have heard."""
+        """Send again, on every connection, what the coordinator may have missed."""
         with self.state.changed:
             if self.state.is_leaving:
                 self.send(Leaving())
@@ -185,7 +200,13 @@ class AgentLoop:
                 case Pong():
                     self.state.newest = max(self.state.newest, message.generation)
                 case Plan():
-                    self._take_plan(message)
+                    self.state.newest = max(self.state.newest, message.generation)
+                    self.state.plan = message
+                    # Nobody else answers for an agent that has done its part, or is about to go.
+                    if self.state.done_generation:
+                        self.send(Ready(message.generation, workers=0, port=0))
+                    elif self.state.is_leaving:
+                        self.members.say_ready_to_leave()
                 case Go():
                     self.state.newest = max(self.state.newest, message.generation)
                     self.state.go = message
@@ -203,31 +224,20 @@ class AgentLoop:
             self._announce()
             self.state.changed.notify_all()
 
-    def _take_plan(self, plan: Plan) -> None:
-        self.state.newest = max(self.state.newest, plan.generation)
-        self.state.plan = plan
-        if self.state.done_generation:
-            self.send(Ready(plan.generation, workers=0, port=0))
-        elif self.state.is_leaving:
-            self.say_ready_to_leave()
-
     def _finish(self, end: End) -> None:
         self.state.end = self.state.end or end
         if end.message:
             say(end.message)
 
     def _take_signals(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            numbers = os.read(self.wakeup_read, 256)
-            if (
-                any(number in numbers for number in _STOPPING_SIGNALS)
-                and not self.state.is_leaving
-            ):
-                with self.state.changed:
-                    self.state.is_leaving = True
-                    if self._client is not None:
-                        self._client.send(Leaving())
-                    self._announce()
+        if any(number in _STOPPING_SIGNALS for number in self.wakeup.read()):
+            with self.state.changed:
+                if self.state.is_leaving:
+                    return
+                self.state.is_leaving = True
+                if self._client is not None:
+                    self._client.send(Leaving())
+                self._announce()
 
     async def _tick(self) -> None:
         last_flush = 0.0
@@ -236,27 +246,10 @@ class AgentLoop:
             with self.state.changed:
                 self._announce()
                 if self.state.is_leaving:
-                    self.say_ready_to_leave()
+                    self.members.say_ready_to_leave()
             if time.monotonic() - last_flush >= _PROGRESS_SECONDS:
                 last_flush = time.monotonic()
                 self.members.flush_report()
-
-    def say_ready_to_leave(self) -> None:
-        """A leaving agent is not going to ask for another group: the end of its workers is told from here."""
-        with self.state.changed:
-            is_out = (
-                self.state.is_out
-                or self.state.place is None
-                or (self.members.watch is not None and self.members.watch.are_gone)
-            )
-            if (
-                is_out
-                and self.state.plan is not None
-                and self.state.answered_generation < self.state.plan.generation
-            ):
-                self.state.answered_generation = self.state.plan.generation
-                self.send(Ready(self.state.plan.generation, workers=0, port=0))
-                self.state.changed.notify_all()
 
     def _announce(self) -> None:
         own = self.state.place.generation if self.state.place is not None else 0
@@ -310,15 +303,10 @@ class AgentLoop:
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
         if self._loop is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the loop has ended, and with it all there was to say
+            # The loop may have ended, and with it all there was to say.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def seconds_since_contact(self) -> float:
         """How long ago the coordinator was heard."""
         return self._client.seconds_since_contact if self._client is not None else float("inf")
-
-    def find_address(self) -> str:
-        """This node's address as the others see it. Raises OSError."""
-        return self.settings.address or address_towards(self.settings.host, self.settings.port)

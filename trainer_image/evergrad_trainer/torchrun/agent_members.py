@@ -1,11 +1,11 @@
-"""The agent's own workers as the coordinator hears of them: their reports, and the end of the first that
-fails."""
+"""The agent's own workers as the coordinator sees them: their reports, the end of the first that fails, and
+that they are gone."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
-from evergrad_coordinator.protocol import Had, Message
+from evergrad_coordinator.protocol import Had, Message, Ready
 from evergrad_trainer.torchrun.agent_reports import WorkerReports
 from evergrad_trainer.torchrun.agent_state import AgentState
 from evergrad_trainer.torchrun.agent_workers import SeenEnd, WorkerWatch, build_broken, say
@@ -41,22 +41,24 @@ class AgentMembers:
             self.watch.close()
         self.watch = WorkerWatch(port=port, on_end=self._take_worker_end)
         self._finding = asyncio.create_task(self.watch.find())
-        self._finding.add_done_callback(self._note_end_of_search)
-        self._on_change()
 
-    def _note_end_of_search(self, task: asyncio.Task[None]) -> None:
-        """An error in it would be logged nowhere, and the ends of workers would go unseen."""
-        if not task.cancelled() and task.exception() is not None:
-            say(
-                "the agent's workers cannot be watched, so that their ends are told without a "
-                f"cause: {task.exception()!r}"
-            )
+        def note_end(task: asyncio.Task[None]) -> None:
+            # An error in it would be logged nowhere, and the ends of workers would go unseen.
+            if not task.cancelled() and task.exception() is not None:
+                say(
+                    "the agent's workers cannot be watched, so that their ends are told without a "
+                    f"cause: {task.exception()!r}"
+                )
+
+        self._finding.add_done_callback(note_end)
+        self._on_change()
 
     def _take_worker_end(self, end: SeenEnd) -> None:
         if end.exit_code == 0:
             return
         with self.state.changed:
             place = self.state.place
+            # The first is the cause; those that follow it are its consequences.
             self.state.first_end = self.state.first_end or end
             self.state.changed.notify_all()
             if (
@@ -66,6 +68,21 @@ class AgentMembers:
                 and end.exit_code is not None
             ):
                 self.send_broken(place)
+
+    def say_ready_to_leave(self) -> None:
+        """Answer the newest plan once the workers are gone: a leaving agent asks for no other group."""
+        state = self.state
+        with state.changed:
+            is_out = (
+                state.is_out
+                or state.place is None
+                or (self.watch is not None and self.watch.are_gone)
+            )
+            plan = state.plan
+            if is_out and plan is not None and state.answered_generation < plan.generation:
+                state.answered_generation = plan.generation
+                self._send(Ready(plan.generation, workers=0, port=0))
+                state.changed.notify_all()
 
     def take_report(self, report: dict[str, object]) -> None:
         with self.state.changed:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from evergrad_coordinator.protocol import End, Go, Had, Plan
 from evergrad_trainer.torchrun.agent_workers import SeenEnd
+from evergrad_trainer.worker.sockets import address_towards
 
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What a node has to know to join. ``lease_seconds`` holds until the coordinator has told its own.
+    """What a node has to know to join. ``lease_seconds`` holds until the coordinator has sent its own.
 
     ``join_seconds``: how long a rendezvous waits for a coordinator that does not answer.
     """
@@ -29,6 +30,10 @@ class NodeSettings:
     lease_seconds: float
     fingerprint: dict[str, str]
     join_seconds: float = 900.0
+
+    def find_address(self) -> str:
+        """This node's address as the others see it. Raises OSError."""
+        return self.address or address_towards(self.host, self.port)
 
 
 @dataclass

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 if TYPE_CHECKING:
-    from evergrad_coordinator.protocol import Go
     from evergrad_trainer.torchrun.agent_link import AgentLink
     from evergrad_trainer.torchrun.agent_state import NodeSettings
 
@@ -75,10 +74,9 @@ def parse_settings(
     from evergrad_trainer.torchrun.agent_state import NodeSettings
 
     given = {str(key): value for key, value in parameters.config.items()}
-    unknown = sorted(set(given) - {*_OWN_KEYS, *_TORCH_KEYS})
     problems = [
         f"--rdzv-conf {key}: no such key. The keys are {', '.join(_OWN_KEYS)}."
-        for key in unknown
+        for key in sorted(set(given) - {*_OWN_KEYS, *_TORCH_KEYS})
     ]
     host, _, port = parameters.endpoint.strip().rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -89,6 +87,29 @@ def parse_settings(
         problems.append(
             "--rdzv-id: missing. Give the run's name, the same as the coordinator's --run."
         )
+    node, token_file = _find_identity(given, environment, problems)
+    lease_seconds = _find_seconds(given, "lease", _DEFAULT_LEASE_SECONDS, problems)
+    join_key = "join_timeout" if "join_timeout" in given else "timeout"
+    join_seconds = _find_seconds(given, join_key, _JOIN_SECONDS, problems)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return NodeSettings(
+        run=parameters.run_id,
+        node=node,
+        host=host.strip("[]"),
+        port=int(port),
+        address=parameters.local_addr,
+        token_file=Path(token_file),
+        lease_seconds=lease_seconds,
+        join_seconds=join_seconds,
+        fingerprint={"torch": version("torch")},
+    )
+
+
+def _find_identity(
+    given: Mapping[str, object], environment: Mapping[str, str], problems: list[str]
+) -> tuple[str, str]:
+    """The node's index and the file of the run's token: from the arguments, else from the environment."""
     node = str(
         given.get("node")
         or environment.get("EVERGRAD_NODE")
@@ -107,30 +128,19 @@ def parse_settings(
         )
     elif not os.access(token_file, os.R_OK):
         problems.append(f"--rdzv-conf token_file: {token_file} cannot be read.")
-    lease_seconds = _parse_positive(given.get("lease", _DEFAULT_LEASE_SECONDS))
-    if lease_seconds is None:
-        problems.append(
-            f"--rdzv-conf lease: {given['lease']!r} is no number of seconds above zero."
-        )
-    join_key = "join_timeout" if "join_timeout" in given else "timeout"
-    join_seconds = _parse_positive(given.get(join_key, _JOIN_SECONDS))
-    if join_seconds is None:
-        problems.append(
-            f"--rdzv-conf {join_key}: {given[join_key]!r} is no number of seconds above zero."
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
-    return NodeSettings(
-        run=parameters.run_id,
-        node=node,
-        host=host.strip("[]"),
-        port=int(port),
-        address=parameters.local_addr,
-        token_file=Path(token_file),
-        lease_seconds=lease_seconds or _DEFAULT_LEASE_SECONDS,
-        join_seconds=join_seconds or _JOIN_SECONDS,
-        fingerprint={"torch": version("torch")},
-    )
+    return node, token_file
+
+
+def _find_seconds(
+    given: Mapping[str, object], key: str, default: float, problems: list[str]
+) -> float:
+    """Seconds above zero; the default where they are not given, and with a problem where they are wrong."""
+    with contextlib.suppress(ValueError):
+        number = float(str(given.get(key, default)))
+        if 0 < number < math.inf:
+            return number
+    problems.append(f"--rdzv-conf {key}: {given[key]!r} is no number of seconds above zero.")
+    return default
 
 
 class EvergradRendezvousHandler(RendezvousHandler):
@@ -151,7 +161,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
         self._link.loop.start()
         if threading.current_thread() is threading.main_thread():
             # Told by C's handler, so that the coordinator knows before the agent has begun to tear down.
-            signal.set_wakeup_fd(self._link.loop.wakeup_write, warn_on_full_buffer=False)
+            signal.set_wakeup_fd(self._link.loop.wakeup.write_end, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._forget_in_child)
         # An agent that ends by a signal does not call shutdown.
         atexit.register(self._depart)
@@ -204,33 +214,32 @@ class EvergradRendezvousHandler(RendezvousHandler):
                 if state.plan is not None and state.plan.generation > answered:
                     # A fresh store for each plan: whoever still knows an older one cannot reach it.
                     answered = state.plan.generation
-                    self._store = self._open_store() if state.plan.is_member else None
-                    link.answer(
-                        state.plan, port=self._store.port if self._store is not None else 0
-                    )
+                    port = 0
+                    if state.plan.is_member:
+                        address = self._settings.find_address()
+                        self._store = TCPStore(
+                            address, 0, is_master=True, wait_for_workers=False
+                        )
+                        port = self._store.port
+                    else:
+                        self._store = None
+                    link.answer(state.plan, port=port)
                     continue
+                # Bounded, so that the silence of a coordinator is noticed, too.
                 state.changed.wait(_WAIT_SECONDS)
                 silence.check(link.loop.seconds_since_contact(), now=time.monotonic())
             link.take_place(go)
         os.environ["EVERGRAD_GENERATION"] = str(go.generation)
-        return self._build_info(go)
+        bootstrap = RendezvousStoreInfo(go.address, go.port)
+        return RendezvousInfo(
+            _ExitBarrierStore(self._link), go.node_rank, go.num_nodes, bootstrap
+        )
 
     def shutdown(self) -> bool:
         """Called by the agent when it ends without a signal."""
         self._link.report_failure()
         self._depart()
         return True
-
-    def _open_store(self) -> TCPStore:
-        return TCPStore(
-            self._link.loop.find_address(), 0, is_master=True, wait_for_workers=False
-        )
-
-    def _build_info(self, go: "Go") -> RendezvousInfo:
-        bootstrap = RendezvousStoreInfo(go.address, go.port)
-        return RendezvousInfo(
-            _ExitBarrierStore(self._link), go.node_rank, go.num_nodes, bootstrap
-        )
 
     def _forget_in_child(self) -> None:
         if self._is_closed:
@@ -303,11 +312,3 @@ class _ExitBarrierStore(HashStore):
                 self._link.state.changed.wait(_WAIT_SECONDS)
             if self._link.state.end.exit_code != 0:
                 raise SystemExit(self._link.state.end.exit_code)
-
-
-def _parse_positive(value: object) -> float | None:
-    try:
-        number = float(str(value))
-    except ValueError:
-        return None
-    return number if 0 < number < float("inf") else None
