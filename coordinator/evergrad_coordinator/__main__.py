@@ -49,7 +49,7 @@ def log_line(event: str, **fields: object) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Exit code 64 for what argparse cannot read."""
+    """Read the arguments. Raises SystemExit(64) for what argparse cannot read."""
     parser = argparse.ArgumentParser(
         prog="python -m evergrad_coordinator", description=__doc__, allow_abbrev=False
     )
@@ -96,6 +96,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="no group of this run is left from before: wait for none",
     )
+    _add_bounds(parser)
+    try:
+        return parser.parse_args(arguments)
+    except SystemExit as stop:
+        raise SystemExit(ExitCode.USER_ERROR if stop.code else 0) from None
+
+
+def _add_bounds(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that bound something: failures, members and times, with the rules' own defaults."""
     most = Settings.max_failures_without_progress
     parser.add_argument(
         "--max-failures", type=int, default=most, help=f"allowed without progress ({most})"
@@ -113,14 +122,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             metavar="SECONDS",
             help=f"{text} ({default:g})",
         )
-    try:
-        return parser.parse_args(arguments)
-    except SystemExit as stop:
-        raise SystemExit(ExitCode.USER_ERROR if stop.code else 0) from None
 
 
 def find_problems(options: argparse.Namespace) -> list[str]:
-    """All that is wrong with the arguments, in words."""
+    """Name all that is wrong with the arguments, in words."""
     problems = []
     if options.min < 1:
         problems.append(f"--min: {options.min} is below 1. Give at least 1.")
@@ -165,7 +170,7 @@ def find_problems(options: argparse.Namespace) -> list[str]:
 
 
 def build_settings(options: argparse.Namespace, token: str) -> Settings:
-    """Arguments → settings."""
+    """Build the settings of the rules from the arguments."""
     return Settings(
         run=options.run,
         min_nodes=options.min,
@@ -186,7 +191,7 @@ def build_settings(options: argparse.Namespace, token: str) -> Settings:
 async def serve(
     options: argparse.Namespace, settings: Settings, store: GenerationStore, generation: int
 ) -> int:
-    """Until the run is over and all nodes know, or until SIGTERM. Returns the exit code."""
+    """Serve until the run is over and all nodes know, or until SIGTERM. Returns the exit code."""
     # A change of a thousand nodes makes many short-lived objects and no circles: look for those seldom
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -235,8 +240,8 @@ async def serve(
 
 
 async def linger(server: Server, seconds: float, stopped: asyncio.Event) -> None:
-    """For ``seconds``, and until all nodes have hung up, but not for ever: one that was told and stays is not
-    waited for."""
+    """Wait ``seconds``, and until all nodes have hung up, but not for ever: a node that stays is not waited
+    for."""
     until = time.monotonic() + seconds
     at_most = until + 5
     while not stopped.is_set() and time.monotonic() < (
@@ -246,14 +251,14 @@ async def linger(server: Server, seconds: float, stopped: asyncio.Event) -> None
 
 
 def write_address(path: Path, address: dict[str, int]) -> None:
-    """Readers see nothing or all of it."""
+    """Write the file in one piece: readers see nothing or all of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(address) + "\n", encoding="ascii")
     temporary.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command; returns the exit code."""
     options = parse_arguments(arguments)
     problems = find_problems(options)
     try:
@@ -280,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare_generation(store: GenerationStore, first: int) -> int:
-    """The newest number known; the store is brought up to it, so that its next compare-and-set fits."""
+    """Bring the store up to the newest number that is known, so that its next compare-and-set fits."""
     known = store.load()
     if first > known and not store.advance(known, first):
         raise JournalError(

@@ -7,45 +7,28 @@ import asyncio
 import contextlib
 import functools
 import resource
-import socket
 import time
-import typing
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.edge.journal import GenerationStore, JournalError
+from evergrad_coordinator.edge.peer import Limits, Peer
 from evergrad_coordinator.protocol import Beat, Hello, Message, Ping, Pong, decode_from_node
 from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.budget import MAX_FAILURES
 from evergrad_coordinator.rules.group import Group
-from evergrad_coordinator.rules.state import Close, Effect, Finish, Key, Log, Persist, Send
+from evergrad_coordinator.rules.state import Close, Effect, Finish, Log, Persist, Send
 from evergrad_coordinator.secret import is_token
-from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, encode
+from evergrad_coordinator.wire import ProtocolError, encode
 
 _PING = Ping()
 _PING_LINE = encode(_PING).rstrip()
-"""Nearly all that a coordinator ever hears."""
+"""Nearly all messages of a run."""
 _encode_once = functools.lru_cache(maxsize=8)(encode)
 """A plan is the same line for a thousand nodes."""
 LogLine = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one peer, and all that have not said hello, may take."""
-
-    hello_seconds: float = 5.0
-    unknown_peers: int = 1024
-    """Connections that have not said hello; the oldest makes way for one more."""
-    unsent_bytes: int = 1024 * 1024
-    messages: int = 1000
-    """At once; ``messages_per_second`` in the long run."""
-    messages_per_second: float = 100.0
-    closing_seconds: float = 5.0
-    persist_retry_seconds: float = 0.5
-    log_lines_per_second: float = 20.0
 
 
 @dataclass
@@ -59,80 +42,22 @@ class Counters:
     persist_failures: int = 0
 
 
-class Peer(asyncio.Protocol):
-    """One connection: bytes to lines, and nothing that grows without bound."""
+class BoundedLog:
+    """A log with so many lines a second: what a peer can cause at will must not fill a disk."""
 
-    def __init__(self, server: "Server") -> None:
-        self._server = server
-        self._buffer = bytearray()
-        self._transport: asyncio.Transport | None = None
-        self._allowed = float(server.limits.messages)
-        self._allowed_at = time.monotonic()
-        self.number = 0
-        self.has_joined = False
-        self.beats_for: Key | None = None
-        """The node that the process on the other side is beside."""
-        self.connected_at = self._allowed_at
-        self.is_closing = False
+    def __init__(self, log: LogLine, *, lines_per_second: float) -> None:
+        self.say_always = log
+        self._rate = lines_per_second
+        self._left, self._at = lines_per_second, 0.0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
-        self._transport = typing.cast(asyncio.Transport, transport)
-        with contextlib.suppress(OSError):
-            transport.get_extra_info("socket").setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-            )
-        self._server.add(self)
-
-    def data_received(self, data: bytes) -> None:
-        """Take all whole lines."""
-        buffer, start = self._buffer, 0
-        buffer += data
-        while not self.is_closing and (end := buffer.find(b"\n", start)) >= 0:
-            line = bytes(buffer[start:end])
-            start = end + 1
-            self._server.take_line(self, line)
-        if self.is_closing:
-            buffer.clear()
-            return
-        del buffer[:start]
-        if len(buffer) >= MAX_LINE_BYTES:
-            self._server.reject(self, "line_too_long")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
-        self._buffer.clear()
-        self._server.forget(self, "connection closed" if exc is None else type(exc).__name__)
-
-    def is_within_rate(self, now: float, *, burst: int, rate: float) -> bool:
-        """Whether one more message is acceptable."""
-        self._allowed = min(float(burst), self._allowed + (now - self._allowed_at) * rate) - 1
-        self._allowed_at = now
-        return self._allowed >= 0
-
-    def write(self, data: bytes, *, limit: int) -> bool:
-        """False if the peer does not read what it is sent."""
-        if self._transport is None or self._transport.is_closing():
-            return True
-        self._transport.write(data)
-        return self._transport.get_write_buffer_size() <= limit
-
-    def close(self, *, patience: float) -> None:
-        """End it once everything is written, or without that after ``patience`` seconds."""
-        self.is_closing = True
-        if self._transport is None:
-            return
-        self._transport.close()
-        if patience <= 0:
-            self._transport.abort()
-        elif self._transport.get_write_buffer_size():
-            asyncio.get_running_loop().call_later(patience, self._transport.abort)
-
-    @property
-    def host(self) -> str:
-        """Numeric address of the other side."""
-        name = self._transport.get_extra_info("peername") if self._transport else None
-        return str(name[0]) if name else ""
+    def say(self, event: str, **fields: object) -> None:
+        """Write the line, unless there were too many of late."""
+        now = time.monotonic()
+        self._left = min(4 * self._rate, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if self._left >= 1:
+            self.say_always(event, **fields)
+            self._left -= 1
 
 
 class Server:
@@ -153,7 +78,7 @@ class Server:
         """Whether the journal took the newest number."""
         self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._store = store
-        self._log = log
+        self._log = BoundedLog(log, lines_per_second=self.limits.log_lines_per_second)
         self._peers: dict[int, Peer] = {}
         self._unknown: dict[int, Peer] = {}
         self._effects: deque[Effect] = deque()
@@ -162,7 +87,6 @@ class Server:
         self._pong = encode(Pong(self._announced))
         self._timer: asyncio.TimerHandle | None = None
         self._listener: asyncio.Server | None = None
-        self._log_allowance = (self.limits.log_lines_per_second, 0.0)
 
     @property
     def num_connections(self) -> int:
@@ -174,7 +98,9 @@ class Server:
         allow_many_files()
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._report_error)
-        self._listener = await loop.create_server(lambda: Peer(self), host, port, backlog=4096)
+        self._listener = await loop.create_server(
+            lambda: Peer(self, self.limits), host, port, backlog=4096
+        )
         self._tick()
         return int(self._listener.sockets[0].getsockname()[1])
 
@@ -188,14 +114,15 @@ class Server:
             self._listener.close()
         for peer in list(self._peers.values()):
             peer.close(patience=1.0)
+        # One turn of the loop, so that connections without anything unsent are gone.
         await asyncio.sleep(0)
 
     def set_bounds(
         self, min_nodes: int, max_nodes: int, max_failures: int | None = None
     ) -> str:
-        """Whoever owns the run has changed its bounds.
+        """Take other bounds from the owner of the run.
 
-        What is wrong with them, in words; empty if nothing is.
+        Returns what is wrong with them, in words; empty if nothing is.
         """
         most = self.group.settings.max_members
         if not 1 <= min_nodes <= max_nodes <= most:
@@ -219,7 +146,7 @@ class Server:
     # ---- called by peers -----------------------------------------------------------------------------------
 
     def add(self, peer: Peer) -> None:
-        """A new connection."""
+        """Note a new connection."""
         self.counters.connections += 1
         peer.number = self.counters.connections
         self._peers[peer.number] = self._unknown[peer.number] = peer
@@ -227,7 +154,7 @@ class Server:
             self.reject(next(iter(self._unknown.values())), "too_many_connections")
 
     def forget(self, peer: Peer, why: str) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         if self._peers.pop(peer.number, None) is None:
             return
         self._unknown.pop(peer.number, None)
@@ -235,7 +162,7 @@ class Server:
             self._apply(events.on_lost(self.group, peer.number, why, now=time.monotonic()))
 
     def take_line(self, peer: Peer, line: bytes) -> None:
-        """One line from a peer."""
+        """Take one line of a peer."""
         now, limits = time.monotonic(), self.limits
         if not peer.is_within_rate(now, burst=limits.messages, rate=limits.messages_per_second):
             self.reject(peer, "too_many_messages")
@@ -246,6 +173,8 @@ class Server:
             self.reject(peer, "malformed", str(error))
             return
         self.counters.messages += 1
+
+        # A connection is a node's own, or that of the process beside it; its first message says which.
         if isinstance(message, Beat) or peer.beats_for is not None:
             self._take_beat(peer, message, now)
         elif isinstance(message, Hello) == peer.has_joined:
@@ -288,7 +217,7 @@ class Server:
     def reject(self, peer: Peer, reason: str, detail: str = "") -> None:
         """End a connection that breaks the rules."""
         self.counters.rejected[reason] = self.counters.rejected.get(reason, 0) + 1
-        self._log_bounded("rejected", peer=peer.host, reason=reason, detail=detail[:200])
+        self._log.say("rejected", peer=peer.host, reason=reason, detail=detail[:200])
         peer.close(patience=0)
         self.forget(peer, reason)
 
@@ -296,6 +225,7 @@ class Server:
 
     def _apply(self, effects: Iterable[Effect]) -> None:
         self._effects.extend(effects)
+        # While a generation is on its way to the disk all effects wait behind it, in their order.
         if self._persisting is None:
             self._carry_out()
         self._schedule()
@@ -305,13 +235,15 @@ class Server:
             effect = self._effects.popleft()
             match effect:
                 case Send(number, message):
-                    self._send(number, message)
+                    if (peer := self._peers.get(number)) is not None:
+                        self._write(peer, _encode_once(message))
                 case Close(number, why):
-                    self._close(number, why)
+                    if (peer := self._peers.get(number)) is not None:
+                        self._log.say("closed", peer=peer.host, why=why)
+                        peer.close(patience=self.limits.closing_seconds)
                 case Log(event, fields):
-                    self._log(event, **fields) if event in _RARE else self._log_bounded(
-                        event, **fields
-                    )
+                    say = self._log.say_always if event in _RARE else self._log.say
+                    say(event, **fields)
                 case Finish(exit_code):
                     if not self.finished.done():
                         self.finished.set_result(exit_code)
@@ -323,6 +255,7 @@ class Server:
 
     async def _persist(self, expected: int, generation: int) -> None:
         """Everything behind waits: no number is heard before it is durable."""
+        # Without end: this is the only authority, and training goes on meanwhile; /readyz says that it waits.
         while True:
             try:
                 is_ours = await asyncio.to_thread(self._store.advance, expected, generation)
@@ -330,11 +263,11 @@ class Server:
             except (OSError, JournalError) as error:
                 self.is_writable = False
                 self.counters.persist_failures += 1
-                self._log_bounded("journal_failed", error=str(error), newGeneration=generation)
+                self._log.say("journal_failed", error=str(error), newGeneration=generation)
                 await asyncio.sleep(self.limits.persist_retry_seconds)
         self.is_writable = True
         if not is_ours:
-            self._log(
+            self._log.say_always(
                 "superseded",
                 message="another coordinator has taken the next generation: this one ends",
             )
@@ -347,22 +280,9 @@ class Server:
         self._persisting = None
         self._carry_out()
 
-    def _send(self, number: int, message: Message) -> None:
-        peer = self._peers.get(number)
-        if peer is not None:
-            self._write(peer, _encode_once(message))
-
     def _write(self, peer: Peer, data: bytes) -> None:
         if not peer.write(data, limit=self.limits.unsent_bytes):
             self.reject(peer, "does_not_read")
-
-    def _close(self, number: int, why: str) -> None:
-        peer = self._peers.get(number)
-        if peer is not None:
-            self._log_bounded("closed", peer=peer.host, why=why)
-            peer.close(patience=self.limits.closing_seconds)
-
-    # ---- time ----------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -384,30 +304,13 @@ class Server:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_at(at, self._tick)
 
-    # ---- the log -------------------------------------------------------------------------------------------
-
-    def _log_bounded(self, event: str, **fields: object) -> None:
-        """What a peer can cause at will must not fill a disk."""
-        left, at = self._log_allowance
-        now = time.monotonic()
-        left = min(
-            4 * self.limits.log_lines_per_second,
-            left + (now - at) * self.limits.log_lines_per_second,
-        )
-        if left >= 1:
-            self._log(event, **fields)
-            left -= 1
-        self._log_allowance = (left, now)
-
     def _report_error(
         self, loop: asyncio.AbstractEventLoop, context: dict[str, object]
     ) -> None:
         del loop
         self.counters.internal_errors += 1
         error = context.get("exception")
-        self._log_bounded(
-            "internal_error", message=str(context.get("message")), error=repr(error)
-        )
+        self._log.say("internal_error", message=str(context.get("message")), error=repr(error))
 
 
 _RARE = frozenset({"plan", "go", "up", "adopted", "bounds", "finished", "waiting", "empty"})

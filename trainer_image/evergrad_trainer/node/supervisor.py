@@ -162,7 +162,7 @@ class Supervisor:
         return worker
 
     def take(self, report: Report) -> None:
-        """Take a report of the worker group: mostly a message for the coordinator, at times this node's end."""
+        """Take a report of the worker group: most are messages for the coordinator, some end this node."""
         match report:
             case Capacity():
                 self._metrics.set_workers(report.workers)

@@ -134,8 +134,8 @@ class InProcessWorkers:
         """Ask all workers to leave the running group. ``is_only_holder``: no other node holds a state."""
         if order.generation < self._change.generation:
             return
-        self._change = order
-        self._cause, self._detail, self._is_only_holder = cause, detail, is_only_holder
+        self._change, self._is_only_holder = order, is_only_holder
+        self._cause, self._detail = cause, detail
         self._patience.asked_at = time.monotonic()
         # A plan that is told again is answered again: the answer, or the coordinator that heard it, may be
         # lost.
@@ -283,9 +283,8 @@ class InProcessWorkers:
         now = time.monotonic()
         self._starts.start_due(now)
         if self._starts.stop_waiting(now):
-            _log.warning(
-                "only %d workers have started so far: the node joins with them", self.capacity
-            )
+            text = "only %d workers have started so far: the node joins with them"
+            _log.warning(text, self.capacity)
             self._tell(Capacity(self.capacity))
         self._patience.check_clock(now, self._starts.workers.values())
         self._starts.kill_hung(now)
@@ -296,9 +295,8 @@ class InProcessWorkers:
                 worker, now, is_asked=is_asked, is_only_holder=self._is_only_holder
             )
             if why is not None:
-                _log.warning(
-                    "worker %d (pid %d) %s and is replaced", worker.local_rank, worker.pid, why
-                )
+                text = "worker %d (pid %d) %s and is replaced"
+                _log.warning(text, worker.local_rank, worker.pid, why)
                 worker.kill()
 
     def _check_ready(self) -> None:

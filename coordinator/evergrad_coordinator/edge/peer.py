@@ -1,0 +1,114 @@
+"""One connection of the coordinator: bytes to lines, and nothing that grows without bound."""
+
+import asyncio
+import contextlib
+import socket
+import time
+import typing
+from dataclasses import dataclass
+
+from evergrad_coordinator.rules.state import Key
+from evergrad_coordinator.wire import MAX_LINE_BYTES
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one peer, and all that have not said hello, may take."""
+
+    hello_seconds: float = 5.0
+    unknown_peers: int = 1024
+    """Connections that have not said hello; the oldest makes way for one more."""
+    unsent_bytes: int = 1024 * 1024
+    messages: int = 1000
+    """At once; ``messages_per_second`` in the long run."""
+    messages_per_second: float = 100.0
+    closing_seconds: float = 5.0
+    persist_retry_seconds: float = 0.5
+    log_lines_per_second: float = 20.0
+
+
+class PeerOwner(typing.Protocol):
+    """What a connection reports to."""
+
+    def add(self, peer: "Peer") -> None: ...
+    def forget(self, peer: "Peer", why: str) -> None: ...
+    def take_line(self, peer: "Peer", line: bytes) -> None: ...
+    def reject(self, peer: "Peer", reason: str, detail: str = "") -> None: ...
+
+
+class Peer(asyncio.Protocol):
+    """One connection: bytes to lines, and nothing that grows without bound."""
+
+    def __init__(self, server: PeerOwner, limits: Limits) -> None:
+        self._server = server
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._allowed = float(limits.messages)
+        self._allowed_at = time.monotonic()
+        self.number = 0
+        self.has_joined = False
+        self.beats_for: Key | None = None
+        """The node that the process on the other side is beside."""
+        self.connected_at = self._allowed_at
+        self.is_closing = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Join the server's peers."""
+        self._transport = typing.cast(asyncio.Transport, transport)
+        # Messages are small and answered at once: none may wait to be joined by a second one.
+        with contextlib.suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+            )
+        self._server.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand all whole lines to the server."""
+        buffer, start = self._buffer, 0
+        buffer += data
+        while not self.is_closing and (end := buffer.find(b"\n", start)) >= 0:
+            line = bytes(buffer[start:end])
+            start = end + 1
+            self._server.take_line(self, line)
+        if self.is_closing:
+            buffer.clear()
+            return
+        del buffer[:start]
+        # What is left is the beginning of a line: one that never ends would grow for ever.
+        if len(buffer) >= MAX_LINE_BYTES:
+            self._server.reject(self, "line_too_long")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Leave the server's peers."""
+        self._buffer.clear()
+        self._server.forget(self, "connection closed" if exc is None else type(exc).__name__)
+
+    def is_within_rate(self, now: float, *, burst: int, rate: float) -> bool:
+        """Whether one more message is acceptable."""
+        self._allowed = min(float(burst), self._allowed + (now - self._allowed_at) * rate) - 1
+        self._allowed_at = now
+        return self._allowed >= 0
+
+    def write(self, data: bytes, *, limit: int) -> bool:
+        """False if the peer does not read what it is sent."""
+        if self._transport is None or self._transport.is_closing():
+            return True
+        self._transport.write(data)
+        return self._transport.get_write_buffer_size() <= limit
+
+    def close(self, *, patience: float) -> None:
+        """End it once everything is written, or without that after ``patience`` seconds."""
+        self.is_closing = True
+        if self._transport is None:
+            return
+        self._transport.close()
+        if patience <= 0:
+            self._transport.abort()
+        elif self._transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(patience, self._transport.abort)
+
+    @property
+    def host(self) -> str:
+        """Numeric address of the other side."""
+        name = self._transport.get_extra_info("peername") if self._transport else None
+        return str(name[0]) if name else ""
