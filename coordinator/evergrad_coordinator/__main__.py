@@ -33,7 +33,7 @@ _TIMES = {
     "lease": "workers stop so long after their last contact",
     "ready_limit": "for a node to be out of its group",
     "soft_limit": "for a group to reach a step boundary",
-    "up_limit": "for a group to come up, with all that its members restore or hand over",
+    "up_limit": "for a group to come up, counted anew whenever a member's state grows",
     "longest_hold": "that a join waits for a checkpoint",
     "save_patience": "that a join waits for a save in flight",
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from evergrad_coordinator.causes import BreakCause
-from evergrad_coordinator.wire import Bounds, Codec, LongText
+from evergrad_coordinator.wire import MAX_INTEGER, Bounds, Codec, LongText
 
 PROTOCOL_VERSION = 1
 MAX_GENERATION = 2**52
@@ -212,6 +212,18 @@ class Progress(Message):
 
 
 @dataclass(frozen=True)
+class Restoring(Message):
+    """Bytes of state that this node's workers have read or received in a group that is not up yet.
+
+    Said some times a second while the number grows: a start may last long, but not in silence.
+    """
+
+    TYPE = "restoring"
+    generation: Generation
+    num_bytes: Annotated[int, Bounds(0, MAX_INTEGER)]
+
+
+@dataclass(frozen=True)
 class Commit(Message):
     """May ``generation`` still write? Answered by ``permit`` with the same ``request``."""
 
@@ -323,7 +335,8 @@ class Permit(Message):
 
 
 FROM_NODES: tuple[type[Message], ...] = (
-    Hello, Beat, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress, Commit,
+    Hello, Beat, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress,
+    Restoring, Commit,
 )  # fmt: skip
 FROM_COORDINATOR: tuple[type[Message], ...] = (
     Welcome,

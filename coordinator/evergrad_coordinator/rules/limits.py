@@ -57,10 +57,12 @@ def _check_start(group: Group, now: float) -> None:
         or world.is_up
         or world.is_over
         or world.is_broken
-        or now - world.started_at <= limit
+        # Reading or handing over a large state takes its time: silence is what is bounded.
+        or now - max(world.started_at, world.moved_at) <= limit
     ):
         return
     missing = min((name for name, _ in world.places.keys() - world.up), key=node_order)
-    text = f"the group was not complete {limit:g} s after its start: node {missing} was not up"
+    since = "its start" if not world.moved else "the last growth of a member's state"
+    text = f"the group was not complete {limit:g} s after {since}: node {missing} was not up"
     report = Broken(world.generation, "setup_failed", step=group.training.step, message=text)
     break_world(group, Failure(missing, now, report), now=now)

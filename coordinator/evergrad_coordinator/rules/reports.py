@@ -14,6 +14,7 @@ from evergrad_coordinator.protocol import (
     Message,
     Progress,
     Ready,
+    Restoring,
     Result,
     Up,
 )  # fmt: skip
@@ -102,6 +103,14 @@ def _on_up(group: Group, node: Node, message: Up, now: float) -> None:
         group.accounting.end(now=now)
         group.log("up", step=message.step)
         group.change(now)
+
+
+def _on_restoring(group: Group, node: Node, message: Restoring, now: float) -> None:
+    world = _find_world(group, node, message.generation)
+    # Only growth counts: a worker that repeats its number is as silent as one that hangs.
+    if world and not world.is_up and message.num_bytes > world.moved.get(node.key, 0):
+        world.moved[node.key] = message.num_bytes
+        world.moved_at = now
 
 
 def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
@@ -224,4 +233,5 @@ _HANDLERS: dict[type[Message], Callable[[Group, Node, Any, float], None]] = {
     Done: _on_done,
     Result: _on_result,
     Progress: _on_progress,
+    Restoring: _on_restoring,
 }

@@ -143,6 +143,10 @@ class World:
     places: dict[Key, Place]
     started_at: float
     up_at: float | None = None
+    moved_at: float = float("-inf")
+    """When a member last reported that its state grew, while the group was not up."""
+    moved: dict[Key, int] = field(default_factory=dict)
+    """Bytes of state that members have read or received so far."""
     up_step: int = -1
     is_broken: bool = False
     broken_by: str = ""

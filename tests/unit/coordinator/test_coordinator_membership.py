@@ -24,6 +24,7 @@ from evergrad_coordinator.protocol import (
     Plan,
     Progress,
     Refused,
+    Restoring,
     Result,
     Up,
 )
@@ -307,6 +308,29 @@ def test_a_group_that_does_not_come_up_is_planned_anew() -> None:
     assert (
         cluster.group.budget.last and cluster.group.budget.last.report.cause == "setup_failed"
     )
+
+
+def test_a_start_may_last_as_long_as_its_members_report_that_their_state_grows() -> None:
+    cluster, nodes = start_running("012", up_limit_seconds=2)
+    nodes[1].has_answered = False
+    nodes[2].watch_group = lambda: None  # type: ignore[method-assign]
+    nodes[0].die()
+    cluster.run(0.2)
+    nodes[1].get_ready(2)
+    generation = cluster.group.generation
+    assert cluster.condition.reason == "MembersStarting"
+    for number in range(1, 8):
+        nodes[1].say(Restoring(generation, number * 1000))
+        cluster.run(1)
+    assert cluster.group.generation == generation
+
+    # The same number again is no sign that anything moves.
+    for _ in range(3):
+        nodes[1].say(Restoring(generation, 7000))
+        cluster.run(1)
+    assert cluster.group.generation > generation
+    failure = cluster.group.budget.last
+    assert failure and failure.report.cause == "setup_failed"
 
 
 def test_too_few_nodes_leave_their_group_and_wait() -> None:

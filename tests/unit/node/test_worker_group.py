@@ -234,6 +234,27 @@ def test_a_plan_told_again_is_answered_again_and_an_older_one_never(room: Room) 
     assert room.reports.take() == []
 
 
+def test_state_that_reaches_workers_is_reported_while_it_grows_and_until_they_are_up(
+    room: Room, now: list[float]
+) -> None:
+    first, second = room.warm()
+    room.group.change(say.Plan(5, hard=False), cause="test")
+    for worker in (first, second):
+        room.group.hear(worker, say.Ready(5, -1))
+    room.group.begin(go(5))
+    room.reports.take()
+    first.heartbeat.move(1000)
+    second.heartbeat.move(500)
+    room.group.tick()
+    room.group.tick()
+    assert room.reports.take() == [("Restoring", 5, 1500)]
+    first.heartbeat.move(1)
+    for worker in (first, second):
+        room.group.hear(worker, say.Up(5, 0))
+    room.group.tick()
+    assert room.reports.take() == [("Up", 5, 0)]
+
+
 def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room) -> None:
     first, second = room.warm()
     room.group.change(say.Plan(3, hard=False), cause="node_joined", detail="2 nodes are here")

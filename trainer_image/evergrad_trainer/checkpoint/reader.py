@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.checkpoint import files, layout
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import (
@@ -35,6 +36,7 @@ class ShardSource:
             count = os.preadv(self._descriptor, [buffer], offset)
             if count == 0:
                 raise InvalidCheckpointError(f"file {self._name}: ends at byte {offset}")
+            MOVED.note(count)
             buffer = buffer[count:]
             offset += count
 

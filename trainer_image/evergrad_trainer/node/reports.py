@@ -8,7 +8,7 @@ to know the other's methods, and a test reads a list.
 from dataclasses import dataclass
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
-from evergrad_coordinator.protocol import Broken, Capacity, Done, Result, Up
+from evergrad_coordinator.protocol import Broken, Capacity, Done, Restoring, Result, Up
 from evergrad_trainer.worker import channel as say
 
 
@@ -45,6 +45,7 @@ Report = (
     Capacity
     | WorkersReady
     | Up
+    | Restoring
     | Broken
     | say.Result
     | say.Observed

@@ -34,6 +34,7 @@ from evergrad_coordinator.protocol import (
     Plan,
     Ready,
     Refused,
+    Restoring,
     Result,
     Up,
 )
@@ -171,6 +172,8 @@ class Supervisor:
                 self._say_ready(report)
             case Up():
                 self._metrics.set_generation(report.generation)
+                self.conversation.send(report)
+            case Restoring():
                 self.conversation.send(report)
             case Broken():
                 self._take_broken(report)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_coordinator.protocol import Broken, Capacity, Go, Up
+from evergrad_coordinator.protocol import Broken, Capacity, Go, Restoring, Up
 from evergrad_trainer.node.ends import build_broken, describe_lasting_end
 from evergrad_trainer.node.patience import Patience
 from evergrad_trainer.node.reports import Report, WorkersLeft, WorkersReady
@@ -106,6 +106,8 @@ class InProcessWorkers:
         self._answered = -1
         self._inside: Go | None = None
         self._told_up = -1
+        self._told_moved = 0
+        """Bytes of state that were reported of the running group's workers."""
         self._farewell: Farewell | None = None
 
     # ---- what the supervisor says --------------------------------------------------------------------------
@@ -154,6 +156,7 @@ class InProcessWorkers:
             self._tell(Broken(go.generation, "setup_failed", message=message))
             return
         self._inside = go
+        self._told_moved = sum(one.heartbeat.moved_bytes for one in chosen)
         for rank, worker in enumerate(chosen, start=go.first_rank):
             worker.state, worker.inside_generation, worker.rank = "inside", go.generation, rank
             group = (go.generation, rank, go.world_size, go.address, go.port)
@@ -286,6 +289,7 @@ class InProcessWorkers:
             text = "only %d workers have started so far: the node joins with them"
             _log.warning(text, self.capacity)
             self._tell(Capacity(self.capacity))
+        self._report_restoring()
         self._patience.check_clock(now, self._starts.workers.values())
         self._starts.kill_hung(now)
         for worker in self._starts.warm:
@@ -311,6 +315,20 @@ class InProcessWorkers:
         step = max((worker.step for worker in warm), default=-1)
         # As many as it counts: a node that still waits for its second worker brings none.
         self._tell(WorkersReady(generation, self.capacity, step))
+
+    def _report_restoring(self) -> None:
+        """Say how much state has reached the workers of a group that is not up, whenever it is more."""
+        go = self._inside
+        if go is None or self._told_up >= go.generation:
+            return
+        moved = sum(
+            one.heartbeat.moved_bytes
+            for one in self._starts.workers.values()
+            if one.inside_generation == go.generation
+        )
+        if moved > self._told_moved:
+            self._told_moved = moved
+            self._tell(Restoring(go.generation, moved))
 
     def _check_up(self, record: say.Up) -> None:
         """Say up once, when the last of the group's workers is; a group that broke meanwhile is not."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.world import World
 
 _CHUNK_BYTES = 32 * 1024 * 1024
@@ -45,7 +46,10 @@ def feed(state: Mapping[str, torch.Tensor], transfer: StateTransfer, world: Worl
     is_source = world.rank == transfer.source
     for piece in _pieces(state):
         if is_source:
-            world.send(_flatten(piece), to=transfer.stale_rank)
+            flat = _flatten(piece)
+            world.send(flat, to=transfer.stale_rank)
+            # A source moves its state, too: it may have nothing else to show for minutes.
+            MOVED.note(flat.numel() * flat.element_size())
         else:
             _receive(piece, world, source=transfer.source)
 
@@ -112,5 +116,6 @@ def _receive(piece: Mapping[str, torch.Tensor], world: World, *, source: int) ->
     first = next(iter(piece.values()))
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
     world.receive(flat, source=source)
+    MOVED.note(flat.numel() * flat.element_size())
     for tensor, part in zip(piece.values(), flat.split(sizes), strict=True):
         tensor.copy_(part.view_as(tensor))

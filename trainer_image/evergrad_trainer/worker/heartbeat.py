@@ -3,15 +3,18 @@
 import multiprocessing
 import time
 
-_STEP, _SLOT, _BEGUN, _LONGEST = range(4)
+_STEP, _SLOT, _BEGUN, _LONGEST, _MOVED = range(5)
 
 
 class WorkerHeartbeat:
-    """Which step and slot a worker computes, and how long its longest slot took. One writer, one reader."""
+    """Which step and slot a worker computes, how long its longest slot took, and how much state it has moved.
+
+    One writer, one reader.
+    """
 
     def __init__(self) -> None:
         """In the supervisor, before the worker is started."""
-        self._values = multiprocessing.RawArray("d", [-1.0, -1.0, 0.0, 0.0])
+        self._values = multiprocessing.RawArray("d", [-1.0, -1.0, 0.0, 0.0, 0.0])
 
     def beat(self, step: int, slot: int) -> None:
         """The worker is about to compute ``slot`` of ``step``."""
@@ -26,6 +29,15 @@ class WorkerHeartbeat:
                 self._values[_LONGEST], time.monotonic() - self._values[_BEGUN]
             )
         self._values[_BEGUN] = 0.0
+
+    def move(self, num_bytes: int) -> None:
+        """The worker has read or received so many bytes more of a state."""
+        self._values[_MOVED] += num_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of all states so far."""
+        return int(self._values[_MOVED])
 
     @property
     def step(self) -> int:

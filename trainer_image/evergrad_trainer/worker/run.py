@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.checkpoint.generations import claim_exactly, claim_generation
 from evergrad_trainer.distributed import (
     choose_device,
@@ -219,6 +220,7 @@ def _build_alone(
     session.mark("model")
     run = build_run(session, machinery, build_checkpoints(session))
     run.stepper.heartbeat = heartbeat
+    MOVED.report_to(heartbeat.move)
     run.stepper.warm_up(session.world)
     session.mark("warm_up")
     # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a
