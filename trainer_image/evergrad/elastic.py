@@ -108,14 +108,12 @@ class _Worker:
         self._guard: _Guard | None = None
         self._warned: set[str] = set()
         """Names of values that were left out before."""
-        self.generation = self._find_generation()
-
-    def _find_generation(self) -> int:
-        given = os.environ.get(GENERATION_VARIABLE)
+        # Read once: this process is of one generation, whatever the node goes on to write.
+        given, state = os.environ.get(GENERATION_VARIABLE), self.read()
         if given is not None:
-            return int(given)
-        state = self.read()
-        return state.own_generation if state else 0
+            self.generation = int(given)
+        else:
+            self.generation = state.own_generation if state else 0
 
     def read(self) -> NodeState | None:
         """Read the node state; None without one, or when the node has removed it."""
@@ -132,7 +130,9 @@ class _Worker:
         found, left_out = read_values(values)
         for name in [one for one in left_out if one not in self._warned]:
             self._warned.add(name)
-            _warn(f"report(): {left_out[name]}")
+            # A closed or odd stderr must not fail a report.
+            with contextlib.suppress(Exception):
+                print(f"evergrad: report(): {left_out[name]}", file=sys.stderr, flush=True)
         rank = os.environ.get("RANK", "")
         line = _line(
             {
@@ -143,6 +143,7 @@ class _Worker:
             }
         )
         try:
+            # Never waits: a node that is slow must not slow the training down.
             if self._reports is None:
                 self._reports = self.connect(waits=False)
             self._reports.sendall(line)
@@ -216,7 +217,10 @@ class _Guard:
             os.set_blocking(descriptor, False)
         self._take_signal()
         if worker.has_node:
-            self._announce()
+            # The node then lets a change of the group that can wait do so: this worker stops in order.
+            with contextlib.suppress(OSError):
+                self._connection = worker.connect()
+            self._tell("guard")
             threading.Thread(target=self._watch, name="evergrad-guard", daemon=True).start()
 
     def should_stop(self) -> bool:
@@ -237,30 +241,23 @@ class _Guard:
                 file=sys.stderr,
             )
             return
-        previous = signal.signal(signal.SIGTERM, self._handle)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self._is_asked.set()
+            if self._previous is not None:
+                self._previous(number, frame)
+
+        def leave_child() -> None:
+            # A data loader's process must die by SIGTERM as ever, and must not write into our pipe.
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+
+        previous = signal.signal(signal.SIGTERM, handle)
         self._previous = previous if callable(previous) else None
         self._previous_descriptor = signal.set_wakeup_fd(
             self._write_end, warn_on_full_buffer=False
         )
-        os.register_at_fork(after_in_child=self._leave_child)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._is_asked.set()
-        if self._previous is not None:
-            self._previous(number, frame)
-
-    def _leave_child(self) -> None:
-        # A data loader's process must die by SIGTERM as ever, and must not write into our pipe.
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-
-    def _announce(self) -> None:
-        """Tell the node that this worker stops in order, so that a change of the group that can wait does."""
-        try:
-            self._connection = self._worker.connect()
-        except OSError:
-            return
-        self._tell("guard")
+        os.register_at_fork(after_in_child=leave_child)
 
     def _tell(self, kind: str) -> None:
         if self._connection is not None:
@@ -276,6 +273,7 @@ class _Guard:
             return
         if signal.SIGTERM in numbers:
             self._is_asked.set()
+        # The descriptor was somebody else's before, who still waits for all signals.
         if self._previous_descriptor != -1:
             os.write(self._previous_descriptor, numbers)
 
@@ -286,6 +284,8 @@ class _Guard:
             now = time.monotonic()
             if self._asked_at is None and self._is_asked.is_set():
                 self._asked_at = now
+
+            # Without contact for a lease others may train by now: two groups must not write.
             state = self._worker.read()
             if state is not None and now - state.contact > state.lease_seconds:
                 _leave(
@@ -307,11 +307,6 @@ class _Guard:
 def _leave(code: int, why: str) -> None:
     os.write(2, f"evergrad: {why}; leaving with exit code {code}\n".encode())
     os._exit(code)
-
-
-def _warn(text: str) -> None:
-    with contextlib.suppress(Exception):  # a closed or odd stderr must not fail a report
-        print(f"evergrad: {text}", file=sys.stderr, flush=True)
 
 
 def _line(message: dict[str, object]) -> bytes:

@@ -26,47 +26,36 @@ def read_values(values: Mapping[str, object]) -> tuple[dict[str, int | float], d
         value = values.get(name)
         if value is None:
             continue
-        number = (
-            _read_whole(value, least=_LEAST[name]) if name in _LEAST else _read_number(value)
+        number = _read_number(value)
+        if name in _LEAST and number is not None:
+            # A whole number that came as a float, and within what a coordinator takes.
+            is_whole = number == int(number) and _LEAST[name] <= number <= _MAX_WHOLE
+            number = int(number) if is_whole else None
+        if number is not None:
+            found[name] = number if name in _LEAST else float(number)
+            continue
+        # Not the value's own text: that may be long, or be the reason why it cannot be read.
+        shown = (
+            repr(value) if type(value) is float else f"a value of type {type(value).__name__}"
         )
-        if number is None:
-            left_out[name] = (
-                f"{name}: {_describe(value)} is no {'whole' if name in _LEAST else 'finite'} "
-                "number; it is left out"
-            )
-        else:
-            found[name] = number
+        kind = "whole" if name in _LEAST else "finite"
+        left_out[name] = f"{name}: {shown} is no {kind} number; it is left out"
     return found, left_out
 
 
-def _read_whole(value: object, *, least: int) -> int | None:
-    number = _read_plain(value)
-    if isinstance(number, float):
-        number = int(number) if number.is_integer() else None
-    return number if number is not None and least <= number <= _MAX_WHOLE else None
-
-
-def _read_number(value: object) -> float | None:
-    number = _read_plain(value)
-    try:
-        number = None if number is None else float(number)
-    except OverflowError:
-        return None
-    return number if number is not None and math.isfinite(number) else None
-
-
-def _read_plain(value: object) -> int | float | None:
+def _read_number(value: object) -> int | float | None:
+    """A finite number, an int where it is one; None for anything else."""
     try:
         # A tensor, an array or a numpy scalar; more than one element is refused by all of them.
         item = getattr(value, "item", None)
         plain: Any = item() if callable(item) else value
         if isinstance(plain, (bool, str, bytes, bytearray)):
             return None
-        return int(plain) if isinstance(plain, int) else float(plain)
+        # A whole number that no float can hold is none that anybody measures.
+        return (
+            (int(plain) if isinstance(plain, int) else float(plain))
+            if math.isfinite(plain)
+            else None
+        )
     except Exception:  # noqa: BLE001 - an object of the script's: it may raise anything, and training must go on
         return None
-
-
-def _describe(value: object) -> str:
-    """A short name of the value: its own text may be long, or may be the reason why it cannot be read."""
-    return repr(value) if type(value) is float else f"a value of type {type(value).__name__}"

@@ -171,9 +171,9 @@ class CoordinatorClient:
             self._disconnect()
 
     async def _ping(self) -> None:
-        """Also the watchdog.
+        """Ping, and end a connection on which nothing comes.
 
-        It reads the clock after the reader had its turn, so an owner that blocks the loop loses nothing.
+        The clock is read after the reader had its turn, so that an owner that blocks the loop loses nothing.
         """
         misses = 0
         while True:
@@ -188,6 +188,7 @@ class CoordinatorClient:
 
     def _take(self, line: bytes) -> None:
         message = decode_from_coordinator(line)
+        # Contact is counted from the question, not from the answer: that is what the coordinator knows, too.
         self._session_heard_at = time.monotonic()
         if isinstance(message, Pong | Welcome) and self._pings:
             self._contact_at = max(self._pings.popleft(), self._contact_at or 0.0)
@@ -214,9 +215,8 @@ class CoordinatorClient:
         if writer is None or writer.is_closing():
             return False
         writer.write(encode(message))
-        if (
-            writer.transport.get_write_buffer_size() > UNSENT_BYTES
-        ):  # the coordinator hangs: better a new connection
+        # The coordinator hangs: better a new connection.
+        if writer.transport.get_write_buffer_size() > UNSENT_BYTES:
             writer.transport.abort()
             return False
         return True

@@ -1,5 +1,5 @@
-"""Starts and ends a node's ``beat`` process: slowness of the node, which imports, forks and waits for disks,
-is no silence."""
+"""Starts and ends a node's ``beat`` process: a node that is slow, since it imports, forks or waits for disks,
+is not silent."""
 
 import asyncio
 import contextlib
@@ -38,15 +38,14 @@ class Heartbeat:
             stderr=subprocess.DEVNULL,
             cwd="/",  # it keeps no volume busy
         )
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # it has ended already: ``keep`` starts another
+        # One that has ended already is replaced by ``keep``.
+        with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None  # noqa: S101 - a pipe was asked for
             self._process.stdin.write(json.dumps(self._order).encode("ascii") + b"\n")
             self._process.stdin.flush()
 
     async def keep(self) -> None:
-        """Until cancelled: start it anew when it has ended, for example because memory was short."""
+        """Start it anew whenever it has ended, for example because memory was short; until cancelled."""
         while True:
             await asyncio.sleep(_RESTART_SECONDS)
             process = self._process

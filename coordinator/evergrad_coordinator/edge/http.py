@@ -41,17 +41,6 @@ def _find_header(head: bytes, wanted: str) -> str:
     return ""
 
 
-def _body_length(head: bytes) -> int:
-    """What the request's head says of its body, 0 for nothing.
-
-    Raises OSError for a body that is not taken.
-    """
-    value = _find_header(head, "content-length") or "0"
-    if not value.isdecimal() or int(value) > MAX_REQUEST_BYTES:
-        raise OSError("no such body is taken")
-    return int(value)
-
-
 class StatusServer:
     """Answers one request a connection."""
 
@@ -82,14 +71,18 @@ class StatusServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open[writer] = None
         if len(self._open) > MAX_CONNECTIONS:
-            # Whoever asks is answered at once: the oldest is one that does not ask, or does not read.
+            # A question is answered at once: the oldest connection asks nothing, or does not read.
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
-                body = await reader.readexactly(_body_length(head))
+                length = _find_header(head, "content-length") or "0"
+                # Refused before it is read: a body of any length would fill the memory.
+                if not length.isdecimal() or int(length) > MAX_REQUEST_BYTES:
+                    raise OSError("no such body is taken")
+                body = await reader.readexactly(int(length))
                 writer.write(self._answer(head, body))
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -100,6 +93,7 @@ class StatusServer:
                 writer.close()
 
     def _answer(self, head: bytes, content: bytes) -> bytes:
+        """The whole answer to a request; what needs the token is refused before anything is looked up."""
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         path = words[1].partition("?")[0] if len(words) == 3 else ""
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
@@ -121,6 +115,8 @@ class StatusServer:
                 if page
                 else (404, _TEXT, f"there are {', '.join((*self._pages, _BOUNDS))}\n")
             )
+
+        # One request a connection, which ends with its answer: nothing of a caller is kept.
         data = body.encode()
         lines = [
             f"HTTP/1.1 {status} {_REASONS[status]}",

@@ -51,7 +51,7 @@ class MemoryStore:
         return True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to give up."""
 
 
 class FileStore:
@@ -114,6 +114,8 @@ class FileStore:
             return True
         if known != expected:
             return False
+
+        # On the disk under another name first: after a crash the file has the old number or the new one.
         temporary = self._path.with_name(self._path.name + ".tmp")
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
@@ -135,5 +137,5 @@ class FileStore:
         self._unsynced = None
 
     def close(self) -> None:
-        """Let the next one have it."""
+        """Give the lock to the next coordinator."""
         os.close(self._lock)

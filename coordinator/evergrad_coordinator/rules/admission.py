@@ -25,16 +25,32 @@ def refuse(
             "WrongToken",
             "hello.token: not this run's. Give the node the token file that its coordinator was given.",
         )
-    for check in (_find_wrong_run, _find_wrong_values, _find_wrong_kind):
+    for check in (_find_wrong_run, _find_wrong_values):
         if found := check(hello, settings):
             return _build(*found)
-    if fingerprint is not None and (found := _find_difference(hello.fingerprint, fingerprint)):
-        return _build(*found)
+    if hello.recovery != settings.recovery:
+        text = (
+            f"hello.recovery: {hello.recovery}; the group's is {settings.recovery}. Start all nodes of a "
+            "run with one manifest."
+        )
+        return _build("RecoveryDiffers", text)
+
+    # The first member decides: nodes that differ would train another run, or other bits.
+    mine = hello.fingerprint
+    group = mine if fingerprint is None else fingerprint
+    for key in sorted(mine.keys() | group.keys()):
+        if mine.get(key) != group.get(key):
+            ours, theirs = (str(one.get(key, "nothing"))[:MAX_ADDRESS] for one in (mine, group))
+            text = (
+                f"hello.fingerprint.{key[:MAX_NAME]}: {ours}; the group's first member has {theirs}. "
+                "All nodes need the same."
+            )
+            return _build("FingerprintDiffers", text)
     return None
 
 
 def refuse_crowd(settings: Settings) -> Refused:
-    """No place for one more node."""
+    """Build the refusal of one node more than there may be."""
     return _build(
         "TooManyMembers",
         f"hello: the group has {settings.max_members} nodes, spares included. Start fewer.",
@@ -103,26 +119,4 @@ def _find_wrong_values(hello: Hello, settings: Settings) -> tuple[str, str] | No
                 "WrongValue",
                 f"hello.{name}: {shown[:MAX_NAME]} is not allowed; it must be {wanted}. Correct the node.",
             )
-    return None
-
-
-def _find_wrong_kind(hello: Hello, settings: Settings) -> tuple[str, str] | None:
-    if hello.recovery == settings.recovery:
-        return None
-    text = (
-        f"hello.recovery: {hello.recovery}; the group's is {settings.recovery}. Start all nodes of a "
-        "run with one manifest."
-    )
-    return "RecoveryDiffers", text
-
-
-def _find_difference(mine: dict[str, str], group: dict[str, str]) -> tuple[str, str] | None:
-    for key in sorted(mine.keys() | group.keys()):
-        if mine.get(key) != group.get(key):
-            ours, theirs = (str(one.get(key, "nothing"))[:MAX_ADDRESS] for one in (mine, group))
-            text = (
-                f"hello.fingerprint.{key[:MAX_NAME]}: {ours}; the group's first member has {theirs}. "
-                "All nodes need the same."
-            )
-            return "FingerprintDiffers", text
     return None

@@ -1,8 +1,5 @@
-"""How a coordinator takes over a group that it has not begun, and what it believes of nodes it had no contact
-with.
-
-Pure functions.
-"""
+"""How a coordinator takes over a group that it has not begun, and what it assumes of nodes without contact.
+Pure functions."""
 
 from evergrad_coordinator.protocol import Commit, Permit
 from evergrad_coordinator.rules.changes import drop_node
@@ -30,6 +27,7 @@ def try_to_adopt(group: Group, now: float) -> None:
     if rendezvous is None or found is None or found[0] < (world.generation if world else 0):
         return
     generation, places = found
+    # A group that is known to have broken is not taken up again: its members are about to leave it.
     if world and world.is_broken and world.generation == generation:
         return
     group.rendezvous = None
@@ -61,25 +59,19 @@ def answer_commit(group: Group, node: Node, message: Commit) -> None:
     if find_phase(group) is Phase.ADOPTING and group.rendezvous:
         group.rendezvous.commits[node.peer] = message
         return
-    group.send(
-        node.peer,
-        Permit(request=message.request, granted=_may_commit(group, node, message.generation)),
-    )
 
-
-def _may_commit(group: Group, node: Node, generation: int) -> bool:
-    """Whether a generation may still write: the running one unless a hard plan is pending, or what the saver
-    saves."""
-    if group.departures.may_commit(node, generation):
-        return True
-    world = group.world
+    # The running generation may write unless a hard plan is pending; a leaving node may write what it saves.
+    world, generation = group.world, message.generation
     is_running = (
         world is not None
         and not world.is_over
         and world.generation == generation
         and node.key in world.places
     )
-    return is_running and not (group.proposal and group.proposal.hard)
+    is_granted = group.departures.may_commit(node, generation) or (
+        is_running and not (group.proposal and group.proposal.hard)
+    )
+    group.send(node.peer, Permit(request=message.request, granted=is_granted))
 
 
 def _answer_kept(group: Group, rendezvous: Rendezvous, now: float) -> None:

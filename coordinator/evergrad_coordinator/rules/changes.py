@@ -115,6 +115,7 @@ def break_world(group: Group, failure: Failure, *, now: float) -> None:
         return
     report = failure.report
     world.is_broken = True
+    # The first report that names more than a consequence says why; those behind it follow from it.
     if not failure.is_consequence and not world.broken_by:
         world.break_cause = report.cause
         world.broken_by = f"rank {report.rank} of node {failure.node} broke: {report.cause}"
@@ -143,7 +144,10 @@ def finish_if_exhausted(group: Group) -> bool:
 
 
 def announce(group: Group, node: Node, proposal: Proposal) -> None:
-    """Send a node the plan, as far as it concerns it."""
+    """Send a node the plan, as far as it concerns it.
+
+    Workers of another group than the running one have no step boundary to wait for.
+    """
     is_hard = proposal.hard or (node.group > 0 and not has_boundary_ahead(group, node))
     plan = Plan(
         proposal.generation,
@@ -200,11 +204,10 @@ def settle(group: Group, now: float) -> None:
         ending := planning.find_break(group.world, group.nodes.values(), now=now)
     ):
         group.budget.conclude(ending, group.training)
-    if not finish_if_exhausted(group):
-        _begin(group, members, now)
+    if finish_if_exhausted(group):
+        return
 
-
-def _begin(group: Group, members: list[Node], now: float) -> None:
+    # From here on the group exists: what members say of it is heard, and what they said of older ones is not.
     places = planning.assign_places(members)
     group.world = World(group.generation, places, started_at=now)
     group.proposal, group.rendezvous, group.joins = None, None, JoinHold()

@@ -12,7 +12,7 @@ adopting   with the place it had;     waits for the group           waits for th
            newest group cover all
            ranks: running (a lease
            ends it: waiting)
-gathering  all expected: preparing    counts for nothing            may go              ignored: there is none
+rendezvous all expected: preparing    counts for nothing            may go              ignored: there is none
 waiting    enough: preparing          counts for nothing            may go; one saves   ignored
 preparing  member: asked again        planned anew without it       planned anew        ignored
 draining   spare until the next       preparing: nobody waits       planned anew        noted

@@ -9,13 +9,6 @@ from evergrad_coordinator.rules.state import Proposal, node_order
 
 def check_limits(group: Group, now: float) -> None:
     """Drop nodes and break groups whose time is over."""
-    _check_nodes(group, now)
-    if group.proposal:
-        _check_answers(group, group.proposal, now)
-    _check_start(group, now)
-
-
-def _check_nodes(group: Group, now: float) -> None:
     silence, leaving = group.settings.silence_seconds, group.settings.soft_limit_seconds
     for node in list(group.nodes.values()):
         # One that beats is slow, not lost; but its workers stop by themselves when it has said nothing itself
@@ -27,8 +20,14 @@ def _check_nodes(group: Group, now: float) -> None:
         elif node.released_at is not None and now - node.released_at > leaving:
             drop_node(group, node, "told to leave and did not", now)
 
+    # What is left has to answer the plan, and then to come up.
+    if group.proposal:
+        _check_answers(group, group.proposal, now)
+    _check_start(group, now)
+
 
 def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
+    """Drop nodes that do not answer a plan; a group that finds no step boundary is cut off instead."""
     settings, waited = group.settings, now - proposal.made_at
     if waited <= min(settings.ready_limit_seconds, settings.soft_limit_seconds):
         return
@@ -43,6 +42,7 @@ def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
             settings.soft_limit_seconds if is_patient else settings.ready_limit_seconds
         ):
             continue
+        # The plan becomes a hard one: the node itself may be well, and only its step too long.
         if is_patient and group.world:
             group.world.is_broken = True
             group.change(now)
@@ -51,6 +51,7 @@ def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
 
 
 def _check_start(group: Group, now: float) -> None:
+    """Break a group that was told to go and does not come up."""
     world, limit = group.world, group.settings.up_limit_seconds
     if (
         world is None

@@ -1,4 +1,4 @@
-"""Where a run's group stands, as one value computed from what is known. Pure."""
+"""The phase of a run's group, as one value computed from what is known. Pure."""
 
 from enum import Enum
 
@@ -6,12 +6,12 @@ from evergrad_coordinator.rules.group import Group
 
 
 class Phase(Enum):
-    """Exactly one holds. The table of what happens in which stands in ``events``."""
+    """Exactly one holds. ``events`` has the table of what happens in which."""
 
     ADOPTING = "adopting"
     """A group may be running that this coordinator has not seen: its nodes have a lease's time to
     report it."""
-    GATHERING = "gathering"
+    RENDEZVOUS = "rendezvous"
     """No group runs; the nodes expected at the start are waited for."""
     DRAINING = "draining"
     """A plan was announced; the group that runs goes on to its next step boundary."""
@@ -35,7 +35,7 @@ def find_phase(group: Group) -> Phase:
     if group.finished:
         return Phase.OVER
     if rendezvous is not None:
-        return Phase.GATHERING if rendezvous.adopts_until is None else Phase.ADOPTING
+        return Phase.RENDEZVOUS if rendezvous.adopts_until is None else Phase.ADOPTING
     is_alive = world is not None and not world.is_over
     if proposal is not None:
         return Phase.DRAINING if is_alive and not proposal.hard else Phase.PREPARING

@@ -29,8 +29,11 @@ def choose_members(
     planned = frozenset(proposal.members) if proposal else frozenset[Key]()
     if world and world.done:
         remaining = [node for node in candidates if node.key in in_world]
-        candidates = remaining or candidates[: 1 if _is_work_lost(world, candidates) else 0]
+        is_work_lost = not world.places.keys() <= world.done
+        candidates = remaining or candidates[: int(is_work_lost)]
 
+    # Who trains goes on, and a plan that is told again names the same nodes: neither a spare nor a newcomer
+    # with a lower index takes a place away.
     def priority(node: Node) -> tuple[int, tuple[int, int, str]]:
         return (0 if node.key in in_world else 1 if node.key in planned else 2), node_order(
             node.name
@@ -38,10 +41,6 @@ def choose_members(
 
     chosen = sorted(candidates, key=priority)[:max_nodes]
     return tuple(sorted(chosen, key=lambda node: node_order(node.name)))
-
-
-def _is_work_lost(world: World, candidates: Sequence[Node]) -> bool:
-    return bool(candidates) and not world.places.keys() <= world.done
 
 
 def takes_part(node: Node, proposal: Proposal) -> bool:
@@ -106,7 +105,7 @@ def is_growth(world: World, members: Sequence[Node]) -> bool:
 
 
 def assign_places(members: Sequence[Node]) -> dict[Key, Place]:
-    """Consecutive ranks, in the order of ``members``."""
+    """Give out consecutive ranks, in the order of ``members``."""
     places, first = {}, 0
     for node in members:
         workers = node.ready.workers if node.ready else node.workers
@@ -118,7 +117,7 @@ def assign_places(members: Sequence[Node]) -> dict[Key, Place]:
 def build_go(
     generation: int, members: Sequence[Node], places: dict[Key, Place]
 ) -> list[tuple[Node, Go]]:
-    """The messages that start a group; the store is that of its first node."""
+    """Build the messages that start a group; the store is that of its first node."""
     first = members[0]
     if first.ready is None:
         raise ValueError(f"node {first.name}: no store before it is ready")
@@ -151,6 +150,8 @@ def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] 
         node.key: Place(node.had.first_rank, node.had.workers) for node in members if node.had
     }
     sizes = {node.had.world_size for node in members if node.had}
+
+    # A gap is a member that is not here, an overlap two processes that claim one place.
     first = 0
     for place in sorted(places.values(), key=lambda one: one.first_rank):
         if place.first_rank != first or place.workers < 1:
@@ -186,6 +187,8 @@ def choose_saver(
     on with a state."""
     if any(node.step is not None and node.step >= 0 for node in staying):
         return None
+
+    # A state that is not newer than what was saved is in no danger.
     newest = max((node.step for node in leavers if node.step is not None), default=-1)
     if newest < 0 or newest <= saved_step:
         return None
@@ -208,6 +211,7 @@ def describe_change(
 ) -> tuple[ChangeCause, str]:
     """Cause and reason (for people) of a plan that makes ``members`` out of ``world``."""
     nodes = list(nodes)
+    # In the order of what weighs more: a loss explains a break, and a break a change of capacity.
     if world is None or world.is_over:
         return "node_joined", f"{len(members)} nodes are here"
     if lost := find_lost(world, nodes):

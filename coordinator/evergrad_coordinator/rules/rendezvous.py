@@ -31,6 +31,7 @@ class Rendezvous:
                 node.is_leaving or node.group for node in nodes
             )
             return self.adopts_until if is_useful else float("inf")
+        # A node that is in a group has waited already, and trains on nothing meanwhile.
         if num_candidates >= settings.expect or any(node.group for node in nodes):
             return float("-inf")
         if num_candidates < settings.min_nodes or self.first_seen is None:

@@ -103,8 +103,9 @@ def _is_settled(group: Group, members: tuple[Node, ...], now: float) -> bool:
 def _holds_growth(group: Group, now: float) -> bool:
     """Whether new members wait: for the start that is under way, or with fresh workers for a checkpoint."""
     world, settings = group.world, group.settings
+    # A group that is coming up is not disturbed; ``up`` asks for a review.
     if world is None or not world.is_up:
-        return True  # ``up`` asks for a review
+        return True
     if (
         not settings.hold_joins
         or settings.recovery != "fresh"
@@ -150,6 +151,7 @@ def _wait_until(group: Group, members: tuple[Node, ...], now: float) -> float:
 
 
 def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
+    """Announce a group of ``members`` under a new number, and begin it at once if all are ready."""
     world, nodes = group.world, group.nodes.values()
     cause, reason = planning.describe_change(world, members, nodes)
     has_trained = (
@@ -166,6 +168,7 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     group.effects.append(Persist(group.stored_generation, group.generation))
     group.stored_generation = group.generation
 
+    # Whom the group waits for: its members, and whoever may still train or hold the newest state.
     keys = tuple(node.key for node in members)
     waits_for = set(keys) | {node.key for node in nodes if _must_be_asked(group, node)}
     is_hard = planning.must_be_hard(world, nodes)

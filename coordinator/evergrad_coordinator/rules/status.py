@@ -42,9 +42,10 @@ def describe_condition(group: Group, *, now: float) -> Condition:
     """Phase (Waiting, Starting, Running, Draining, Complete, Stopped, Failed), reason and message."""
     if group.finished:
         end = group.finished
-        return Condition(
-            _PHASES.get(end.exit_code, "Failed"), _camel_reason(end.reason), end.message
-        )
+        # Nodes give reasons in words of their own; in a status a reason is one word in CamelCase.
+        words = end.reason.replace("-", " ").replace("_", " ").split()
+        reason = "".join(word[:1].upper() + word[1:] for word in words)
+        return Condition(_PHASES.get(end.exit_code, "Failed"), reason, end.message)
     if group.nodes and group.fence_until > now:
         text = "no node of the last group is left: its workers stop by themselves when their lease ends"
         return Condition("Waiting", "WaitingForLease", text)
@@ -53,13 +54,6 @@ def describe_condition(group: Group, *, now: float) -> Condition:
     if group.world and not group.world.is_over and group.nodes and not group.rendezvous:
         return _describe_world(group)
     return _describe_wait(group, now)
-
-
-def _camel_reason(reason: str) -> str:
-    return "".join(
-        part[:1].upper() + part[1:]
-        for part in reason.replace("-", " ").replace("_", " ").split()
-    )
 
 
 def _describe_world(group: Group) -> Condition:

@@ -18,7 +18,6 @@ from evergrad_coordinator.edge.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import Beat
 from evergrad_manifest.training import Metrics
 from evergrad_trainer import torch_private
-from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.node.fresh import FreshWorkers
 from evergrad_trainer.node.log import speaking_as, warn_of_silence
 from evergrad_trainer.node.metrics import NodeMetrics
@@ -139,8 +138,14 @@ async def _serve_in_process(
 ) -> int:
     supervisor = Supervisor(settings, metrics=metrics)
     captures = _captures(settings)
+    stream = open_plan(plan).data.train
+
+    def describe_place(step: int, slot: int) -> str:
+        # A person must find out why a worker died on these samples.
+        return ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
 
     def start(local_rank: int, serial: int) -> Worker:
+        # Workers that replace others did not live through the command's start.
         own = plan if serial <= num_workers else started_later(plan)
         target = functools.partial(
             run_worker, own, node=int(settings.node), local_rank=local_rank
@@ -154,7 +159,7 @@ async def _serve_in_process(
         start,
         num_workers=num_workers,
         report=supervisor.take,
-        describe_place=functools.partial(_describe_place, open_plan(plan).data.train),
+        describe_place=describe_place,
         bounds=Bounds(
             _SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)
         ),
@@ -206,11 +211,6 @@ def _captures(settings: NodeSettings) -> Captures:
     """A bar is drawn by rank 0 itself, which needs the terminal; a command's only node prints where the
     command would."""
     return "stderr" if settings.is_only_node or sys.stdout.isatty() else "both"
-
-
-def _describe_place(stream: TrainingStream, step: int, slot: int) -> str:
-    """The samples of a slot, for whoever must find out why a worker died on them."""
-    return ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
 
 
 def build_metrics(metrics: Metrics, settings: NodeSettings) -> NodeMetrics:
