@@ -1,5 +1,4 @@
-"""A node's side of the conversation with its coordinator: says things, and says again what may have found
-nobody who listened."""
+"""A node's side of the conversation with its coordinator. What may have been lost is said again."""
 
 import asyncio
 import logging
@@ -77,6 +76,7 @@ class Conversation:
         A refusal may be of this moment: it is asked again.
         """
         await self._client.run()
+        # Another place in the crowd, or a token that is mounted late: it may be let in a moment later.
         while not is_over() and 0 < self.num_refusals <= len(_REFUSED_SECONDS):
             await asyncio.sleep(_REFUSED_SECONDS[self.num_refusals - 1])
             self._client = self._new_client()

@@ -48,7 +48,7 @@ def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:
 
 
 def write_termination_message(path: Path | None, kind: ErrorKind, text: str) -> None:
-    """Leave the root cause where Kubernetes looks for it. A node that cannot is none the worse."""
+    """Leave the root cause where Kubernetes looks for it; a node that cannot goes on without."""
     if path is not None and text:
         with contextlib.suppress(OSError):
             path.write_bytes(encode_termination(kind, text))

@@ -19,13 +19,13 @@ from evergrad_trainer.distributed import count_accelerators
 TASK = "task"
 """Name of the hash of a task of the user's own."""
 IMAGE_DIGEST_VARIABLE = "EVERGRAD_IMAGE_DIGEST"
-"""Environment of a node: the digest of its image, where whoever starts it knows it."""
+"""Environment of a node: the digest of its image, where that is known."""
 _CODE = (".py", ".sh", ".yaml", ".yml", ".toml")
 """Endings of arguments that are read as part of a script; what a script writes has other ones."""
 
 
 def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
-    """What this node has. ``base_directory``: what relative paths of the manifest are relative to."""
+    """Collect what this node has. ``base_directory``: what relative paths of the manifest are relative to."""
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     found = {
         "torch": str(torch.__version__),
@@ -50,17 +50,12 @@ def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
 def hash_script(script: Script, base_directory: Path) -> str:
     """A hash of the files that the command names and of the modules beside them that they import, directly or
     not."""
-    folder, roots = _find_roots(script, base_directory)
-    return hash_sources(roots, folder)
-
-
-def _find_roots(script: Script, base_directory: Path) -> tuple[Path, list[Path]]:
-    """The folder whose modules count, and the files that the command names."""
     program, working = script.program, working_directory_of(script, base_directory)
     path = program_path(script.program, base_directory)
     roots = [working / word for word in program.arguments if word.endswith(_CODE)]
+    # Modules are looked for where Python would: beside the file, else in the working directory.
     if path is not None:
-        return path.parent, [path, *existing(roots)]
+        return hash_sources([path, *existing(roots)], path.parent)
     if program.kind == "module":
         roots += files_of_module(working, [*program.name.split("."), "__main__"])
-    return working, list(existing(roots))
+    return hash_sources(list(existing(roots)), working)

@@ -99,6 +99,7 @@ class FreshWorkers:
     def begin(self, go: Go) -> None:
         """Start this generation's workers with torchrun's variables."""
         self._go, self._ends, self._is_stopping, self._kill_at = go, {}, False, None
+        # Each generation has its own processes: what an older one left behind cannot reach the new group.
         for local_rank in range(go.workers):
             self._serial += 1
             worker = self._start_process(local_rank, self._serial, _variables(go, local_rank))
@@ -149,6 +150,8 @@ class FreshWorkers:
             worker, exit_code, was_asked=self._is_stopping, world_size=world_size
         )
         self._ends[worker.local_rank] = end
+
+        # An end that was asked for says whether the state is saved; any other breaks the group.
         if end.why is Why.ASKED:
             self._are_saved = self._are_saved and end.is_saved
         elif end.why in (Why.FAILED, Why.LEASE_LOST) and self._go is not None:
@@ -192,6 +195,7 @@ class FreshWorkers:
         self._check_gone()
         if self._is_ending or go is None:
             return
+        # What the node says depends on all of its workers: one that failed outweighs the others.
         whys = {end.why for end in ends}
         if whys == {Why.DONE}:
             self._tell(Done(go.generation))

@@ -104,6 +104,8 @@ class LocalCoordinator:
         if self.process is None:
             # The first one of this run: no group is left from before.
             command.append("--nothing-runs")
+
+        # It dies with this process: a coordinator that is left behind would hold the run's lock.
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         with settings.log.open("ab") as log:
@@ -115,6 +117,8 @@ class LocalCoordinator:
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 - no other thread of the launcher holds a lock
             )
+
+        # It listens once the file is there, which appears in one piece.
         deadline = time.monotonic() + _START_SECONDS
         while not self._file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -215,10 +219,18 @@ class LocalNodes:
         sys.stdout.flush()
         sys.stderr.flush()
         self.starts[index] += 1
+        parent = os.getpid()
+
+        def be_node() -> None:
+            die_with_parent(parent)
+            # Out of the terminal's foreground group: Ctrl-C reaches the launcher alone.
+            os.setpgid(0, 0)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            run_and_exit(lambda: self.main(index))
+
         process = multiprocessing.get_context("fork").Process(
-            target=_node_main,
-            args=(self.main, index, os.getpid()),
-            name=f"evergrad-node-{index}",
+            target=be_node, name=f"evergrad-node-{index}"
         )
         process.start()
         self.ended.pop(index, None)
@@ -231,6 +243,7 @@ class LocalNodes:
             code = node.process.exitcode
             if code is None:
                 continue
+            # Noted first, and replaced a while later: its peers are to see that it is gone.
             if node.lost_at is None:
                 node.process.join()
                 node.lost_at = now
@@ -304,6 +317,7 @@ def run_local(
     at once. ``on_tick`` is called some times a second, for whoever wants to disturb.
     """
     stops = _Stops()
+    # What is here is shared with the nodes that are forked: the collector must not write to its pages.
     gc.freeze()
     gc.enable()
     try:
@@ -331,6 +345,7 @@ def run_local(
         )
         return int(ExitCode.STOPPED_UNSAVED)
     finally:
+        # From here on nothing may interrupt: processes would be left behind.
         stops.disarm()
         nodes.close()
         coordinator.close()
@@ -383,12 +398,3 @@ def combine_node_codes(ended: dict[int, int]) -> int:
         if code in codes:
             return int(code)
     return int(ExitCode.INTERNAL)
-
-
-def _node_main(main: Callable[[int], int], index: int, parent: int) -> None:
-    die_with_parent(parent)
-    # Out of the terminal's foreground group: Ctrl-C reaches the launcher alone, which passes it on once.
-    os.setpgid(0, 0)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    run_and_exit(lambda: main(index))

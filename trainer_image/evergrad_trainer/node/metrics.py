@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class NodeMetrics:
-    """Hears what the node's workers and its supervisor tell; serves it where there is an exporter."""
+    """Collects the reports of the node's workers and of its supervisor; serves them where there is an exporter."""
 
     def __init__(
         self,
@@ -58,7 +58,20 @@ class NodeMetrics:
             self._checkpoint_step = version.step if version else None
         elif kind == "step_end":
             self._rate.add(record["tokens"], first_seconds=record["step_seconds"])
-            self.progress = self._describe(record)
+            step, per_second = int(record["step"]), self._rate.per_second
+            left = None
+            if self._total_steps is not None and per_second:
+                left = (self._total_steps - step) * record["tokens"] / per_second
+            self.progress = Progress(
+                generation=int(record["generation"]),
+                step=step,
+                total_steps=self._total_steps,
+                # A loss that is no number is no reason to keep the step from being seen.
+                loss=read_values(record)[0].get("loss"),
+                tokens_per_second=per_second,
+                eta_seconds=left,
+                checkpoint_step=self._checkpoint_step,
+            )
 
     def report(self, report: Mapping[str, object]) -> Progress | None:
         """A script's own report, of whatever values; the progress it makes, or None where it is not rank 0's, or has no step."""
@@ -119,23 +132,6 @@ class NodeMetrics:
     def _with(self, act: Callable[["_Series"], object]) -> None:
         if self._series is not None:
             act(self._series)
-
-    def _describe(self, record: dict[str, Any]) -> Progress:
-        step, per_second = int(record["step"]), self._rate.per_second
-        left = (
-            None
-            if self._total_steps is None or not per_second
-            else (self._total_steps - step) * record["tokens"] / per_second
-        )
-        return Progress(
-            generation=int(record["generation"]),
-            step=step,
-            total_steps=self._total_steps,
-            loss=read_values(record)[0].get("loss"),
-            tokens_per_second=per_second,
-            eta_seconds=left,
-            checkpoint_step=self._checkpoint_step,
-        )
 
 
 class _Series:

@@ -32,7 +32,12 @@ class WorkerOutput:
 
         A file that cannot be opened is done without, since training can be.
         """
-        self._file = _open(path)
+        self._file: IO[bytes] | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            _log.warning("what a worker prints goes into no file; %s", error)
         self._descriptor = descriptor
         self._node = node
         self._rank = rank
@@ -55,12 +60,14 @@ class WorkerOutput:
             if not data:
                 self.close()
                 return
+            # The file is a convenience: a full volume must not end training.
             if self._file is not None:
-                with contextlib.suppress(OSError):  # a full volume must not end training
+                with contextlib.suppress(OSError):
                     self._file.write(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._show(line)
+            # A line without an end would grow for ever.
             if len(self._rest) > _LONGEST_LINE:
                 self._show(self._rest)
                 self._rest = b""
@@ -75,7 +82,8 @@ class WorkerOutput:
         if self._rest:
             self._show(self._rest)
         if self._file is not None:
-            with contextlib.suppress(OSError):  # where a volume tells of its trouble last
+            # A volume may report its trouble only now.
+            with contextlib.suppress(OSError):
                 self._file.close()
 
     def _show(self, line: bytes) -> None:
@@ -84,17 +92,7 @@ class WorkerOutput:
         if self._is_forwarded:
             rank = self._rank()
             where = f"node {self._node} rank {rank}" if rank >= 0 else f"node {self._node}"
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # nobody reads this node's stderr any more: no reason to end
+            # Nobody may read this node's stderr any more, which is no reason to end.
+            with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(f"[{where}] {text}\n")
                 sys.stderr.flush()
-
-
-def _open(path: Path) -> IO[bytes] | None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab", buffering=0)
-    except OSError as error:
-        _log.warning("what a worker prints goes into no file; %s", error)
-        return None

@@ -1,5 +1,4 @@
-"""The processes of a node's workers as its event loop sees them: what they say, what they print, and their
-ends."""
+"""The processes of a node's workers as its event loop sees them: records, output and ends."""
 
 import asyncio
 import contextlib
@@ -61,6 +60,7 @@ class WorkerProcesses:
             asyncio.get_running_loop().remove_reader(worker.channel.socket)
 
     def _reap(self, worker: Worker) -> None:
+        # In this order: what it started ends with it, its last words are read, then its end is judged.
         loop = asyncio.get_running_loop()
         worker.process.join()
         self._pids.discard(worker.pid)

@@ -79,6 +79,7 @@ def run_script(
     os.environ.pop("PYTHONSAFEPATH", None)
     os.chdir(working_directory_of(script, base_directory))
     program = script.program
+    # From here on this process is the script: nothing of the node runs in it but the channel.
     if program.kind == "executable" or not is_warm:
         command = worker_command(script, base_directory=base_directory, python=sys.executable)
         os.execvp(command[0], command)
@@ -93,7 +94,13 @@ def run_script(
             sys.argv = [path, *program.arguments]
             runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:
-        return _exit_code(stop)
+        # As Python itself ends: None is success, and a text is printed and a failure.
+        if stop.code is None:
+            return int(ExitCode.DONE)
+        if isinstance(stop.code, int):
+            return stop.code
+        print(stop.code, file=sys.stderr)
+        return 1
     except BaseException as error:  # noqa: BLE001 - the user's own error: told to the supervisor, printed, and an exit code
         traceback.print_exc()
         _tell(channel, error, world_size=world_size)
@@ -111,6 +118,7 @@ def can_fork() -> str | None:
 
 
 def _tell(channel: Channel, error: BaseException, *, world_size: int) -> None:
+    """Report the error that ended the script, with its kind and its last frames."""
     text = "".join(traceback.format_exception(error)[-_LAST_FRAMES:])[-MAX_TEXT:]
     said = fit_text(f"{error}\n{text}")
     kind = kind_of_script_error(error)

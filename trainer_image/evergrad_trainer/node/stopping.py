@@ -77,6 +77,7 @@ class StopRequests:
             if not select.select([self._read_end], [], [], timeout)[0]:
                 self._end_at_once("its time is over")
                 continue
+            # Zero is ``uninstall``; other signals, such as the end of a child, are written here, too.
             for number in os.read(self._read_end, 64):
                 if number == 0:
                     return

@@ -36,7 +36,7 @@ class TaskWatch:
         task.add_done_callback(note_end)
 
     def call(self, act: Callable[..., None], *arguments: object) -> None:
-        """Do what the event loop calls for, which would only log an error."""
+        """Call ``act`` and report its error: the event loop itself would only log it."""
         try:
             act(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, the owner ends with it as its reason

@@ -24,6 +24,8 @@ StartMethod = Literal["fork", "forkserver", "spawn"]
 Captures = Literal["nothing", "stderr", "both"]
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_FOREIGN = ("anon_inode:[eventpoll]", "anon_inode:[pidfd]")
+"""Descriptors of a node's event loop, besides its sockets."""
 
 
 class Target(Protocol):
@@ -117,6 +119,7 @@ def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, 
     """Start one worker; ``variables`` are set in its environment."""
     ours, theirs = channel_pair()
     heartbeat = WorkerHeartbeat()
+    # The write end goes to the worker alone: the pipe ends with the last process that holds it.
     read_end, write_end = os.pipe() if order.captures != "nothing" else (None, None)
     context = multiprocessing.get_context(order.method)
     output = None if write_end is None else _Descriptor(write_end)
@@ -124,6 +127,7 @@ def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, 
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
         target=_worker_main, args=(start,), name=f"evergrad-worker-{order.local_rank}"
     )
+    # A fork copies what is not written yet, and would write it again.
     sys.stdout.flush()
     sys.stderr.flush()
     process.start()
@@ -172,6 +176,7 @@ def _take_descriptor(passed: _Passed) -> _Descriptor:
 
 
 def _worker_main(start: _Start) -> None:
+    # First of all: a worker whose node is gone already must not live on.
     if start.order.method == "forkserver":
         die_with_client()
     else:
@@ -187,16 +192,17 @@ def _worker_main(start: _Start) -> None:
         )
     )
     os.environ.update(start.variables)
-    run_and_exit(lambda: _run_target(start))
 
+    def run() -> int:
+        # Inside ``run_and_exit``, which prints an error where the worker's output goes.
+        if start.output is not None:
+            if start.order.captures == "both":
+                os.dup2(start.output.number, 1)
+            os.dup2(start.output.number, 2)
+            os.close(start.output.number)
+        return start.target(start.channel, start.heartbeat)
 
-def _run_target(start: _Start) -> int:
-    if start.output is not None:
-        if start.order.captures == "both":
-            os.dup2(start.output.number, 1)
-        os.dup2(start.output.number, 2)
-        os.close(start.output.number)
-    return start.target(start.channel, start.heartbeat)
+    run_and_exit(run)
 
 
 def _forget_parent(*, keep: tuple[int | None, ...]) -> None:
@@ -209,19 +215,13 @@ def _forget_parent(*, keep: tuple[int | None, ...]) -> None:
             signal.SIG_IGN if number in (signal.SIGTERM, signal.SIGINT) else signal.SIG_DFL,
         )
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > 2 and descriptor not in keep and _is_foreign(descriptor):
-            os.close(descriptor)
-
-
-def _is_foreign(number: int) -> bool:
-    try:
-        kind = os.readlink(f"/proc/self/fd/{number}")
-    except OSError:
-        return False
-    return kind.startswith("socket:") or kind in (
-        "anon_inode:[eventpoll]",
-        "anon_inode:[pidfd]",
-    )
+        if descriptor <= 2 or descriptor in keep:
+            continue
+        # The descriptor by which the folder itself was listed is closed by now.
+        with contextlib.suppress(OSError):
+            kind = os.readlink(f"/proc/self/fd/{descriptor}")
+            if kind.startswith("socket:") or kind in _FOREIGN:
+                os.close(descriptor)
 
 
 def name_process(name: str) -> None:
@@ -244,16 +244,12 @@ def end_orphans(*, known: Collection[int]) -> None:
     They are told from this process's own helpers by their process group, which is that of the worker they
     come from.
     """
-    for child in _children():
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text("ascii")
+    except OSError:
+        return
+    for child in map(int, text.split()):
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             if child not in known and os.getpgid(child) != os.getpgrp():
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, os.WNOHANG)
-
-
-def _children() -> list[int]:
-    try:
-        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text("ascii")
-    except OSError:
-        return []
-    return [int(word) for word in text.split()]

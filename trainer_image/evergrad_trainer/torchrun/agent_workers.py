@@ -1,4 +1,4 @@
-"""The workers of a torchrun agent, seen from outside: torch tells a rendezvous handler nothing of them.
+"""The workers of a torchrun agent, seen from outside: a rendezvous handler gets no word of them from torch.
 
 Linux only: ``/proc`` shows the agent's children with their variables, and a pidfd tells the end of one before
 the agent collects it. Elsewhere nothing is known of a worker's end, and the failure is still reported,
@@ -6,6 +6,7 @@ without its cause.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ _TAIL_BYTES = 16 * 1024
 
 
 def say(text: str) -> None:
-    """Tell whoever looks at the agent's output."""
+    """Print a line for people who look at the agent's output."""
     print(f"evergrad: {text}", file=sys.stderr, flush=True)
 
 
@@ -102,7 +103,12 @@ class WorkerWatch:
         """Look for the workers that the agent is starting now, until all are found."""
         until = time.monotonic() + _FIND_SECONDS
         while time.monotonic() < until:
-            for process in _list_children():
+            # Children of every thread of the agent: which one starts the workers is torch's business.
+            children: list[int] = []
+            with contextlib.suppress(OSError):
+                for listed in Path("/proc/self/task").glob("*/children"):
+                    children += [int(number) for number in listed.read_text().split()]
+            for process in children:
                 if process not in self._seen:
                     self._try_watch(process)
             if 0 < self._expected <= len(self._seen):
@@ -117,7 +123,11 @@ class WorkerWatch:
         self._living.clear()
 
     def _try_watch(self, process: int) -> None:
-        variables = _read_variables(process)
+        try:
+            text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace")
+        except OSError:
+            return
+        variables = dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
         # Until it has become the worker's program, a child shows the agent's variables.
         if variables.get("MASTER_PORT") != str(self._port) or "LOCAL_RANK" not in variables:
             return
@@ -133,14 +143,20 @@ class WorkerWatch:
     def _note_end(self, descriptor: int) -> None:
         _, variables = self._living.pop(descriptor)
         asyncio.get_running_loop().remove_reader(descriptor)
-        exit_code = _peek_exit_code(descriptor)
+        # WNOWAIT leaves the process for the agent to collect; if that was quicker, the code is lost to us.
+        exit_code: int | None = None
+        with contextlib.suppress(ChildProcessError, AttributeError):
+            end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is not None:
+                is_own = end.si_code == os.CLD_EXITED
+                exit_code = end.si_status if is_own else -end.si_status
         os.close(descriptor)
-        end = SeenEnd(
+        seen = SeenEnd(
             rank=int(variables.get("RANK", -1)), exit_code=exit_code, at=time.monotonic()
         )
         if exit_code != 0:
-            end = replace(end, message=read_message(variables.get("TORCHELASTIC_ERROR_FILE")))
-        self._on_end(end)
+            seen = replace(seen, message=read_message(variables.get("TORCHELASTIC_ERROR_FILE")))
+        self._on_end(seen)
 
 
 def read_message(error_file: str | None) -> str:
@@ -160,32 +176,3 @@ def read_message(error_file: str | None) -> str:
     except OSError:
         return ""
     return next((line for line in reversed(lines) if line.strip()), "")
-
-
-def _peek_exit_code(descriptor: int) -> int | None:
-    # WNOWAIT leaves the process for the agent to collect; if it was quicker, the code is lost to us.
-    try:
-        result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except (ChildProcessError, AttributeError):
-        return None
-    if result is None:
-        return None
-    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
-def _list_children() -> list[int]:
-    found: list[int] = []
-    try:
-        for children in Path("/proc/self/task").glob("*/children"):
-            found += [int(number) for number in children.read_text().split()]
-    except OSError:
-        pass
-    return found
-
-
-def _read_variables(process: int) -> dict[str, str]:
-    try:
-        text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
