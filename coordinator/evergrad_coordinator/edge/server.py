@@ -114,7 +114,6 @@ class Server:
             self._listener.close()
         for peer in list(self._peers.values()):
             peer.close(patience=1.0)
-        # One turn of the loop, so that connections without anything unsent are gone.
         await asyncio.sleep(0)
 
     def set_bounds(

@@ -154,8 +154,6 @@ class Supervisor:
             stops.uninstall()
         return self._end.write()
 
-    # ---- workers -------------------------------------------------------------------------------------------
-
     def adopt(self, worker: Worker) -> Worker:
         """Listen to a worker that was just started."""
         self._processes.watch(worker)
@@ -230,8 +228,6 @@ class Supervisor:
     def reported(self, report: dict[str, object]) -> None:
         """A script says where it is, in whatever values; only the world's rank 0 speaks for the run."""
         self._tasks.call(self._records.take_report, report)
-
-    # ---- the coordinator -----------------------------------------------------------------------------------
 
     async def _converse(self) -> None:
         if not await self.conversation.converse(is_over=self._end.over.is_set):

@@ -57,6 +57,33 @@ class Bounds:
     timeout_seconds: float
 
 
+class Entry:
+    """Workers on their way into one group."""
+
+    def __init__(self, go: Go, workers: Sequence[Worker]) -> None:
+        self.go = go
+        self._workers = workers
+        self._moved = sum(one.heartbeat.moved_bytes for one in workers)
+        """Bytes of state that were reported, those of groups before included."""
+        self._is_up = False
+
+    def find_up(self, record: say.Up) -> Up | None:
+        """The word that all are in, once: when the last worker is."""
+        generation = self.go.generation
+        if self._is_up or any(one.up_generation < generation for one in self._workers):
+            return None
+        self._is_up = True
+        return Up(generation, record.step)
+
+    def find_growth(self) -> Restoring | None:
+        """The bytes of state that have reached the workers, where they are more and not all are in yet."""
+        moved = sum(one.heartbeat.moved_bytes for one in self._workers)
+        if self._is_up or moved <= self._moved:
+            return None
+        self._moved = moved
+        return Restoring(self.go.generation, moved)
+
+
 class Farewell:
     """Workers on their way out of the run, of which at most one saves the state."""
 
@@ -105,9 +132,7 @@ class InProcessWorkers:
         self._is_only_holder = False
         self._answered = -1
         self._inside: Go | None = None
-        self._told_up = -1
-        self._told_moved = 0
-        """Bytes of state that were reported of the running group's workers."""
+        self._entry: Entry | None = None
         self._farewell: Farewell | None = None
 
     # ---- what the supervisor says --------------------------------------------------------------------------
@@ -155,8 +180,7 @@ class InProcessWorkers:
             message = "a worker was lost before the group began"
             self._tell(Broken(go.generation, "setup_failed", message=message))
             return
-        self._inside = go
-        self._told_moved = sum(one.heartbeat.moved_bytes for one in chosen)
+        self._inside, self._entry = go, Entry(go, chosen)
         for rank, worker in enumerate(chosen, start=go.first_rank):
             worker.state, worker.inside_generation, worker.rank = "inside", go.generation, rank
             group = (go.generation, rank, go.world_size, go.address, go.port)
@@ -220,7 +244,8 @@ class InProcessWorkers:
             case say.Up():
                 worker.step = record.step
                 worker.up_generation = record.generation
-                self._check_up(record)
+                if self._entry is not None and self._entry.go is self._inside:
+                    self._tell_of(self._entry.find_up(record))
             case say.Broken():
                 worker.step, worker.state = record.step, "idle"
                 # From here on this node has no place in a group, also for a coordinator that comes back.
@@ -289,7 +314,8 @@ class InProcessWorkers:
             text = "only %d workers have started so far: the node joins with them"
             _log.warning(text, self.capacity)
             self._tell(Capacity(self.capacity))
-        self._report_restoring()
+        if self._entry is not None and self._entry.go is self._inside:
+            self._tell_of(self._entry.find_growth())
         self._patience.check_clock(now, self._starts.workers.values())
         self._starts.kill_hung(now)
         for worker in self._starts.warm:
@@ -316,35 +342,9 @@ class InProcessWorkers:
         # As many as it counts: a node that still waits for its second worker brings none.
         self._tell(WorkersReady(generation, self.capacity, step))
 
-    def _report_restoring(self) -> None:
-        """Say how much state has reached the workers of a group that is not up, whenever it is more."""
-        go = self._inside
-        if go is None or self._told_up >= go.generation:
-            return
-        moved = sum(
-            one.heartbeat.moved_bytes
-            for one in self._starts.workers.values()
-            if one.inside_generation == go.generation
-        )
-        if moved > self._told_moved:
-            self._told_moved = moved
-            self._tell(Restoring(go.generation, moved))
-
-    def _check_up(self, record: say.Up) -> None:
-        """Say up once, when the last of the group's workers is; a group that broke meanwhile is not."""
-        generation = record.generation
-        if (
-            self._inside is not None
-            and self._inside.generation == generation
-            and self._told_up < generation
-            and all(
-                one.up_generation >= generation
-                for one in self._starts.workers.values()
-                if one.inside_generation == generation
-            )
-        ):
-            self._told_up = generation
-            self._tell(Up(generation, record.step))
+    def _tell_of(self, report: Report | None) -> None:
+        if report is not None:
+            self._tell(report)
 
     def _check_gone(self) -> None:
         if self._farewell is not None and not self._starts.workers:
