@@ -195,6 +195,7 @@ async def serve(
     # A change of a thousand nodes makes many short-lived objects and no circles: look for those seldom
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    # The limits begin now, with the clock that all rules are asked with.
     server = Server(
         new_group(settings, generation=generation, now=time.monotonic()), store, log=log_line
     )
@@ -208,6 +209,7 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    # The address is written once both ports are open: its reader connects at once.
     try:
         port = await server.listen(options.host, options.port)
         status_port = await status.listen(options.host, options.status_port)
@@ -272,6 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for problem in problems:
             log_line("failed", message=problem)
         return ExitCode.USER_ERROR
+
+    # The lock of the run comes before anything that others could see.
     try:
         store: GenerationStore = FileStore(options.state) if options.state else MemoryStore()
         generation = prepare_generation(store, options.first_generation)

@@ -110,6 +110,7 @@ class Codec(Generic[R]):
 
 def encode(record: Record, *, max_bytes: int = MAX_LINE_BYTES) -> bytes:
     """One line with its newline. Raises ProtocolError as ``Codec.encode`` does."""
+    # A number that JSON does not know is found by json itself; only then is its field looked for.
     name = _type_of(type(record))
     found = {"type": name, **to_json(record)}
     try:
@@ -134,6 +135,7 @@ def from_json(kind: type[R], found: object, *, where: str) -> R:
     """The record of a JSON object. Raises ProtocolError, naming the field behind ``where``."""
     if not isinstance(found, dict):
         raise ProtocolError(f"{where}: {_show(found)} is not an object")
+    # Fields that are not known are passed over: a newer sender may have more.
     values = {}
     for one in _fields(kind):
         if one.wire in found:

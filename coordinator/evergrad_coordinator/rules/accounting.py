@@ -23,6 +23,7 @@ class Accounting:
         if self.cause is None:
             self.cause, self.since = cause, at
             return
+        # Reports come in any order: the earliest moment counts, and the cause that explains the others.
         self.since = min(self.since, at)
         if self.cause == "peer_lost" or (
             self.cause in PLANNED and cause not in PLANNED and cause != "peer_lost"
@@ -30,7 +31,7 @@ class Accounting:
             self.cause = cause
 
     def end(self, *, now: float) -> None:
-        """All are up again."""
+        """Note that all are up again."""
         if self.cause is None:
             return
         self.restarts[self.cause] = self.restarts.get(self.cause, 0) + 1

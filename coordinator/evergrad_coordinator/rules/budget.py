@@ -100,6 +100,7 @@ class FailureBudget:
 
     def report(self, failure: Failure, training: Training) -> None:
         """Note one report; the first of a generation that is no consequence is counted."""
+        # Reports of one generation belong together; those of the one before are of no further use.
         generation = failure.report.generation
         if any(one.report.generation != generation for one in self._reports):
             self._reports.clear()
@@ -118,6 +119,8 @@ class FailureBudget:
         before, self._away = self._unexplained, None
         if ending.lost or ending.has_left:
             self._unexplained = None
+
+        # Counted by a report already, or nobody's fault.
         if ending.has_left or self._counted == ending.generation:
             return
         steps = [
@@ -135,6 +138,7 @@ class FailureBudget:
             for one in self._reports
             if one.report.generation == ending.generation and one.is_of_host
         }
+        # Nodes that come back, as they were, were not lost: the break is then judged anew.
         if ending.lost and not hosts:
             self._away = _Away(ending, reached, set(ending.lost), before)
         if ending.lost or hosts:
@@ -163,6 +167,8 @@ class FailureBudget:
     def _add_loss(
         self, ending: Break, reached: int, training: Training, *, names: set[str]
     ) -> None:
+        """Count a break that lost a node or was a host's; some of them in a row are one failure."""
+        # Progress begins a new row. Scripts that report none have made it if they ran long enough.
         mark, last_at = self._loss_mark
         is_told = max(training.step, training.checkpoint_step) >= 0
         if reached > mark or (not is_told and ending.at - last_at >= UNDISTURBED_SECONDS):
@@ -191,6 +197,8 @@ class FailureBudget:
         self._unexplained = (reached, at)
         if before is None or reached > before[0]:
             return
+
+        # Scripts that report nothing have made progress if they ran long enough between two breaks.
         is_told = (
             max(
                 training.step,
@@ -222,6 +230,7 @@ class FailureBudget:
         self._told = text
 
     def _count(self, failure: Failure, training: Training) -> None:
+        # As above: without a word of progress time stands for it.
         is_told = max(training.step, training.checkpoint_step, failure.report.step) >= 0
         if not is_told and failure.at - self._counted_at >= UNDISTURBED_SECONDS:
             self.used = 0
@@ -235,6 +244,7 @@ class FailureBudget:
         """Start to count anew after progress."""
         if self.used == 0:
             return
+        # Fresh workers go back to their checkpoint: steps above it may be made again and again.
         if self.recovery == "fresh":
             has_progress = training.checkpoint_step > self.checkpoint_step
         else:
@@ -255,7 +265,16 @@ class FailureBudget:
             return self._told
         report = self.last.report
         if self.last.is_consequence:
-            return self._describe_unexplained(self.last)
+            step = max(self.step, report.step)
+            where = f"after step {step}" if step >= 0 else "before a step was reported"
+            times = "1 failure" if self.used == 1 else f"{self.used} failures"
+            said = f": {report.message}" if report.message else ""
+            return (
+                f"the group broke {where} although no node was lost; {times} without progress, "
+                f"{self.limit} allowed. Last: rank {report.rank} (node {self.last.node}) lost its "
+                f"peers{said}. Check that the nodes reach each other (network policy, firewall, "
+                "--address), and that the collective timeout is longer than a step."
+            )
         code = "no exit code" if report.exit_code is None else f"exit code {report.exit_code}"
         times = "once" if self.used == 1 else f"{self.used} times"
         return (
@@ -263,17 +282,4 @@ class FailureBudget:
             f"Last: {report.cause} on rank {report.rank} (node {self.last.node}) after step "
             f"{report.step}, {code}"
             f"{': ' + report.message if report.message else ''}. See that rank's log in logs/."
-        )
-
-    def _describe_unexplained(self, failure: Failure) -> str:
-        step = max(self.step, failure.report.step)
-        where = f"after step {step}" if step >= 0 else "before a step was reported"
-        times = "1 failure" if self.used == 1 else f"{self.used} failures"
-        said = f": {failure.report.message}" if failure.report.message else ""
-        return (
-            f"the group broke {where} although no node was lost; {times} without progress, "
-            f"{self.limit} allowed. Last: rank "
-            f"{failure.report.rank} (node {failure.node}) lost its peers{said}. Check that the "
-            "nodes reach each other (network "
-            "policy, firewall, --address), and that the collective timeout is longer than a step."
         )

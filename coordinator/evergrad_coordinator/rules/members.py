@@ -42,6 +42,7 @@ class Members:
             return refused
         if finished:
             return finished
+        # A process that was replaced does not know it: two would fight for the node's place.
         if hello.incarnation in self._banned:
             return REPLACED
         if hello.node not in self.nodes and len(self.nodes) >= self._settings.max_members:
@@ -55,7 +56,7 @@ class Members:
         return self._settings.epoch > 0 and newest >> 32 > self._settings.epoch
 
     def claim(self, hello: Hello) -> Node | None:
-        """This incarnation is the node's newest; any other is banned.
+        """Note that this incarnation is the node's newest; any other is banned.
 
         Returns the connected node that is in its way.
         """
@@ -68,7 +69,7 @@ class Members:
         return self.nodes.get(hello.node)
 
     def add(self, peer: int, hello: Hello, *, now: float) -> Node:
-        """A node is here. What is known of its memory comes back with the same process."""
+        """Note a node that is here. What is known of its memory comes back with the same process."""
         node = Node(
             peer,
             hello.node,
@@ -86,12 +87,13 @@ class Members:
         return node
 
     def remove(self, node: Node) -> None:
-        """It is not connected any more."""
+        """Note that a node is not connected any more."""
         del self.peers[node.peer]
         del self.nodes[node.name]
         if node.step is not None:
             self.steps[node.key] = node.step
             _forget_oldest(self.steps, self._most)
+        # The next node to come may be of another image: the first member decides again.
         if not self.nodes:
             self._fingerprint = None
 

@@ -122,6 +122,7 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
     world = _find_world(group, node, message.generation)
     if not is_early and (world is None or world.is_over):
         return
+    # Also before the group is adopted: what its nodes report then belongs to it.
     group.log(
         "broken",
         node=node.name,
@@ -179,6 +180,7 @@ def _on_done(group: Group, node: Node, message: Done, now: float) -> None:
     world = _find_world(group, node, message.generation)
     if world is None or group.settings.recovery != "fresh":
         return
+    # It has nothing left to do, and is waited for by nobody: the others go on without it.
     world.done.add(node.key)
     world.out.add(node.key)
     node.is_done, node.group = True, 0
@@ -213,6 +215,7 @@ def _on_result(group: Group, node: Node, message: Result, now: float) -> None:
 def _on_progress(group: Group, node: Node, message: Progress, now: float) -> None:
     if _find_world(group, node, message.generation) is None:
         return
+    # A value that is not given stays as it was: reports come from different places in a step.
     training = group.training
     training.step, training.updated_at = message.step, now
     for name in ("total_steps", "loss", "tokens_per_second", "eta_seconds", "checkpoint_step"):

@@ -60,6 +60,7 @@ def _describe_world(group: Group) -> Condition:
     world = group.world
     if world is None:
         return Condition("Waiting", "WaitingForNodes", "")
+    # What people must do comes first: nodes that are missing, then a group that is broken or on its way.
     is_short = (
         sum(node.is_candidate for node in group.nodes.values()) < group.settings.min_nodes
     )
@@ -143,6 +144,7 @@ def _describe_shortage(group: Group) -> Condition:
 def build_status(group: Group, *, now: float) -> dict[str, Any]:
     """The object of ``GET /status``."""
     condition, training, world = describe_condition(group, now=now), group.training, group.world
+    # A group whose member is gone is still the newest, but nobody trains in it.
     is_current = (
         world is not None and not world.is_over and not find_lost(world, group.nodes.values())
     )
@@ -201,6 +203,7 @@ def _list_members(group: Group) -> Iterable[dict[str, Any]]:
 
 
 def _describe_node(group: Group, node: Any) -> str:
+    # The first that is true is shown: a node that leaves is shown so wherever else it is.
     places = group.world.places if group.world and not group.world.is_over else {}
     states = [
         ("done", node.is_done),

@@ -47,7 +47,7 @@ _SETUP_SECONDS = 5.0
 
 
 def prepare_process() -> None:
-    """Once in a process that will fork workers: what each of them would otherwise pay for."""
+    """Do once, in a process that will fork workers, what each of them would otherwise pay for."""
     # Every connection to a store looks up the name of its peer's address; a lost answer would cost 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     torch_private.import_slow_parts()
@@ -74,7 +74,7 @@ def choose_start_method(
 
 
 def _can_use_accelerator_after_fork() -> bool:
-    """Try it: drivers differ, and a worker that fails at its first kernel says nothing useful."""
+    """Try it in a child: drivers differ, and a worker that fails at its first kernel says nothing useful."""
     child = os.fork()
     if child == 0:
         try:
@@ -109,12 +109,14 @@ async def serve(
 ) -> int:
     """Serve to the end; a node that finds no coordinator waits for it, but not without a word."""
     address = f"{settings.coordinator_host}:{settings.coordinator_port}"
+
     # Before anything is forked: it beats while this process imports, forks and waits for disks.
     beat = Beat(
         settings.run, settings.node, supervisor.conversation.incarnation, token=settings.token
     )
     heartbeat = Heartbeat(settings.coordinator_host, settings.coordinator_port, beat)
     heartbeat.start()
+    # Both end with the supervisor: neither knows by itself that the run is over.
     watches = [
         heartbeat.keep(),
         warn_of_silence(lambda: supervisor.conversation.seconds_since_contact, address=address),
@@ -179,6 +181,7 @@ async def _serve_fresh(
     captures = _captures(settings)
 
     def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
+        # The generation under which it may write: any newer one fences it.
         target = functools.partial(
             _run_fresh, plan, generation=supervisor.conversation.known_generation
         )

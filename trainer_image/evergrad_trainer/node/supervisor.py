@@ -174,8 +174,13 @@ class Supervisor:
             case Restoring():
                 self.conversation.send(report)
             case Broken():
-                self._take_broken(report)
+                self._metrics.broken(report.cause)
+                # A lost peer is a consequence: the node that lost it names the cause.
+                if report.cause != "peer_lost":
+                    self._say(self._end.note_broken(report))
+                self.conversation.send(report)
             case say.Result():
+                # The last progress first: nothing that comes after the run's end is taken.
                 self._progress.flush()
                 words = Result(report.generation, report.step, report.exit_code, report.reason)
                 self.conversation.send(words)
@@ -200,6 +205,7 @@ class Supervisor:
                 self._stop(report.exit_code)
 
     def _say_ready(self, report: WorkersReady) -> None:
+        # Answers to a change of this node's own, which no coordinator has planned.
         if report.generation >= say.LOCAL_GENERATION:
             if self._departure.is_alone:
                 self._workers.depart(None, save=True)
@@ -207,17 +213,13 @@ class Supervisor:
         if report.workers == 0:
             self.conversation.send(Ready(report.generation, 0, 0, -1))
             return
+
+        # Opened before the word is said: the members connect to it as soon as all are ready.
         self._store = open_store(self._settings.address)
         self._progress.flush()
         self.conversation.send(
             Ready(report.generation, report.workers, self._store.port, report.step)
         )
-
-    def _take_broken(self, message: Broken) -> None:
-        self._metrics.broken(message.cause)
-        if message.cause != "peer_lost":
-            self._say(self._end.note_broken(message))
-        self.conversation.send(message)
 
     async def _send_after_reports(self, message: Message) -> None:
         for _ in range(_TURNS):
@@ -241,6 +243,7 @@ class Supervisor:
     def _on_message(self, message: Message) -> None:
         match message:
             case Plan():
+                # Workers of scripts read it from the node state file: a plan that is not hard lets them save.
                 self.is_draining = not message.hard
                 self._on_tick()
                 order = say.Plan(
@@ -252,6 +255,7 @@ class Supervisor:
                 )
             case Go():
                 self.is_draining = False
+                # Two nodes that both show the run's series would count everything twice.
                 if message.first_rank != 0:
                     self._metrics.rank_0_left()
                 self._workers.begin(message)
@@ -287,6 +291,7 @@ class Supervisor:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
+            # Workers that are frozen, stuck or due are nobody else's to notice.
             self._workers.tick()
             self._processes.end_orphans()
             self._on_tick()
@@ -313,6 +318,7 @@ class Supervisor:
         self._stop(ExitCode.INTERNAL)
 
     def _stop(self, exit_code: int) -> None:
+        # The first reason to end is the reason; what follows it are its consequences.
         if self._end.exit_code is not None:
             return
         self._end.exit_code = int(exit_code)
