@@ -131,15 +131,6 @@ def _tell(channel: Channel, error: BaseException, *, world_size: int) -> None:
     )
 
 
-def _exit_code(stop: SystemExit) -> int:
-    if stop.code is None:
-        return int(ExitCode.DONE)
-    if isinstance(stop.code, int):
-        return stop.code
-    print(stop.code, file=sys.stderr)
-    return 1
-
-
 def _names_from(path: Path) -> dict[str, set[str]]:
     """Top-level packages a Python file imports, each with the names it takes from it.
 
