@@ -1,1 +1,1 @@
-"""What operator and trainer must agree on. Standard library only; installed in both images."""
+"""The coordinator of a run, and all that operator and trainer must agree on. Standard library only."""

@@ -112,7 +112,7 @@ COUNTED: Final = frozenset(
 
 @dataclass(frozen=True)
 class Cause:
-    """What is said of a cause: in a report, and in the status of a run where a pod can end for it."""
+    """A cause's text in a report, and its word in the status of a run where a pod can end for it."""
 
     text: str
     pod: PodCause | None = None

@@ -9,7 +9,7 @@ API_VERSION = f"{API_GROUP}/v1alpha1"
 KIND = "TrainingRun"
 LABEL_PREFIX = f"{API_GROUP}/"
 
-# What a pod template of a run may say: the trainer's loader, the CRD made from it and the operator refuse the
+# Bounds of a run's pod template: the trainer's loader, the CRD made from it and the operator refuse the
 # same.
 VOLUME_KINDS: Final = (
     "configMap",
@@ -20,15 +20,15 @@ VOLUME_KINDS: Final = (
     "downwardAPI",
     "ephemeral",
 )
-"""What Pod Security's restricted level admits, less ``csi``, whose drivers can do anything."""
+"""Kinds that Pod Security's restricted level admits, less ``csi``, whose drivers can do anything."""
 PROJECTED_KINDS: Final = ("configMap", "secret", "downwardAPI", "clusterTrustBundle")
-"""Of a ``projected`` volume: the pods of a run talk to no API server, so they get no token of one."""
+"""Sources of a ``projected`` volume. Pods of a run talk to no API server: they get no token of one."""
 VOLUME_PATH: Final = "/volume"
 """Where the pods of a run have the volume that holds its run directory."""
 CONFIG_PATH: Final = "/etc/evergrad/run"
 TOKEN_PATH: Final = "/etc/evergrad/token"
 OUR_MOUNTS: Final = (VOLUME_PATH, CONFIG_PATH, TOKEN_PATH, "/tmp", "/dev/shm")
-"""What the operator mounts: the volume, the manifest, the run's token, scratch space and shared memory."""
+"""Paths that the operator mounts: volume, manifest, the run's token, scratch space and shared memory."""
 OUR_VOLUME_PREFIX: Final = "evergrad-"
 
 
@@ -71,14 +71,14 @@ OPERATIONAL_SECTIONS: Final = (
 """Sections of ``spec.training`` that do not decide the result, so that they may change from one start to the
 next."""
 SOFT_LIMIT_SECONDS: Final = 120
-"""So long a coordinator waits by itself for a group that is to end at a step boundary."""
+"""Default time, in seconds, that a coordinator waits for a group to stop at its next step boundary."""
 UNDISTURBED_SECONDS: Final = 600.0
-"""What reports neither steps nor checkpoints has made progress if it ran so long between two failures."""
+"""Time between two failures, in seconds, that counts as progress of a script which reports none."""
 
 
 def build_soft_limit(seconds: int) -> tuple[str, ...]:
-    """The coordinator's arguments where a node may take so long to leave; none where it waits as long by
-    itself."""
+    """Build the coordinator's arguments where a node may take that long to leave; none where the default is
+    enough."""
     return ("--soft-limit", str(seconds)) if seconds > SOFT_LIMIT_SECONDS else ()
 
 
@@ -96,13 +96,13 @@ class ExitCode(IntEnum):
 
 
 class ErrorKind(StrEnum):
-    """What kind of trouble ended a process, decided where it arises.
+    """Kind of trouble that ended a process, decided where it arises.
 
     Only ``INPUT`` can end a run for good.
     """
 
     INPUT = "input"
-    """What a person wrote is wrong: configuration, data, a script. A retry cannot cure it."""
+    """Something that a person wrote is wrong: configuration, data, a script. A retry cannot cure it."""
     ENVIRONMENT = "environment"
     """Trouble of one host or one moment: a mount, a device, memory, a refusal.
 

@@ -1,4 +1,4 @@
-"""What a training script of your own may import to know of Evergrad: ``evergrad.elastic``.
+"""The part of Evergrad that a training script of your own may import: ``evergrad.elastic``.
 
 Standard library only.
 """

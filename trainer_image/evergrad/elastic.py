@@ -230,7 +230,7 @@ class _Guard:
         state = self._worker.read()
         self._is_told = self._is_asked.is_set() or (state is not None and state.is_draining)
         if self._is_told:
-            # So that the node does not take the end of this script for the end of training.
+            # Otherwise the node would take the end of this script for the end of training.
             self._tell("stopping")
         return self._is_told
 

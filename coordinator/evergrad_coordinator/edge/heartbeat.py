@@ -30,7 +30,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start it. Raises OSError where no process can be started."""
-        # What it needs comes by its input: arguments and variables are seen by others.
+        # Its order comes by its input: arguments and variables are seen by others.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_PROGRAM)],
             stdin=subprocess.PIPE,

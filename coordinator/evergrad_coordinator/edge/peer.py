@@ -13,7 +13,7 @@ from evergrad_coordinator.wire import MAX_LINE_BYTES
 
 @dataclass(frozen=True)
 class Limits:
-    """What one peer, and all that have not said hello, may take."""
+    """Bounds of one connection, and of all that have not said hello."""
 
     hello_seconds: float = 5.0
     unknown_peers: int = 1024
@@ -28,7 +28,7 @@ class Limits:
 
 
 class PeerOwner(typing.Protocol):
-    """What a connection reports to."""
+    """The owner of a connection, to which it reports."""
 
     def add(self, peer: "Peer") -> None: ...
     def forget(self, peer: "Peer", why: str) -> None: ...

@@ -33,7 +33,7 @@ LogLine = Callable[..., None]
 
 @dataclass
 class Counters:
-    """What happened at the edge, for /metrics."""
+    """Counts of the edge, for /metrics."""
 
     connections: int = 0
     messages: int = 0

@@ -1,4 +1,4 @@
-"""What one metric of an endpoint is, as data."""
+"""One metric of an endpoint, as data."""
 
 from dataclasses import dataclass
 from typing import Final, Literal

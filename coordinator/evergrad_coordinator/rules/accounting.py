@@ -12,7 +12,7 @@ class Accounting:
     restarts: dict[str, int] = field(default_factory=dict)
     lost_seconds: dict[str, float] = field(default_factory=dict)
     cause: str | None = None
-    """Of the outage that lasts."""
+    """Cause of the outage that lasts."""
     since: float = 0.0
 
     def begin(self, cause: str, *, at: float) -> None:

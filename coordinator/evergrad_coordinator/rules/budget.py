@@ -1,4 +1,4 @@
-"""What broke a generation, and how often that may happen without progress. Pure."""
+"""Why a generation broke, and how often that may happen without progress. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -91,7 +91,7 @@ class FailureBudget:
     _unexplained: tuple[int, float] | None = None
     """Where training was, and when, as the last whole group broke that nobody gave a cause for."""
     _told: str = ""
-    """What to say of the last failure that counted, where no report does."""
+    """Words for the last failure that counted, where no report has them."""
     _away: _Away | None = None
     _losses: int = 0
     """Breaks in a row, without progress, that lost a node."""

@@ -1,4 +1,4 @@
-"""What happens to a group: nodes go, a generation breaks, a plan is announced and begins, the run ends. Pure
+"""Changes of a group: nodes go, a generation breaks, a plan is announced and begins, the run ends. Pure
 functions.
 
 Nothing here decides that it should happen: ``review`` compares, ``reports`` and ``limits`` notice, ``events``

@@ -1,5 +1,5 @@
-"""What reaches a group from outside: hellos, messages, lost connections, time. Each function returns the
-effects, in their order.
+"""Events from outside: hellos, messages, lost connections, time. Each function returns the effects, in their
+order.
 
 No clock, no sockets, no randomness: the same events give the same effects. What an event leads to depends on
 the phase (``phase.find_phase``; it is computed, never stored):

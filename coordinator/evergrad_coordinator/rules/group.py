@@ -1,5 +1,5 @@
-"""What is known of one run's group, as one value. Events change it (``events``), and the edge carries out the
-effects they leave.
+"""All that is known of one run's group, as one value. Events change it (``events``), and the edge carries out
+the effects they leave.
 
 The value has one owner. Its methods only leave effects or ask for a review; the rules are functions over it.
 """
@@ -63,7 +63,7 @@ class Group:
     review_at: float | None = None
     """When the group that should be is next compared with the one that is; None: after the next change."""
     effects: list[Effect] = field(default_factory=list)
-    """What the edge is to do, in this order."""
+    """Effects for the edge to carry out, in this order."""
 
     @property
     def nodes(self) -> dict[str, Node]:

@@ -1,4 +1,4 @@
-"""What each message of a joined node changes. Pure functions."""
+"""Takes the messages of a joined node: each changes what is known of the group. Pure functions."""
 
 from collections.abc import Callable
 from typing import Any

@@ -15,7 +15,7 @@ class Settings:
     min_nodes: int
     max_nodes: int
     expect: int
-    """So many nodes are waited for at the start, ``start_wait_seconds`` long."""
+    """Nodes that are waited for at the start, for ``start_wait_seconds``."""
     token: str
     """Shown by every node that joins."""
     recovery: Recovery = "in-process"
@@ -36,7 +36,7 @@ class Settings:
     epoch: int = 0
     exit_when_empty: bool = False
     nothing_runs: bool = False
-    """Whoever starts the coordinator knows that no group of the run is left: nobody has to be waited for."""
+    """No group of the run is left from before, as the coordinator was told: nobody has to be waited for."""
     max_members: int = 4096
 
 
@@ -150,7 +150,7 @@ class World:
     up_step: int = -1
     is_broken: bool = False
     broken_by: str = ""
-    """What broke it, in words: of the first report that names more than a consequence."""
+    """The words of the first report that names more than a consequence."""
     break_cause: BreakCause = "peer_lost"
     """The cause that this report names."""
     is_over: bool = False
@@ -165,7 +165,7 @@ class World:
     has_left: bool = False
     """A member went away as it was asked to."""
     last_contact: dict[Key, float] = field(default_factory=dict)
-    """Of members that were lost, until they are back."""
+    """Last contact of members that were lost, until they are back."""
     unwatched: set[Key] = field(default_factory=set)
     """Members that had no contact for so long that their workers may have ended by themselves."""
 
@@ -198,7 +198,7 @@ class Proposal:
 
 @dataclass
 class Training:
-    """What nodes have said about the training itself."""
+    """Progress of the training itself, as nodes report it."""
 
     step: int = -1
     total_steps: int | None = None

@@ -1,4 +1,4 @@
-"""What the run looks like from outside: one JSON object and the metrics of ``GET /metrics``.
+"""The run as others see it: one JSON object and the metrics of ``GET /metrics``.
 
 Pure; ``http`` serves it.
 """
@@ -60,7 +60,7 @@ def _describe_world(group: Group) -> Condition:
     world = group.world
     if world is None:
         return Condition("Waiting", "WaitingForNodes", "")
-    # What people must do comes first: nodes that are missing, then a group that is broken or on its way.
+    # Anything that people can mend comes first: nodes that are missing, then a broken group.
     is_short = (
         sum(node.is_candidate for node in group.nodes.values()) < group.settings.min_nodes
     )
@@ -243,7 +243,7 @@ def _build_failure(group: Group, now: float) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class EdgeFacts:
-    """What the server counts, by the names of the catalogue behind ``coordinator_``."""
+    """Counts of the server, by the names of the catalogue behind ``coordinator_``."""
 
     connections: int
     connections_total: int

@@ -31,7 +31,7 @@ _REFUSED_SECONDS = (1.0, 2.0, 4.0)
 
 
 class Member(Protocol):
-    """What a hello says of the node's workers."""
+    """The node's workers, as a hello describes them."""
 
     @property
     def capacity(self) -> int: ...

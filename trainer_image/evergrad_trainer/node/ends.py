@@ -152,7 +152,7 @@ def _describe_failure(failure: Failed, exit_code: int) -> WorkerEnd:
 
 
 def build_broken(worker: Worker, end: WorkerEnd, *, generation: int) -> Broken:
-    """What the coordinator is told of a worker that its group must do without."""
+    """Build the message about a worker that its group must do without."""
     return Broken(
         generation,
         end.cause,

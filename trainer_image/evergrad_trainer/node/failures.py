@@ -1,4 +1,4 @@
-"""What the end of a worker process says: by which signal, for want of memory, with which last words."""
+"""Reads the end of a worker process: by which signal, for want of memory, with which last words."""
 
 import contextlib
 import signal

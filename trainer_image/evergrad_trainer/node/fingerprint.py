@@ -1,5 +1,5 @@
-"""What must be equal in all nodes of a group, as texts by name: versions, configuration, device, and the
-user's own files."""
+"""Values that must be equal in all nodes of a group, as texts by name: versions, configuration, device, and
+the user's own files."""
 
 import contextlib
 import importlib.metadata

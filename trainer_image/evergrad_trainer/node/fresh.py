@@ -50,7 +50,7 @@ class FreshWorkers:
         self._generation = -1
         self._answered = -1
         self._ends: dict[int, WorkerEnd] = {}
-        """Of the running group's workers, by local rank."""
+        """Ends of the running group's workers, by local rank."""
         self._trouble = HostTrouble()
         self._ready_at = float("-inf")
         """Before that time no group begins here: what failed is tried again after a pause."""
@@ -195,7 +195,7 @@ class FreshWorkers:
         self._check_gone()
         if self._is_ending or go is None:
             return
-        # What the node says depends on all of its workers: one that failed outweighs the others.
+        # The node's word depends on all of its workers: one that failed outweighs the others.
         whys = {end.why for end in ends}
         if whys == {Why.DONE}:
             self._tell(Done(go.generation))

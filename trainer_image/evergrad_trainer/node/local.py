@@ -55,7 +55,7 @@ class CoordinatorFailedError(EvergradError):
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """What a local coordinator is started with.
+    """Arguments of a local coordinator.
 
     ``state``: the file of its generation, whose lock is the run's.
     """
@@ -317,7 +317,7 @@ def run_local(
     at once. ``on_tick`` is called some times a second, for whoever wants to disturb.
     """
     stops = _Stops()
-    # What is here is shared with the nodes that are forked: the collector must not write to its pages.
+    # Memory is shared with the nodes that are forked: the collector must not write to its pages.
     gc.freeze()
     gc.enable()
     try:
@@ -368,7 +368,7 @@ def _follow(
         nodes.poll()
         code = coordinator.poll()
         if code is not None and code >= 0:
-            # What is left are nodes that have yet to hear of it, or that were lost just now.
+            # Nodes that are left do not know it yet, or were lost just now: none is replaced any more.
             nodes.is_replacing = False
             over_at = over_at or time.monotonic()
         elif stops.count.first_at is None:

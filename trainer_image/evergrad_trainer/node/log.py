@@ -1,4 +1,4 @@
-"""What a node's supervisor says on stderr: one line each, with the node in front as its workers' lines have
+"""The log of a node's supervisor on stderr: one line each, with the node in front as its workers' lines have
 it."""
 
 import asyncio

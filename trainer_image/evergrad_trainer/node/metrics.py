@@ -154,7 +154,7 @@ class _Series:
         self._counters[name].labels(*self._place, *labels).inc(amount)
 
     def show(self, values: Mapping[str, int | float]) -> None:
-        """What a script has reported."""
+        """Show the values that a script has reported."""
         for name in ("step", "loss", "tokens_per_second"):
             if name in values:
                 self.set(f"script_{name}", values[name])

@@ -1,4 +1,4 @@
-"""What workers print: into a file each, and on, with the rank in front, to the node's own stderr."""
+"""The output of workers: into a file each, and on, with the rank in front, to the node's own stderr."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class WorkerOutput:
         self._is_forwarded = is_forwarded
         self._rest = b""
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        """What the worker printed last: the frames of an error nobody told in another way."""
+        """The worker's last lines: the frames of an error that was reported in no other way."""
         os.set_blocking(descriptor, False)
         asyncio.get_running_loop().add_reader(descriptor, self.drain)
 

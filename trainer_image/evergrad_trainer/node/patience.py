@@ -40,7 +40,7 @@ class Patience:
     def why_kill(
         self, worker: Worker, now: float, *, is_asked: bool, is_only_holder: bool
     ) -> str | None:
-        """What is wrong with a worker that must be replaced.
+        """Name what is wrong with a worker that must be replaced.
 
         ``is_asked``: to leave at once, and it has not answered yet.
         """

@@ -1,4 +1,4 @@
-"""What a node's workers report to their supervisor, as values: messages of the protocol where it has the
+"""Reports of a node's workers to their supervisor, as values: messages of the protocol where it has the
 word.
 
 One way only: a supervisor calls its workers' keeper, and the keeper gives it one of these. So neither needs

@@ -1,4 +1,4 @@
-"""What a worker of ``spec.script`` does: run a Python file or module in a warm process, or become an
+"""A worker of ``spec.script``: runs a Python file or module in a warm process, or become an
 executable."""
 
 import ast

@@ -1,4 +1,4 @@
-"""What one node is given: its place in a run, and the addresses and paths that it needs."""
+"""The settings of one node: its place in a run, and the addresses and paths that it needs."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +8,7 @@ from evergrad_coordinator.protocol import Recovery
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What one node is and where it belongs.
+    """Identity of one node, and where it belongs.
 
     ``address``: where other nodes reach this one. ``grace_seconds``: from SIGTERM to leaving on its own.
     ``shares_host``: other nodes have the same ports. ``is_only_node``: of a command for one node, whose rank

@@ -56,7 +56,7 @@ from evergrad_trainer.worker import channel as say
 _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _TURNS = 8
-"""Of the event loop, from the end of a process until what it had said is read: a connection is accepted
+"""Turns of the event loop, from the end of a process until what it had said is read: a connection is accepted
 first."""
 _KILL_SECONDS = 10.0
 """How long workers may take to end once the run is over …"""

@@ -29,7 +29,7 @@ _FOREIGN = ("anon_inode:[eventpoll]", "anon_inode:[pidfd]")
 
 
 class Target(Protocol):
-    """What a worker process does; returns its exit code. ``variables`` are already in its environment."""
+    """The work of a worker process; returns its exit code. ``variables`` are already in its environment."""
 
     def __call__(self, channel: Channel, heartbeat: WorkerHeartbeat) -> int: ...
 
@@ -58,7 +58,7 @@ class Worker:
     last_heard: float = field(default_factory=time.monotonic)
     started_at: float = field(default_factory=time.monotonic)
     failure: Failed | None = None
-    """What it said itself before it ended."""
+    """Its own report of the error that ended it."""
     last_lines: Callable[[], str] | None = None
     """The end of what it printed."""
     was_killed: bool = False
@@ -225,7 +225,7 @@ def _forget_parent(*, keep: tuple[int | None, ...]) -> None:
 
 
 def name_process(name: str) -> None:
-    """What ``ps`` and ``pkill -x`` call this process; the kernel keeps 15 characters."""
+    """Name this process for ``ps`` and ``pkill -x``; the kernel keeps 15 characters."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""What a torchrun agent asks and reports: the side of the rendezvous on the agent's own thread."""
+"""The side of the rendezvous on the agent's own thread: its questions and its answers."""
 
 from pathlib import Path
 

@@ -104,8 +104,8 @@ class AgentLoop:
             self._thread.join(_CLOSE_SECONDS)
 
     def inherited_descriptors(self) -> list[int]:
-        """What a forked child must close: the connection (its end would stay hidden while the child lives)
-        and the pipe."""
+        """List the descriptors that a forked child must close: the pipe, and the connection, whose end would
+        stay hidden while the child lives."""
         connection = self._client.fileno() if self._client is not None else -1
         ends = (connection, self.wakeup.read_end, self.wakeup.write_end)
         return [number for number in ends if number >= 0]

@@ -1,4 +1,4 @@
-"""What the workers of a torchrun agent report, as messages for the coordinator. ``now`` is an argument."""
+"""Reports of a torchrun agent's workers, as messages for the coordinator. ``now`` is an argument."""
 
 import logging
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class WorkerReports:
         """Names of values that were left out before."""
         self._is_new = False
         self._pace = Pace()
-        """Of this generation's reports."""
+        """Pace of this generation's reports."""
         self._checkpoint_step = -1
         """Newest checkpoint of any generation."""
 
@@ -33,7 +33,7 @@ class WorkerReports:
 
     @property
     def step(self) -> int:
-        """Of the newest report; -1 before the first."""
+        """Step of the newest report; -1 before the first."""
         return int(self._values.get("step", -1))
 
     def take(self, report: Mapping[str, object], *, now: float) -> list[Message]:

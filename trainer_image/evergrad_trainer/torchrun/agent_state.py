@@ -1,4 +1,4 @@
-"""What the thread of a torchrun agent and the thread of its conversation share.
+"""State that the thread of a torchrun agent and the thread of its conversation share.
 
 Both threads hold ``changed`` while they read or write any of it. The conversation's thread notifies whenever
 something has changed; the agent's thread waits on it, in a rendezvous or at its end, always with a bound. The
@@ -16,7 +16,7 @@ from evergrad_trainer.worker.sockets import address_towards
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What a node has to know to join. ``lease_seconds`` holds until the coordinator has sent its own.
+    """Settings of a node that joins. ``lease_seconds`` holds until the coordinator has sent its own.
 
     ``join_seconds``: how long a rendezvous waits for a coordinator that does not answer.
     """
@@ -60,4 +60,4 @@ class AgentState:
     broken_generation: int = 0
     answered_generation: int = 0
     first_end: SeenEnd | None = None
-    """Of the workers of the running generation."""
+    """End of the first worker of the running generation that failed."""

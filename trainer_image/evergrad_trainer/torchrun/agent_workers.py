@@ -160,7 +160,7 @@ class WorkerWatch:
 
 
 def read_message(error_file: str | None) -> str:
-    """What the worker said last: its error file (written by ``@record``), else the end of its redirected
+    """Read the worker's last words: its error file (written by ``@record``), else the end of its redirected
     stderr, else ""."""
     if not error_file or error_file == os.devnull:
         return ""

@@ -39,14 +39,14 @@ BACKEND = "evergrad"
 _DEFAULT_LEASE_SECONDS = 10.0
 _OWN_KEYS = ("join_timeout", "lease", "node", "token_file")
 _TORCH_KEYS = ("timeout",)
-"""What torchrun's launcher adds to the configuration by itself."""
+"""Keys that torchrun's launcher adds to the configuration by itself."""
 _JOIN_SECONDS = 900.0
-"""What torchrun's launcher gives as ``timeout`` by itself."""
+"""The ``timeout`` that torchrun's launcher gives by itself."""
 _WAIT_SECONDS = 1.0
 
 
 def entry_point() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What the distribution's metadata names: returns the creator of handlers."""
+    """Return the creator of handlers. The distribution's metadata names this function."""
     return create_handler
 
 

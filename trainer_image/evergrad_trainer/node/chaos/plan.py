@@ -1,4 +1,4 @@
-"""What happens to a disturbed run: an endless plan that follows from its seed. Pure."""
+"""The plan of a disturbed run: endless, and a function of its seed. Pure."""
 
 import random
 from collections.abc import Iterator, Mapping, Set

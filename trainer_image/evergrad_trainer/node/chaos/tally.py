@@ -1,4 +1,4 @@
-"""What a disturbed run has gone through, and the line that sums it up."""
+"""The history of a disturbed run, and the line that sums it up."""
 
 import contextlib
 import json
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass
 class Tally:
-    """What has happened so far. Sums go over all processes the coordinator has had."""
+    """Counts of a disturbed run. Sums go over all processes the coordinator has had."""
 
     num_events: int = 0
     generation: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     lost_seconds: dict[str, float] = field(default_factory=dict)
     lost_before: dict[str, float] = field(default_factory=dict)
-    """Of the coordinator's processes that are gone."""
+    """Lost seconds of the coordinator's processes that are gone."""
     longest_seconds: float = 0.0
 
     def note_status(self, status: dict[str, Any]) -> None:
