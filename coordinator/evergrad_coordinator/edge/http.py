@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable
 
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.rules.status import EdgeFacts, build_metrics, build_status
@@ -21,6 +20,7 @@ _TEXT = "text/plain; charset=utf-8"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _JSON = "application/json"
 _OPEN = ("/healthz", "/metrics")
+_PAGES = ("/status", "/healthz", "/readyz", "/metrics")
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -49,12 +49,6 @@ class StatusServer:
         self._listener: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}
         """Connections that are not done, in the order of their coming."""
-        self._pages: dict[str, Callable[[], Answer]] = {
-            "/status": self._status,
-            "/healthz": lambda: (200, _TEXT, "ok\n"),
-            "/readyz": self._ready,
-            "/metrics": self._metrics,
-        }
 
     async def listen(self, host: str, port: int) -> int:
         """Begin to serve; the port. Raises OSError."""
@@ -96,9 +90,12 @@ class StatusServer:
         """The whole answer to a request; what needs the token is refused before anything is looked up."""
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         path = words[1].partition("?")[0] if len(words) == 3 else ""
+        scheme, _, said = _find_header(head, "authorization").partition(" ")
+        token = self._server.group.settings.token
+        is_ours = scheme.lower() == "bearer" and is_token(said.strip(), token)
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             status, kind, body = 400, _TEXT, "not an HTTP/1.1 request\n"
-        elif path not in _OPEN and not self._is_ours(head):
+        elif path not in _OPEN and not is_ours:
             status, kind, body = (
                 401,
                 _TEXT,
@@ -109,12 +106,7 @@ class StatusServer:
         elif words[0] not in ("GET", "HEAD") or path == _BOUNDS:
             status, kind, body = 405, _TEXT, f"only GET and HEAD, and POST of {_BOUNDS}\n"
         else:
-            page = self._pages.get(path)
-            status, kind, body = (
-                page()
-                if page
-                else (404, _TEXT, f"there are {', '.join((*self._pages, _BOUNDS))}\n")
-            )
+            status, kind, body = self._page(path)
 
         # One request a connection, which ends with its answer: nothing of a caller is kept.
         data = body.encode()
@@ -135,12 +127,6 @@ class StatusServer:
         ]
         return "\r\n".join(lines).encode("latin-1") + (b"" if words[0] == "HEAD" else data)
 
-    def _is_ours(self, head: bytes) -> bool:
-        scheme, _, token = _find_header(head, "authorization").partition(" ")
-        return scheme.lower() == "bearer" and is_token(
-            token.strip(), self._server.group.settings.token
-        )
-
     def _set_bounds(self, content: bytes) -> Answer:
         """``{"min": 2, "max": 4}``: so many nodes train from now on.
 
@@ -160,17 +146,20 @@ class StatusServer:
         )
         return (400, _TEXT, f"{fault}\n") if fault else (200, _TEXT, "ok\n")
 
-    def _status(self) -> Answer:
-        status = build_status(self._server.group, now=time.monotonic())
-        return 200, _JSON, json.dumps(status, allow_nan=False) + "\n"
-
-    def _ready(self) -> Answer:
-        if self._server.is_writable:
-            return 200, _TEXT, "ok\n"
-        return 503, _TEXT, "the newest generation cannot be stored\n"
-
-    def _metrics(self) -> Answer:
+    def _page(self, path: str) -> Answer:
+        """One of the pages, made anew for each request; what it costs is bounded by MAX_CONNECTIONS."""
         server, counters = self._server, self._server.counters
+        if path == "/healthz":
+            return 200, _TEXT, "ok\n"
+        if path == "/readyz":
+            is_ready = server.is_writable
+            text = "ok\n" if is_ready else "the newest generation cannot be stored\n"
+            return 200 if is_ready else 503, _TEXT, text
+        if path == "/status":
+            status = build_status(server.group, now=time.monotonic())
+            return 200, _JSON, json.dumps(status, allow_nan=False) + "\n"
+        if path != "/metrics":
+            return 404, _TEXT, f"there are {', '.join((*_PAGES, _BOUNDS))}\n"
         edge = EdgeFacts(
             connections=server.num_connections,
             connections_total=counters.connections,

@@ -1,8 +1,5 @@
 """Takes the messages of a joined node: each changes what is known of the group. Pure functions."""
 
-from collections.abc import Callable
-from typing import Any
-
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import (
     Boundary,
@@ -27,26 +24,54 @@ from evergrad_coordinator.rules.state import Node, World
 
 def handle_report(group: Group, node: Node, message: Message, now: float) -> None:
     """Note what ``node`` says; what names another generation than the newest group's is ignored."""
-    handle = _HANDLERS.get(type(message))
-    if handle is None:
-        return
-    if _is_early(group, node, message):
+    # Said of a group that may be adopted in a moment: kept until then. An end of the run waits for nothing.
+    if (
+        find_phase(group) is Phase.ADOPTING
+        and node.had is not None
+        and isinstance(message, Up | Broken | Done | Boundary | Progress)
+        and node.had.generation == message.generation
+        and not (isinstance(message, Broken) and message.is_final)
+    ):
         node.early.pop(type(message), None)
         node.early[type(message)] = message
         return
-    handle(group, node, message, now)
-
-
-def _is_early(group: Group, node: Node, message: Message) -> bool:
-    """Whether it is said of a group that may be adopted in a moment. An end of the run waits for nothing."""
-    if (
-        find_phase(group) is not Phase.ADOPTING
-        or node.had is None
-        or not isinstance(message, Up | Broken | Done | Boundary | Progress)
-    ):
-        return False
-    is_final = isinstance(message, Broken) and message.is_final
-    return node.had.generation == message.generation and not is_final
+    match message:
+        case Capacity():
+            node.workers = message.workers
+            if group.rendezvous and group.rendezvous.first_seen is None and node.is_candidate:
+                group.rendezvous.first_seen = now
+            group.change(now)
+        case Ready():
+            _on_ready(group, node, message, now)
+        case Up():
+            _on_up(group, node, message, now)
+        case Restoring():
+            world = _find_world(group, node, message.generation)
+            # Only growth counts: a worker that repeats its number is as silent as one that hangs.
+            if world and not world.is_up and message.num_bytes > world.moved.get(node.key, 0):
+                world.moved[node.key] = message.num_bytes
+                world.moved_at = now
+        case Broken():
+            _on_broken(group, node, message, now)
+        case Leaving() if not node.is_leaving:
+            node.is_leaving = True
+            group.log("leaving", node=node.name, reason=message.reason[:100])
+            group.change(now)
+        case Left():
+            _on_left(group, node, message, now)
+        case Boundary() if _find_world(group, node, message.generation):
+            # Joins that wait for a checkpoint may happen now.
+            training = group.training
+            training.checkpoint_step = max(training.checkpoint_step, message.step)
+            group.budget.observe(training)
+            group.joins.has_boundary = True
+            group.change(now)
+        case Done():
+            _on_done(group, node, message, now)
+        case Result():
+            _on_result(group, node, message, now)
+        case Progress():
+            _on_progress(group, node, message, now)
 
 
 def _find_world(group: Group, node: Node, generation: int) -> World | None:
@@ -55,13 +80,6 @@ def _find_world(group: Group, node: Node, generation: int) -> World | None:
     return (
         world if world and world.generation == generation and node.key in world.places else None
     )
-
-
-def _on_capacity(group: Group, node: Node, message: Capacity, now: float) -> None:
-    node.workers = message.workers
-    if group.rendezvous and group.rendezvous.first_seen is None and node.is_candidate:
-        group.rendezvous.first_seen = now
-    group.change(now)
 
 
 def _on_ready(group: Group, node: Node, message: Ready, now: float) -> None:
@@ -105,14 +123,6 @@ def _on_up(group: Group, node: Node, message: Up, now: float) -> None:
         group.change(now)
 
 
-def _on_restoring(group: Group, node: Node, message: Restoring, now: float) -> None:
-    world = _find_world(group, node, message.generation)
-    # Only growth counts: a worker that repeats its number is as silent as one that hangs.
-    if world and not world.is_up and message.num_bytes > world.moved.get(node.key, 0):
-        world.moved[node.key] = message.num_bytes
-        world.moved_at = now
-
-
 def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
     is_early = (
         find_phase(group) is Phase.ADOPTING
@@ -147,14 +157,6 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
         )
 
 
-def _on_leaving(group: Group, node: Node, message: Leaving, now: float) -> None:
-    if node.is_leaving:
-        return
-    node.is_leaving = True
-    group.log("leaving", node=node.name, reason=message.reason[:100])
-    group.change(now)
-
-
 def _on_left(group: Group, node: Node, message: Left, now: float) -> None:
     node.is_leaving = True
     if group.world and node.key in group.world.places:
@@ -165,15 +167,6 @@ def _on_left(group: Group, node: Node, message: Left, now: float) -> None:
         training.checkpoint_step = max(training.checkpoint_step, step)
         training.step = max(training.step, step)
     drop_node(group, node, "left", now)
-
-
-def _on_boundary(group: Group, node: Node, message: Boundary, now: float) -> None:
-    if _find_world(group, node, message.generation) is None:
-        return
-    group.training.checkpoint_step = max(group.training.checkpoint_step, message.step)
-    group.budget.observe(group.training)
-    group.joins.has_boundary = True
-    group.change(now)
 
 
 def _on_done(group: Group, node: Node, message: Done, now: float) -> None:
@@ -223,18 +216,3 @@ def _on_progress(group: Group, node: Node, message: Progress, now: float) -> Non
         if value is not None:
             setattr(training, name, value)
     group.budget.observe(training)
-
-
-_HANDLERS: dict[type[Message], Callable[[Group, Node, Any, float], None]] = {
-    Capacity: _on_capacity,
-    Ready: _on_ready,
-    Up: _on_up,
-    Broken: _on_broken,
-    Leaving: _on_leaving,
-    Left: _on_left,
-    Boundary: _on_boundary,
-    Done: _on_done,
-    Result: _on_result,
-    Progress: _on_progress,
-    Restoring: _on_restoring,
-}
