@@ -116,8 +116,7 @@ class Supervisor:
         """Whether the running group is to be left in order."""
 
     async def run(self, worker_group: WorkerGroup) -> int:
-        """Serve with ``worker_group`` until the run, or this node's part in it, is over; returns the exit
-        code."""
+        """Serve with ``worker_group`` until this node's part in the run is over; returns the exit code."""
         self._workers = worker_group
         # It lives as long as the run: what was imported stays, what it makes from here on is collected.
         gc.freeze()
@@ -193,12 +192,9 @@ class Supervisor:
                 self._tasks.begin(self._send_after_reports(report), "last words")
             case WorkersLeft():
                 self._progress.flush()
-                self.conversation.send(
-                    Left(self.conversation.known_generation, report.is_saved)
-                )
-                self._stop(
-                    ExitCode.STOPPED_SAVED if report.is_saved else ExitCode.STOPPED_UNSAVED
-                )
+                generation, is_saved = self.conversation.known_generation, report.is_saved
+                self.conversation.send(Left(generation, is_saved))
+                self._stop(ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED)
             case NoWorkers():
                 self._end.note_host(report.kind, f": {report.message}")
                 print(f"error: {self._end.cause}", file=sys.stderr, flush=True)
@@ -273,8 +269,7 @@ class Supervisor:
             case Refused():
                 print(f"error: {message.message}", file=sys.stderr, flush=True)
                 # It concerns this host or its image: another one may be let in, and the run is not to blame.
-                text = f" was refused: {message.message}"
-                self._end.note_host(ErrorKind.ENVIRONMENT, text)
+                self._end.note_host(ErrorKind.ENVIRONMENT, f" was refused: {message.message}")
 
     def _leave(self) -> None:
         if self._departure.begin():
