@@ -1,0 +1,38 @@
+"""The figures that benchmarks make of their samples."""
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def common() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_common", FOLDER / "common.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_interval_of_a_median_holds_it_and_gets_narrower_with_more_samples(
+    common: ModuleType,
+) -> None:
+    generator = random.Random(7)
+    values = [generator.gauss(0.99, 0.08) for _ in range(400)]
+    few, many = (common.interval_of_median(values[:count]) for count in (20, 400))
+    assert few[0] < 0.99 < few[1] and many[0] < 0.99 < many[1]
+    assert many[1] - many[0] < (few[1] - few[0]) / 2
+
+
+def test_one_file_of_samples_gives_one_interval(common: ModuleType) -> None:
+    values = [1.0, 1.1, 0.9, 1.05]
+    assert common.interval_of_median(values) == common.interval_of_median(values)
+
+
+def test_the_interval_of_equal_values_is_that_value(common: ModuleType) -> None:
+    assert common.interval_of_median([2.0] * 5) == (2.0, 2.0)
