@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from typing import Final
 
 import uvloop
 
@@ -12,6 +13,9 @@ from evergrad_operator.service import run_operator
 from evergrad_operator.settings import parse_settings
 
 EXIT_SETTINGS = 64
+DEEPEST: Final = 40_000
+"""Recursion limit. An API server keeps objects of 10,000 levels, each of which costs Python's JSON one call
+and a copy two: with less, one such object would keep kopf and us from reading the list it is in."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Exit code 0: asked to; 1: to be started again; 64: settings or surroundings are wrong.
     """
+    sys.setrecursionlimit(DEEPEST)
     settings = parse_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
     set_up_logging(settings.log_level, settings.log_format)
     try:

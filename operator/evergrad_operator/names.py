@@ -194,6 +194,8 @@ class Reason(StrEnum):
     """A container cannot be created or started."""
     INVALID_SPEC = "InvalidSpec"
     """The run says something that the operator does not allow."""
+    OUTDATED_SPEC = "OutdatedSpec"
+    """An event alone: the run is spelled as only an earlier version accepts."""
     DELETING = "Deleting"
     """The run itself is being deleted."""
     # The end.

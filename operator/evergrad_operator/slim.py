@@ -5,6 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from evergrad_manifest.nesting import cut_deep
+
 Raw = Mapping[str, Any]
 
 _POD_SPEC: Final = ("nodeName", "terminationGracePeriodSeconds", "priority", "schedulingGates")
@@ -23,8 +25,9 @@ _LONGEST_SHARED: Final = 40
 
 
 def slim_run(raw: Raw) -> Raw:
-    """Return a run without what only the API server and kubectl need."""
-    rest = {key: value for key, value in raw.items() if key != "metadata"}
+    """Return a run without what only the API server and kubectl need, cut where it is nested too deeply."""
+    # Before anything walks into it: at the recursion limit one such run would end the passes of all.
+    rest = cut_deep({key: value for key, value in raw.items() if key != "metadata"})
     return {**rest, "metadata": slim_metadata(raw)}
 
 

@@ -1,9 +1,10 @@
 """Writes a run's status where it differs, and then the events that the change means."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from evergrad_manifest.errors import Problem
 from evergrad_operator import names
 from evergrad_operator.apply import Cluster
 from evergrad_operator.cache import InformerCache
@@ -14,6 +15,7 @@ from evergrad_operator.kinds import Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.observe import Observation
 from evergrad_operator.passes import Pass
+from evergrad_operator.problems import list_problems
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.status import Outcome, build_refused_status, build_status, should_write
 from evergrad_operator.store import RUNS
@@ -78,6 +80,17 @@ class StatusWriter:
             return None
         retry, _ = await self._store(work, status)
         return retry
+
+    async def warn_of_spelling(self, work: Pass, outdated: Sequence[Problem]) -> None:
+        """Report, once for each process, what only an earlier version accepts: the run goes on."""
+        if not outdated:
+            return
+        # An event holds a kibibyte.
+        listed = list_problems(outdated, most=900)
+        text = f"The run goes on, but its next edit must correct: {listed}"
+        if text not in work.hints.told:
+            work.hints.told.add(text)
+            await self._recorder.record(work.raw, "Warning", names.Reason.OUTDATED_SPEC, text)
 
     async def _store(self, work: Pass, status: Raw) -> tuple[float | None, bool]:
         """Seconds after which it is to be tried again, if at all, and whether it is stored.

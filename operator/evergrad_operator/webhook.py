@@ -23,6 +23,7 @@ from typing import Final, Protocol
 
 from aiohttp import web
 
+from evergrad_manifest.nesting import cut_deep
 from evergrad_operator.admission import deny_depth, review
 from evergrad_operator.errors import ApiError, LeaseLostError
 from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind, Raw
@@ -268,6 +269,9 @@ class Webhook:
             return web.json_response(deny_depth("" if uid is None else uid[1].decode()))
         if not isinstance(raw, dict) or not isinstance(raw.get("request"), dict):
             return web.Response(status=400, text="the body is no AdmissionReview\n")
+        # A thread has less room for recursion than this one: nothing deep goes there.
+        for key in ("object", "oldObject"):
+            raw["request"][key] = cut_deep(raw["request"].get(key))
         # Validation takes milliseconds of processor: in a thread, and only so many at a time, or the event
         # loop would wait.
         async with self._slots:

@@ -511,6 +511,25 @@ def test_a_run_whose_shape_is_wrong_is_told_once_in_its_status_and_by_one_event(
     assert event["reason"] == "InvalidSpec" and "spec.nodes.min" in event["message"]
 
 
+def test_numbers_in_quotes_of_an_earlier_version_are_named_in_one_event_and_the_run_goes_on(
+    simulation: Simulation,
+) -> None:
+    with simulation.by_others():
+        simulation.store.change(
+            "trainingruns", *KEY, {"spec": {"nodes": {"min": "2", "max": "2"}}}
+        )
+    begin(simulation)
+    for _ in range(3):
+        simulation.reconcile()
+    assert len(simulation.store.list("pods")) >= 2
+    assert simulation.status["reason"] != "InvalidSpec"
+    [event] = [
+        one for one in simulation.store.list("events") if one["reason"] == "OutdatedSpec"
+    ]
+    assert "spec.nodes.min" in event["message"] and "Write 2." in event["message"]
+    assert (event["type"], event.get("count", 1)) == ("Warning", 1)
+
+
 def test_a_run_of_the_same_name_never_gets_the_status_of_the_one_before(
     simulation: Simulation,
 ) -> None:
