@@ -146,7 +146,7 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
 
     Raises SpecError, with all problems, where its envelope is unreadable.
     """
-    manifest = manifest_of(raw)
+    manifest: Mapping[str, Any] = manifest_of(raw)
     run, found = check_run(manifest)
     outdated: tuple[Problem, ...] = ()
     if run is None:
