@@ -94,6 +94,7 @@ def _list(args: argparse.Namespace) -> int:
     found = catalog.scan()
     # The same choice as the trainer makes, so that the mark here is the checkpoint that is kept there.
     best = choose_best(found, catalog.read_pointer(BEST))
+    # The newest one that can be read is what a resume would take.
     latest = next((candidate.name for candidate in found if candidate.manifest), None)
     rows = [
         _describe(candidate, is_best=candidate.name == best, is_latest=candidate.name == latest)
@@ -151,6 +152,7 @@ def _export(args: argparse.Namespace) -> int:
     result = export_checkpoint(
         args.run_directory, step=args.step, output=args.output, dtype=args.dtype
     )
+    # Paths as text, so that both outputs show the same values.
     facts = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in asdict(result).items()
@@ -205,6 +207,7 @@ def _render(rows: list[Row]) -> list[str]:
             for mark, is_set in (("latest", row.is_latest), ("best", row.is_best))
             if is_set
         )
+        # Without its manifest only the name is known, and why it cannot be read.
         if row.bytes is None or row.finished is None:
             lines.append(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")
             continue

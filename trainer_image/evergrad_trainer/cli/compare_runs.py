@@ -84,6 +84,7 @@ def _rules(tolerance: float, steps: str | None, *, exact: bool) -> "Rules":
     """Read what must agree. ``steps``: FROM:TO, as it was given. Raises InputError."""
     from evergrad_trainer.report.compare import Rules
 
+    # Nothing is within NaN of anything, and everything is within infinity.
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise InputError(
             Problem(
@@ -216,6 +217,7 @@ def _as_text(
 
 def _difference(difference: "Difference") -> str:
     what = f"{difference.where}: {difference.field}" if difference.where else difference.field
+    # Hashes and counts have no relative difference.
     relative = difference.largest_relative
     size = (
         f", at most {relative:.3g} relative"

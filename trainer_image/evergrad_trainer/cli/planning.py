@@ -134,6 +134,7 @@ def _examine(request: PlanRequest) -> "ModelPlan":
         num_workers=request.num_workers,
         num_nodes=(nodes.min, nodes.max or nodes.min) if request.is_one_of_many else (1, 1),
     )
+    # An estimate may be wrong, and can be overruled; what has no plan cannot be trained.
     errors = [finding.problem for finding in examination.findings if finding.level == "error"]
     if errors and (examination.plan is None or not request.ignores_preflight):
         raise InputError(*errors)

@@ -124,6 +124,7 @@ def prepare_with_progress(
             on_progress=display.show,
         )
     for source in (*prepared.sources, *prepared.evaluation):
+        # At every start, not only at the first: lines that are passed over are missing from the run.
         if source.malformed:
             lines = (
                 "malformed line was skipped"
@@ -234,6 +235,7 @@ class _Lines:
 
     def show(self, progress: PrepareProgress) -> None:
         now = self._clock()
+        # A log with a line for every chunk would not be read.
         if now - self._printed >= _SECONDS_BETWEEN_LINES:
             self._printed = now
             print(_line(progress), file=self._stream, flush=True)
@@ -276,6 +278,7 @@ class _Bar:
         self._phase = ""
 
     def show(self, progress: PrepareProgress) -> None:
+        # Files that are known already need no scan, and a bar for nothing would only flicker.
         if progress.phase == "scan" and not progress.bytes_done:
             return
         if progress.phase in ("scan", "tokenize") and progress.phase != self._phase:

@@ -50,6 +50,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _summary(paths: "ReportPaths") -> dict[str, Any]:
+    # The figures of the page, unrounded: programs compare them, people read the page.
     facts, goodput = paths.facts, paths.facts.goodput
     steps = facts.steps
     return {

@@ -132,6 +132,7 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
     Raises ConfigurationError, and as ``load_from`` does.
     """
     loaded = load_from(args)
+    # All of them at once: one at a time would take as many tries.
     problems = [
         Problem(f"--{name}", f"{value} is below 1", "", "Give a positive number")
         for name, value in (

@@ -110,6 +110,7 @@ class Observers(BaseObserver):
         """Exceptions so far, by class name of the observer."""
 
     def run_start(self, info: RunInfo) -> None:
+        # A warning about an observer names the step at which it failed.
         self._last = replace(self._last, step=info.start_step, generation=info.generation)
         self._each(lambda observer: observer.run_start(info))
 

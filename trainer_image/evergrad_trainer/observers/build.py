@@ -85,6 +85,7 @@ class BuiltObservers:
 
 def build_observers(around: Surroundings) -> BuiltObservers:
     """Make the observers of rank 0. Raises RunDirectoryError and ConfigurationError."""
+    # In the registry's order, which is also that of the calls.
     made = {name: build(around) for name, build in BUILT_IN.items()}
     endpoint = made["endpoint"]
     return BuiltObservers(

@@ -34,6 +34,7 @@ def event_row(event: Event) -> dict[str, Any]:
 
 def parse_event_row(row: dict[str, Any]) -> Event:
     """Read the event of a line. Raises ValueError or TypeError for a line that is none."""
+    # All missing names at once, since a file of another program lacks them all.
     missing = [key for key in _KEYS if key not in row]
     if missing:
         raise ValueError(f"has no {' and no '.join(missing)}")

@@ -125,6 +125,7 @@ class Goodput:
         """(Unix seconds, processes from then on), in order; 0 where no process was there."""
         points: list[tuple[float, int]] = []
         for process in self.processes:
+            # A process that failed before its start never said how many it was with.
             if process.world_size is not None:
                 points.append((process.begin, process.world_size))
             points += [

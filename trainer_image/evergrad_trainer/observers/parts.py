@@ -139,6 +139,7 @@ class Part:
             self._settled = event.time
         if self.ended == "failed":
             return
+        # A failure after a stop is the ending; an exit code alone says least.
         if event.type == EventType.STOP:
             self.ended = str(fields.get("reason", "stop"))
         elif event.type == EventType.COMPLETE:
@@ -171,6 +172,7 @@ class Part:
         """
         if self.start is None:
             return self._begin if math.isfinite(self._begin) else 0.0
+        # The start event is written late, after imports: the process says when it began.
         claimed, begin = self.start.fields.get("process_start_time"), self.start.time
         if isinstance(claimed, int | float) and 0 < claimed <= begin:
             begin = float(claimed)
@@ -187,6 +189,7 @@ class Part:
         """
         begin = self.begin_after(previous_end)
         end = max(begin, self.end)
+        # Start-up is what nothing else claims of the time before the first step.
         first, claimed = self._first_step_begin, self._claimed_before_step + self.restore
         if first is None:
             first, claimed = end, claimed + self.changes.seconds
@@ -230,6 +233,7 @@ class Part:
     def odd_clocks(self, previous_end: float | None) -> list[str]:
         """Clocks that went back in this part or before it, as sentences."""
         notes = []
+        # Within one process a clock that goes back was set; between two machines it is only another clock.
         tolerance = _CLOCKS_APART_SECONDS if self.changes.all else _CLOCK_TOLERANCE_SECONDS
         if self._backwards > tolerance:
             notes.append(

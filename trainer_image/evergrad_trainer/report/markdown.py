@@ -81,6 +81,7 @@ def _render(table: Table) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:
+    # Numbers are aligned to the right, as on the page.
     rule = ["---:" if index in right else "---" for index in range(len(titles))]
     lines = [
         [escape(title) for title in titles],

@@ -170,6 +170,7 @@ def _loss_plot(facts: Facts) -> _Draft:
             _line(axes, smoothed, "s1", width=1.8)
         _limit_outliers(axes, loss)
 
+    # The legend has what is drawn, and nothing else.
     legend = [Legend("each step", "s1", "faint" if window > 1 else "line")]
     if window > 1:
         legend.append(Legend(f"mean of {window} steps", "s1"))
@@ -368,6 +369,7 @@ def _world_plot(facts: Facts) -> _Draft:
     sizes = facts.goodput.world_sizes[-_MOST_CHANGES:]
     begin = facts.goodput.world_sizes[0][0]
     elapsed = sizes[-1][0] - begin
+    # The largest unit that makes at least five of it: hours for a day, days for a week.
     unit, seconds = next(
         ((unit, one) for unit, one in _TIME_UNITS if elapsed >= 5 * one), _TIME_UNITS[-1]
     )

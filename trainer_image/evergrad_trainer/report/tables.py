@@ -38,6 +38,7 @@ def build_table(
 ) -> Table:
     """Build a table, of its first and last rows alone when there are too many to read."""
     left_out = len(rows) - _FIRST_ROWS - _LAST_ROWS
+    # A gap of one row would take as much room as the row.
     if left_out < 2:
         return Table(tuple(titles), tuple(rows), frozenset(numeric))
     # How it began and how it stands: what is between them is in the files.
@@ -47,6 +48,7 @@ def build_table(
 
 def checkpoint_table(events: Sequence[Event]) -> Table:
     """List published checkpoints and failed saves, in order."""
+    # Failed saves are listed among the others: the gap they leave is what a reader looks for.
     saves = [event for event in events if event.type in (EventType.SAVE, EventType.SAVE_FAILED)]
     titles = ("Step", "Published (UTC)", "Size", "Took", "Training waited", "")
     return build_table(
@@ -104,6 +106,7 @@ def restart_table(goodput: Goodput) -> Table:
 def world_cause_table(goodput: Goodput) -> Table:
     """Show what changes of the world cost, by their cause, the dearest first."""
     seconds, counts = goodput.reconfiguration_seconds_by_cause, goodput.changes_by_cause
+    # The sum says what a cause has cost, the longest one whether it was one bad case.
     longest = {
         cause: max(one.seconds for one in goodput.changes if one.cause == cause)
         for cause in counts
@@ -143,6 +146,7 @@ def _processes(number: int | None) -> str:
 
 def evaluation_table(evaluations: Sequence[EvaluationRecord]) -> Table:
     """List all evaluations in order; the best of each set is marked."""
+    # Sets may have metrics of their own: each is a column, empty where a set has it not.
     best = best_evaluations(evaluations)
     metrics = dict.fromkeys(name for one in evaluations for name in one.metrics)
     titles = ("Step", "Set", "Loss", "Perplexity", *metrics, "Tokens", "Took", "")
@@ -190,6 +194,7 @@ def last_evaluations(evaluations: Sequence[EvaluationRecord]) -> list[Evaluation
 
 def warnings_of(history: History, goodput: Goodput) -> tuple[str, ...]:
     """Collect everything that a reader should not overlook, as sentences."""
+    # In the order of the run; what concerns the files as a whole comes last.
     found = [text for event in history.events if (text := _warning(event)) is not None]
     non_finite = int(np.count_nonzero(~np.isfinite(history.steps.loss)))
     # Such steps leave gaps in the curve, which are easily overlooked.
