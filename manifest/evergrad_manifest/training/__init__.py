@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, Field
 
 from evergrad_manifest.base import Section
-from evergrad_manifest.training import common, own_task, pretrain, steps
+from evergrad_manifest.training.common import RULES as RULES_OF_ALL
 from evergrad_manifest.training.common import (
     Best,
     Checkpoint,
@@ -20,6 +20,7 @@ from evergrad_manifest.training.common import (
     Runtime,
 )
 from evergrad_manifest.training.own_task import RECIPES, check_recipe
+from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
 from evergrad_manifest.training.pretrain import (
     HELD_OUT,
     Data,
@@ -30,6 +31,8 @@ from evergrad_manifest.training.pretrain import (
     Source,
     Tokenizer,
 )
+from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
+from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
     Batching,
     Horizon,
@@ -127,4 +130,4 @@ class Training(Section):
     """The Prometheus endpoint."""
 
 
-RULES: Final = (*own_task.RULES, *steps.RULES, *pretrain.RULES, *common.RULES)
+RULES: Final = (*RULES_OF_OWN_TASK, *RULES_OF_STEPS, *RULES_OF_PRETRAIN, *RULES_OF_ALL)
