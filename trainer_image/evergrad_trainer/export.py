@@ -133,7 +133,9 @@ def _write_model(
             "a %s model is converted as a whole when it is saved: all its weights are held in memory",
             plan.name,
         )
-        whole = build_model(plan, seed=0, precision="fp32", with_weights=False).to(model.dtype)
+        whole = build_model(plan, seed=0, precision="fp32", with_weights=False)
+        # In place, by the method of torch: the type of transformers' own is not known.
+        torch.nn.Module.to(whole, model.dtype)
         with torch.no_grad():
             for name, tensor in module_tensors(whole).items():
                 tensor.copy_(stored.read(f"{MODEL}.{name}", tensor.dtype))

@@ -126,10 +126,11 @@ class _DelayedCompiler(types.ModuleType):
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if isinstance(self, _DelayedCompiler):
+            # Its first real use makes another class of this module, as nothing here shows.
+            loaded: Any = self
+            if isinstance(loaded, _DelayedCompiler):
                 return function(*args, **kwargs)
             if not disabled:
-                loaded: Any = self
                 disabled.append(loaded.disable(function, recursive, **options))
             return disabled[0](*args, **kwargs)
 

@@ -37,16 +37,12 @@ def recompute(blocks: Sequence[nn.Module], *, is_selective: bool) -> None:
         # The method and not the module is wrapped: compilation then finds the recomputation inside of its
         # graph, and FSDP2's gathers stay outside of both.
         plain = block.forward
-        contexts = (
-            {
-                "context_fn": functools.partial(
-                    create_selective_checkpoint_contexts, _choose_policy
-                )
-            }
-            if is_selective
-            else {}
-        )
-        block.forward = functools.partial(checkpoint, plain, use_reentrant=False, **contexts)
+        options: dict[str, Any] = {"use_reentrant": False}
+        if is_selective:
+            options["context_fn"] = functools.partial(
+                create_selective_checkpoint_contexts, _choose_policy
+            )
+        block.forward = functools.partial(checkpoint, plain, **options)
 
 
 def _choose_policy(
