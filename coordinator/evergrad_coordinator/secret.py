@@ -1,4 +1,4 @@
-"""A run's token: what everybody who may change the run says, and a stranger does not know."""
+"""A run's token: a secret of all that may change the run, which no stranger knows."""
 
 import hmac
 import os
@@ -39,14 +39,14 @@ def obtain_token(path: Path) -> str:
 
     Raises as ``read_token``.
     """
+    # Made and opened in one step: two processes that start at once agree on one token.
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         return read_token(path)
     except OSError:
-        if (
-            path.exists()
-        ):  # a folder that cannot be written, with the file in it: a mounted Secret
+        # A folder that cannot be written, with the file in it: a mounted Secret.
+        if path.exists():
             return read_token(path)
         raise
     token = new_token()

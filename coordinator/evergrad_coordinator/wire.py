@@ -92,6 +92,7 @@ class Codec(Generic[R]):
 
         Unknown fields are ignored: a newer sender may have more. Raises ProtocolError.
         """
+        # Bounds first: what is longer is not worth the time to parse it.
         if len(line) > self._max_bytes:
             raise ProtocolError(f"line: more than {self._max_bytes} bytes")
         try:

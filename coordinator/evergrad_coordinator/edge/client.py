@@ -159,6 +159,7 @@ class CoordinatorClient:
             writer.get_extra_info("socket").setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
             )
+            # Before the first message: silence is counted from here.
             self._session_heard_at = hello_at = time.monotonic()
             self._pings = deque([hello_at])  # the welcome answers the hello
             self._write(self._hello())
@@ -226,6 +227,7 @@ class CoordinatorClient:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+        # Nobody answers them any more; a save that may not be asked for is left alone.
         for answer in self._commits.values():
             if not answer.done():
                 answer.set_result(False)

@@ -68,6 +68,7 @@ class FileStore:
             raise JournalError(
                 f"{self._lock_path}: cannot be opened; {error.strerror}. Choose a folder that can be written."
             ) from error
+        # Never waited for: whoever holds the lock rules, and may do so for days.
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

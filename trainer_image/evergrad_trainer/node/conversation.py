@@ -169,6 +169,7 @@ class Conversation:
         """Said on every connection, after the hello: what a coordinator may not have heard, or heard and
         forgotten."""
         member, said = self._member(), self._said
+
         # A worker may have become warm between hello and welcome.
         self.send(Capacity(member.capacity))
         place = member.place
@@ -180,9 +181,13 @@ class Conversation:
                 message = "the node left its group while the coordinator was away"
                 broken = Broken(said.generation, "peer_lost", message=message)
             self.send(broken)
+
+        # The group this node is in may be up since before the coordinator was lost.
         up = self._last.get(Up)
         if isinstance(up, Up) and place is not None and place.generation == up.generation:
             self.send(up)
+
+        # Progress first, then the words that may end the run: after those nothing is taken.
         self._on_connected()
         for kind in (Result, Done):
             if kind in self._last:

@@ -84,6 +84,7 @@ class FreshWorkers:
 
         Workers that stop in order save by themselves, so ``order.saves`` says nothing new to them.
         """
+        # A plan that is told again is answered again: the answer may have been lost.
         self._generation = max(order.generation, self._generation)
         self._answered = min(self._answered, order.generation - 1)
         if self._workers:
@@ -182,6 +183,7 @@ class FreshWorkers:
         self._check_ready()
 
     def _stop(self, seconds: float, *, is_asking: bool) -> None:
+        # A later order never gives more time than an earlier one.
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
         self._is_stopping = True

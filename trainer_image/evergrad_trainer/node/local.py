@@ -357,6 +357,7 @@ def _follow(
 ) -> bool:
     """Look after both until no node is left, or a while after the run's end; False if nodes do not leave as
     they were asked."""
+    # Nodes are given a while after the run's end to hear of it; one that is frozen is not waited for.
     over_at: float | None = None
     while not nodes.are_over and (over_at is None or time.monotonic() - over_at < _END_SECONDS):
         sentinels = [
@@ -372,6 +373,7 @@ def _follow(
             nodes.is_replacing = False
             over_at = over_at or time.monotonic()
         elif stops.count.first_at is None:
+            # It was killed: at the same port, nodes find it again by themselves.
             if code is not None:
                 coordinator.start()
             on_tick()

@@ -48,6 +48,7 @@ class Patience:
             return "is frozen"
         if not is_asked:
             return None
+        # As long as its work may take, also where nobody knows yet how long that is.
         patience = max(STUCK_SECONDS, 3 * worker.heartbeat.longest_slot_seconds)
         if is_only_holder or worker.heartbeat.is_in_first_slot:
             patience = max(patience, self._timeout_seconds)

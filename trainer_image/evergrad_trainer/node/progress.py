@@ -44,6 +44,7 @@ class ProgressSender:
         """Joins wait for a new checkpoint: one that is named again in a later report is none."""
         if step <= self._checkpoint_step:
             return
+        # In order: a checkpoint above the last step that was reported would look like a mistake.
         self.flush()
         if self._send(Boundary(generation, step)):
             self._checkpoint_step = step

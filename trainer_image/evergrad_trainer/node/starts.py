@@ -114,6 +114,7 @@ class WorkerStarts:
 
     def replace(self, worker: Worker, end: WorkerEnd, *, was_warm: bool) -> NoWorkers | None:
         """Start another one in its place after a pause; why not, where this host has failed too often."""
+        # Before it was warm nothing is known to be wrong with the run; after, the group counts the failure.
         if not was_warm:
             if end.kind is ErrorKind.INPUT and self._first_warm_at is None:
                 # Wrong input at the first start: no retry cures it, and no group of this node ends by it.

@@ -24,6 +24,7 @@ class TaskWatch:
         self._tasks.add(task)
 
         def note_end(task: asyncio.Task[None]) -> None:
+            # Kept until here: the loop holds tasks weakly, and one could vanish in the middle.
             self._tasks.discard(task)
             if task.cancelled():
                 return

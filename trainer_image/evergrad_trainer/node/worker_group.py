@@ -173,6 +173,7 @@ class InProcessWorkers:
 
     def begin(self, go: Go) -> None:
         """All nodes are ready: give the ranks out."""
+        # Only workers that have answered the newest plan are known to be out of every older group.
         chosen = [one for one in self._starts.warm if one.ready_generation == go.generation][
             : go.workers
         ]
@@ -196,6 +197,7 @@ class InProcessWorkers:
         """
         self._starts.are_over = True
         self._farewell = Farewell(self._starts.warm, generation, save=save)
+        # One that is still starting holds nothing, and would be waited for.
         for worker in self._starts.workers.values():
             if not worker.is_warm:
                 worker.kill()

@@ -34,6 +34,7 @@ class AgentLink:
                 and place is not None
                 and not self.state.done_generation
             ):
+                # The plan that follows is waited for: without its answer the others would wait for this node.
                 self.state.is_out = True
                 self.loop.call(self.loop.members.say_ready_to_leave)
                 self.state.changed.wait_for(
@@ -50,6 +51,7 @@ class AgentLink:
             place = self.state.place
             if place is None:
                 return True
+            # torch asks only while its workers run, so that the first question means that they are up.
             if self.state.up_generation < place.generation:
                 self.state.up_generation = place.generation
                 self.loop.send(Up(place.generation, self.loop.members.reports.step))
@@ -82,6 +84,7 @@ class AgentLink:
                     _END_SECONDS if self.loop.members.watch is not None else 0,
                 )
                 self.loop.members.send_broken(place)
+            # Out of the group, whoever has ended it: a later plan is answered as a node without workers.
             self.state.place = self.state.go = None
             self.state.is_stopping_workers = False
 

@@ -50,6 +50,7 @@ def build_broken(
     generation: int, *, end: SeenEnd | None, world_size: int, step: int, now: float
 ) -> Broken:
     """The report that ``generation`` cannot go on, with what is known of the worker that ended first."""
+    # The platform does not show the end of somebody else's child.
     if end is None:
         return Broken(
             generation,
@@ -135,6 +136,7 @@ class WorkerWatch:
             descriptor = os.pidfd_open(process)
         except (OSError, AttributeError):
             return
+        # A pidfd is readable at the end, before the agent collects the process, and never means another one.
         self._expected = int(variables["LOCAL_WORLD_SIZE"])
         self._seen.add(process)
         self._living[descriptor] = (process, variables)

@@ -196,6 +196,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
         lets a join take. A spare, which the coordinator knows of, may wait for ever.
         """
         link, state = self._link, self._link.state
+        # The store of the group that is gone ends with it: its late members must not be served.
         self._store = None
         link.leave_group()
         silence = _Silence(self._settings, now=time.monotonic())
