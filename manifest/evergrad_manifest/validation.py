@@ -109,6 +109,8 @@ def with_plain_numbers(
         found = {problem.path: problem for problem in problems_of_model(error, pruned)}
     else:
         return document, ()
+
+    # Only texts at which the model refused a number: any other problem stays one.
     copied, problems = deepcopy(dict(document)), []
     for path, text in texts.items():
         try:

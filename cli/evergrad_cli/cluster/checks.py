@@ -248,6 +248,8 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
             f"none of {', '.join(map(_name, classes))} is the default",
             shared,
         )
+
+    # Of several defaults Kubernetes takes the newest. A class does not say which access modes it has.
     name, provisioner = _name(defaults[-1]), str(defaults[-1].get("provisioner", ""))
     if provisioner in _ONE_NODE_PROVISIONERS:
         what = (
@@ -277,6 +279,8 @@ def check_namespace(raw: Mapping[str, Any] | None, namespace: str, *, may_read: 
         return Check(
             "namespace", State.FAIL, f"{namespace} is being deleted", "Name another with -n"
         )
+
+    # Shown, not judged: the pods meet every level.
     level = ((raw.get("metadata") or {}).get("labels") or {}).get(_ENFORCE)
     told = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
     return Check("namespace", State.OK, f"{namespace} {told}; a run's pods meet restricted")
@@ -305,6 +309,8 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
             f"used up: {', '.join(full)}",
             "Runs wait until some is free; or have it raised",
         )
+
+    # A quota of cpu or memory makes Kubernetes refuse pods that do not say how much they ask for.
     computing = sorted(
         name
         for name in wanted

@@ -61,6 +61,8 @@ def execute(args: argparse.Namespace) -> int:
         namespace = cluster.namespace
     if args.phase:
         runs = [run for run in runs if run.phase.lower() == args.phase.lower()]
+
+    # The API server has no order of its own that would stay the same.
     runs.sort(key=lambda run: (run.namespace, run.name))
     now = time.time()
     if args.json:

@@ -127,6 +127,8 @@ def _show_once(
             )
         except (NotFoundError, RefusedError) as error:
             failures += error.problems
+
+    # One pod without output is a remark; no output at all is an error.
     if failures and len(failures) == len(chosen):
         raise ClusterInputError(*failures)
     for failure in failures:

@@ -40,6 +40,8 @@ def _choose(run: Run) -> Switch:
         return Switch(
             "resumed", {"suspend": False}, Goal.RUNNING, lambda run: not run.wants_suspension
         )
+
+    # A stop on request is no suspension: only new pods, which a new nonce asks for, end it.
     nonce = new_nonce()
     spec: dict[str, Any] = {"restartNonce": nonce}
     if run.wants_suspension:

@@ -150,6 +150,8 @@ def submit(
     body: dict[str, Any] = with_whole_numbers(without_nulls(loaded.raw, TrainingRun))
     body["metadata"] = {**body["metadata"], "namespace": cluster.namespace}
     path, what = runs_path(cluster.namespace, name), f"trainingrun {name}"
+
+    # Read first: an apply does not say whether it changed anything.
     before = find(cluster, path, what=what)
     query = {
         "fieldManager": FIELD_MANAGER,

@@ -59,6 +59,8 @@ def flip(
         run = read_run(cluster, args.name)
         if (problem := check(run)) is not None:
             raise ClusterInputError(problem)
+
+        # A change that is made already is not made again: the command may be repeated.
         switch = choose(run)
         is_changed = not switch.is_done(run)
         if is_changed:

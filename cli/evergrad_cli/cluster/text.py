@@ -48,6 +48,8 @@ def age(seconds: float | None) -> str:
     total = max(0, int(seconds))
     if total < 120:
         return f"{total}s"
+
+    # Two units at most, and the smaller one only while it matters, as `kubectl get` has it.
     minutes, hours, days = total // 60, total // 3600, total // 86400
     if minutes < 10:
         return f"{minutes}m{total % 60}s" if total % 60 else f"{minutes}m"

@@ -105,6 +105,8 @@ def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Usage
             str(metadata.get("namespace", "")),
             str((metadata.get("labels") or {}).get(LABEL_RUN, "")),
         )
+
+        # Injected containers count too: they use what the pod asked for.
         used = [container.get("usage") or {} for container in item.get("containers") or ()]
         old = found.get(key, Usage(0.0, 0.0, 0))
         found[key] = Usage(

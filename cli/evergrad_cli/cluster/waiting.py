@@ -139,6 +139,8 @@ def wait_for(
                 patience.after(error)
         if run is not None:
             patience.is_well()
+
+            # The name alone does not say that it is the same run.
             if seen is not None and run.uid != seen.uid:
                 return Outcome(
                     ExitCode.INTERNAL, "was deleted, and another run of its name created"
@@ -148,6 +150,8 @@ def wait_for(
             outcome = judge(run, goal)
             if outcome.exit_code is not None and is_due(run):
                 return outcome, run
+
+        # Last, so that a run is looked at once even with no time at all.
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             state = "" if seen is None else f"; it is {seen.phase}{_why(seen)}"
