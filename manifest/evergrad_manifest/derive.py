@@ -49,8 +49,12 @@ def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
     if num_samples < 1:
         raise ConfigurationError(
             Problem(
-                "spec.training.data.sources",
-                "hold no training sample",
+                "spec.training.data.sources"
+                if training.data.sources
+                else "spec.training.recipe",
+                "hold no training sample"
+                if training.data.sources
+                else "the task's sources hold no item",
                 "there is nothing to train on",
                 "Add data",
             )

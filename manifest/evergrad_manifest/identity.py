@@ -114,6 +114,11 @@ def _drop_meaningless(training: dict[str, Any]) -> None:
         }
         for source in training["evaluation"]["sources"]
     ]
+    # A task without a model or without text has left these out, and so does what is written of it.
+    if not training["data"]["sources"]:
+        del training["data"]
+    if not any(training["model"].values()):
+        del training["model"]
 
 
 def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
@@ -161,10 +166,11 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
         script = without_nulls(to_wire(run)["spec"]["script"], Script)
         return {field: script[field] for field in RECIPE_OF_SCRIPT}
     training = without_nulls(to_wire(run)["spec"]["training"], Training)
-    recipe = {section: training[section] for section in RECIPE_SECTIONS}
-    recipe["data"] = {
-        key: value for key, value in recipe["data"].items() if key not in OPERATIONAL_DATA
-    }
+    recipe = {section: training[section] for section in RECIPE_SECTIONS if section in training}
+    if "data" in recipe:
+        recipe["data"] = {
+            key: value for key, value in recipe["data"].items() if key not in OPERATIONAL_DATA
+        }
     recipe["runtime"] = {field: training["runtime"][field] for field in RECIPE_OF_RUNTIME}
     return recipe
 
@@ -207,9 +213,10 @@ def settings_hash(run: TrainingRun) -> str:
         for key, value in training["runtime"].items()
         if key not in _RUNTIME_OF_ONE_MACHINE
     }
-    shared["data"] = {
-        key: value for key, value in training["data"].items() if key not in OPERATIONAL_DATA
-    }
+    if "data" in shared:
+        shared["data"] = {
+            key: value for key, value in shared["data"].items() if key not in OPERATIONAL_DATA
+        }
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
 

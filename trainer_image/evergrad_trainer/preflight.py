@@ -88,7 +88,7 @@ def examine(
         plan = plan_model(
             training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
         )
-        facts = model_facts(plan)
+        facts = None if plan.config is None else model_facts(plan)
     except InputError as error:
         findings += [Finding("error", problem) for problem in error.problems]
     if facts is not None:
@@ -171,6 +171,8 @@ def describe_size(training: Training, base_directory: Path) -> str:
     plan = plan_model(
         training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size
     )
+    if plan.config is None:
+        return "a model that the task makes itself"
     facts = model_facts(plan)
     need = memory_of(facts, training, world_size=1, on_accelerator=False, compiles=False)
     gib = need.total / 2**30
@@ -363,7 +365,7 @@ def find_traps(
                 f"byte}} if bytes are meant"
             ),
         )
-    if plan is not None:
+    if plan is not None and plan.config is not None:
         yield from check_experts(
             plan.config, where=f"{where}.model.{'config' if path is None else 'path'}"
         )

@@ -23,7 +23,7 @@ class Finding:
 
 def model_facts(plan: ModelPlan) -> ModelFacts:
     """Return the sizes of the planned model. Raises ModelError if it cannot be built."""
-    config = plan.config.get_text_config()
+    config = plan.require_config().get_text_config()
     return ModelFacts(
         parameters=count_parameters(plan),
         hidden_size=int(config.hidden_size),

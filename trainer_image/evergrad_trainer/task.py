@@ -121,6 +121,15 @@ class Task(Protocol):
 
     def __init__(self, setup: Setup) -> None: ...
 
+    def prepare(self, prepared: Prepared, folder: Path) -> Mapping[str, Any]:
+        """Prepare data that are no text, before the first step of each start, once on each node.
+
+        What the file's ``data`` describe is prepared already. ``folder`` is kept between starts, one for each
+        content of the task's files and options; one process at a time is in it, so what is found there whole
+        need not be made again. Returns JSON values. They come to :meth:`stages` and :meth:`evaluators` as
+        ``prepared.facts``, with the folder as ``prepared.folder``, also in other processes.
+        """
+
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
         """Sources of each stage, and how they are mixed. Only the last stage has no end."""
 

@@ -61,7 +61,9 @@ def _object_rules() -> tuple[Schema, ...]:
     recipe = " && ".join(
         (
             _all_unchanged("spec.training", whole),
-            _all_unchanged("spec.training.data", data),
+            # A task of the user's own may do without data.
+            "has(self.spec.training.data) == has(oldSelf.spec.training.data)",
+            f"(!has(self.spec.training.data) || ({_all_unchanged('spec.training.data', data)}))",
             *(f"{one.format('self')} == {one.format('oldSelf')}" for one in used),
         )
     )

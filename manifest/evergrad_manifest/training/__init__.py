@@ -23,6 +23,7 @@ from evergrad_manifest.training.own_task import RECIPES, check_recipe
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
 from evergrad_manifest.training.pretrain import (
     HELD_OUT,
+    NO_DATA,
     Data,
     Evaluation,
     EvaluationSource,
@@ -46,6 +47,7 @@ from evergrad_manifest.training.steps import (
 
 __all__ = [
     "HELD_OUT",
+    "NO_DATA",
     "RECIPES",
     "RULES",
     "Batching",
@@ -86,12 +88,12 @@ class Training(Section):
     files: dict[str, str] = Field(default_factory=dict, max_length=64)
     """Python files of a task of your own, text by name (``task.py``), where they cannot lie beside this file:
     on a cluster. ``evergrad submit`` fills them in."""
-    model: Model
-    """The model: exactly one of a configuration and a directory."""
+    model: Model = Model.model_validate({})
+    """The model: exactly one of a configuration and a directory. A task of your own may do without."""
     tokenizer: Tokenizer = Tokenizer()
     """How text becomes token ids."""
-    data: Data
-    """What is trained on."""
+    data: Data = NO_DATA
+    """What is trained on. A task of your own may do without, and prepare its data itself."""
     batching: Batching
     """How many samples make a step. Every number of processes trains the same steps."""
     optimizer: Optimizer

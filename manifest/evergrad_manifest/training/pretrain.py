@@ -10,6 +10,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.training.common import TRAINING, Every, Meaningless, meaningless_in
+from evergrad_manifest.training.own_task import RECIPES
 from evergrad_manifest.values.numbers import Count, Fraction, Real, show
 from evergrad_manifest.view import UNKNOWN, View
 
@@ -33,10 +34,30 @@ class Model(Section):
     path: LocalPath | None = None
     """A local transformers directory: configuration and, when present, safetensors weights."""
 
+    @property
+    def is_given(self) -> bool:
+        """Whether there is one: a task of the user's own may make all its modules itself."""
+        return self.config is not None or self.path is not None
+
+
+def check_required(view: View) -> Iterator[Problem]:
+    """A recipe that has a name trains a language model on text; a task of the user's own may do neither."""
+    if view.get(f"{TRAINING}.recipe") not in RECIPES or not isinstance(
+        view.raw("spec", "training"), Mapping
+    ):
+        return
+    for key, meaning in (
+        ("model", "the model: exactly one of a configuration and a directory"),
+        ("data", "what is trained on"),
+    ):
+        if not view.is_given(f"{TRAINING}.{key}"):
+            why = "it has no default"
+            yield Problem(f"{TRAINING}.{key}", "missing", why, f"Add `{key}` ({meaning})")
+
 
 def check_model(view: View) -> Iterator[Problem]:
     """Exactly one of configuration and path; a configuration names its type and runs no foreign code."""
-    if view.get(_MODEL) is UNKNOWN:
+    if view.get(_MODEL) is UNKNOWN or not view.is_given(_MODEL):
         return
     given = [name for name in ("config", "path") if view.is_given(f"{_MODEL}.{name}")]
     if not given:
@@ -186,6 +207,9 @@ class Data(Section):
     """Where prepared token files are kept; default: ``.prepared`` beside the run directory."""
 
 
+NO_DATA: Final = Data.model_construct(set(), sources=(), sequence_length=1)
+"""Of a task that prepares its data itself: each of its items counts as one token."""
+
 OF_SOURCES: Final = (
     Meaningless("textField", "type", ("tokens",), "Remove it, or set type: jsonl"),
     Meaningless("dtype", "type", ("jsonl",), "Remove it, or set type: tokens"),
@@ -285,6 +309,9 @@ class Evaluation(Section):
 def check_evaluation(view: View) -> Iterator[Problem]:
     """Settings of the evaluation need something to evaluate on."""
     has_sources = view.raw("spec", "training", "evaluation", "sources") not in (None, [])
+    if view.get(f"{TRAINING}.recipe") not in RECIPES:
+        # A task of the user's own may have evaluators that need neither.
+        return
     if view.get(_EVALUATION) is UNKNOWN or has_sources or view.is_given(_HELD_OUT):
         return
     for key in ("every", "atStart", "samples"):
@@ -323,7 +350,8 @@ def check_best(view: View) -> Iterator[Problem]:
     if UNKNOWN in names or view.get(f"{_EVALUATION}.sources") is UNKNOWN:
         return
     metrics = [f"{name}/loss" for name in names]
-    if metric not in metrics:
+    # The names of a task's own evaluators are known to the task alone.
+    if metric not in metrics and view.get(f"{TRAINING}.recipe") in RECIPES:
         near = nearest(metric, metrics)
         known = (
             f"Known here: {', '.join(metrics)}"
@@ -344,6 +372,7 @@ def check_best(view: View) -> Iterator[Problem]:
 
 
 RULES: Final = (
+    check_required,
     check_model,
     check_tokenizer,
     check_source_keys,

@@ -66,7 +66,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     from evergrad_manifest.identity import config_hash
     from evergrad_manifest.task_files import hash_task, hash_task_files
     from evergrad_trainer.cli.prepare import prepare_with_progress
-    from evergrad_trainer.data.prepare import check_unchanged
+    from evergrad_trainer.data.prepare import check_unchanged, resolve_prepared_directory
     from evergrad_trainer.recipes.opening import open_recipe
     from evergrad_trainer.training.build import threads_per_worker
     from evergrad_trainer.worker.opening import has_steps
@@ -96,7 +96,15 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     # A node whose copy of a task fails must not end a run that others train.
     has_trained = request.is_one_of_many and has_steps(directory)
     task_hash = hash_task(training, base)
-    opened = open_recipe(training, prepared, base, has_trained=has_trained)
+    opened = open_recipe(
+        training,
+        prepared,
+        base,
+        has_trained=has_trained,
+        prepared_directory=resolve_prepared_directory(
+            training, base_directory=base, default=prepared_directory
+        ),
+    )
     numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
     check_extension(directory, standing, total_steps=numbers.total_steps)
     marks["data"] = time.time()
@@ -105,7 +113,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         config_hash=standing.config_hash or config_hash(loaded.run),
         base_directory=base,
         run_directory=directory.path,
-        prepared=prepared,
+        prepared=opened.prepared or prepared,
         model=model,
         numbers=numbers,
         threads=threads_per_worker(

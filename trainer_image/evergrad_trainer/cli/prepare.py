@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TextIO
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.text import count, duration, short_count, size
 from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
-from evergrad_manifest.training import Training
+from evergrad_manifest.training import RECIPES, Training
 from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, Reason
 from evergrad_trainer.data.prepare import PrepareProgress, prepare, resolve_prepared_directory
 from evergrad_trainer.data.prepared import Prepared, PreparedSource
@@ -82,6 +82,10 @@ def execute(args: argparse.Namespace) -> int:
     directory = resolve_prepared_directory(
         training, base_directory=base_directory, default=args.prepared_directory
     )
+    if training.recipe not in RECIPES:
+        from evergrad_trainer.recipes.opening import open_recipe
+
+        open_recipe(training, prepared, base_directory, prepared_directory=directory)
     if args.json:
         print(json.dumps(_summary(prepared, directory), indent=2))
         return int(ExitCode.DONE)

@@ -88,10 +88,17 @@ class Prepared:
     tokenizer_identity: str
     vocab_size: int
     end_of_document: int
+    folder: Path | None = None
+    """Where a task of the user's own has prepared its data; None where it has prepared none."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What it said of them, as JSON values."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
         value: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        if self.folder is None:
+            # What is recorded of runs on text alone is what it was before there were others.
+            del value["folder"], value["facts"]
         return value
 
     @staticmethod
@@ -103,6 +110,7 @@ class Prepared:
                 **value,
                 "sources": sources,
                 "evaluation": tuple(map(_source_from_json, value["evaluation"])),
+                "folder": Path(value["folder"]) if value.get("folder") else None,
             }
         )
 

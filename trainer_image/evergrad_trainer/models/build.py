@@ -37,14 +37,26 @@ _NO_PART_OF_THE_MODEL = (
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Plan of a model: a configuration, and the directory of its weights if it has any."""
+    """Plan of a model: a configuration, and the directory of its weights if it has any.
 
-    config: "PreTrainedConfig"
+    Without a configuration the file names no model: the task makes all its modules itself.
+    """
+
+    config: "PreTrainedConfig | None"
     weights: Path | None
 
     @property
     def name(self) -> str:
-        return str(self.config.model_type)
+        return "" if self.config is None else str(self.config.model_type)
+
+    def require_config(self) -> "PreTrainedConfig":
+        """The configuration. Raises ModelError where the file names no model."""
+        if self.config is None:
+            why = "the task's build asks for the model that it describes"
+            raise ModelError(
+                Problem(_FIELD, "missing", why, "Add it, or make all modules in build")
+            )
+        return self.config
 
     def describe(self) -> dict[str, Any]:
         """Return what transformers made of the configuration, its own defaults included, as JSON values.
@@ -52,7 +64,7 @@ class ModelPlan:
         They decide the function. The manifest and the path of a directory do not: defaults change with
         transformers, and files by hand.
         """
-        config = self.config.to_dict()
+        config = {} if self.config is None else self.config.to_dict()
         kept = {
             key: value
             for key, value in config.items()
@@ -64,12 +76,14 @@ class ModelPlan:
 
 def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> ModelPlan:
     """Read the configuration and check it against the tokenizer. Raises ModelError; builds nothing."""
+    if not settings.is_given:
+        return ModelPlan(None, None)
     if settings.path is not None:
         directory = base_directory / settings.path
         plan = ModelPlan(_read_directory(directory), find_weights(directory))
     else:
         plan = ModelPlan(_read_config(settings.config or {}, vocab_size), None)
-    own = int(plan.config.get_text_config().vocab_size)
+    own = int(plan.require_config().get_text_config().vocab_size)
     if own < vocab_size:
         where = f"{_FIELD}.config.vocab_size" if settings.path is None else f"{_FIELD}.path"
         raise ModelError(
@@ -91,6 +105,7 @@ def build_model(
     ``with_weights=False`` leaves the weights uninitialised, for a checkpoint that is loaded over them. Raises
     ModelError.
     """
+    config = plan.require_config()
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -103,7 +118,7 @@ def build_model(
         # For a checkpoint they are left as they are in memory: it overwrites every one of them.
         with nullcontext() if with_weights else no_init_weights():
             model = AutoModelForCausalLM.from_config(
-                plan.config, dtype=dtype, attn_implementation="sdpa"
+                config, dtype=dtype, attn_implementation="sdpa"
             )
             # Skipping the initialisation skips this too; a tied weight is one tensor, and is saved as one.
             model.tie_weights()
@@ -122,7 +137,7 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                plan.config, dtype=DTYPES[precision], attn_implementation="sdpa"
+                plan.require_config(), dtype=DTYPES[precision], attn_implementation="sdpa"
             )
             model.tie_weights()
             return model

@@ -191,6 +191,8 @@ def defer_model(
 
     ``with_weights=False`` is for a checkpoint that is loaded over them.
     """
+    if plan.config is None:
+        return None
     from transformers import AutoModelForCausalLM
 
     # Built on the meta device under a recorder; the global generator must stay where it is.

@@ -40,6 +40,8 @@ class AttentionShape:
 
 def attention_shape(plan: ModelPlan, *, precision: str) -> AttentionShape | None:
     """The attention of the planned model; None where its configuration does not tell."""
+    if plan.config is None:
+        return None
     config = plan.config.get_text_config()
     heads, hidden = (
         getattr(config, name, None) for name in ("num_attention_heads", "hidden_size")

@@ -1,13 +1,18 @@
 """Opens a run's recipe: its task, its sources as streams of micro-batches, and what it measures between
 steps."""
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.task_files import hash_task
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data, build_data
+from evergrad_trainer.data.preparation.durable import disk_errors
+from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.observers.lasting import Lasting
 from evergrad_trainer.recipes import load_task
@@ -24,27 +29,80 @@ class Opened:
     data: Data
     evaluators: Mapping[str, Evaluator]
     observers: Lasting = field(default_factory=lambda: Lasting(()))
+    prepared: Prepared | None = None
+    """What the sources read; with what a task of the user's own has prepared."""
 
 
 def open_recipe(
-    training: Training, prepared: Prepared, base_directory: Path, *, has_trained: bool = False
+    training: Training,
+    prepared: Prepared,
+    base_directory: Path,
+    *,
+    has_trained: bool = False,
+    prepared_directory: Path | None = None,
 ) -> Opened:
     """The recipe of ``training`` over prepared data.
 
-    ``has_trained``: the run has made steps, so that its code is known to work. Raises DataError,
+    ``has_trained``: the run has made steps, so that its code is known to work. ``prepared_directory``: where
+    a task of the user's own prepares its data, once a node; None where that is done. Raises DataError,
     ConfigurationError, TaskInputError, TaskError.
     """
     task, code = load_task(training, base_directory, has_trained=has_trained)
+    if prepared_directory is not None and code.is_own:
+        prepared = _prepare_own(
+            task, code, training, prepared, base_directory, prepared_directory
+        )
     with code.guarding("its stages and evaluators"):
         evaluators, stages = task.evaluators(prepared), task.stages(prepared)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
     with code.guarding("its observers"):
         observers = Lasting(task.observers())
     try:
-        data = build_data(training, stages, sets)
+        with code.guarding("its sources"):
+            data = build_data(training, stages, sets)
     except ValueError as error:
         if not code.is_own:
             raise
         why, remedy = "the task's stages and evaluators say so", "Correct them"
         raise code.explain(Problem("spec.training.recipe", str(error), why, remedy)) from error
-    return Opened(task, code, data, evaluators, observers)
+    return Opened(task, code, data, evaluators, observers, prepared)
+
+
+def _prepare_own(
+    task: Task,
+    code: Code,
+    training: Training,
+    prepared: Prepared,
+    base_directory: Path,
+    prepared_directory: Path,
+) -> Prepared:
+    """Let the task prepare its data, in a folder for this content of its files and options."""
+    prepare = getattr(task, "prepare", None)
+    if prepare is None:
+        # A task that derives from none of ours may have been written before there was one.
+        return prepared
+    content = [hash_task(training, base_directory), dict(training.options)]
+    name = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    folder = (prepared_directory / f"task-{name}").absolute()
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Nodes share a volume: the second one finds what the first has made, instead of half of it.
+        with (
+            exclusive(folder.with_suffix(".lock"), is_done=lambda: False, on_wait=lambda: None),
+            code.guarding("prepare"),
+        ):
+            facts = prepare(prepared, folder)
+        if not facts and not any(folder.iterdir()):
+            folder.rmdir()
+            return prepared
+    try:
+        # As another process gets them: what is no JSON must not work on one node and fail on another.
+        facts = json.loads(json.dumps(dict(facts or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        what, why = (
+            "prepare returns what is no JSON",
+            f"{error}; it is given to other processes",
+        )
+        remedy = "Return texts, numbers, lists and mappings, and write the rest into the folder"
+        raise code.explain(Problem("spec.training.recipe", what, why, remedy)) from error
+    return replace(prepared, folder=folder, facts=facts)

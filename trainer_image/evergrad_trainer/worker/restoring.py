@@ -93,7 +93,9 @@ def restore(
     elif init_from is not None:
         path = session.plan.base_directory / init_from.path
         if (path / "config.json").is_file():
-            load_model_directory(path, machinery.state(), config=session.plan.model.config)
+            load_model_directory(
+                path, machinery.state(), config=session.plan.model.require_config()
+            )
         else:
             load_weights(path, machinery.state(), world=session.world)
         # What the task has made of the initial weights was made of others.

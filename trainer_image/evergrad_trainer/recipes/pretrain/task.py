@@ -3,7 +3,8 @@ evaluate on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -33,11 +34,19 @@ class Pretrain:
         """The run's tokenizer, opened once."""
         return load_tokenizer(self.setup.training.tokenizer, self.setup.base_directory)
 
+    def prepare(self, prepared: Prepared, folder: Path) -> Mapping[str, Any]:
+        """Nothing besides the text."""
+        return {}
+
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
         """All sources by their weights, from the first step to the last.
 
-        Raises DataError for data of another tokenizer.
+        Raises DataError for data of another tokenizer, and without any.
         """
+        if not prepared.sources:
+            what, why = "missing", "the task has no stages of its own, and so it trains on text"
+            remedy = "Add `data`, or give the task stages"
+            raise DataError(Problem("spec.training.data", what, why, remedy))
         if prepared.tokenizer_identity != self.tokenizer.identity:
             what = f"the data was prepared with the tokenizer {prepared.tokenizer_identity}"
             why = f"this one is {self.tokenizer.identity}"
