@@ -7,10 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.observers.lasting import Lasting
 from evergrad_trainer.records import EvaluationRecord, Wish
-from evergrad_trainer.training.exchange import NUM_FLAGS
-from evergrad_trainer.training.loop import Limits, Progress, Run, train
+from evergrad_trainer.training.exchange import FLAG_OBSERVER_OFF, NUM_FLAGS
+from evergrad_trainer.training.loop import Limits, Run, train
+from evergrad_trainer.training.progress import Progress
 from evergrad_trainer.training.step import StepOutcome
 from evergrad_trainer.world import Membership, World
 
@@ -125,3 +128,74 @@ def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once(
     assert train(replace(run, progress=progress)) == "complete"
     assert observer.heard == [("first", 3), ("second", 3), ("first", STEPS), ("second", STEPS)]
     assert "evaluation_asked" not in progress.values()
+
+
+def test_a_save_that_was_asked_for_is_made_by_the_next_world_if_this_one_breaks_before_it() -> (
+    None
+):
+    done: list[tuple[str, int]] = []
+    run = make_run(Asking("save"), done)
+
+    def breaks(one: Any, world: World, **options: Any) -> Any:
+        raise PeerLostError("a rank is gone")
+
+    # An evaluation is due after the very step for which the save was asked.
+    limits = replace(run.limits, evaluate_every=3)
+    with pytest.raises(PeerLostError):
+        train(replace(run, limits=limits, evaluator=cast(Any, SimpleNamespace(run=breaks))))
+    assert done == []
+
+    # Another process goes on with what this one remembers; the save comes after the evaluation.
+    progress = Progress()
+    progress.load_values(run.progress.values())
+    assert train(replace(run, limits=limits, progress=progress)) == "complete"
+    assert ("save", 3) in done
+    assert "save_asked" not in progress.values()
+
+
+def test_a_wish_that_was_done_is_no_part_of_a_later_state() -> None:
+    run = make_run(Asking("save"), [])
+    train(run)
+    assert "save_asked" not in run.progress.values()
+
+
+class Failing(BaseObserver):
+    """Fails at each step, on one rank."""
+
+    def __init__(self, is_failing: bool) -> None:
+        self.is_failing = is_failing
+        self.steps = 0
+
+    def step_end(self, record: Any) -> None:
+        self.steps += 1
+        if self.is_failing:
+            raise ValueError("no such thing here")
+
+
+def test_an_observer_that_one_rank_switched_off_is_switched_off_on_all() -> None:
+    here, there = Failing(False), Failing(True)
+    lasting, other = Lasting([here]), Lasting([there])
+    for _ in range(3):
+        other.step_end(cast(Any, SimpleNamespace(step=1, generation=1)))
+    assert other.switched_off == {"Failing"} and other.is_disagreeing
+
+    # Another rank raises the flag, and names the observer when the ranks meet after the step.
+    run = replace(make_run(lasting, []), lasting=lasting)
+
+    class Meeting:
+        rank, size, generation, is_main = 0, 2, 1, True
+
+        def gather_json(self, value: Any) -> list[Any]:
+            return [value, sorted(other.switched_off) if value == [] else value]
+
+    class Flagged(Steps):
+        def run(self, step: int, world: World, flags: Any, *, is_skipped: bool) -> StepOutcome:
+            raised = list(flags)
+            raised[FLAG_OBSERVER_OFF] |= step == 4
+            return super().run(step, world, tuple(raised), is_skipped=is_skipped)
+
+    membership = SimpleNamespace(world=Meeting(), is_changing=lambda **options: False)
+    run = replace(run, membership=cast(Any, membership), stepper=cast(Any, Flagged()))
+    assert train(run) == "complete"
+    assert lasting.switched_off == {"Failing"} and not lasting.is_disagreeing
+    assert here.steps == 4

@@ -9,11 +9,10 @@ import pytest
 
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_trainer.checkpoint.manager import CheckpointManager
-from evergrad_trainer.training.loop import Progress
+from evergrad_trainer.training.progress import Progress, choose_source, describe_rank
+from evergrad_trainer.training.progress import adopt as adopt_rows
 from evergrad_trainer.worker.channel import Failed
 from evergrad_trainer.worker.run import report_end
-from evergrad_trainer.worker.settling import adopt as adopt_rows
-from evergrad_trainer.worker.settling import choose_source, describe_standing
 
 BEST = {"metric": "held/loss", "value": 2.0, "step": 6}
 
@@ -25,7 +24,7 @@ def checkpoints(*, published: int | None = None, failures: int = 0) -> Checkpoin
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
     base = {
-        "step": step, "failures": 0, "standing": -1, "begun": -1, "evaluated_step": -1, "steps_here": step, "best": None,
+        "step": step, "failures": 0, "published": -1, "begun": -1, "evaluated_step": -1, "steps_here": step, "best": None,
         "record": None,
     }  # fmt: skip
     return {**base, **changes}
@@ -43,10 +42,10 @@ def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
     progress = Progress(
         finished_steps=8, resumed_step=3, saved_step=6, steps_here=5, evaluated_step=4
     )
-    told = describe_standing(progress, checkpoints(), held_step=8)
+    told = describe_rank(progress, checkpoints(), held_step=8)
     assert (
         told["step"],
-        told["standing"],
+        told["published"],
         told["begun"],
         told["steps_here"],
         told["record"],
@@ -58,12 +57,10 @@ def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
         None,
     )
     assert (
-        describe_standing(progress, checkpoints(published=6, failures=2), held_step=-1)[
-            "standing"
-        ]
+        describe_rank(progress, checkpoints(published=6, failures=2), held_step=-1)["published"]
         == 6
     )
-    assert describe_standing(progress, checkpoints(failures=2), held_step=-1)["failures"] == 2
+    assert describe_rank(progress, checkpoints(failures=2), held_step=-1)["failures"] == 2
 
 
 def test_everybody_remembers_what_those_with_the_newest_step_remember(
@@ -73,7 +70,7 @@ def test_everybody_remembers_what_those_with_the_newest_step_remember(
     progress = adopt(
         row(-1),
         row(7, evaluated_step=7, steps_here=50),
-        row(8, evaluated_step=6, steps_here=8, record=record, best=BEST, standing=6),
+        row(8, evaluated_step=6, steps_here=8, record=record, best=BEST, published=6),
     )
     assert (progress.finished_steps, progress.evaluated_step, progress.steps_here) == (8, 6, 8)
     assert progress.last_record is not None and asdict(progress.last_record) == record
@@ -85,13 +82,13 @@ def test_an_evaluation_that_only_some_have_finished_is_done_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "standing", "is_lost"),
+    ("rows", "published", "is_lost"),
     [
-        ([row(8, standing=5, begun=5), row(8, standing=5, begun=5)], 5, False),
-        ([row(8, standing=5, begun=8), row(8, standing=5, begun=8)], 5, True),
-        ([row(8, standing=5, begun=8), row(8, standing=8, begun=8)], 8, False),
-        ([row(8, standing=5, begun=5), row(-1, standing=-1, begun=-1)], 5, False),
-        ([row(8, standing=-1, begun=-1), row(-1, standing=3, begun=12)], 3, False),
+        ([row(8, published=5, begun=5), row(8, published=5, begun=5)], 5, False),
+        ([row(8, published=5, begun=8), row(8, published=5, begun=8)], 5, True),
+        ([row(8, published=5, begun=8), row(8, published=8, begun=8)], 8, False),
+        ([row(8, published=5, begun=5), row(-1, published=-1, begun=-1)], 5, False),
+        ([row(8, published=-1, begun=-1), row(-1, published=3, begun=12)], 3, False),
     ],
     ids=[
         "all stands",
@@ -102,20 +99,20 @@ def test_an_evaluation_that_only_some_have_finished_is_done_again() -> None:
     ],
 )
 def test_a_save_is_lost_when_nobody_has_seen_it_stand(
-    rows: list[dict[str, Any]], standing: int, is_lost: bool
+    rows: list[dict[str, Any]], published: int, is_lost: bool
 ) -> None:
     progress = adopt(*rows)
-    assert progress.saved_step == progress.resumed_step == standing
+    assert progress.saved_step == progress.resumed_step == published
     assert progress.is_save_lost == is_lost
 
 
 @pytest.mark.parametrize(
-    ("step", "standing", "is_kept"), [(8, 5, False), (8, 6, True), (6, 5, True)]
+    ("step", "published", "is_kept"), [(8, 5, False), (8, 6, True), (6, 5, True)]
 )
 def test_a_best_whose_save_was_lost_is_forgotten_unless_its_state_is_still_there(
-    step: int, standing: int, is_kept: bool
+    step: int, published: int, is_kept: bool
 ) -> None:
-    progress = adopt(row(step, best=BEST, standing=standing, begun=6))
+    progress = adopt(row(step, best=BEST, published=published, begun=6))
     assert progress.best == (BEST if is_kept else None)
 
 

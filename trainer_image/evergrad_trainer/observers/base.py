@@ -191,15 +191,16 @@ class Observers(BaseObserver):
         in_a_row = self._in_a_row.get(id(observer), 0) + 1
         self._in_a_row[id(observer)] = in_a_row
         if in_a_row >= FAILURES_BEFORE_DISABLED and observer in self._active:
-            self._switch_off(observer, name, error)
+            self._switch_off(
+                observer,
+                f"observer {name} is switched off after {FAILURES_BEFORE_DISABLED} failures in a "
+                f"row: {error}",
+            )
 
-    def _switch_off(self, observer: Observer, name: str, error: Exception) -> None:
+    def _switch_off(self, observer: Observer, message: str) -> None:
+        name = type(observer).__name__
         # Out of the list first: the warning below goes to those that are left.
         self._active.remove(observer)
-        message = (
-            f"observer {name} is switched off after {FAILURES_BEFORE_DISABLED} failures in a "
-            f"row: {error}"
-        )
         _log.error("%s", message)
         try:
             observer.close()

@@ -7,7 +7,7 @@ transitions, too.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
 import torch
@@ -36,11 +36,34 @@ class Lasting(Observers):
         """Hears of a task's observer that is switched off: the run's own observers, on rank 0."""
         self._names: dict[str, Observer] = {}
         self._states: dict[str, Any] = {}
+        self._agreed: frozenset[str] = frozenset()
+        """Those that all ranks of the newest world have switched off."""
         # Names are keys in the checkpoint: two observers of one class need two.
         for observer in observers:
             name = type(observer).__name__
             number = sum(type(one) is type(observer) for one in self._names.values())
             self._names[f"{name}#{number + 1}" if number else name] = observer
+
+    @property
+    def switched_off(self) -> frozenset[str]:
+        """Names of the observers that are switched off in this process."""
+        return frozenset(
+            name for name, observer in self._names.items() if observer not in self._active
+        )
+
+    @property
+    def is_disagreeing(self) -> bool:
+        """Whether one was switched off here since the ranks have agreed on which are."""
+        return self.switched_off != self._agreed
+
+    def agree_switched_off(self, names: Set[str]) -> None:
+        """Switch off what is switched off on any rank: ``names``, the same on all of them."""
+        for name in sorted(names - self.switched_off):
+            self._switch_off(
+                self._names[name],
+                f"observer {name} is switched off here, too: it failed several times on another rank",
+            )
+        self._agreed = frozenset(names)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return none: a task's tensors are its kept ones."""

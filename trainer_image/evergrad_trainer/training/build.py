@@ -45,7 +45,7 @@ from evergrad_trainer.state.providers import (
 from evergrad_trainer.state.registry import KEPT, OPTIMIZER, Registry
 from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.task import Modules
-from evergrad_trainer.training.calls import build_loss, build_measures
+from evergrad_trainer.training.calls import GuardedStream, build_loss, build_measures
 from evergrad_trainer.training.evaluation import EvaluationRunner
 from evergrad_trainer.training.loop import Best, Limits
 from evergrad_trainer.training.modules import check_modules, hash_frozen
@@ -255,7 +255,10 @@ def build_stepper(
         gradients=gradients,
         stream=stream,
         # Only from pinned memory does a copy to an accelerator run beside the computation.
-        prefetcher=Prefetcher(stream, prepare=pin if on_accelerator else None),
+        prefetcher=Prefetcher(
+            GuardedStream(stream, machinery.opened.code),
+            prepare=pin if on_accelerator else None,
+        ),
         schedule=build_schedule(
             training.schedule,
             peak=training.optimizer.learning_rate,
@@ -287,6 +290,7 @@ def build_evaluations(machinery: Machinery) -> EvaluationRunner:
         measures=build_measures(machinery.opened, machinery.modules, machinery.loss_of),
         is_sharded=machinery.is_sharded,
         autocast=machinery.autocast,
+        reading=functools.partial(machinery.opened.code.guarding, "read of its source"),
     )
 
 

@@ -1,11 +1,13 @@
 """The calls of a task while it trains: its loss, its evaluators, and what it does when a step is finished."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.data.batch import Stage
+from evergrad_trainer.data.batch import Batch, Stage
+from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
@@ -34,6 +36,19 @@ def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> Los
         return loss
 
     return loss_of
+
+
+@dataclass(frozen=True)
+class GuardedStream:
+    """The training stream; an error of a task's own source names file and line of its code."""
+
+    stream: TrainingStream
+    code: Code
+
+    def slot(self, step: int, slot: int) -> Batch:
+        """The micro-batch of a slot of a step. Called in the thread of the prefetcher, too."""
+        with self.code.guarding("read of its source"):
+            return self.stream.slot(step, slot)
 
 
 def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -46,13 +46,15 @@ class Measure:
 class EvaluationRunner:
     """Evaluates sets with the model as it is now. Draws no random numbers and moves no cursor.
 
-    ``measures``: what is measured on each set, by its name.
+    ``measures``: what is measured on each set, by its name. ``reading``: around each read of a source, to
+    name errors of a task's own.
     """
 
     model: nn.Module
     measures: Mapping[str, Measure]
     is_sharded: bool
     autocast: Callable[[], AbstractContextManager[object]]
+    reading: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def run(
         self,
@@ -120,7 +122,8 @@ class EvaluationRunner:
                 return None
             number = index * world.size + world.rank
             if number < num_batches:
-                batch = evaluation_set.batch(number)
+                with self.reading():
+                    batch = evaluation_set.batch(number)
                 sums[:, number] = self._measure(measure, batch, stage, world.device)
                 weight += batch.weight
             elif self.is_sharded:

@@ -12,11 +12,19 @@ from evergrad_trainer.state.replicas import compare_steps
 from evergrad_trainer.task import Loss
 from evergrad_trainer.world import World
 
-NUM_FLAGS = 7
-FLAG_SIGNAL, FLAG_STOP_FILE, FLAG_FENCED, FLAG_CHANGE, FLAG_STOP, FLAG_SAVE, FLAG_EVALUATE = (
-    range(NUM_FLAGS)
-)
-"""Places of a rank's wishes and warnings in the vector; the last three are what observers ask for."""
+NUM_FLAGS = 8
+(
+    FLAG_SIGNAL,
+    FLAG_STOP_FILE,
+    FLAG_FENCED,
+    FLAG_CHANGE,
+    FLAG_STOP,
+    FLAG_SAVE,
+    FLAG_EVALUATE,
+    FLAG_OBSERVER_OFF,
+) = range(NUM_FLAGS)
+"""Places of a rank's wishes and warnings in the vector. Stop, save and evaluate are what observers ask for;
+the last says that a task's observer was switched off here, and perhaps not elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class Stepper:
         parts = self._parts
         parts.gradients.begin(world)
         self._forward_backward(
-            1, 0, parts.stream.slot(1, 0), device=world.device, scale=0.0, is_last=False
+            1, 0, parts.prefetcher.take(1, 0), device=world.device, scale=0.0, is_last=False
         )
         parts.gradients.forget()
 

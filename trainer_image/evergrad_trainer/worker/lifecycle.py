@@ -10,7 +10,8 @@ from evergrad_trainer.checkpoint.generations import claim_exactly
 from evergrad_trainer.errors import DivergedError, PeerLostError
 from evergrad_trainer.records import EventType, StopReason
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.training.loop import Run, standing_step, train
+from evergrad_trainer.training.loop import Run, train
+from evergrad_trainer.training.progress import published_step
 from evergrad_trainer.worker.announcing import announce
 from evergrad_trainer.worker.channel import End, Go, Leave, Left
 from evergrad_trainer.worker.ending import close_run, save_all
@@ -181,7 +182,8 @@ class Lifecycle:
         self._take_duties()
         is_saved = False
         try:
-            if order.is_planned and standing_step(run) != session.progress.finished_steps:
+            published = published_step(run.progress, run.checkpoints)
+            if order.is_planned and published != session.progress.finished_steps:
                 claim_exactly(session.directory.checkpoints, self.generation)
             is_saved = save_all(run)
         except EvergradError as error:

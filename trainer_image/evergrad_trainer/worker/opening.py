@@ -95,4 +95,5 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
             frozen=machinery.frozen,
         ),
         progress=session.progress,
+        lasting=session.opened.observers,
     )

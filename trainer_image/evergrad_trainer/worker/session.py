@@ -19,7 +19,7 @@ from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.records import Event
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.training.loop import Progress
+from evergrad_trainer.training.progress import Progress
 from evergrad_trainer.world import Membership, World
 
 

@@ -1,12 +1,8 @@
 """Brings all members of a new world to one state: whoever holds the newest step feeds the others, else all
 load or begin."""
 
-from dataclasses import asdict
-from typing import Any
-
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.errors import HostError
-from evergrad_trainer.records import StepRecord
 from evergrad_trainer.state.replicas import (
     compare_states,
     compare_transferred,
@@ -14,7 +10,8 @@ from evergrad_trainer.state.replicas import (
 )
 from evergrad_trainer.state.transfer import feed, plan_transfers
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.training.loop import Progress, Run
+from evergrad_trainer.training.loop import Run
+from evergrad_trainer.training.progress import adopt, choose_source, describe_rank
 from evergrad_trainer.worker.life import Held, Life
 from evergrad_trainer.worker.opening import has_checkpoints
 from evergrad_trainer.worker.restoring import restore
@@ -29,17 +26,20 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     """
     world, progress, checkpoints = session.world, session.progress, run.checkpoints
     held_step = progress.finished_steps if life.held == Held.WHOLE else -1
-    own = describe_standing(progress, checkpoints, held_step=held_step)
+    own = describe_rank(progress, checkpoints, held_step=held_step)
     # One exchange: what each rank holds and knows decides what all of them do next.
     rows = world.gather_json(
         {
             **own,
             "is_comparing": run.limits.compare_every is not None,
             "frozen": dict(machinery.frozen),
+            "observers_off": sorted(run.lasting.switched_off),
         }
     )
     steps = [int(row["step"]) for row in rows]
     _check_frozen(world, [row["frozen"] for row in rows], steps)
+    # A newcomer's observers are all on.
+    run.lasting.agree_switched_off({name for row in rows for name in row["observers_off"]})
     checkpoints.enter_world(failures=max(int(row["failures"]) for row in rows))
 
     is_fresh = max(steps) < 0
@@ -106,49 +106,3 @@ def _feed(world: World, machinery: Machinery, steps: list[int], life: Life) -> N
             feed(machinery.state(), transfer, world)
     # A source may have died with part of it still on its way.
     world.confirm()
-
-
-def describe_standing(
-    progress: Progress, checkpoints: CheckpointManager, *, held_step: int
-) -> dict[str, Any]:
-    """What a rank tells the others when they meet."""
-    published = checkpoints.published
-    return {
-        "step": held_step,
-        "failures": checkpoints.failures,
-        "standing": max(progress.resumed_step, -1 if published is None else published.step),
-        "begun": progress.saved_step,
-        "steps_here": progress.steps_here,
-        "evaluated_step": progress.evaluated_step,
-        "record": None if progress.last_record is None else asdict(progress.last_record),
-    }
-
-
-def choose_source(rows: list[dict[str, Any]]) -> int:
-    """The rank whose memory of the newest step counts.
-
-    An evaluation whose end only some have seen is done again.
-    """
-    newest = max(int(row["step"]) for row in rows)
-    sources = [rank for rank, row in enumerate(rows) if row["step"] == newest]
-    return min(sources, key=lambda rank: int(rows[rank]["evaluated_step"]))
-
-
-def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
-    """Agree on what the processes know of their saves; the values of the state itself are loaded already."""
-    newest = max(int(row["step"]) for row in rows)
-    sources = [row for row in rows if row["step"] == newest]
-    source = rows[choose_source(rows)]
-    standing = max(int(row["standing"]) for row in rows)
-    begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
-    progress.steps_here = max(int(row["steps_here"]) for row in sources)
-    if (
-        progress.best is not None
-        and progress.best["step"] > standing
-        and progress.best["step"] < newest
-    ):
-        # Its save ended with the world, and its state is gone: the next better one will be the best.
-        progress.best = None
-    progress.last_record = None if source["record"] is None else StepRecord(**source["record"])
-    progress.resumed_step = progress.saved_step = standing
-    progress.is_save_lost = begun > standing

@@ -1,0 +1,140 @@
+"""All that a run remembers besides tensors, in one place.
+
+:meth:`Progress.values` is the part that belongs to the state: saved, restored and given to newcomers.
+:func:`describe_rank` is the part that one process knows and others may not: ranks exchange it when they meet,
+and :func:`adopt` makes it the same for all of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.records import StepRecord
+
+Row = Mapping[str, Any]
+"""What one rank says of itself when ranks meet: see :func:`describe_rank`."""
+
+
+@dataclass
+class Progress:
+    """The counters of the state registry, and what this process knows of its own saves."""
+
+    # The state after ``finished_steps``, the same on every rank.
+    finished_steps: int = 0
+    evaluated_step: int = -1
+    best: dict[str, Any] | None = None
+    """The best evaluation so far: metric, value and step."""
+    updates: int = 0
+    """Of the optimizer: finished steps less skipped ones."""
+    skipped: int = 0
+    """Steps without an update."""
+    non_finite: int = 0
+    """How many of the newest steps in a row were not finite."""
+    evaluation_asked: int = -1
+    """Newest step after which an observer has asked for an evaluation."""
+    save_asked: int = -1
+    """Newest step after which an observer has asked for a save."""
+
+    # What this process knows, and others may not.
+    saved_step: int = -1
+    """Of the newest save that was begun; once the loop has ended, of the newest published one."""
+    resumed_step: int = -1
+    """Of the newest checkpoint known to be published when this world began."""
+    is_save_lost: bool = False
+    """A save was begun and ended with its world."""
+    steps_here: int = 0
+    """Trained since the run's processes were started."""
+    last_record: StepRecord | None = None
+    """Of the newest finished step, on every rank."""
+    refusal: str = ""
+    """Why the loop ended with "non_finite"."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return nothing: counters are no tensors."""
+        return {}
+
+    def values(self) -> Mapping[str, Any]:
+        """Return what belongs to the state after ``finished_steps``, by the names that checkpoints use.
+
+        A wish is a part of it for as long as it has not been done: another world may have to do it.
+        """
+        is_evaluation_open = self.evaluation_asked > self.evaluated_step
+        is_save_open = self.save_asked == self.finished_steps > self.saved_step
+        return {
+            "step": self.finished_steps,
+            "evaluated_step": self.evaluated_step,
+            "best": self.best,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "non_finite": self.non_finite,
+            **({"evaluation_asked": self.evaluation_asked} if is_evaluation_open else {}),
+            **({"save_asked": self.save_asked} if is_save_open else {}),
+        }
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Take over what :meth:`values` said of a state; older versions said less."""
+        self.finished_steps = int(values["step"])
+        self.evaluated_step = int(values["evaluated_step"])
+        self.best = values["best"]
+        self.updates = int(values.get("updates", self.finished_steps))
+        self.skipped = int(values.get("skipped", 0))
+        self.non_finite = int(values.get("non_finite", 0))
+        self.evaluation_asked = int(values.get("evaluation_asked", -1))
+        self.save_asked = int(values.get("save_asked", -1))
+
+    def reset(self) -> None:
+        """Forget everything, also of this process: the state it belonged to is gone."""
+        vars(self).update(vars(Progress()))
+
+
+def published_step(progress: Progress, checkpoints: CheckpointManager) -> int:
+    """Step of the newest checkpoint this process knows to be published; -1 without one."""
+    published = checkpoints.published
+    return max(progress.resumed_step, -1 if published is None else published.step)
+
+
+def describe_rank(
+    progress: Progress, checkpoints: CheckpointManager, *, held_step: int
+) -> dict[str, Any]:
+    """What a rank says to the others when they meet. ``held_step``: -1 where it holds no state."""
+    record = progress.last_record
+    return {
+        "step": held_step,
+        "failures": checkpoints.failures,
+        "published": published_step(progress, checkpoints),
+        "begun": progress.saved_step,
+        "steps_here": progress.steps_here,
+        "evaluated_step": progress.evaluated_step,
+        "record": None if record is None else asdict(record),
+    }
+
+
+def choose_source(rows: list[dict[str, Any]]) -> int:
+    """The rank whose memory of the newest step counts.
+
+    An evaluation whose end only some have seen is done again.
+    """
+    newest = max(int(row["step"]) for row in rows)
+    sources = [rank for rank, row in enumerate(rows) if row["step"] == newest]
+    return min(sources, key=lambda rank: int(rows[rank]["evaluated_step"]))
+
+
+def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
+    """Agree on what the processes know of their saves; the values of the state itself are loaded already."""
+    newest = max(int(row["step"]) for row in rows)
+    sources = [row for row in rows if row["step"] == newest]
+    source = rows[choose_source(rows)]
+    published = max(int(row["published"]) for row in rows)
+    # What a rank without a state has begun belongs to a state that is gone.
+    begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
+    best = progress.best
+    if best is not None and published < best["step"] < newest:
+        # Its save ended with the world, and its state is gone: the next better one will be the best.
+        progress.best = None
+    progress.steps_here = max(int(row["steps_here"]) for row in sources)
+    progress.last_record = None if source["record"] is None else StepRecord(**source["record"])
+    progress.resumed_step = progress.saved_step = published
+    progress.is_save_lost = begun > published
