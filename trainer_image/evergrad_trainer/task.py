@@ -112,7 +112,7 @@ class Evaluator:
 
 
 class Task(Protocol):
-    """What is trained. Made once in each process, from a :class:`Setup`."""
+    """A recipe: what is trained. Made once in each process, from a :class:`Setup`."""
 
     Options: ClassVar[type[Section]]
     """The model of ``spec.training.options``."""
@@ -137,8 +137,10 @@ class Task(Protocol):
         """What is measured between steps, by name."""
 
     def observers(self) -> Sequence[Observer]:
-        """What hears of steps and evaluations, on every rank; its state is saved, and it may ask for a stop, a save or an
-        evaluation."""
+        """Observers of steps and evaluations, on every rank; their state is saved.
+
+        They may ask for a stop, a save or an evaluation.
+        """
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
         """The modules with their initial values, on the CPU: a function of the seed alone, which the core has
@@ -154,7 +156,7 @@ class Task(Protocol):
         """Prepare the modules for ``stage``, at the end of the step before it; for the first stage after they
         were built.
 
-        Changes tensors alone: a newcomer and a resumed run get those, and are not told of stages that were
+        Changes tensors alone: a newcomer and a resumed run get those, and no calls for stages that were
         entered before. Random numbers of torch are the same on every rank.
         """
 

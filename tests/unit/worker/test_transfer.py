@@ -1,4 +1,4 @@
-"""Who feeds whom, and that what arrives is what was sent, type by type and chunk by chunk."""
+"""Which rank gives its state to which, and that what arrives is what was sent, type by type and chunk by chunk."""
 
 import queue
 from collections import defaultdict
@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from evergrad_trainer.state import transfer
-from evergrad_trainer.state.transfer import StateTransfer, feed, pass_along, plan_transfers
+from evergrad_trainer.state.transfer import (
+    StateTransfer,
+    pass_along,
+    plan_transfers,
+    transfer_state,
+)
 from evergrad_trainer.world import World
 
 
@@ -87,8 +92,8 @@ def test_a_straggler_then_holds_the_source_s_bits(
     wire, source, stale_rank = Wire(), make_state(1), make_state(2)
     untouched = {name: tensor.clone() for name, tensor in source.items()}
     reversed_order = dict(reversed(stale_rank.items()))
-    feed(source, StateTransfer(0, 3), wire.world(0))
-    feed(reversed_order, StateTransfer(0, 3), wire.world(3))
+    transfer_state(source, StateTransfer(0, 3), wire.world(0))
+    transfer_state(reversed_order, StateTransfer(0, 3), wire.world(3))
     assert all(one.empty() for one in wire.sent.values())
     for name, tensor in untouched.items():
         assert torch.equal(source[name], tensor), "a source only reads"

@@ -30,7 +30,7 @@ _OF_THE_HOST = (
     torch.AcceleratorError,
     EvergradError,
 )
-"""Errors that say by themselves what is wrong, whoever's code they come from."""
+"""Errors that say by themselves what is wrong, whichever code they come from."""
 _COLLECTIVES: Final = os.path.join("torch", "distributed", "")
 """Below it lies the code of torch that talks to other processes."""
 
@@ -163,6 +163,7 @@ def _import(name: str, path: Path, folder: Path) -> Any:
     if str(folder) not in sys.path:
         # First, as for a script: a package that is installed under the same name must not be trained instead.
         sys.path.insert(0, str(folder))
+    # The file may have been written a moment ago, by this process.
     importlib.invalidate_caches()
     module = importlib.import_module(name)
     if not _is_from(module, path):

@@ -1,6 +1,6 @@
 """The registry of a run's state: whatever a run needs to go on is registered here once, under a name.
 
-Saving, restoring, feeding a newcomer, going back to the beginning, exporting and comparing replicas all read
+Saving, restoring, transferring to a newcomer, going back to the beginning, exporting and comparing replicas all read
 the registry, so that what they cover cannot differ. A provider has tensors, small JSON values, or both:
 
 ====================  ==============================================  ==========================================
@@ -9,7 +9,7 @@ name                  tensors, as ``<name>.<its own name>``           values
 ``model``             parameters and persistent buffers
 ``optimizer``         ``<parameter>.<slot>``, in its own words        its scalars, such as Adam's ``step``
 ``counters``                                                          finished steps and what was counted so far
-``cursor``                                                            where the data stand, compared on loading
+``cursor``                                                            next item of each source, compared on loading
 ``description``                                                       the resolved model, compared on loading
 ``observers``                                                         what a task's observers remember
 ``frozen``                                                            hashes of frozen modules, compared on loading
@@ -105,8 +105,8 @@ class Registry:
         self._providers[name] = provider
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every live tensor as ``<provider>.<name>``: what a checkpoint holds and what is fed to
-        a newcomer."""
+        """Every live tensor as ``<provider>.<name>``: what a checkpoint holds and what is
+        transferred to a newcomer."""
         return {
             f"{name}.{own}": tensor
             for name, provider in self._providers.items()

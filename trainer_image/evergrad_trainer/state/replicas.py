@@ -60,6 +60,7 @@ def compare_states(
     """
     if world.size == 1:
         return
+    # Collective: one number of each rank, whatever the size of the state.
     hashes = world.gather_integers(hash_state(state))
     suspects = find_suspects(hashes, holders=holders)
     if suspects:
@@ -72,17 +73,20 @@ def compare_states(
 def compare_transferred(
     state: Mapping[str, torch.Tensor], world: World, transfers: Sequence[StateTransfer]
 ) -> None:
-    """Compare each rank that was fed with its source alone.
+    """Compare each rank that has got a state with its source alone.
 
     All ranks call this. Raises DivergedError, or PeerLostError.
     """
+    # Collective, for all ranks: which of them took part in a transfer does not matter to the exchange.
     hashes = world.gather_integers(hash_state(state))
     suspects = tuple(
         one.stale_rank for one in transfers if hashes[one.stale_rank] != hashes[one.source]
     )
     if suspects:
         raise DivergedError(
-            describe_difference(suspects, size=world.size, what="the state that it was fed"),
+            describe_difference(
+                suspects, size=world.size, what="the state that was transferred to it"
+            ),
             suspects,
         )
 
@@ -91,8 +95,8 @@ def compare_steps(steps: Sequence[int]) -> None:
     """Whether all ranks are at the same step, as each has said in an exchange. Raises DivergedError."""
     suspects = find_suspects(steps)
     if suspects:
-        told = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
-        what = f"the number of the step ({told})"
+        named = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
+        what = f"the number of the step ({named})"
         raise DivergedError(describe_difference(suspects, size=len(steps), what=what), suspects)
 
 
@@ -124,6 +128,7 @@ def _sum_words(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().flatten()
     integers = flat.view(_INTEGERS[flat.element_size()])
     per_word = _WORD_BYTES // flat.element_size()
+    # A view as words needs an offset that is a multiple of a word.
     if integers.storage_offset() % per_word:
         integers = integers.clone()
     end = integers.numel() - integers.numel() % per_word

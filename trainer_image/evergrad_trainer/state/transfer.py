@@ -1,9 +1,9 @@
 """Brings every member of a new world to one state: from members that hold the newest step, or from the one
 that reads it.
 
-Sources of a transfer are the ranks with the newest step; stale rank number i is fed by source i modulo their
-number, point to point. A source only reads its state: if it dies during a transfer, the other sources still
-hold theirs.
+Sources of a transfer are the ranks with the newest step; stale rank number i gets its state from source i
+modulo their number, point to point. A source only reads its state: if it dies during a transfer, the other
+sources still hold theirs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,10 @@ class StateTransfer:
 
 
 def plan_transfers(steps: Sequence[int]) -> tuple[StateTransfer, ...]:
-    """Who feeds whom, from every rank's finished step (-1: holds no state). Empty when nobody holds any."""
+    """Plan what brings all ranks to the newest step. ``steps``: finished ones of each rank (-1: no state).
+
+    Empty when nobody holds any.
+    """
     newest = max(steps)
     if newest < 0:
         return ()
@@ -38,12 +41,15 @@ def plan_transfers(steps: Sequence[int]) -> tuple[StateTransfer, ...]:
     )
 
 
-def feed(state: Mapping[str, torch.Tensor], transfer: StateTransfer, world: World) -> None:
+def transfer_state(
+    state: Mapping[str, torch.Tensor], transfer: StateTransfer, world: World
+) -> None:
     """Take part in one transfer, as source or as stale rank.
 
     Raises PeerLostError; a stale rank then holds half a state.
     """
     is_source = world.rank == transfer.source
+    # Both sides cut the state into the same pieces: their order follows from the names alone.
     for piece in _pieces(state):
         if is_source:
             flat = _flatten(piece)
@@ -71,7 +77,8 @@ def pass_along(
     """
     for piece in _pieces(state):
         is_filled = fill(piece) if world.is_main else True
-        # Ahead of each piece: whether there is one. A volume that fails is known down the chain, in order.
+        # Point to point, ahead of each piece: whether there is one. A volume that fails is known down the
+        # chain, in order.
         word = torch.tensor([int(is_filled)], device=world.device)
         if not world.is_main:
             world.receive(word, source=world.rank - 1)
@@ -84,7 +91,7 @@ def pass_along(
             _receive(piece, world, source=world.rank - 1)
         if not is_last:
             world.send(_flatten(piece), to=world.rank + 1)
-    # A rank may have gone with a piece still on its way.
+    # Collective: a rank may have gone with a piece still on its way.
     world.confirm()
     return True
 
@@ -97,6 +104,7 @@ def _pieces(state: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tenso
     for name in sorted(state):
         tensor = state[name]
         item = tensor.numel() * tensor.element_size()
+        # One buffer holds one type; its size bounds the memory besides the state.
         if piece and (tensor.dtype != dtype or size + item > _CHUNK_BYTES):
             yield piece
             piece, size = {}, 0

@@ -71,6 +71,7 @@ def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
 
 def _check_parts(loss: Loss, metrics: Mapping[str, str], code: Code) -> None:
     """Every rank sends the same places of one vector, also a rank that has computed nothing."""
+    # Looked at in each slot: a part that is missing in one of them would shift the others' places.
     if loss.parts.keys() != metrics.keys():
         what = f"the loss has the parts {', '.join(loss.parts) or '(none)'}"
         why = f"the task's metrics are {', '.join(metrics) or '(none)'}"

@@ -1,5 +1,4 @@
-"""What the ranks say to each other once a step, as one vector of 64-bit integers that is summed over all of
-them."""
+"""Exchange between ranks once a step: one vector of 64-bit integers that is summed over all of them."""
 
 import math
 from collections.abc import Mapping, Sequence

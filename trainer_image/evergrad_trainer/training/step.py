@@ -34,7 +34,7 @@ LossOf = Callable[[Tensors, Stage], Loss]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step needs to know besides its parts.
+    """Numbers of a step, the same in every step and world.
 
     ``nominal_weight``: what a step would weigh if every position of its samples counted, the divisor before
     the weight is known. ``metrics``: the names of a loss's parts.
@@ -66,7 +66,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What every rank knows after a step. ``flags[i]``: some rank raised flag i before the step.
+    """Result of a step, the same on every rank. ``flags[i]``: some rank raised flag i before the step.
 
     ``metrics``: the means of the loss's parts. ``skipped``: one of causes.SKIPS where the step made no
     update, and ``problems`` says why in words.
@@ -92,7 +92,7 @@ class StepOutcome:
 
 
 class StepHeartbeat(Protocol):
-    """Hears where a step is: a sign of life that survives the process."""
+    """Sign of life that says where a step is, and survives the process."""
 
     def beat(self, step: int, slot: int) -> None:
         """``slot`` of ``step`` is about to be computed."""
@@ -155,9 +155,7 @@ class Stepper:
         # From here on nobody waits for anybody: the update is made on all ranks or on none.
         learning_rate = parts.schedule(step)
         if skipped is None:
-            self._clip(step, totals.weight, norm)
-            set_learning_rate(parts.optimizer, learning_rate)
-            parts.optimizer.step()
+            self._update(step, totals.weight, norm, learning_rate)
         clock.mark("optimizer")
         has_loss = skipped in (None, "grad")
         return StepOutcome(
@@ -194,11 +192,15 @@ class Stepper:
         parts = self._parts
         parts.gradients.begin(world)
         for slot, is_real, is_last in self._slots_of(world):
+            # A slot of a large model takes seconds: nobody waits for it where the group has ended.
             world.raise_if_given_up()
             self.heartbeat.beat(step, slot)
-            batch = parts.prefetcher.take(
-                step, slot, upcoming=self._upcoming(step, slot, world)
-            )
+            # What this rank most probably takes next is read while it computes; a change of the world makes
+            # the guess wrong, and nothing else.
+            following = slot + world.size
+            is_here = following < self._settings.slots_per_step
+            upcoming = (step, following) if is_here else (step + 1, world.rank)
+            batch = parts.prefetcher.take(step, slot, upcoming=[upcoming])
             clock.mark("data")
             try:
                 loss = self._forward_backward(
@@ -234,15 +236,6 @@ class Stepper:
                 is_real,
                 index == rounds - 1,
             )
-
-    def _upcoming(self, step: int, slot: int, world: World) -> list[tuple[int, int]]:
-        """The slot this rank most probably takes next."""
-        following = slot + world.size
-        return [
-            (step, following)
-            if following < self._settings.slots_per_step
-            else (step + 1, world.rank)
-        ]
 
     def _forward_backward(
         self,
@@ -282,12 +275,15 @@ class Stepper:
         whole = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         return whole * self._ratio(weight), None
 
-    def _clip(self, step: int, weight: int, norm: float) -> None:
-        """Make the gradients those of the mean over the weight, no longer than the limit."""
+    def _update(self, step: int, weight: int, norm: float, learning_rate: float) -> None:
+        """Make the gradients those of the mean over the weight, no longer than the limit, and follow them."""
         clip = value_at(step, self._settings.clip_norm, self._settings.clip_norms)
         factor = self._ratio(weight) * (clip / (norm + 1e-6) if clip and norm > clip else 1.0)
+        # One pass over all gradients for both, and none where there is nothing to scale.
         if factor != 1.0:
             torch_private.scale(self._gradients(), factor)
+        set_learning_rate(self._parts.optimizer, learning_rate)
+        self._parts.optimizer.step()
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parts.model.parameters() if p.grad is not None]

@@ -1,9 +1,8 @@
-"""What a supervisor and one of its workers say to each other: small records over a socket pair that keeps
-their borders.
+"""Records between a supervisor and one of its workers, over a socket pair that keeps their borders.
 
 A word that the coordinator's protocol has means the same here: a ``plan`` is answered by ``ready``, ``go``
-begins the group, ``up`` and ``broken`` tell what became of it, ``leave`` is answered by ``left``, ``result``
-is the run's end as rank 0 has written it down, and ``end`` is the order to end with it. The codec is the
+begins the group, ``up`` and ``broken`` report its fate, ``leave`` is answered by ``left``, ``result`` is the
+run's end as rank 0 has written it down, and ``end`` is the order to end with it. The codec is the
 coordinator's, too.
 """
 
@@ -221,6 +220,7 @@ class Channel:
         """The next record, or None after ``timeout_seconds``. Raises EOFError when the other end is gone."""
         if not select.select([self.socket], [], [], timeout_seconds)[0]:
             return None
+        # The other end may have closed between the two calls; without DONTWAIT this would wait for ever.
         try:
             data = self.socket.recv(_LONGEST, socket.MSG_DONTWAIT)
         except BlockingIOError:

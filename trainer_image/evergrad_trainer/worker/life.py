@@ -24,7 +24,7 @@ IDLE        end: the run is over                               ENDED
 SETUP       all members have met                               SETTLE
 SETUP       a member did not come, or was lost                 GIVING_UP
 SETTLE      all hold the state after one step                  TRAIN
-SETTLE      a member was lost, or what was fed differs         GIVING_UP
+SETTLE      a member was lost, or what was transferred differs GIVING_UP
 TRAIN       the ranks agree to go on in another world          LEAVING
 TRAIN       the ranks agree that the run stops                 CLOSING
 TRAIN       a member was lost, or replicas differ              GIVING_UP
@@ -73,13 +73,13 @@ class Held(StrEnum):
     """What the tensors of a worker are."""
 
     WHOLE = "whole"
-    """The state after ``progress.finished_steps``: may be fed to others and saved."""
+    """The state after ``progress.finished_steps``: may be transferred to others and saved."""
     FRESH = "fresh"
     """The initial weights and zero moments, as they were built from the seed."""
     DIRTY = "dirty"
-    """Anything else: fed or loaded in part, built without weights, or found to differ.
+    """Anything else: transferred or loaded in part, built without weights, or found to differ.
 
-    Never trained, fed or saved.
+    Never trained, transferred or saved.
     """
 
 

@@ -104,10 +104,12 @@ class Lifecycle:
         session.membership.move_to(world)
         if self._worlds.are_replaced:
             session.mark("group")
+        # Events of this world's start wait until the one that says that it has begun.
         session.waiting = []
         # Before anything else can fail: the error has to be written down, too.
         is_new = world.is_main and self._take_duties()
         self.life.enter(Phase.SETTLE)
+        # Collectives: after this all ranks hold one state.
         is_fresh = settle(session, self._machinery, self._run, self.life)
         if session.progress.finished_steps > 0:
             # Made by others, perhaps: what fails from here on works elsewhere.
@@ -120,6 +122,7 @@ class Lifecycle:
             announce(session, self._machinery)
         else:
             self._writer.announce_world(self._machinery, begin, is_new=is_new)
+        # Collectives, until all ranks agree to leave this world.
         reason = train(self._run)
         if reason != "change":
             self.life.enter(Phase.CLOSING)
@@ -128,6 +131,7 @@ class Lifecycle:
     def _end_run(self, reason: StopReason) -> None:
         """The ranks of this world have agreed that the run stops."""
         session = self._session
+        # Collective: a rank that failed alone here would leave the others in their last save.
         is_saved = save_all(self._run)
         code = close_run(session, self._writer, reason, is_saved=is_saved)
         self._run.observers = session.observers
@@ -192,8 +196,10 @@ class Lifecycle:
         return LifeEnd(int(code), Left(is_saved))
 
     def _note_divergence(self, error: DivergedError) -> None:
-        """Whoever is suspected holds nothing any more: the others feed it, or all go back to the newest
-        checkpoint."""
+        """Take the state of suspected ranks for lost.
+
+        They get it from the others, or all go back to the newest checkpoint.
+        """
         session = self._session
         world, finished = session.world, session.progress.finished_steps
         is_exact = session.plan.run.training.reproducibility.elastic == "exact"
@@ -201,7 +207,8 @@ class Lifecycle:
             self._do_hosts_differ |= finished <= self._undecided_at
             self._undecided_at = max(self._undecided_at, finished)
         # Gradients of a wrong replica are in everybody's sums since; exact mode goes back to where all were
-        # equal. Where hosts round differently that would never end: rank 0 feeds the others.
+        # equal. Where hosts round differently that would never end: rank 0's state is
+        # transferred to the others.
         if not (self._do_hosts_differ and world.is_main) and (
             is_exact or world.rank in error.ranks
         ):

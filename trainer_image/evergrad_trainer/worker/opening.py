@@ -1,4 +1,4 @@
-"""What a process opens and builds before its first step: its recipe, checkpoints, and everything the loop
+"""Opens and builds what a process needs before its first step: recipe, checkpoints, and everything the loop
 uses."""
 
 from evergrad_manifest.task_files import hash_task, task_path

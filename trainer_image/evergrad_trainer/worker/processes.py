@@ -1,4 +1,4 @@
-"""How every process that a launcher, a node or a supervisor starts begins and ends."""
+"""Beginning and end of every process that a launcher, a node or a supervisor starts."""
 
 import ctypes
 import multiprocessing
@@ -19,6 +19,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Be killed when the process that started this one ends, however it ends."""
     _ask_for_death_signal()
+    # The parent may have ended before the request: then no signal comes.
     if os.getppid() != parent:
         os._exit(int(ExitCode.INTERNAL))
 

@@ -30,6 +30,7 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
     )
     if session is not None:
         _close_quietly(session, error, code)
+    # All ranks have raised it, and one of them speaks for all.
     if is_agreed(error) and rank != 0:
         return code
     where = f"rank {rank}: " if rank else ""
@@ -55,7 +56,7 @@ def build_last_words(
     generation: int,
     is_agreed: bool,
 ) -> Failed:
-    """What a worker tells its node of the error that ends it.
+    """Build the record of the error that ends a worker, for its node.
 
     ``is_agreed``: all ranks raise it, and the same process goes on.
     """

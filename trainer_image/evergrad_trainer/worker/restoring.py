@@ -1,4 +1,5 @@
-"""Where the state of a run begins: its newest checkpoint, weights it starts from, or the seed."""
+"""Makes the state that a run begins or goes on with: from its newest checkpoint, from given weights, or from
+the seed."""
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.manager import CheckpointManager
@@ -73,7 +74,9 @@ def restore(
     checkpoint is loaded.
     """
     init_from = session.plan.run.training.init_from
+    # Collective: all ranks choose one checkpoint, or none.
     restored = checkpoints.restore(machinery.state())
+    # Built without weights for a checkpoint that is not there, or left dirty by a transfer.
     if restored is None and not has_checkpoints and not is_initial:
         machinery.registry.reset()
     if restored is not None:

@@ -1,5 +1,4 @@
-"""What the parts of one training process hand to each other: what was decided before it began, and what it
-holds."""
+"""Values that the parts of one training process share: decided before it began, or held by it."""
 
 import dataclasses
 import time
@@ -59,7 +58,7 @@ class SessionPlan:
 
 @dataclass
 class Session:
-    """What the stages of one process hand to each other."""
+    """Parts of one training process that several of its stages use."""
 
     plan: SessionPlan
     directory: RunDirectory
@@ -85,7 +84,7 @@ class Session:
 
     @property
     def identity(self) -> Identity:
-        """What this run's checkpoints are told from another's by."""
+        """Identity in this run's checkpoints, which no other run's have."""
         return Identity(
             self.plan.run.metadata.name,
             self.plan.config_hash,
@@ -105,7 +104,7 @@ class Session:
         self.task_before = dict(files)
 
     def emit(self, type_: str, fields: dict[str, Any]) -> None:
-        """Tell the observers of a transition at the last finished step."""
+        """Give the observers an event at the last finished step."""
         step, generation = self.progress.finished_steps, self.world.generation
         event = Event(
             type=type_, time=time.time(), step=step, generation=generation, fields=fields

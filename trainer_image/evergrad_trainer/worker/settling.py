@@ -1,5 +1,5 @@
-"""Brings all members of a new world to one state: whoever holds the newest step feeds the others, else all
-load or begin."""
+"""Brings all members of a new world to one state: that of the newest step that a member holds, else that of a
+checkpoint or of the beginning."""
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.errors import HostError
@@ -8,7 +8,7 @@ from evergrad_trainer.state.replicas import (
     compare_transferred,
     find_suspects,
 )
-from evergrad_trainer.state.transfer import feed, plan_transfers
+from evergrad_trainer.state.transfer import plan_transfers, transfer_state
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.loop import Run
 from evergrad_trainer.training.progress import adopt, choose_source, describe_rank
@@ -27,7 +27,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     world, progress, checkpoints = session.world, session.progress, run.checkpoints
     held_step = progress.finished_steps if life.held == Held.WHOLE else -1
     own = describe_rank(progress, checkpoints, held_step=held_step)
-    # One exchange: what each rank holds and knows decides what all of them do next.
+    # Collective: one exchange, and what each rank holds and knows decides what all of them do next.
     rows = world.gather_json(
         {
             **own,
@@ -46,16 +46,24 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     if is_fresh:
         _begin_again(session, machinery, checkpoints, life)
     else:
-        _feed(world, machinery, steps, life)
-        # What belongs to the tensors that were fed, as one of those that had them remembers it.
+        # Point to point: those with the newest step give it to the others, who hold nothing until all of it
+        # has arrived.
+        for transfer in plan_transfers(steps):
+            if world.rank == transfer.stale_rank:
+                life.held = Held.DIRTY
+            if world.rank in (transfer.source, transfer.stale_rank):
+                transfer_state(machinery.state(), transfer, world)
+        # Collective: a source may have died with part of it still on its way.
+        world.confirm()
+        # Collective: what belongs to those tensors, as one of the ranks that had them remembers it.
         registry = machinery.registry
         registry.load_values(
             world.broadcast_json(registry.values(), source=choose_source(rows))
         )
         adopt(progress, rows)
 
-    # Before the first step of a world: what was fed has arrived and, where that is asked for, all replicas
-    # are equal. Rank 0's wish counts: a comparison that only some make would wait for the others for ever.
+    # Collective, before the first step of a world: what was transferred has arrived and, where that is asked
+    # for, all replicas are equal. Rank 0's wish counts: a comparison that only some make would wait for ever.
     state, newest = machinery.state(), max(steps)
     if rows[0]["is_comparing"] and not machinery.is_sharded:
         holders = [rank for rank, step in enumerate(steps) if step == newest >= 0]
@@ -88,6 +96,7 @@ def _begin_again(
     # What this process remembers belongs to a state that is gone; a load that is cut short leaves neither.
     session.progress.reset()
     life.held = Held.DIRTY
+    # Collective: a volume may show a new checkpoint to some hosts later than to others.
     are_there = not session.world.all_agree(not has_checkpoints(session.directory))
     if machinery.is_sharded:
         # Shards that were built without weights, since a checkpoint was to follow, cannot be made again here.
@@ -95,14 +104,3 @@ def _begin_again(
     is_initial = had_held == Held.FRESH
     restore(session, machinery, checkpoints, has_checkpoints=are_there, is_initial=is_initial)
     session.mark("checkpoint")
-
-
-def _feed(world: World, machinery: Machinery, steps: list[int], life: Life) -> None:
-    """Those with the newest step feed the others, who hold nothing until all of it has arrived."""
-    for transfer in plan_transfers(steps):
-        if world.rank == transfer.stale_rank:
-            life.held = Held.DIRTY
-        if world.rank in (transfer.source, transfer.stale_rank):
-            feed(machinery.state(), transfer, world)
-    # A source may have died with part of it still on its way.
-    world.confirm()

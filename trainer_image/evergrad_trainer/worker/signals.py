@@ -17,7 +17,7 @@ whole group."""
 
 
 class StopCount:
-    """Tells a first request to stop from a second one, and from a repetition of the first."""
+    """Distinguishes a first request to stop from a second one, and from a repetition of the first."""
 
     def __init__(self) -> None:
         self.first_at: float | None = None
@@ -58,6 +58,7 @@ class StopSignals:
 
     def uninstall(self) -> None:
         """Put back what was there before."""
+        # First the pipe, so that no number is written to it after its reader has ended.
         signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -71,6 +72,7 @@ class StopSignals:
     def _listen(self) -> None:
         while True:
             for number in os.read(self._read_fd, 64):
+                # No signal has the number 0: uninstall writes it.
                 if number == 0:
                     return
                 if number not in (signal.SIGTERM, signal.SIGINT):

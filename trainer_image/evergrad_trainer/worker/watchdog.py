@@ -1,4 +1,4 @@
-"""The worker's ear: a thread that hears the supervisor while the main thread is inside a collective.
+"""Thread that reads the supervisor's orders while the main thread is inside a collective.
 
 ::
 
@@ -63,11 +63,14 @@ class Watchdog:
         return self._newest.generation > generation or isinstance(self._order, End | Leave)
 
     def await_order(self, *, step: int) -> Order:
-        """Out of every group, holding the state after ``step``: say so for each change, until told what to
-        do."""
+        """Answer each planned change with ``ready``, from outside of every group, until an order comes.
+
+        ``step``: the newest whose state this process holds.
+        """
         answered = -1
         with self._changed:
             while True:
+                # An order for an older generation than the newest plan is out of date: its peers have left.
                 order = self._order
                 if isinstance(order, End) or (
                     order is not None and order.generation >= self._newest.generation
@@ -77,15 +80,21 @@ class Watchdog:
                 if self._newest.generation > answered:
                     answered = self._newest.generation
                     self._channel.send(Ready(answered, step))
+                # Woken by the thread for each record, and by nothing else.
                 self._changed.wait()
 
     def enter(self, generation: int, interrupt: Interrupt) -> None:
-        """About to set up the group of ``generation``. ``interrupt`` is set if it must be left at once."""
+        """Begin to guard the group of ``generation``, before it is set up.
+
+        ``interrupt`` is set if the group must be left at once.
+        """
         with self._changed:
+            # Connections that were there before the group's, such as one to a volume, are not cut.
             self._outside_sockets = connected_sockets()
             self._inside, self._interrupt = generation, interrupt
             if self._newest.generation <= generation:
                 self._patient_until = float("inf")
+            # The change came between the order to begin and this call.
             if self._newest.hard and self._newest.generation > generation:
                 interrupt.set()
 
@@ -107,6 +116,7 @@ class Watchdog:
             while True:
                 record = self._channel.receive(_CUT_SECONDS if self._is_cutting() else None)
                 with self._changed:
+                    # Answered here, so that a long step is not taken for a dead process.
                     if isinstance(record, Ping):
                         self._channel.send(Pong())
                     elif isinstance(record, Plan):
@@ -120,9 +130,9 @@ class Watchdog:
                         # Under the lock: after ``leave`` a number may belong to the next group's connection.
                         cut_sockets(except_for=self._outside_sockets)
         except EOFError:
-            # Without a supervisor there is no way to hear of the group; its peers go on without this process.
+            # Without a supervisor no change of the group arrives; its peers go on without this process.
             os._exit(int(ExitCode.INTERNAL))
-        except Exception:  # noqa: BLE001 - nobody joins this thread, and a worker that is deaf is worse than one that is gone
+        except Exception:  # noqa: BLE001 - nobody joins this thread, and a worker that takes no orders is worse than one that is gone
             _log.exception("the watchdog thread has failed; the worker ends")
             os._exit(int(ExitCode.INTERNAL))
 
@@ -131,6 +141,7 @@ class Watchdog:
             change.generation == self._newest.generation and change.hard
         ):
             self._newest = change
+            # The earliest of all: a plan that is made anew again and again must not be put off for ever.
             self._patient_until = min(
                 self._patient_until, time.monotonic() + change.patience_seconds
             )

@@ -1,5 +1,4 @@
-"""Where a worker's worlds come from, and who hears what becomes of them: a supervisor, or nobody but the
-launcher."""
+"""Sources of a worker's worlds: a supervisor, which gets reports of them, or a launcher."""
 
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from evergrad_trainer.world import Interrupt, World
 
 
 class Worlds(Protocol):
-    """The outside of a worker's life: what it is told to do, and what it tells."""
+    """Orders to a worker, and reports of what becomes of its worlds."""
 
     are_replaced: bool
     """Whether another world follows one that breaks."""
@@ -71,6 +70,7 @@ class SupervisedWorlds:
     def meet(self, begin: Go, alone: World) -> World:
         self._transport = transport = choose_transport(alone.device)
         interrupt = Interrupt(transport.give_up)
+        # Before the first connection is opened: the watchdog cuts those that are opened from here on.
         self._watchdog.enter(begin.generation, interrupt)
         world = form_world(
             Place(begin.generation, begin.rank, begin.world_size, begin.address, begin.port),
@@ -80,6 +80,7 @@ class SupervisedWorlds:
             setup_seconds=begin.setup_seconds,
             timeout_seconds=self._timeout_seconds,
         )
+        # Only now: a group that never forms must not fence out the one before it.
         if world.is_main:
             claim_exactly(self._directory.checkpoints, world.generation)
         return world
@@ -88,7 +89,7 @@ class SupervisedWorlds:
         self._channel.send(Up(world.generation, step))
 
     def agreed_end(self, world: World, *, step: int, exit_code: int, reason: str) -> None:
-        # Only rank 0's word counts; the others wait to be told.
+        # Only rank 0's report counts; the others wait for the supervisor's order.
         if world.is_main:
             self._channel.send(Result(world.generation, step, exit_code, reason))
 
@@ -98,12 +99,14 @@ class SupervisedWorlds:
     def leave(self, world: World | None) -> bool:
         assert self._transport is not None  # noqa: S101 - a group is left after it was met
         was_stuck = abandon_world(world, self._transport)
+        # Last: the watchdog may cut until nothing of the group is left.
         self._watchdog.leave()
         return was_stuck
 
     def left(
         self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool
     ) -> None:
+        # A peer that left first for a planned change has broken nothing.
         if error is None and (is_expected or self._watchdog.is_changing_from(generation)):
             return
         error = error or PeerLostError("a peer left the group")
@@ -146,7 +149,7 @@ class OnlyWorld:
         return self._world
 
     def trains(self, world: World, step: int) -> None:
-        """Nobody waits for that word."""
+        """Report nothing: the launcher does not wait for it."""
 
     def agreed_end(self, world: World, *, step: int, exit_code: int, reason: str) -> None:
         self._exit_code = exit_code

@@ -1,4 +1,4 @@
-"""The duties of rank 0: what exists once a run is written by one process, and handed on with the rank."""
+"""Duties of rank 0: one process writes what exists once a run, and hands that on with the rank."""
 
 import os
 import sys
@@ -51,7 +51,7 @@ class Writer:
         return True
 
     def resign(self) -> None:
-        """Write no more: somebody else does from here on, or nothing is left to write."""
+        """Write no more: another process does from here on, or nothing is left to write."""
         self._session.waiting = None
         if self.is_on_duty:
             self.is_on_duty = False
@@ -67,8 +67,8 @@ class Writer:
             )
         session.release_events()
         if last is not None and last_step(session.directory) < last.step:
-            # Whoever should have written this row is gone, or was a step behind.
-            # A task's observers have heard of it on every rank that holds its state.
+            # The process that should have written this row is gone, or was a step behind. A task's observers
+            # have had it on every rank that holds its state.
             self._own.step_end(last)
         fields: dict[str, Any] = {
             "world_size": session.world.size,
