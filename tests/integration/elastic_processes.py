@@ -189,15 +189,15 @@ def _be_node(task: dict[str, Any]) -> int:
     args = _build_parser(task["arguments"]).parse_args(task["arguments"])
     loaded = load_from(args)
     directory = RunDirectory(Path(args.run_directory))
-    standing = inspect_directory(directory, loaded.run, extend=False)
-    if standing.state == "complete":
+    run_state = inspect_directory(directory, loaded.run, extend=False)
+    if run_state.state == "complete":
         return int(ExitCode.DONE)
     machine, num_workers = machine_and_workers(args.workers, loaded.run)
     plan = plan_session(
         PlanRequest(
             loaded,
             directory,
-            standing,
+            run_state,
             machine,
             num_workers,
             stop_after_steps=args.stop_after_steps,

@@ -13,7 +13,7 @@ from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.resume import (
-    Standing,
+    RunState,
     check_extension,
     check_model_unchanged,
     check_tokenizer_unchanged,
@@ -88,17 +88,21 @@ def refusal(directory: RunDirectory, run: TrainingRun, *, extend: bool = False) 
 def test_an_empty_or_missing_directory_is_a_fresh_start(tmp_path: Path) -> None:
     assert inspect_directory(
         RunDirectory(tmp_path / "none"), make_run(), extend=False
-    ) == Standing("fresh")
+    ) == RunState("fresh")
     made = RunDirectory(tmp_path / "made")
     made.create()
-    assert inspect_directory(made, make_run(), extend=False) == Standing("fresh")
+    assert inspect_directory(made, make_run(), extend=False) == RunState("fresh")
 
 
 def test_a_run_that_has_begun_goes_on_with_the_data_it_recorded(
     directory: RunDirectory,
 ) -> None:
-    standing = inspect_directory(directory, make_run(), extend=False)
-    assert (standing.state, standing.total_steps, standing.recorded) == ("begun", 100, PREPARED)
+    run_state = inspect_directory(directory, make_run(), extend=False)
+    assert (run_state.state, run_state.total_steps, run_state.recorded) == (
+        "begun",
+        100,
+        PREPARED,
+    )
 
 
 def test_a_finished_run_is_complete_until_its_horizon_grows(directory: RunDirectory) -> None:
@@ -162,8 +166,8 @@ def test_data_and_a_model_may_lie_elsewhere_and_the_run_keeps_its_identity(
         "sources": [{"name": "docs", "path": "/elsewhere/docs.jsonl"}],
         "sequenceLength": 64,
     }
-    standing = inspect_directory(directory, make_run(data=moved), extend=False)
-    assert standing.state == "begun" and standing.config_hash == "recorded"
+    run_state = inspect_directory(directory, make_run(data=moved), extend=False)
+    assert run_state.state == "begun" and run_state.config_hash == "recorded"
     assert config_hash(make_run(data=moved)) != config_hash(make_run())
     other = {
         "sources": [{"name": "other", "path": "/elsewhere/docs.jsonl"}],
@@ -180,14 +184,14 @@ def test_a_model_that_becomes_a_directory_is_another_model(directory: RunDirecto
 
 
 def test_a_tokenizer_of_another_content_is_refused_wherever_it_lies() -> None:
-    standing = Standing("begun", 100, PREPARED)
-    check_tokenizer_unchanged(standing, PREPARED)
-    check_tokenizer_unchanged(Standing("fresh"), PREPARED)
+    run_state = RunState("begun", 100, PREPARED)
+    check_tokenizer_unchanged(run_state, PREPARED)
+    check_tokenizer_unchanged(RunState("fresh"), PREPARED)
     other = dataclasses.replace(PREPARED, tokenizer_identity="another")
     with pytest.raises(
         RunDirectoryError, match="its content is another, but the run began with byte"
     ):
-        check_tokenizer_unchanged(standing, other)
+        check_tokenizer_unchanged(run_state, other)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +230,12 @@ def test_a_damaged_run_json_is_named(directory: RunDirectory) -> None:
 
 
 def test_a_horizon_may_grow_and_never_shrink(directory: RunDirectory) -> None:
-    begun = Standing("begun", total_steps=100)
+    begun = RunState("begun", total_steps=100)
     check_extension(directory, begun, total_steps=100)
     check_extension(directory, begun, total_steps=101)
     with pytest.raises(RunDirectoryError, match="99 steps are fewer than the 100"):
         check_extension(directory, begun, total_steps=99)
-    check_extension(directory, Standing("fresh"), total_steps=1)
+    check_extension(directory, RunState("fresh"), total_steps=1)
 
 
 def test_what_is_recorded_loads_to_the_same_run(directory: RunDirectory) -> None:
@@ -256,9 +260,9 @@ def of_script(tmp_path: Path) -> RunDirectory:
 
 def test_a_script_goes_on_until_it_is_complete(of_script: RunDirectory) -> None:
     run = make_script("train.py", "--epochs", "3", gracePeriodSeconds=5, metrics={"port": 0})
-    assert inspect_directory(of_script, run, extend=False) == Standing("begun")
+    assert inspect_directory(of_script, run, extend=False) == RunState("begun")
     of_script.mark_complete({"run": "one"})
-    assert inspect_directory(of_script, run, extend=True) == Standing("complete")
+    assert inspect_directory(of_script, run, extend=True) == RunState("complete")
 
 
 def test_a_changed_script_is_refused_with_the_field(of_script: RunDirectory) -> None:
@@ -308,12 +312,12 @@ def models(**changes: Any) -> dict[str, Any]:
 def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(
     directory: RunDirectory,
 ) -> None:
-    standing = inspect_directory(directory, make_run(), extend=False)
-    assert standing.model == MODEL
-    check_model_unchanged(directory, standing, models())
+    run_state = inspect_directory(directory, make_run(), extend=False)
+    assert run_state.model == MODEL
+    check_model_unchanged(directory, run_state, models())
     with pytest.raises(RunDirectoryError) as raised:
         check_model_unchanged(
-            directory, standing, models(transformers="5.1.0", rope={"theta": 5e5}, new_key=1)
+            directory, run_state, models(transformers="5.1.0", rope={"theta": 5e5}, new_key=1)
         )
     (problem,) = raised.value.problems
     assert problem.path == "the resolved model's configuration.rope.theta"
@@ -323,7 +327,7 @@ def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(
     assert "transformers was 5.0.0 then and is 5.1.0 now" in str(problem)
     # The same version knows the same keys: one that is there only now was added by hand.
     with pytest.raises(RunDirectoryError, match="new_key"):
-        check_model_unchanged(directory, standing, models(new_key=1))
+        check_model_unchanged(directory, run_state, models(new_key=1))
 
 
 def test_a_run_that_an_older_version_began_says_nothing_of_its_model(
@@ -331,6 +335,6 @@ def test_a_run_that_an_older_version_began_says_nothing_of_its_model(
 ) -> None:
     record = directory.read_resolved() or {}
     directory.write_resolved({key: value for key, value in record.items() if key != "model"})
-    standing = inspect_directory(directory, make_run(), extend=False)
-    assert standing.model is None
-    check_model_unchanged(directory, standing, models(hidden_size=9))
+    run_state = inspect_directory(directory, make_run(), extend=False)
+    assert run_state.model is None
+    check_model_unchanged(directory, run_state, models(hidden_size=9))

@@ -1,4 +1,4 @@
-"""What a run directory already holds, and whether this manifest may go on with it."""
+"""State of the run in a directory, and the check that this manifest may go on with it."""
 
 import re
 from collections.abc import Mapping
@@ -32,9 +32,10 @@ _DECIDED_BY_CONTENT = re.compile(
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a run stands. ``recorded``: what its data was prepared to when it began; ``total_steps`` its
-    horizon then.
+class RunState:
+    """State of a run before this start.
+
+    ``recorded``: what its data was prepared to when it began; ``total_steps``: its horizon then.
 
     For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older
     version began it. ``config_hash``: the hash of the recipe it began with, which its checkpoints carry;
@@ -48,7 +49,7 @@ class Standing:
     config_hash: str = ""
 
 
-def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> Standing:
+def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> RunState:
     """Compare the manifest with the run that began in ``directory``.
 
     Raises RunDirectoryError if another run lives there, or naming every field of the recipe that differs
@@ -95,7 +96,7 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     state: Literal["begun", "complete"] = (
         "complete" if directory.is_complete() and not horizon else "begun"
     )
-    return Standing(
+    return RunState(
         state,
         total_steps=int(resolved["derived"]["totalSteps"]),
         recorded=Prepared.from_json(resolved["prepared"]),
@@ -118,10 +119,10 @@ def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
         )
 
 
-def _inspect_script(directory: RunDirectory, before: TrainingRun, run: TrainingRun) -> Standing:
+def _inspect_script(directory: RunDirectory, before: TrainingRun, run: TrainingRun) -> RunState:
     changes = changed_fields(recipe_of(before), recipe_of(run), where="spec.script")
     raise_if(problems_of_changes(changes, directory=str(directory.path)), RunDirectoryError)
-    return Standing("complete" if directory.is_complete() else "begun")
+    return RunState("complete" if directory.is_complete() else "begun")
 
 
 def _read_run(directory: RunDirectory, resolved: dict[str, Any]) -> TrainingRun:
@@ -139,28 +140,28 @@ def _read_run(directory: RunDirectory, resolved: dict[str, Any]) -> TrainingRun:
         ) from error
 
 
-def check_extension(directory: RunDirectory, standing: Standing, *, total_steps: int) -> None:
+def check_extension(directory: RunDirectory, run_state: RunState, *, total_steps: int) -> None:
     """A horizon may grow, never shrink. Raises RunDirectoryError."""
-    if standing.state == "begun" and total_steps < standing.total_steps:
+    if run_state.state == "begun" and total_steps < run_state.total_steps:
         raise RunDirectoryError(
             Problem(
                 _HORIZON,
                 (
-                    f"{total_steps} steps are fewer than the {standing.total_steps} of the run in "
+                    f"{total_steps} steps are fewer than the {run_state.total_steps} of the run in "
                     f"{directory.path}"
                 ),
                 "a run can be extended, not shortened",
                 (
-                    f"Use at least {standing.total_steps} steps; to end it earlier use "
+                    f"Use at least {run_state.total_steps} steps; to end it earlier use "
                     "spec.training.stop.afterStep"
                 ),
             )
         )
 
 
-def check_tokenizer_unchanged(standing: Standing, prepared: Prepared) -> None:
+def check_tokenizer_unchanged(run_state: RunState, prepared: Prepared) -> None:
     """The text becomes the tokens it became when the run began. Raises RunDirectoryError."""
-    recorded = standing.recorded
+    recorded = run_state.recorded
     if recorded is not None and recorded.tokenizer_identity != prepared.tokenizer_identity:
         raise RunDirectoryError(
             Problem(
@@ -179,12 +180,12 @@ def check_tokenizer_unchanged(standing: Standing, prepared: Prepared) -> None:
 
 
 def check_model_unchanged(
-    directory: RunDirectory, standing: Standing, model: dict[str, Any]
+    directory: RunDirectory, run_state: RunState, model: dict[str, Any]
 ) -> None:
     """The model is what the run began with. Raises RunDirectoryError naming every field that differs."""
-    if standing.model is not None:
+    if run_state.model is not None:
         raise_if(
-            compare_models(standing.model, model, where=str(directory.path)), RunDirectoryError
+            compare_models(run_state.model, model, where=str(directory.path)), RunDirectoryError
         )
 
 
@@ -255,7 +256,7 @@ def resolved_script_record(run: TrainingRun, *, base_directory: str) -> dict[str
     }
 
 
-def _inspect_unknown(directory: RunDirectory) -> Standing:
+def _inspect_unknown(directory: RunDirectory) -> RunState:
     """Without ``run.json``: an empty place is a fresh start, checkpoints of nobody are not."""
     leftovers = [
         path for path in (directory.metrics, directory.checkpoints / "latest") if path.exists()
@@ -269,4 +270,4 @@ def _inspect_unknown(directory: RunDirectory) -> Standing:
                 "Restore run.json from a backup, or choose another --run-directory",
             )
         )
-    return Standing("fresh")
+    return RunState("fresh")

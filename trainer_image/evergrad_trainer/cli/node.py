@@ -28,7 +28,7 @@ from evergrad_trainer.errors import HostError
 from evergrad_trainer.host_trouble import describe_host_trouble, is_host_trouble
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.node.failures import write_termination_message
-from evergrad_trainer.resume import Standing, inspect_directory
+from evergrad_trainer.resume import RunState, inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
     loaded, directory, run = request.loaded, request.directory, request.loaded.run
     # A volume that cannot be written is found out before minutes of imports.
     directory.create()
-    standing = inspect_directory(directory, run, extend=True)
-    if standing.state == "complete":
+    run_state = inspect_directory(directory, run, extend=True)
+    if run_state.state == "complete":
         # Nothing is trained twice, whatever became of those who knew that the run had ended.
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return lambda: int(ExitCode.DONE)
@@ -181,7 +181,7 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
     )
     request = dataclasses.replace(request, settings=settings)
     if run.spec.script is None:
-        return _prepare_typed(request, standing, machine, num_workers)
+        return _prepare_typed(request, run_state, machine, num_workers)
     return _prepare_script(request, num_workers)
 
 
@@ -205,14 +205,14 @@ def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
 
 
 def _prepare_typed(
-    request: NodeRequest, standing: Standing, machine: Machine, num_workers: int
+    request: NodeRequest, run_state: RunState, machine: Machine, num_workers: int
 ) -> Callable[[], int]:
     from evergrad_trainer.node.fingerprint import TASK
     from evergrad_trainer.node.run import choose_start_method, run_node
 
     # This machine is one of several, so that preflight reckons with all of them.
     asked = PlanRequest(
-        request.loaded, request.directory, standing, machine, num_workers, is_one_of_many=True
+        request.loaded, request.directory, run_state, machine, num_workers, is_one_of_many=True
     )
     plan = plan_session(asked)
     # The task's files as they were opened: preparing data may have taken hours since they were first read.

@@ -84,8 +84,8 @@ def run_script(request: RunRequest) -> int:
     loaded, num_nodes = request.loaded, request.num_nodes or 1
     run, base = loaded.run, loaded.base_directory
     directory = RunDirectory(request.directory)
-    standing = inspect_directory(directory, run, extend=False)
-    if standing.state == "complete":
+    run_state = inspect_directory(directory, run, extend=False)
+    if run_state.state == "complete":
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return int(ExitCode.DONE)
     _, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)

@@ -12,7 +12,7 @@ from evergrad_manifest.errors import InputError
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.machine import Machine, process_start_time
 from evergrad_trainer.resume import (
-    Standing,
+    RunState,
     check_extension,
     check_model_unchanged,
     check_tokenizer_unchanged,
@@ -43,7 +43,7 @@ class PlanRequest:
 
     loaded: LoadedManifest
     directory: RunDirectory
-    standing: Standing
+    run_state: RunState
     """What the run directory holds already."""
     machine: Machine
     num_workers: int
@@ -72,17 +72,17 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     from evergrad_trainer.worker.opening import has_steps
     from evergrad_trainer.worker.session import SessionPlan
 
-    loaded, directory, standing = request.loaded, request.directory, request.standing
+    loaded, directory, run_state = request.loaded, request.directory, request.run_state
     training, base = loaded.run.training, loaded.base_directory
     prepared_directory = directory.path.parent / ".prepared"
     marks = {"imports": time.time()}
 
     # What a directory holds must agree with the manifest before anything is prepared for it.
     model = _examine(request)
-    check_model_unchanged(directory, standing, model.describe())
-    if standing.recorded is not None:
+    check_model_unchanged(directory, run_state, model.describe())
+    if run_state.recorded is not None:
         check_unchanged(
-            standing.recorded,
+            run_state.recorded,
             training,
             base_directory=base,
             prepared_directory=prepared_directory,
@@ -92,7 +92,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     prepared = prepare_with_progress(
         training, base_directory=base, prepared_directory=prepared_directory
     )
-    check_tokenizer_unchanged(standing, prepared)
+    check_tokenizer_unchanged(run_state, prepared)
     # A node whose copy of a task fails must not end a run that others train.
     has_trained = request.is_one_of_many and has_steps(directory)
     task_hash = hash_task(training, base)
@@ -106,11 +106,11 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         ),
     )
     numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
-    check_extension(directory, standing, total_steps=numbers.total_steps)
+    check_extension(directory, run_state, total_steps=numbers.total_steps)
     marks["data"] = time.time()
     return SessionPlan(
         run=loaded.run,
-        config_hash=standing.config_hash or config_hash(loaded.run),
+        config_hash=run_state.config_hash or config_hash(loaded.run),
         base_directory=base,
         run_directory=directory.path,
         prepared=opened.prepared or prepared,

@@ -75,8 +75,8 @@ def execute(args: argparse.Namespace) -> int:
         return run_script(request)
 
     directory = RunDirectory(request.directory)
-    standing = inspect_directory(directory, loaded.run, extend=request.is_extension)
-    if standing.state == "complete":
+    run_state = inspect_directory(directory, loaded.run, extend=request.is_extension)
+    if run_state.state == "complete":
         step, name = (directory.read_complete() or {}).get("step"), loaded.run.metadata.name
         print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
         print("To train longer, raise the horizon and use --extend.")
@@ -101,7 +101,7 @@ def execute(args: argparse.Namespace) -> int:
     asked = PlanRequest(
         loaded,
         directory,
-        standing,
+        run_state,
         machine,
         num_workers * (request.num_nodes or 1),
         stop_after_steps=request.stop_after_steps,

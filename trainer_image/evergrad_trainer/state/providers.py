@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from evergrad_trainer.state.registry import Values
 
@@ -153,6 +152,9 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _copy_over(live: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]) -> None:
+    # Here, since it takes a second that no run without shards should wait for.
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     with torch.no_grad():
         for name, tensor in live.items():
             whole = initial[name]
