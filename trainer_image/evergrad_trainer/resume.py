@@ -71,13 +71,18 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
         )
     _check_kind(before, run, where)
     if run.spec.script is not None:
-        return _inspect_script(directory, before, run)
+        of_script = changed_fields(recipe_of(before), recipe_of(run), where="spec.script")
+        raise_if(problems_of_changes(of_script, directory=where), RunDirectoryError)
+        return RunState("complete" if directory.is_complete() else "begun")
+
+    # A typed recipe: every field that differs is named, but for places, whose content decides later.
     changes = [
         (path, old, new)
         for path, old, new in changed_fields(recipe_of(before), recipe_of(run))
         # Another place is no other content.
         if not (_DECIDED_BY_CONTENT.fullmatch(path) and ABSENT not in (old, new))
     ]
+    # The horizon alone may grow, and only where that was asked for: it shapes the schedule.
     horizon = [change for change in changes if change[0].startswith(_HORIZON)]
     problems = problems_of_changes(
         [change for change in changes if change not in horizon], directory=where
@@ -117,12 +122,6 @@ def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
                 f"Set {began} again, or give this run a name of its own",
             )
         )
-
-
-def _inspect_script(directory: RunDirectory, before: TrainingRun, run: TrainingRun) -> RunState:
-    changes = changed_fields(recipe_of(before), recipe_of(run), where="spec.script")
-    raise_if(problems_of_changes(changes, directory=str(directory.path)), RunDirectoryError)
-    return RunState("complete" if directory.is_complete() else "begun")
 
 
 def _read_run(directory: RunDirectory, resolved: dict[str, Any]) -> TrainingRun:
@@ -197,6 +196,7 @@ def compare_models(
     A key that only one version of transformers knows is no difference.
     """
     old, new = before["config"], now["config"]
+    # Another version knows other keys; only those that both know can differ.
     if before["transformers"] != now["transformers"]:
         shared = old.keys() & new.keys()
         old, new = (

@@ -1,4 +1,4 @@
-"""Who trains together right now, and the collectives between them.
+"""World of one generation: who trains together right now, and the collectives between them.
 
 A ``World`` is one generation's group as one process sees it. The loop asks a ``Membership`` for it between
 two steps and nowhere else, so that group, rank and size may change there. Every wait for other processes that
@@ -121,6 +121,7 @@ class World:
                 raise PeerLostError(
                     f"a collective did not end within {self.timeout_seconds:g} s"
                 )
+            # Polled, since no wait of torch can be given up from another thread.
             time.sleep(_POLL_SECONDS)
         if self.transport.is_silent and interrupt.is_set:
             # It may have ended because it was aborted: what it was to bring is not there, and it does not say
@@ -171,6 +172,7 @@ class World:
         bits = torch.tensor([norm if self.is_main else 0.0], dtype=torch.float64).view(
             torch.int64
         )
+        # Collective, the last one of a step: after it no rank waits for another before its update.
         votes = torch.tensor([int(not is_whole), int(not math.isfinite(norm))])
         lost, spoiled, value = self.sum_integers(torch.cat([votes, bits]))
         if int(lost):
@@ -183,6 +185,7 @@ class World:
         except Exception as error:  # noqa: BLE001 - raised again, as what it means
             raise self._explained(error) from None
         assert work is not None  # noqa: S101 - async_op=True returns a Work by contract
+        # Kept alive: a collective of a group that is given up may still write into its tensors.
         if self.interrupt is not None:
             self.unfinished.append((work, tensors))
         return work
@@ -209,6 +212,7 @@ class World:
         """The JSON value of rank ``source`` on every rank; the others' argument is ignored."""
         if self.control is None:
             return value
+        # Two collectives: the others learn the length before they can make room for the bytes.
         data = json.dumps(value).encode() if self.rank == source else b""
         size = self.sum_integers(torch.tensor([len(data)]))
         buffer = torch.zeros(int(size), dtype=torch.uint8)
@@ -235,6 +239,7 @@ class World:
 
     def gather_integers(self, value: int) -> list[int]:
         """Every rank's signed 64-bit integer on every rank, in rank order."""
+        # Each rank fills a place of its own, so that a sum gathers the values.
         values = torch.zeros(self.size, dtype=torch.int64)
         values[self.rank] = value
         return [int(one) for one in self.sum_integers(values).tolist()]
@@ -244,6 +249,7 @@ class World:
         self.all_agree(True)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        # Collective: lengths first, since an all-gather needs the same size from every rank.
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(data)
         self.sum_integers(sizes)

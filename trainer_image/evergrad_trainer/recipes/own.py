@@ -87,6 +87,7 @@ class Code:
         is about."""
         if isinstance(error, SyntaxError) and error.filename and self._is_own(error.filename):
             return f"{error.filename}:{error.lineno}"
+        # The innermost line of the task's own files: what torch or we call below it is not the user's.
         stack = traceback.extract_tb(error.__traceback__)
         if stack and _COLLECTIVES in stack[-1].filename:
             # A sharded model gathers its weights under the task's calls: a peer is gone, or the network.
@@ -111,6 +112,7 @@ def load_own(
     attribute that is no task, or wrong options; TaskInputError or TaskError for an error of the file itself.
     """
     raise_if(task_problems(training, base_directory=base_directory), ConfigurationError)
+    # Files that the manifest carries have to lie in a folder before Python can import them.
     write_task(training, base_directory)
     path, folder = task_path(training, base_directory), task_folder(training, base_directory)
     assert path is not None  # noqa: S101 - recipes of ours are not loaded here
@@ -130,6 +132,7 @@ def load_own(
         )
         remedy = "Derive a class from evergrad_trainer.recipes.pretrain.Pretrain, and name it"
         raise ConfigurationError(Problem(_RECIPE, what, why, remedy))
+    # Options before the task is made: a typing error in the file is no error of its code.
     options = parse_options(made.Options, training.options)
     with code.guarding("its making"):
         task: Task = made(Setup(training, options, base_directory))
@@ -166,14 +169,10 @@ def _import(name: str, path: Path, folder: Path) -> Any:
     # The file may have been written a moment ago, by this process.
     importlib.invalidate_caches()
     module = importlib.import_module(name)
-    if not _is_from(module, path):
-        what = f"the module {name} is taken from {getattr(module, '__file__', 'Python itself')}"
+    # By the file and not by the name: in a pod some of the task's files are links.
+    found = getattr(module, "__file__", None)
+    if found is None or not os.path.samefile(found, path):
+        what = f"the module {name} is taken from {found or 'Python itself'}"
         why = f"a module of that name was loaded before {path}"
         raise ConfigurationError(Problem(_RECIPE, what, why, "Rename the file"))
     return module
-
-
-def _is_from(module: Any, path: Path) -> bool:
-    """Whether the module was read from this file, by whatever name: in a pod some are links."""
-    found = getattr(module, "__file__", None)
-    return found is not None and os.path.samefile(found, path)

@@ -126,6 +126,7 @@ class Registry:
 
         Raises ValueError if they are too many.
         """
+        # Bounded here and not where they are read: a state that cannot be saved must not be trained.
         values = {name: provider.values() for name, provider in self._providers.items()}
         for name, own in values.items():
             size = len(json.dumps(own, allow_nan=False))
@@ -199,6 +200,7 @@ def to_extra(values: Mapping[str, Values]) -> dict[str, Any]:
 def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
     """Read what :func:`to_extra` wrote, or a version before it, in which Adam's step was one of
     the counters."""
+    # What is not named otherwise lay flat in the manifest of the first versions, and still does.
     counters = {
         name: value for name, value in extra.items() if name not in ("cursor", "model", "state")
     }
@@ -207,6 +209,7 @@ def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
         values[CURSOR] = extra["cursor"]
     if "model" in extra:
         values[DESCRIPTION] = extra["model"]
+    # Before there was a registry, Adam's step was the number of updates.
     if "state" not in extra:
         values[OPTIMIZER] = {"step": float(extra.get("updates", extra["step"]))}
     return values

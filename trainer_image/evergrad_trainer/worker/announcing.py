@@ -1,4 +1,4 @@
-"""What rank 0 records of a run: who trains what, from where, and how long the start took."""
+"""Records of rank 0 about a start: who trains what, from where, and how long it took."""
 
 import contextlib
 import dataclasses
@@ -42,6 +42,7 @@ def announce(session: Session, machinery: Machinery) -> None:
         derived=derived,
         model=plan.model.describe(),
     )
+    # Read before it is written over: what differs from the start before is announced below.
     before = session.directory.read_resolved()
     session.directory.write_resolved(record)
     if session.directory.is_complete():
@@ -55,6 +56,7 @@ def announce(session: Session, machinery: Machinery) -> None:
         generation=world.generation,
         more={"task": plan.task_files, "kernels": machinery.kernels},
     )
+    # The start event comes before all that has waited for it, such as the restored checkpoint.
     session.observers.run_start(describe_run(session, machinery))
     start = {
         "run": plan.run.metadata.name,
@@ -69,6 +71,8 @@ def announce(session: Session, machinery: Machinery) -> None:
     )
     session.is_announced = True
     session.release_events()
+
+    # Each change of the file, the task or the versions is an event, so that the report explains the curve.
     if before is not None:
         _announce_changes(session, before["manifest"])
     if processes and progress.finished_steps > 0:
