@@ -11,7 +11,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.task_files import hash_task
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data, build_data
-from evergrad_trainer.data.preparation.durable import disk_errors
+from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.observers.lasting import Lasting
