@@ -175,7 +175,7 @@ def _call_function(task: dict[str, Any]) -> int:
 
 def _be_node(task: dict[str, Any]) -> int:
     """What ``evergrad node`` does, from the arguments of ``evergrad run``."""
-    from evergrad_cli.main import _build_parser
+    from evergrad_cli.main import build_whole_parser
     from evergrad_coordinator.contract import ExitCode
     from evergrad_manifest.reading.arguments import load_from
     from evergrad_trainer.cli.planning import PlanRequest, plan_session
@@ -186,7 +186,7 @@ def _be_node(task: dict[str, Any]) -> int:
     from evergrad_trainer.resume import inspect_directory
     from evergrad_trainer.run_directory import RunDirectory
 
-    args = _build_parser(task["arguments"]).parse_args(task["arguments"])
+    args = build_whole_parser().parse_args(task["arguments"])
     loaded = load_from(args)
     directory = RunDirectory(Path(args.run_directory))
     run_state = inspect_directory(directory, loaded.run, extend=False)
