@@ -15,6 +15,8 @@ from evergrad_manifest.view import View
 
 TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""
+RECIPES: Final = ("pretrain",)
+"""Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ from typing import Final
 
 from evergrad_manifest.base import FieldValueError
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.training.common import TRAINING
+from evergrad_manifest.training.common import RECIPES, TRAINING
 from evergrad_manifest.values.numbers import show
 from evergrad_manifest.view import UNKNOWN, View
 
-RECIPES: Final = ("pretrain",)
-"""Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
 _OWN_TASK: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _FILE_NAME: Final = re.compile(r"([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py", re.ASCII)
 LONGEST_FILE_NAME: Final = 200

@@ -9,8 +9,13 @@ from evergrad_manifest.base import LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.spelling import nearest
-from evergrad_manifest.training.common import TRAINING, Every, Meaningless, meaningless_in
-from evergrad_manifest.training.own_task import RECIPES
+from evergrad_manifest.training.common import (
+    RECIPES,
+    TRAINING,
+    Every,
+    Meaningless,
+    meaningless_in,
+)
 from evergrad_manifest.values.numbers import Count, Fraction, Real, show
 from evergrad_manifest.view import UNKNOWN, View
 
