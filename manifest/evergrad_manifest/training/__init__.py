@@ -8,7 +8,6 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, Field
 
 from evergrad_manifest.base import Section
-from evergrad_manifest.training.common import RULES as RULES_OF_ALL
 from evergrad_manifest.training.common import (
     RECIPES,
     Best,
@@ -20,8 +19,9 @@ from evergrad_manifest.training.common import (
     Reproducibility,
     Runtime,
 )
-from evergrad_manifest.training.own_task import check_recipe
+from evergrad_manifest.training.common import RULES as RULES_OF_ALL
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
+from evergrad_manifest.training.own_task import check_recipe
 from evergrad_manifest.training.pretrain import (
     HELD_OUT,
     NO_DATA,
