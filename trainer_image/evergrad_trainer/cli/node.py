@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.secret import read_token
@@ -108,7 +108,7 @@ class NodeRequest:
     """Training processes of this node; None: as the manifest says."""
     has_grace: bool = False
     """The grace period was given, so that a script's own does not count."""
-    start_method: str = "auto"
+    start_method: Literal["auto", "fork", "forkserver", "spawn"] = "auto"
 
 
 def execute(args: argparse.Namespace) -> int:

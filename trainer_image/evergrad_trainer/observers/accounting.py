@@ -48,7 +48,8 @@ def _places(
     generations = np.maximum.accumulate(steps.generation)
     times = _rising(generations, steps.time)
     keyed = []
-    for kind, records in enumerate((evaluations, events)):
+    kinds: tuple[Sequence[Event | EvaluationRecord], ...] = (evaluations, events)
+    for kind, records in enumerate(kinds):
         # A process that was overtaken may write its last events after the newer one has begun.
         ordered = sorted(records, key=lambda one: one.generation)
         rising = _rising(

@@ -87,7 +87,7 @@ def build_observers(around: Surroundings) -> BuiltObservers:
     """Make the observers of rank 0. Raises RunDirectoryError and ConfigurationError."""
     # In the registry's order, which is also that of the calls.
     made = {name: build(around) for name, build in BUILT_IN.items()}
-    endpoint = made["endpoint"]
+    endpoint: object = made["endpoint"]
     return BuiltObservers(
         observers=Observers([one for one in made.values() if one is not None]),
         metrics_address=endpoint.address if isinstance(endpoint, Served) else None,
