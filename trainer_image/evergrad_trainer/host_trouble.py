@@ -1,4 +1,4 @@
-"""Which errors of the operating system are trouble of one host or one moment, and not a mistake of the run's
+"""Errors of the operating system that are trouble of one host or one moment, not a mistake of the run's
 author."""
 
 import errno
@@ -32,9 +32,9 @@ HOST_ERRNOS: Final = frozenset(
         errno.EREMOTEIO,
     }
 )
-"""A mount, a volume, a disk, or this process's share of its machine (EAGAIN: one process too many).
+"""Errors of a mount, a volume, a disk, or this process's share of its machine (EAGAIN: one process too many).
 
-Not ENOENT: what a file names should be there.
+ENOENT is not among them: a file that a manifest names should be there on every host.
 """
 
 
@@ -42,15 +42,16 @@ _VOLUME_ERRNOS: Final = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO})
 
 
 def is_host_trouble(error: BaseException) -> bool:
-    """Whether another host, or this one later, may do better."""
+    """Whether another host, or this one at another time, may do better."""
     return isinstance(error, OSError) and error.errno in HOST_ERRNOS
 
 
 def describe_host_trouble(error: BaseException) -> str | None:
-    """What is wrong with this host, where that is all that ``error`` is about; None where a person must mend
+    """The trouble of this host, where that is all that ``error`` is about; None where a person must mend
     something."""
     if isinstance(error, EvergradError) and error.kind is ErrorKind.ENVIRONMENT:
         return str(error)
+    # Several problems at once: one mistake among them is enough to need a person.
     if (
         isinstance(error, InputError)
         and error.problems

@@ -2,6 +2,7 @@
 a kill."""
 
 import errno
+import functools
 import json
 import math
 import os
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from evergrad_coordinator.contract import RunFile
 from evergrad_manifest.errors import Problem
@@ -44,7 +45,7 @@ _REASONS = {
 def run_directory_error(
     error: OSError, path: Path | str, *, what: str
 ) -> RunDirectoryError | VolumeError:
-    """The user's view of an OSError: which path, ``what`` could not be done, why, and what helps.
+    """Make an OSError an error for the user: which path, ``what`` could not be done, why, and what helps.
 
     A VolumeError where the path may be fine at another moment or on another host.
     """
@@ -70,18 +71,14 @@ def dumps_strict(value: Any, *, indent: int | None = None) -> str:
     """JSON that every parser reads: non-finite floats are null, keys keep their order, floats round-trip bit
     by bit."""
     separators = (",", ":") if indent is None else (",", ": ")
+    dumps = functools.partial(
+        json.dumps, allow_nan=False, indent=indent, separators=separators, ensure_ascii=False
+    )
+    # Hardly any record has a number that is none: looking through all of them first would cost each line.
     try:
-        return json.dumps(
-            value, allow_nan=False, indent=indent, separators=separators, ensure_ascii=False
-        )
+        return dumps(value)
     except ValueError:
-        return json.dumps(
-            _finite(value),
-            allow_nan=False,
-            indent=indent,
-            separators=separators,
-            ensure_ascii=False,
-        )
+        return dumps(_finite(value))
 
 
 def _finite(value: Any) -> Any:
@@ -145,8 +142,8 @@ _BLOCK_BYTES = 1 << 20
 class JsonLines:
     """The objects of a JSON-lines file, one at a time, with the 1-based number of their line.
 
-    A last line that a kill left unfinished is no error: ``torn_bytes`` says, after the iteration, how long it
-    is. Any other line that is not a JSON object raises RunDirectoryError. A missing file has no lines.
+    A last line that a kill left unfinished is no error: after the iteration ``torn_bytes`` is its length. Any
+    other line that is not a JSON object raises RunDirectoryError. A missing file has no lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,29 +158,24 @@ class JsonLines:
             except FileNotFoundError:
                 return
             with file:
-                yield from self._objects(file)
-
-    def _objects(self, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-        first = 1
-        while lines := file.readlines(_BLOCK_BYTES):
-            rows = _parse_objects(lines)
-            if rows is not None:
-                yield from enumerate(rows, start=first)
-            else:
-                yield from self._one_by_one(lines, first)
-            first += len(lines)
-
-    def _one_by_one(
-        self, lines: list[bytes], first: int
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, line in enumerate(lines, start=first):
-            value = parse_object(line)
-            if value is not None:
-                yield number, value
-            elif line.endswith(b"\n"):
-                raise self.malformed(number, "is not a JSON object")
-            else:
-                self.torn_bytes = len(line)
+                first = 1
+                while lines := file.readlines(_BLOCK_BYTES):
+                    # A block at once is half the time; one by one only where a line in it is no object.
+                    rows = _parse_objects(lines)
+                    if rows is not None:
+                        yield from enumerate(rows, start=first)
+                        first += len(rows)
+                        continue
+                    for number, line in enumerate(lines, start=first):
+                        value = parse_object(line)
+                        if value is not None:
+                            yield number, value
+                        elif line.endswith(b"\n"):
+                            raise self.malformed(number, "is not a JSON object")
+                        else:
+                            # Only the last line of the file has no newline: a kill cut it off.
+                            self.torn_bytes = len(line)
+                    first += len(lines)
 
     def malformed(self, number: int, what: str) -> RunDirectoryError:
         """The error for a line that cannot be used."""
@@ -194,8 +186,10 @@ class JsonLines:
 
 
 def _parse_objects(lines: list[bytes]) -> list[dict[str, Any]] | None:
-    """All objects with one call of the parser, half the time of one a line; None where some line is no object
-    of its own."""
+    """Parse all lines with one call; None where some line is no object of its own.
+
+    One call takes half the time of one a line.
+    """
     if not all(line.startswith(b"{") for line in lines):
         return None
     try:
@@ -227,8 +221,15 @@ def mend_last_line(path: Path) -> int:
         except FileNotFoundError:
             return 0
         with file:
-            size = file.seek(0, os.SEEK_END)
-            tail = _last_line(file.fileno(), size)
+            # Backwards in blocks: the file of a long run is hundreds of megabytes.
+            size, tail = file.seek(0, os.SEEK_END), b""
+            while len(tail) < size:
+                block = min(1 << 16, size - len(tail))
+                tail = os.pread(file.fileno(), block, size - len(tail) - block) + tail
+                cut = tail.rfind(b"\n", 0, len(tail) - 1)
+                if cut >= 0:
+                    tail = tail[cut + 1 :]
+                    break
             if not tail or tail.endswith(b"\n"):
                 return 0
             if parse_object(tail) is not None:
@@ -236,18 +237,6 @@ def mend_last_line(path: Path) -> int:
                 return 0
             file.truncate(size - len(tail))
             return len(tail)
-
-
-def _last_line(descriptor: int, size: int) -> bytes:
-    """What follows the last newline but one; all of it when it is unterminated. Reads backwards in blocks."""
-    tail = b""
-    while len(tail) < size:
-        block = min(1 << 16, size - len(tail))
-        tail = os.pread(descriptor, block, size - len(tail) - block) + tail
-        cut = tail.rfind(b"\n", 0, len(tail) - 1)
-        if cut >= 0:
-            return tail[cut + 1 :]
-    return tail
 
 
 @dataclass(frozen=True)
@@ -287,6 +276,7 @@ class RunDirectory:
         for folder in (self.path, self.checkpoints, self.logs):
             with reported(folder, what="cannot be created"):
                 folder.mkdir(parents=True, exist_ok=True)
+        # Written, not only asked for: permissions, quotas and read-only mounts show only then.
         probe = self.path / f".probe.{unique_suffix()}"
         with reported(self.path, what="cannot be written to"):
             try:
@@ -344,12 +334,13 @@ class RunDirectory:
             self.complete.unlink(missing_ok=True)
 
     def stop_requested(self) -> bool:
-        """Whether somebody made the stop file. One ``stat``; a volume that is away for a moment has none."""
+        """Whether somebody made the stop file. Costs one ``stat``; a volume that is away has none for now."""
         return os.path.exists(self.stop)
 
     def consume_stop_file(self) -> StopRequest | None:
         """Remove the stop file and return what it said, or None without one. Raises RunDirectoryError."""
         with reported(self.stop, what="cannot be removed"):
+            # Read before it is removed: what it says goes into the run's events.
             try:
                 made = self.stop.stat().st_mtime
                 with self.stop.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Trouble of a volume that may pass: what is tried again, for how long, and what it is called where it does
+"""Trouble of a volume that may pass: which calls are tried again, for how long, and the error where it does
 not pass."""
 
 import errno
@@ -29,14 +29,14 @@ _ONLY_FOR_A_MOMENT: Final = frozenset(
     }
 )
 PASSING: Final = (HOST_ERRNOS - _NOT_BY_WAITING) | _ONLY_FOR_A_MOMENT
-"""Errors that another try may not meet again: those of a host, but for a mount that is as it is."""
+"""Errors that another try may not meet again: those of a host, except for a mount that stays as it is."""
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 def volume_error(error: OSError, where: Path | str, what: str) -> VolumeError:
-    """``error`` as trouble of the host it happened on."""
+    """Make ``error`` trouble of the host it happened on."""
     reason = error.strerror or str(error) or type(error).__name__
     remedy = (
         "Nothing is wrong with the run: another host, or this one later, goes on. Check the volume, "
@@ -52,8 +52,8 @@ def retry(
     what: str,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Result:
-    """The result of ``call``, tried again with growing pauses while it raises a PASSING error. Any other
-    OSError is raised as is.
+    """Call ``call``, again with growing pauses while it raises a PASSING error. Any other OSError is raised
+    as it is.
 
     Raises VolumeError once the pauses add up to the patience. They are counted, not measured: one call may
     hang for long.
@@ -68,5 +68,6 @@ def retry(
             if waited >= patience_seconds:
                 raise volume_error(error, where, what) from error
             _log.warning("%s: %s: %s; tried again in %.2f s", where, what, error, pause)
+        # Growing: a moment's trouble costs little, and a server that fails over is not asked all the time.
         time.sleep(pause)
         waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)

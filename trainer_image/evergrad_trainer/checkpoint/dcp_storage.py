@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -34,8 +33,7 @@ from evergrad_trainer.checkpoint.attempts import FilesystemAttempts
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import FileEntry, InvalidCheckpointError
 from evergrad_trainer.checkpoint.reader import Reader, ShardSource
-from evergrad_trainer.checkpoint.shard_file import ShardFile
-from evergrad_trainer.checkpoint.staging import HostStager, Snapshot, StagedTensor, view_bytes
+from evergrad_trainer.checkpoint.staging import HostStager, Snapshot, view_bytes
 from evergrad_trainer.checkpoint.tensor_table import (
     StoredChunk,
     Table,
@@ -44,18 +42,18 @@ from evergrad_trainer.checkpoint.tensor_table import (
 )
 
 SLAB_BYTES = 32 * 2**20
-"""Most extra memory that reading into a strided or remote tensor takes (or one row of it, if that
+"""Most extra memory, in bytes, that reading into a strided or remote tensor takes (or one row of it, if that
 is more)."""
 
 Publish = Callable[[str, Table, tuple[FileEntry, ...]], dict[str, Any]]
-"""Makes a checkpoint of an attempt whose shards are durable; what it returns reaches every rank, as JSON
-values."""
+"""A function that makes a checkpoint of an attempt whose shards are durable; its JSON values reach every
+rank."""
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """Plans what a snapshot holds.
+    """A plan of what a snapshot holds.
 
-    A ``failure`` of staging here is raised where DCP tells all ranks of it.
+    A ``failure`` of staging here is raised where DCP makes it known to all ranks.
     """
 
     def __init__(self, snapshot: Snapshot, *, failure: Exception | None = None) -> None:
@@ -76,11 +74,22 @@ class SnapshotPlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One item a staged tensor."""
-        items = [_plan_write(key, tensor) for key, tensor in self._snapshot.tensors.items()]
+        items = []
+        for key, tensor in self._snapshot.tensors.items():
+            chunk = ChunkStorageMetadata(torch.Size(tensor.offsets), tensor.data.size())
+            properties = TensorProperties(dtype=tensor.data.dtype)
+            item = WriteItem(
+                index=MetadataIndex(key, tensor.offsets),
+                type=WriteItemType.SHARD if tensor.is_shard else WriteItemType.TENSOR,
+                tensor_data=TensorWriteData(chunk, properties=properties, size=tensor.shape),
+            )
+            items.append(item)
         return SavePlan(items, planner_data=self._snapshot.signature)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """DCP's plan, unless ranks hold different states: then ValueError."""
+        # The one place where all ranks' plans are side by side: states that differ in keys or shapes would
+        # make a checkpoint that no rank can load.
         signatures = [plan.planner_data for plan in all_plans]
         strangers = [
             str(rank) for rank, signature in enumerate(signatures) if signature != signatures[0]
@@ -138,12 +147,29 @@ class StoreWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors one after the other and make the file durable; no file for no tensors."""
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan, planner) if plan.items else [])
+        if not plan.items:
+            future.set_result([])
+            return future
+        shard = self._attempts.create_shard(plan.storage_data, self._rank)
+        try:
+            offsets = []
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                if not isinstance(tensor, torch.Tensor):
+                    raise TypeError("only tensors are stored")
+                offsets.append(shard.append(view_bytes(tensor)))
+            entry = shard.finish()
+        finally:
+            shard.abandon()
+        results = [
+            _describe(item, offset, entry)
+            for item, offset in zip(plan.items, offsets, strict=True)
+        ]
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0, every shard durable: publish, and hand the outcome to all ranks inside the metadata DCP
-        broadcasts."""
+        """Publish. Called on rank 0 once every shard is durable."""
         written = [result for of_rank in results for result in of_rank]
         table = build_table(
             metadata, ((result.index.fqn, result.storage_data[0]) for result in written)
@@ -152,24 +178,14 @@ class StoreWriter(StorageWriter):
         self.outcome = self._publish(
             str(self.attempt), table, tuple(entries[name] for name in sorted(entries))
         )
+        # DCP broadcasts the metadata when this returns: the way by which the outcome reaches every rank
+        # without a collective of our own, in which a rank that failed would be missing.
         metadata.storage_data = self.outcome
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Never chosen by path."""
         return False
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        shard = self._attempts.create_shard(plan.storage_data, self._rank)
-        try:
-            offsets = [_append(shard, planner.resolve_data(item)) for item in plan.items]
-            entry = shard.finish()
-        finally:
-            shard.abandon()
-        return [
-            _describe(item, offset, entry)
-            for item, offset in zip(plan.items, offsets, strict=True)
-        ]
 
 
 class StoreReader(StorageReader):
@@ -212,13 +228,17 @@ class StoreReader(StorageReader):
         with ExitStack() as stack:
             shards: dict[str, ShardSource] = {}
             for item in plan.items:
-                place = self._find(item)
+                index = item.storage_index
+                if index.offset is None:
+                    raise InvalidCheckpointError(f"{index.fqn} is not a tensor")
+                place = self._places[index.fqn, tuple(index.offset)]
+                # Files are opened when the first tensor wants them: a rank of a sharded model needs a few.
                 if place.file not in shards:
                     shards[place.file] = stack.enter_context(
                         self._reader.open_shard(self._name, place.file)
                     )
                 target = planner.resolve_tensor(item).detach()
-                dtype = self._table[item.storage_index.fqn].dtype
+                dtype = self._table[index.fqn].dtype
                 _read_box(
                     shards[place.file],
                     place,
@@ -235,29 +255,6 @@ class StoreReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Never chosen by path."""
         return False
-
-    def _find(self, item: ReadItem) -> StoredChunk:
-        index = item.storage_index
-        if index.offset is None:
-            raise InvalidCheckpointError(f"{index.fqn} is not a tensor")
-        return self._places[index.fqn, tuple(index.offset)]
-
-
-def _plan_write(key: str, tensor: StagedTensor) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(tensor.offsets), tensor.data.size())
-    return WriteItem(
-        index=MetadataIndex(key, tensor.offsets),
-        type=WriteItemType.SHARD if tensor.is_shard else WriteItemType.TENSOR,
-        tensor_data=TensorWriteData(
-            chunk, properties=TensorProperties(dtype=tensor.data.dtype), size=tensor.shape
-        ),
-    )
-
-
-def _append(shard: ShardFile, tensor: object) -> int:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError("only tensors are stored")
-    return shard.append(view_bytes(tensor))
 
 
 def _describe(item: WriteItem, offset: int, entry: FileEntry) -> WriteResult:
@@ -286,6 +283,8 @@ def _read_box(
     starts, sizes = starts or (0,), place.sizes or (1,)
     if target.dim() == 0:
         target = target.reshape(1)
+
+    # Whole rows of the stored type go straight into the tensor's own memory.
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize
     first = place.offset + starts[0] * row_bytes
     whole_rows = tuple(target.shape[1:]) == sizes[1:]
@@ -297,6 +296,9 @@ def _read_box(
     ):
         shard.read_into(view_bytes(target), first)
         return
+
+    # All else goes through a slab of rows, which also narrows, converts and moves to the device: the extra
+    # memory is bounded, however large the tensor is.
     rows = max(1, min(SLAB_BYTES // row_bytes, target.shape[0]))
     slab = torch.empty((rows, *sizes[1:]), dtype=dtype)
     for row in range(0, target.shape[0], rows):

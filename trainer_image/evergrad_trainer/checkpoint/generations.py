@@ -1,4 +1,4 @@
-"""The fencing token on the volume: whoever claimed the highest generation may write, all others must stop."""
+"""The fencing token on the volume: the process with the highest claimed generation may write, no other."""
 
 import errno
 import json
@@ -47,17 +47,14 @@ def claim_exactly(directory: Path, generation: int) -> None:
     Raises FencedError if it or a newer one is claimed already, VolumeError if the directory cannot be
     written, RunDirectoryError if it can be none.
     """
-    path, mine, has_begun = (
-        directory / GENERATIONS / generation_name(generation),
-        _claim(),
-        False,
-    )
+    path = directory / GENERATIONS / generation_name(generation)
+    mine, has_begun = _claim(), False
 
     def claim() -> None:
         nonlocal has_begun
         (directory / GENERATIONS).mkdir(parents=True, exist_ok=True)
         if has_begun and path.exists() and mine.startswith(path.read_bytes()):
-            # Of a try of this very process that failed behind it; only a part of it may be there.
+            # From a try of this very process that failed behind it; only a part of it may be there.
             path.unlink()
         check_fence(directory, generation - 1)
         has_begun = True
@@ -92,7 +89,7 @@ def check_fence(directory: Path, generation: int, *, fresh: bool = False) -> Non
 
 
 def newest_generation(directory: Path, *, fresh: bool = False) -> int:
-    """The highest generation ever claimed in a ``checkpoints`` directory; 0 if none."""
+    """The highest generation that was ever claimed in a ``checkpoints`` directory; 0 if none was."""
     claims = directory / GENERATIONS
     if fresh:
         # An NFS client may answer from a listing that is up to a minute old. Changing the directory makes it
@@ -117,12 +114,9 @@ def _create_next(claims: Path) -> int:
 
 
 def _claim() -> bytes:
-    return (
-        json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        ).encode()
-        + b"\n"
-    )
+    """The content of a claim: for people who look into the directory, and to tell one's own from others'."""
+    claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+    return json.dumps(claim).encode() + b"\n"
 
 
 _NOT_RECORDED: Final = "this start cannot be recorded"

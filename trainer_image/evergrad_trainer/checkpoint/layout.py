@@ -1,4 +1,4 @@
-"""Names inside a run's ``checkpoints`` directory and the order of checkpoints. Pure: no files, no torch.
+"""Names in a run's ``checkpoints`` directory and the order of checkpoints. Pure: no files, no torch.
 
 ::
 
@@ -34,7 +34,7 @@ _GENERATION = re.compile(r"[0-9]{6,18}")
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """Which save this is; versions compare as (step, generation, serial), later is greater.
+    """The save that a checkpoint is of. Versions compare as (step, generation, serial); later is greater.
 
     ``serial`` numbers the saves of one generation from 1, so that a version is unique in a run directory.
     """
@@ -45,8 +45,8 @@ class Version:
 
 
 def checkpoint_names(version: Version) -> Iterator[str]:
-    """Names to publish ``version`` under, in the order to try: the first that is free is taken; the last
-    always is."""
+    """Names to publish ``version`` under, in the order to try: the first free one is taken, and the last is
+    always free."""
     yield f"step-{version.step}"
     yield f"step-{version.step}.g{version.generation}"
     yield f"step-{version.step}.g{version.generation}.{version.serial}"

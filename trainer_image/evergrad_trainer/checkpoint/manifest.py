@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 _IDENTITY = ("run", "config_hash", "data_fingerprint")
-"""What stands of an identity in a manifest. Never more: an older program would not know it."""
+"""Fields of an identity that are written to a manifest. Never more: an older program would not know them."""
 
 
 class InvalidCheckpointError(EvergradError):
@@ -53,7 +53,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's facts.
+    """The facts of one checkpoint.
 
     ``finished`` is Unix time in seconds; ``extra`` is the caller's, JSON values only.
     """
@@ -69,12 +69,12 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Length of all files together."""
+        """Length of all files together, in bytes."""
         return sum(file.bytes for file in self.files)
 
     @property
     def checksum(self) -> str:
-        """Hash over all fields; differs as soon as any of them does."""
+        """Hash over all fields, which differs as soon as one of them does."""
         text = json.dumps(
             _to_json(self), sort_keys=True, separators=(",", ":"), allow_nan=False
         )
@@ -125,6 +125,7 @@ def decode_manifest(data: bytes) -> Manifest:
         raise InvalidCheckpointError(
             f"file {MANIFEST}: is not a manifest ({error!r})"
         ) from error
+    # Over the fields as they were understood: what was read is what was written.
     if raw.get("checksum") != manifest.checksum:
         raise InvalidCheckpointError(f"file {MANIFEST}: checksum differs")
     return manifest

@@ -1,4 +1,4 @@
-"""Which checkpoints may go. Pure: candidates in, names out."""
+"""Retention: which checkpoints are kept and which may go. Pure: candidates in, names out."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,8 +7,7 @@ from evergrad_trainer.checkpoint.manifest import Candidate
 
 
 def choose_best(candidates: Sequence[Candidate], pointer: str | None) -> str | None:
-    """The best checkpoint's name: the newest of those saved as the best and of the one ``best.json`` points
-    to.
+    """The name of the best checkpoint: the newest of those saved as the best and of the one in ``best.json``.
 
     The manifests count too, because a kill between publishing and writing the pointer must not unpin the new
     best.
@@ -16,7 +15,8 @@ def choose_best(candidates: Sequence[Candidate], pointer: str | None) -> str | N
     marked = [
         candidate
         for candidate in candidates
-        if candidate.name == pointer or _was_best(candidate)
+        if candidate.name == pointer
+        or (candidate.manifest is not None and candidate.manifest.best)
     ]
     return max(marked, key=_version).name if marked else None
 
@@ -29,6 +29,7 @@ def choose_removals(
 
     Candidates that do not validate must not be passed: they neither count nor are removed.
     """
+    # Oldest first, so that a kill half-way leaves the newer ones.
     ordered = sorted(valid, key=_version, reverse=True)
     return [
         candidate.name for candidate in reversed(ordered[keep:]) if candidate.name not in pinned
@@ -37,7 +38,3 @@ def choose_removals(
 
 def _version(candidate: Candidate) -> Version:
     return candidate.version
-
-
-def _was_best(candidate: Candidate) -> bool:
-    return candidate.manifest is not None and candidate.manifest.best

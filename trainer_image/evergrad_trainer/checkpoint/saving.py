@@ -43,8 +43,8 @@ from evergrad_trainer.errors import FencedError
 from evergrad_trainer.host_trouble import is_host_trouble
 
 BACKGROUND_NICENESS = 10
-"""Of a save beside training: training goes first, and the save still ends within seconds on cores that are
-all busy.
+"""Niceness of a save beside training: training goes first, and the save still ends within seconds on cores
+that are all busy.
 
 At 19 a save of 600 MB lasted as long as training kept both cores busy (over 20 s), and was not durable for
 that long.
@@ -86,7 +86,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there
+    """The end of a save: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there
     are now.
 
     ``is_peer_lost``: its group broke, which says nothing about the volume. ``is_of_host``: trouble of a
@@ -123,7 +123,7 @@ class BackgroundSave:
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended. Only once it is done."""
+        """The end of the save. Only once it is done."""
         return self._outcome
 
     def join(self, timeout_seconds: float | None = None) -> None:
@@ -131,9 +131,8 @@ class BackgroundSave:
         self._thread.join(timeout_seconds)
 
     def _work(self) -> None:
-        if (
-            self._yields and sys.platform == "linux"
-        ):  # elsewhere threads have no priority of their own
+        # Elsewhere than on Linux threads have no priority of their own.
+        if self._yields and sys.platform == "linux":
             with contextlib.suppress(OSError):
                 thread = threading.get_native_id()
                 os.setpriority(
@@ -167,6 +166,9 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
         store.attempts, version=order.version, rank=order.rank, publish=publish
     )
     failed = Outcome()
+
+    # All ranks go through DCP's exchange together: it plans, each rank writes, rank 0 publishes in between,
+    # and its outcome comes back to all inside the metadata that DCP broadcasts at the end.
     try:
         metadata = dcp_save(
             {},
@@ -181,17 +183,16 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
     except (OSError, RuntimeError, ValueError) as error:
         # A peer is gone. Rank 0 may have published before it noticed: then the checkpoint stands.
         lost = isinstance(error, RuntimeError)
-        reason = f"rank {order.rank}: {error}"
-        told, failed = (
-            writer.outcome,
-            Outcome(
-                reason=reason,
-                is_peer_lost=lost,
-                is_of_host=is_host_trouble(error),
-                trouble="peer_lost" if lost else trouble_of(error),
-            ),
+        told = writer.outcome
+        failed = Outcome(
+            reason=f"rank {order.rank}: {error}",
+            is_peer_lost=lost,
+            is_of_host=is_host_trouble(error),
+            trouble="peer_lost" if lost else trouble_of(error),
         )
+
     if told is None:
+        # The attempt is invisible to readers; its room is given back now and not at the next start.
         if writer.attempt is not None:
             store.attempts.discard(writer.attempt)
         return failed
@@ -202,14 +203,22 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
         bytes=told["bytes"],
         seconds=time.monotonic() - started,
     )
-    return Outcome(
-        published, kept=_settle(store, order, told["checkpoint"]) if order.rank == 0 else 0
-    )
+    kept = 0
+    if order.rank == 0:
+        # The checkpoint stands whatever happens to pointers and retention: trouble there is logged, and the
+        # next save tries again.
+        try:
+            kept = _settle(store, order, told["checkpoint"])
+        except OSError as error:
+            name = told["checkpoint"]
+            _log.warning("%s is published; tidying up after it failed: %s", name, error)
+    return Outcome(published, kept=kept)
 
 
 def _publish(
     store: Store, order: SaveOrder, attempt: str, table: Table, shards: tuple[FileEntry, ...]
 ) -> dict[str, Any]:
+    """Make the attempt a checkpoint: the table, then the manifest that names all files and their hashes."""
     store.faults.reached(AFTER_SHARDS, order.rank)
     document = store.attempts.write_document(attempt, TENSORS, encode_table(table))
     manifest = Manifest(
@@ -219,7 +228,12 @@ def _publish(
         extra=order.extra,
         best=order.best,
         files=(*shards, document),
-        libraries=_libraries(),
+        libraries={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "evergrad-trainer": importlib.metadata.version("evergrad-trainer"),
+            "numpy": importlib.metadata.version("numpy"),
+        },
         finished=time.time(),
     )
     name = store.attempts.publish(attempt, manifest)
@@ -227,46 +241,29 @@ def _publish(
 
 
 def _settle(store: Store, order: SaveOrder, name: str) -> int:
-    """Pointers and retention.
+    """Write the pointers and retire old checkpoints; how many valid ones there are now. Raises OSError."""
+    store.catalog.write_pointer(LATEST, name, order.version)
+    if order.best:
+        store.catalog.write_pointer(BEST, name, order.version)
 
-    The checkpoint stands whatever happens here, so trouble is logged and tried again next time.
-    """
-    kept = 0
-    try:
-        store.catalog.write_pointer(LATEST, name, order.version)
-        if order.best:
-            store.catalog.write_pointer(BEST, name, order.version)
-        kept = _retire(store, order, name)
-    except OSError as error:
-        _log.warning("%s is published; tidying up after it failed: %s", name, error)
-    return kept
-
-
-def _retire(store: Store, order: SaveOrder, published: str) -> int:
-    candidates = store.catalog.scan()
-    valid = [
-        candidate
-        for candidate in candidates
-        if candidate.name == published or _is_whole(store, candidate)
-    ]
-    pinned = {published, choose_best(valid, store.catalog.read_pointer(BEST))}
+    # Damaged ones neither count nor are removed: ``keep`` is of checkpoints that a restart can use.
+    valid: list[Candidate] = []
+    for candidate in store.catalog.scan():
+        with contextlib.suppress(InvalidCheckpointError, UnknownFormatError):
+            if candidate.name != name:
+                store.reader.validate(candidate.name, checksums=False)
+            valid.append(candidate)
+    pinned = {name, choose_best(valid, store.catalog.read_pointer(BEST))}
     removals = choose_removals(
-        valid, keep=order.keep, pinned={name for name in pinned if name is not None}
+        valid, keep=order.keep, pinned={one for one in pinned if one is not None}
     )
-    for name in removals:
-        store.catalog.remove(name)
+    for one in removals:
+        store.catalog.remove(one)
     return len(valid) - len(removals)
 
 
-def _is_whole(store: Store, candidate: Candidate) -> bool:
-    try:
-        store.reader.validate(candidate.name, checksums=False)
-    except (InvalidCheckpointError, UnknownFormatError):
-        return False
-    return True
-
-
 def _describe_failures(error: CheckpointException) -> Outcome:
+    """The outcome of a save that ranks reported failures of: a fence on any rank decides."""
     failures = sorted(error.failures.items())
     reason = "; ".join(
         f"rank {rank}: {str(failure) or type(failure).__name__}"
@@ -295,7 +292,7 @@ _TROUBLES: Mapping[int, Trouble] = {
 
 
 def trouble_of(error: BaseException) -> Trouble:
-    """What kept a save from being made."""
+    """The reason that kept a save from being made, as a value of the vocabulary of causes."""
     if isinstance(error, FencedError):
         return "fenced"
     if isinstance(error, InvalidCheckpointError):
@@ -305,10 +302,3 @@ def trouble_of(error: BaseException) -> Trouble:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__
     return "other" if cause is None else _TROUBLES.get(cause.errno or 0, "io")
-
-
-def _libraries() -> dict[str, str]:
-    packages = {
-        name: importlib.metadata.version(name) for name in ("evergrad-trainer", "numpy")
-    }
-    return {"python": platform.python_version(), "torch": str(torch.__version__), **packages}

@@ -1,5 +1,5 @@
-"""One rank's file: tensors gathered into large blocks, each hashed and written past the page cache, the end
-synced."""
+"""One rank's file of a save: tensors gathered into large blocks, each hashed and written past the page cache,
+the end synced."""
 
 import contextlib
 import errno
@@ -56,6 +56,7 @@ class ShardFile:
         """Add ``data`` at the next aligned offset; that offset."""
         if self._filled or self._written:
             self._faults.reached(MID_SHARD, self._rank)
+        # Aligned for every dtype, and for a later memory map.
         offset = self._written + self._filled
         padding = -offset % ALIGNMENT
         if padding:
@@ -75,10 +76,9 @@ class ShardFile:
         return FileEntry(name=self._path.name, bytes=self._written, hash=self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Give memory and descriptor back, without fsync if it is not finished."""
-        with contextlib.suppress(
-            BufferError
-        ):  # an error on its way may still hold a part of it
+        """Give memory and descriptor back, without fsync if it is not finished. Never raises."""
+        # An error on its way may still hold a part of the memory.
+        with contextlib.suppress(BufferError):
             self._block.release()
             self._memory.close()
         if self._descriptor >= 0:
@@ -97,6 +97,7 @@ class ShardFile:
                     self._write_block()
 
     def _write_block(self) -> None:
+        # Hashed while it is in the processor's cache.
         block = self._block[: self._filled]
         self._hash.update(block)
         try:

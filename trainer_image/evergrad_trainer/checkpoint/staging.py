@@ -1,5 +1,7 @@
-"""A copy of the state by value in host memory that is used again for the next save: all that training waits
-for."""
+"""A copy of the state by value, in host memory that is used again for the next save.
+
+It is all that training waits for.
+"""
 
 import heapq
 from collections.abc import Mapping
@@ -26,7 +28,7 @@ class StagedTensor:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank writes.
+    """The tensors that this rank writes.
 
     ``signature`` names keys, dtypes and shapes of the whole state and is the same on every rank.
     """
@@ -48,10 +50,11 @@ def require_tensors(state: Mapping[str, object]) -> None:
 
 
 def assign_owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Which rank writes each replicated tensor: largest first to the rank with the fewest bytes.
+    """The rank that writes each replicated tensor: largest first to the rank with the fewest bytes.
 
-    The same on every rank.
+    The answer is the same on every rank.
     """
+    # A heap of (bytes so far, rank), which also breaks ties: no rank's answer may differ.
     loads = [(0, rank) for rank in range(world_size)]
     owners = {}
     for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
@@ -86,34 +89,47 @@ class HostStager:
         Replicated tensors are copied only by the rank that writes them. Raises MemoryError or RuntimeError if
         there is no memory for the copy.
         """
+        # Who writes what follows from names and sizes alone: no exchange before the copy.
         replicated = {
             key: value.nbytes for key, value in state.items() if not isinstance(value, DTensor)
         }
         owners = assign_owners(replicated, world_size)
-        sources = {
-            key: value
-            for key, value in state.items()
-            if owners.get(key, rank) == rank and _takes_part(value)
-        }
-        locals_ = {
-            key: value.to_local() if isinstance(value, DTensor) else value
-            for key, value in sources.items()
-        }
+        sources: dict[str, torch.Tensor] = {}
+        locals_: dict[str, torch.Tensor] = {}
+        for key, value in state.items():
+            if isinstance(value, DTensor):
+                # A rank outside the tensor's mesh holds no part of it.
+                if value.device_mesh.get_coordinate() is not None:
+                    sources[key], locals_[key] = value, value.to_local()
+            elif owners[key] == rank:
+                sources[key] = locals_[key] = value
+
         data = self._copy(locals_)
         tensors = {key: _describe(source, data[key]) for key, source in sources.items()}
-        return Snapshot(tensors, _sign(state))
+        described = sorted(
+            f"{key} {value.dtype} {tuple(value.shape)}" for key, value in state.items()
+        )
+        return Snapshot(tensors, hash_bytes("\n".join(described).encode()))
 
     def release(self) -> None:
         """Give the memory back."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _copy(self, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # Aligned as in the file, so that one layout of the buffer serves all dtypes.
         starts, total = {}, 0
         for key, source in sources.items():
             starts[key] = total
             total += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
         devices = {source.device for source in sources.values() if source.is_cuda}
-        self._reserve(total, pinned=bool(devices))
+
+        # A smaller need (a larger world) gives the memory back only when more than half of it would lie idle.
+        # Pinned memory costs seconds to get, and only copies from an accelerator gain by it.
+        fits = total <= self._buffer.numel() <= 2 * total
+        if not fits or self._buffer.is_pinned() != (bool(devices) and total > 0):
+            self.release()
+            self._buffer = torch.zeros(total, dtype=torch.uint8, pin_memory=bool(devices))
+
         copies = {}
         for key, source in sources.items():
             place = (
@@ -121,42 +137,23 @@ class HostStager:
                 .view(source.dtype)
                 .view(source.shape)
             )
-            copies[key] = _copy_into(place, source)
+            if source.device.type != "cpu" or not source.is_contiguous() or source.numel() == 0:
+                place.copy_(source, non_blocking=source.is_cuda)
+            else:
+                # One thread fills the memory bus; torch would gather its threads for every tensor and wait
+                # for them on a busy machine.
+                view_bytes(place)[:] = view_bytes(source)
+            copies[key] = place
+        # Copies from an accelerator are only begun by now; training may overwrite their sources next.
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
 
-    def _reserve(self, size: int, *, pinned: bool) -> None:
-        # A smaller need (a larger world) gives the memory back only when more than half of it would lie idle.
-        fits = size <= self._buffer.numel() <= 2 * size
-        if not fits or self._buffer.is_pinned() != (pinned and size > 0):
-            self.release()
-            self._buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-
-
-def _copy_into(place: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    if source.device.type != "cpu" or not source.is_contiguous() or source.numel() == 0:
-        return place.copy_(source, non_blocking=source.is_cuda)
-    # One thread fills the memory bus; torch would gather its threads for every tensor and wait for them on a
-    # busy machine.
-    view_bytes(place)[:] = view_bytes(source)
-    return place
-
-
-def _takes_part(value: torch.Tensor) -> bool:
-    return not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None
-
 
 def _describe(source: torch.Tensor, data: torch.Tensor) -> StagedTensor:
+    """The box of the whole tensor that ``data`` is; a DTensor's rank has one chunk of it."""
     if isinstance(source, DTensor):
         sharded: Any = source  # DCP's protocol for sharded tensors carries no types
         (chunk,) = sharded.__create_chunk_list__()
         return StagedTensor(data, tuple(chunk.offsets), source.shape, is_shard=True)
     return StagedTensor(data, (0,) * source.dim(), source.shape, is_shard=False)
-
-
-def _sign(state: Mapping[str, torch.Tensor]) -> str:
-    described = "\n".join(
-        sorted(f"{key} {value.dtype} {tuple(value.shape)}" for key, value in state.items())
-    )
-    return hash_bytes(described.encode())

@@ -1,6 +1,6 @@
-"""``tensors.json``: which bytes of which file are which part of which tensor.
+"""``tensors.json``: the parts of all tensors, and the bytes of the files that hold them.
 
-DCP's metadata as JSON, never as a pickle.
+It is DCP's metadata as JSON, never as a pickle.
 """
 
 import json
@@ -48,6 +48,7 @@ Table = dict[str, StoredTensor]
 def build_table(metadata: Metadata, stored: Iterable[tuple[str, StoredChunk]]) -> Table:
     """The table of what all ranks wrote: dtypes and shapes from DCP's global plan, places from the ranks'
     results."""
+    # In the order of the ranks, so that equal states give equal tables.
     chunks: dict[str, list[StoredChunk]] = {key: [] for key in metadata.state_dict_metadata}
     for key, chunk in stored:
         chunks[key].append(chunk)
@@ -101,6 +102,7 @@ def decode_table(data: bytes) -> Table:
         raise InvalidCheckpointError(
             f"file {TENSORS}: is not a table of tensors ({error!r})"
         ) from error
+    # A hole would leave memory as it was: random weights that nobody notices.
     for key, tensor in table.items():
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
             raise InvalidCheckpointError(
@@ -110,6 +112,7 @@ def decode_table(data: bytes) -> Table:
 
 
 def _decode_tensor(raw: dict[str, Any]) -> StoredTensor:
+    # Looked up by name in torch, where ``load`` and the like are found as well.
     dtype = getattr(torch, raw["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{raw['dtype']!r} is not a dtype")

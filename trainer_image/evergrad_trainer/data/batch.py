@@ -1,4 +1,4 @@
-"""What a recipe and the core exchange: items of a source, stages that mix sources, and micro-batches."""
+"""The values that a recipe and the core exchange: items of a source, stages that mix them, micro-batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ def pin(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some items of a source: ``tensors`` with one row an item, and what all rows together weigh."""
+    """Some items of a source: ``tensors`` with one row an item, and the weight of all rows together."""
 
     tensors: Mapping[str, Tensor]
     weight: int
@@ -47,19 +47,19 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly where all items are."""
+        """A text that is equal exactly where all items are."""
 
     @property
     def fill(self) -> Mapping[str, int]:
-        """By the names of the tensors, the value that fills a row which counts nothing."""
+        """Values, by the names of the tensors, that fill a row which counts nothing."""
 
     def __len__(self) -> int: ...
 
     def read(self, items: Sequence[int]) -> Rows:
-        """The items of these numbers (from 0), in this order, in memory of their own."""
+        """Read the items of these numbers (from 0), in this order, into memory of their own."""
 
     def describe(self, item: int) -> str:
-        """Where the item comes from, for messages."""
+        """Name the place that the item comes from, for messages."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From a task's sources to what the loop reads."""
+"""Wiring of a task's sources into the stream and the sets that the loop reads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from evergrad_trainer.data.stream import Batching, TrainingStream
 
 @dataclass(frozen=True)
 class Data:
-    """Everything a run reads. ``fingerprint`` is the training stream's."""
+    """The data of a run. ``fingerprint`` is the training stream's."""
 
     train: TrainingStream
     evaluation: tuple[EvaluationSet, ...]

@@ -1,4 +1,4 @@
-"""Named sets of samples that are only evaluated on: always the same ones, in the same order."""
+"""Named sets of samples that are only evaluated on: the same samples in the same order every time."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -35,35 +35,29 @@ class EvaluationSet:
         if not 0 <= index < self.num_batches:
             raise IndexError(f"batch {index} of {self.num_batches} of {self.name}")
         first = index * self._micro_batch_size
-        samples = tuple(
-            map(
-                self._sample,
-                range(first, min(first + self._micro_batch_size, self.num_samples)),
-            )
-        )
-        rows = self._fill_up(
-            read_rows(self._sources, samples), missing=self._micro_batch_size - len(samples)
-        )
+        found = []
+        for number in range(first, min(first + self._micro_batch_size, self.num_samples)):
+            # Spread evenly over all items: the first ones alone would be of one source, or one topic.
+            place = number * self._total // self.num_samples
+            source = bisect_right(self._starts, place) - 1
+            window = place - self._starts[source]
+            found.append(SampleId(source=source, epoch=0, window=window))
+        samples = tuple(found)
+        rows = read_rows(self._sources, samples)
+
+        # Every batch has the same shape: a shorter last one would compile another graph.
+        missing = self._micro_batch_size - len(samples)
+        if missing:
+            fill = self._sources[0].fill
+            tensors = {
+                name: functional.pad(
+                    tensor, (*[0] * (2 * tensor.ndim - 1), missing), value=fill.get(name, 0)
+                )
+                for name, tensor in rows.tensors.items()
+            }
+            rows = Rows(tensors, rows.weight)
         total = (
             sum(sample_hash(first + place, sample) for place, sample in enumerate(samples))
             % 2**64
         )
         return Batch(tensors=rows.tensors, weight=rows.weight, samples=samples, hash=total)
-
-    def _fill_up(self, rows: Rows, *, missing: int) -> Rows:
-        """Every batch has the same shape: a shorter last one would compile another graph."""
-        if not missing:
-            return rows
-        fill = self._sources[0].fill
-        tensors = {
-            name: functional.pad(
-                tensor, (*[0] * (2 * tensor.ndim - 1), missing), value=fill.get(name, 0)
-            )
-            for name, tensor in rows.tensors.items()
-        }
-        return Rows(tensors, rows.weight)
-
-    def _sample(self, number: int) -> SampleId:
-        place = number * self._total // self.num_samples
-        source = bisect_right(self._starts, place) - 1
-        return SampleId(source=source, epoch=0, window=place - self._starts[source])

@@ -26,10 +26,12 @@ def quantise_weights(weights: Sequence[float]) -> list[int]:
 
     Raises ConfigurationError for a weight so small that its share would be 0.
     """
+    # Fractions: rounding of floats must not decide who gets the last position.
     exact = [Fraction(weight) for weight in weights]
     total = sum(exact)
     wanted = [weight * PERIOD / total for weight in exact]
     shares = [math.floor(share) for share in wanted]
+    # Ties go by the source's number: the same shares on every machine.
     by_remainder = sorted(
         range(len(shares)), key=lambda source: (shares[source] - wanted[source], source)
     )
@@ -53,7 +55,7 @@ def quantise_weights(weights: Sequence[float]) -> list[int]:
 
 
 def _round_up(value: float) -> float:
-    """Up to two significant digits, so that the printed number is certainly enough."""
+    """Round up to two significant digits, so that the printed number is certainly enough."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return math.ceil(value / unit) * unit
 
@@ -77,6 +79,7 @@ def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
             release.tolist(), (deadline * count + source).tolist(), strict=True
         ):
             arrivals[position].append(key)
+    # Earliest deadline first, among the picks that may come by now.
     order = np.empty(PERIOD, dtype=np.int64)
     waiting: list[int] = []
     for position in range(1, PERIOD + 1):
@@ -87,7 +90,7 @@ def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
 
 
 class Mixture:
-    """Which sample stands at each position of the endless stream. Every source repeats in epochs, each newly
+    """The sample at each position of the endless stream. Every source repeats in epochs, each newly
     permuted.
 
     ``sizes`` are windows a source (at least 1), ``weights`` relative shares. A source's epoch ends inside a
@@ -102,6 +105,7 @@ class Mixture:
         self._seed = seed
         single = len(self.sizes) == 1
         order = np.zeros(PERIOD, dtype=np.int64) if single else _order_of_sources(self.shares)
+        # Two tables of a period: which source a position has, and the how many-th of that source it is.
         self._places = [np.flatnonzero(order == source) for source in range(len(self.sizes))]
         self._source_at = order.astype(np.uint64)
         self._rank_at = np.empty(PERIOD, dtype=np.uint64)

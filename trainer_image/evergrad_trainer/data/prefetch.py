@@ -1,4 +1,4 @@
-"""Reads the micro-batches a rank will want next, in one background thread."""
+"""Reading the micro-batches that a rank will want next, in one background thread."""
 
 import threading
 from collections import deque
@@ -11,15 +11,16 @@ Key = tuple[int, int]
 
 
 class Slots(Protocol):
-    """What is read from: a training stream."""
+    """A training stream: the place that micro-batches are read from."""
 
     def slot(self, step: int, slot: int) -> Batch: ...
 
 
 class Prefetcher:
-    """``take`` gives exactly the micro-batch asked for.
+    """Reads ahead; ``take`` gives exactly the micro-batch asked for.
 
-    What was foreseen wrongly is dropped: the world may change any time.
+    Batches that were foreseen wrongly are dropped: the world, and with it this rank's slots, may change any
+    time.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Prefetcher:
         """
         key = (step, slot)
         with self._changed:
+            # The thread is at it: reading it here too would take as long again.
             while self._reading == key:
                 self._changed.wait()
             found = self._ready.pop(key, None)
@@ -66,6 +68,7 @@ class Prefetcher:
         return batch if self._prepare is None else self._prepare(batch)
 
     def _foresee(self, upcoming: Sequence[Key]) -> None:
+        """Replace what the thread should read. Called with the lock held."""
         if self._is_closed:
             return
         self._ready = {key: result for key, result in self._ready.items() if key in upcoming}
@@ -73,6 +76,7 @@ class Prefetcher:
             key for key in upcoming if key not in self._ready and key != self._reading
         )
         if self._wanted:
+            # Started with the first wish: a stream that is never read ahead has no thread.
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._serve, name="evergrad-prefetch", daemon=True
@@ -81,7 +85,15 @@ class Prefetcher:
             self._changed.notify_all()
 
     def _serve(self) -> None:
-        while (key := self._next()) is not None:
+        """Read what is wanted, one batch after the other, until ``close``."""
+        while True:
+            with self._changed:
+                while not self._wanted and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                key = self._reading = self._wanted.popleft()
+            # Without the lock, so that ``take`` can change what is wanted meanwhile.
             result: Batch | BaseException
             try:
                 result = self._read(key)
@@ -92,12 +104,3 @@ class Prefetcher:
                 if not self._is_closed:
                     self._ready[key] = result
                 self._changed.notify_all()
-
-    def _next(self) -> Key | None:
-        with self._changed:
-            while not self._wanted and not self._is_closed:
-                self._changed.wait()
-            if self._is_closed:
-                return None
-            self._reading = self._wanted.popleft()
-            return self._reading

@@ -61,7 +61,7 @@ def prepare(
     workers: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Prepared:
-    """Make everything ready to be read; what is published already is only looked at. Idempotent.
+    """Make all sources ready to be read; what is published already is only looked at. Idempotent.
 
     Relative paths start at ``base_directory``; ``prepared_directory`` counts where the manifest names none.
     ``workers``: helper processes, by default one a core. Raises DataError for whatever is wrong with files,
@@ -70,14 +70,11 @@ def prepare(
     root = resolve_prepared_directory(
         training, base_directory=base_directory, default=prepared_directory
     )
-    sources, evaluation = (
-        training_files(training, base_directory),
-        evaluation_files(training, base_directory),
-    )
-    raise_if(
-        [problem for source in (*sources, *evaluation) for problem in source_problems(source)],
-        DataError,
-    )
+    sources = training_files(training, base_directory)
+    evaluation = evaluation_files(training, base_directory)
+    # All files are looked at before the first one is read: every mistake in the paths is named at once.
+    problems = [one for source in (*sources, *evaluation) for one in source_problems(source)]
+    raise_if(problems, DataError)
     tokenizer = load_tokenizer(training.tokenizer, base_directory)
     report = Reporter(on_progress)
     recipe = Recipe(
@@ -88,17 +85,21 @@ def prepare(
     )
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
+        # First all scans: what is to be prepared, and in how many bytes, follows from the contents.
         scans = _scan_all([*sources, *evaluation], root, report)
+
+        # Nothing is held out of a source that is only evaluated on.
         whole = replace(recipe, held_out=None)
+        recipes = [recipe] * len(sources) + [whole] * len(evaluation)
         preparations = [
-            _build_preparation(source, scan, recipe, root)
-            for source, scan in zip(sources, scans, strict=False)
+            Preparation(source, scan, one, root, compute_fingerprint(source, scan, one))
+            for source, scan, one in zip([*sources, *evaluation], scans, recipes, strict=True)
         ]
-        preparations += [
-            _build_preparation(source, scan, whole, root)
-            for source, scan in zip(evaluation, scans[len(sources) :], strict=True)
-        ]
-        prepared = _prepare_all(preparations, report, workers=workers or _count_cores())
+        if not workers:
+            # The cores this process may use, which in a container are fewer than the machine has.
+            has_affinity = hasattr(os, "sched_getaffinity")
+            workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        prepared = _prepare_all(preparations, report, workers=workers)
     return Prepared(
         sources=tuple(prepared[: len(sources)]),
         evaluation=tuple(prepared[len(sources) :]),
@@ -125,6 +126,8 @@ def check_unchanged(
     )
     problems = [problem for source, _ in pairs for problem in source_problems(source)]
     raise_if(problems, DataError)
+
+    # Content decides, not paths or times: a file that was copied elsewhere is still the same data.
     for source, before in pairs:
         with disk_errors(source.path):
             now = scan_cached(source, root / ".scans", on_bytes=lambda _: None)
@@ -139,14 +142,6 @@ def check_unchanged(
     raise_if(problems, DataError)
 
 
-def _count_cores() -> int:
-    return (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-
-
 def _scan_all(sources: Sequence[SourceFile], root: Path, report: Reporter) -> list[Scan]:
     with disk_errors(root):
         report.begin("scan", sum(source.path.stat().st_size for source in sources))
@@ -157,15 +152,10 @@ def _scan_all(sources: Sequence[SourceFile], root: Path, report: Reporter) -> li
     return scans
 
 
-def _build_preparation(
-    source: SourceFile, scan: Scan, recipe: Recipe, root: Path
-) -> Preparation:
-    return Preparation(source, scan, recipe, root, compute_fingerprint(source, scan, recipe))
-
-
 def _prepare_all(
     preparations: Sequence[Preparation], report: Reporter, *, workers: int
 ) -> list[PreparedSource]:
+    # Files of tokens are read where they lie. Sources of equal content share one published directory.
     found = {
         one.fingerprint: open_published(one.final)
         for one in preparations
@@ -183,6 +173,7 @@ def _prepare_all(
         for one in pending:
             found[one.fingerprint] = publish(one, pool=pool.get, report=report)
     finally:
+        # Also after an error: helpers would otherwise work on until they notice that their input has ended.
         pool.close()
     return [
         _prepared_source(one, found.get(one.fingerprint), reused=one.fingerprint not in missing)
@@ -247,7 +238,7 @@ def _prepared_source(
 
 
 def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence | None]:
-    """A tokens file is read where it lies; what is held out is its end."""
+    """The parts of a file of tokens, which is read where it lies; what is held out is its end."""
     source, recipe = preparation.source, preparation.recipe
     raise_if_out_of_vocabulary(source, preparation.scan, recipe.tokenizer.vocab_size)
     path, total = source.path.absolute(), preparation.scan.stat.size // WIDTH[source.dtype]

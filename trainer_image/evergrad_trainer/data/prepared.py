@@ -4,7 +4,6 @@ it is used."""
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -140,7 +139,7 @@ def _sequence_from_json(value: dict[str, Any]) -> TokenSequence:
 
 @dataclass(frozen=True)
 class Published:
-    """What ``index.json`` of a prepared directory says."""
+    """The facts in ``index.json`` of a prepared directory."""
 
     directory: Path
     train: TokenSequence
@@ -172,6 +171,7 @@ def open_published(directory: Path) -> Published | None:
         raise DataError(
             _damaged(directory, directory / INDEX, f"is not an index ({error})")
         ) from error
+    # The index was written last and published with its files: what is missing now was removed since.
     raise_if(sequence_problems(directory, published.train, published.held_out), DataError)
     return published
 
@@ -180,10 +180,18 @@ def _parse_index(directory: Path, index: dict[str, Any]) -> Published:
     if index["format"] != FORMAT:
         raise ValueError(f"format {index['format']}, not {FORMAT}")
     dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"
-    streams = {
-        name: _parse_stream(directory, name, dtype, stream)
-        for name, stream in index["streams"].items()
-    }
+    streams: dict[str, TokenSequence] = {}
+    for name, stream in index["streams"].items():
+        shards = tuple(
+            Shard(
+                tokens_path(directory, name, number),
+                0,
+                int(tokens),
+                documents_path(directory, name, number),
+            )
+            for number, tokens in stream["shards"]
+        )
+        streams[name] = TokenSequence(dtype, shards)
     held_out = index["streams"].get(HELD_OUT)
     return Published(
         directory=directory,
@@ -194,21 +202,6 @@ def _parse_index(directory: Path, index: dict[str, Any]) -> Published:
         skipped=dict(index["skipped"]),
         repaired=int(index["repaired"]),
     )
-
-
-def _parse_stream(
-    directory: Path, name: str, dtype: Dtype, stream: dict[str, Any]
-) -> TokenSequence:
-    shards = (
-        Shard(
-            tokens_path(directory, name, number),
-            0,
-            int(tokens),
-            documents_path(directory, name, number),
-        )
-        for number, tokens in stream["shards"]
-    )
-    return TokenSequence(dtype, tuple(shards))
 
 
 def tokens_path(directory: Path, stream: str, number: int) -> Path:
@@ -223,28 +216,23 @@ def documents_path(directory: Path, stream: str, number: int) -> Path:
 
 def sequence_problems(directory: Path, *sequences: TokenSequence | None) -> list[Problem]:
     """The first files of prepared data that are missing or have another size than the index says."""
-    files = (
-        (shard, WIDTH[sequence.dtype])
-        for sequence in sequences
-        if sequence
-        for shard in sequence.shards
-    )
-    problems = (
-        _shard_problem(directory, shard, shard.tokens * width) for shard, width in files
-    )
-    return list(islice(filter(None, problems), _MOST_PROBLEMS))
-
-
-def _shard_problem(directory: Path, shard: Shard, wanted: int) -> Problem | None:
-    try:
-        size = shard.path.stat().st_size
-    except OSError as error:
-        return _damaged(directory, shard.path, f"cannot be read ({error.strerror})")
-    return (
-        None
-        if size == wanted
-        else _damaged(directory, shard.path, f"has {size} bytes and should have {wanted}")
-    )
+    problems: list[Problem] = []
+    for sequence in filter(None, sequences):
+        for shard in sequence.shards:
+            wanted = shard.tokens * WIDTH[sequence.dtype]
+            try:
+                size = shard.path.stat().st_size
+            except OSError as error:
+                what = f"cannot be read ({error.strerror})"
+                problems.append(_damaged(directory, shard.path, what))
+            else:
+                if size != wanted:
+                    what = f"has {size} bytes and should have {wanted}"
+                    problems.append(_damaged(directory, shard.path, what))
+            # A few show what happened; each look is a call to a volume that may be slow.
+            if len(problems) == _MOST_PROBLEMS:
+                return problems
+    return problems
 
 
 def _damaged(directory: Path, path: Path, what: str) -> Problem:

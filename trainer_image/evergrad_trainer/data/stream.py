@@ -1,6 +1,6 @@
 """The training stream: step and slot → one micro-batch, as a pure function.
 
-Nothing here knows ranks or keeps a position.
+It has no ranks and no position: any rank of any world computes any slot.
 """
 
 import json
@@ -18,7 +18,7 @@ from evergrad_trainer.data.order import SampleId, absorb, sample_hash
 
 @dataclass(frozen=True)
 class Batching:
-    """G samples a step in micro-batches of b."""
+    """The cut of a step: G samples, in micro-batches of b."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -36,6 +36,7 @@ class TrainingStream:
             _StageOrder(stage, _seed_of(seed, number)) for number, stage in enumerate(stages)
         ]
         # A sample's source is its place among the sources of all stages, one stage after the other.
+        # They go on counting, so that an id names one sample of the whole run.
         self._first_source = [0]
         for order in self._orders:
             self._first_source.append(self._first_source[-1] + len(order.sources))
@@ -63,6 +64,7 @@ class TrainingStream:
         ]
         rows = order.read(located)
         samples = tuple(SampleId(offset + one.source, one.epoch, one.window) for one in located)
+        # A sum, so that the hash of a step does not depend on which rank has which slot.
         total = sum(map(sample_hash, range(first, first + size), samples)) % 2**64
         return Batch(tensors=rows.tensors, weight=rows.weight, samples=samples, hash=total)
 
@@ -83,6 +85,7 @@ class TrainingStream:
 
         Names of a run with several stages begin with the stage's number.
         """
+        # In closed form for each stage: a resume does not replay the stream.
         found: dict[str, int] = {}
         for number, order in enumerate(self._orders):
             before = self._steps_before(number)
@@ -97,7 +100,7 @@ class TrainingStream:
         return found
 
     def describe(self, sample: SampleId) -> str:
-        """For messages: the sample's id, and where it stands in its source."""
+        """The sample's id and its place in its source, for messages."""
         name, source = self._named[sample.source]
         return f"{name}/epoch {sample.epoch}/window {sample.window} ({source.describe(sample.window)})"
 
@@ -146,6 +149,7 @@ def read_rows(sources: Sequence[Source], samples: Sequence[SampleId]) -> Rows:
     """The rows of some samples, in their order."""
     if len(sources) == 1:
         return sources[0].read([sample.window for sample in samples])
+    # Item by item: neighbours of a mixture come from different sources.
     parts = [sources[sample.source].read([sample.window]) for sample in samples]
     names = parts[0].tensors
     return Rows(

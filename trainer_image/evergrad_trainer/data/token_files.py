@@ -1,4 +1,4 @@
-"""Reads windows of S + 1 tokens from prepared token files, by position, with bounded memory."""
+"""Reading windows of S + 1 tokens from prepared token files, by position, with bounded memory."""
 
 import os
 import threading
@@ -63,10 +63,11 @@ class TokenReader:
         self._files = _Files()
 
     def read(self, windows: Sequence[int]) -> Windows:
-        """The windows of these numbers, in this order.
+        """Read the windows of these numbers, in this order.
 
         Raises IndexError, and DataError for a missing or shortened file.
         """
+        # Filled with the end id first: the last window may be shorter than a row.
         rows = np.full((len(windows), self._length + 1), self._end, dtype=self._dtype)
         lengths = np.empty(len(windows), dtype=np.int64)
         for row, window in enumerate(windows):
@@ -74,7 +75,25 @@ class TokenReader:
                 raise IndexError(f"window {window} of {self.num_windows}")
             begin = window * self._length
             lengths[row] = count = min(self._length + 1, self.num_tokens - begin)
-            self._read_into(memoryview(rows[row]).cast("B"), begin, count)
+
+            # A window may span shards: from each one what it has of it.
+            target, index = (
+                memoryview(rows[row]).cast("B"),
+                bisect_right(self._starts, begin) - 1,
+            )
+            while count:
+                shard, offset = self._shards[index], begin - self._starts[index]
+                here = min(count, shard.tokens - offset)
+                size = here * self._width
+                self._files.read(
+                    shard.path, target[:size], (shard.start + offset) * self._width
+                )
+                target, begin, count, index = (
+                    target[size:],
+                    begin + here,
+                    count - here,
+                    index + 1,
+                )
         return Windows(rows.astype(np.int64), lengths)
 
     def place(self, window: int) -> tuple[Shard, int, int]:
@@ -93,19 +112,6 @@ class TokenReader:
         """Close the files; the next read opens them again."""
         self._files.close()
 
-    def _read_into(self, target: memoryview, begin: int, count: int) -> None:
-        """Fill ``target`` with tokens [begin, begin + count), which may span shards."""
-        filled = 0
-        index = bisect_right(self._starts, begin) - 1
-        while count:
-            shard, offset = self._shards[index], begin - self._starts[index]
-            here = min(count, shard.tokens - offset)
-            size = here * self._width
-            self._files.read(
-                shard.path, target[filled : filled + size], (shard.start + offset) * self._width
-            )
-            filled, begin, count, index = filled + size, begin + here, count - here, index + 1
-
 
 class _Files:
     """Open files by path, the least recently used closed first."""
@@ -113,6 +119,7 @@ class _Files:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: OrderedDict[Path, int] = OrderedDict()
+        # Without an owner that closes it, as in a test: no descriptor outlives the object.
         self._closer = weakref.finalize(self, _close_all, self._open)
 
     def read(self, path: Path, target: memoryview, offset: int) -> None:
@@ -122,6 +129,7 @@ class _Files:
         VolumeError for trouble of the volume that does not pass.
         """
         shortest: int | None = None
+        # Ends: a file that has the same too short size when it was opened anew is damaged.
         while True:
             try:
                 size = retry(
@@ -148,16 +156,23 @@ class _Files:
             time.sleep(_STALE_SECONDS)
 
     def _fill(self, path: Path, target: memoryview, offset: int) -> int | None:
-        """None once ``target`` is full; else the size of the file, which ends before.
+        """Read once; None if ``target`` is full then, else the size of the file, which ends before.
 
-        Closes the file on an OSError.
+        An OSError closes the file.
         """
         count = 0
         try:
             while count < len(target):
                 # The lock keeps another thread from closing the file between its look-up and its use.
                 with self._lock:
-                    descriptor = self._descriptor(path)
+                    descriptor = self._open.get(path)
+                    if descriptor is None:
+                        # Bounded: a process may have a thousand files open, and a source thousands of shards.
+                        if len(self._open) >= _OPEN_FILES:
+                            os.close(self._open.popitem(last=False)[1])
+                        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                        self._open[path] = descriptor
+                    self._open.move_to_end(path)
                     more = os.preadv(descriptor, [target[count:]], offset + count)
                     if more == 0:
                         return os.fstat(descriptor).st_size
@@ -174,18 +189,9 @@ class _Files:
                 os.close(descriptor)
 
     def close(self) -> None:
+        """Close all files; a later read opens them again."""
         with self._lock:
             _close_all(self._open)
-
-    def _descriptor(self, path: Path) -> int:
-        descriptor = self._open.get(path)
-        if descriptor is None:
-            if len(self._open) >= _OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
-            descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        else:
-            self._open.move_to_end(path)
-        return descriptor
 
 
 def _close_all(files: "OrderedDict[Path, int]") -> None:

@@ -44,7 +44,7 @@ class TokenSource:
         return self._reader.num_windows
 
     def read(self, items: Sequence[int]) -> Rows:
-        """Raises IndexError, and DataError if a file cannot be read any more."""
+        """Read items. Raises IndexError, and DataError if a file cannot be read any more."""
         windows = self._reader.read(items)
         length = windows.tokens.shape[1] - 1
         # A copy in any case: of one row the slice is contiguous already, and marking its labels would change
@@ -62,6 +62,7 @@ class TokenSource:
         shard, first, end = self._reader.place(item)
         if shard.documents is None:
             return f"{self._file_name}, tokens {shard.start + first} to {shard.start + end - 1}"
+        # Read when a message wants it: nothing else needs to know where documents begin.
         documents = read_documents(shard.documents)
         within = np.searchsorted(documents[:, 0], [first, end - 1], side="right") - 1
         lines = documents[within, 1].tolist()

@@ -1,6 +1,6 @@
-"""Appends one entry a process to provenance.json: command, versions, commit, hardware, seed.
+"""Provenance of a run: one entry a process in provenance.json with command, versions, commit, hardware, seed.
 
-Safe to publish.
+The entries are safe to publish.
 """
 
 import os
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ def _git(directory: Path) -> dict[str, Any] | None:
     commit = _ask_git(directory, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return None
+    # Untracked files are left out: looking for them takes seconds in a checkout with large data.
     changes = _ask_git(directory, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "has_changes": None if changes is None else bool(changes)}
 
@@ -140,39 +142,25 @@ def _ask_git(directory: Path, *words: str) -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
-        "gpus": _gpus(),
-    }
-
-
-def _cpu_model() -> str:
+    """Processor, memory and accelerators, as far as this system names them."""
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
     except OSError:
         text = ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
 
+    memory: int | None = None
+    with suppress(ValueError, OSError, AttributeError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
-def _gpus() -> list[str]:
-    """Names of the accelerators this process sees, if it has torch loaded: loading it only to ask would take
-    seconds."""
+    # Only a torch that is loaded already: loading it only to ask would take seconds.
     torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return []
-    return [
-        str(torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())
-    ]
+    count = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return {
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "memory_bytes": memory,
+        "gpus": [str(torch.cuda.get_device_name(index)) for index in range(count)],
+    }

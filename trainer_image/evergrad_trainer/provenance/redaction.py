@@ -1,4 +1,4 @@
-"""Takes secrets and the home directory out of what is about to be written down.
+"""Removal of secrets and of the home directory from texts that are about to be written down.
 
 Pure but for the home directory's name.
 """
@@ -47,6 +47,7 @@ def redact_command(words: Sequence[str]) -> list[str]:
     structured values that name a secret inside.
     """
     redacted: list[str] = []
+    # ``--key value`` are two words: the first decides about the second.
     is_value_secret = False
     for word in words:
         prefix = "--set=" if word.startswith("--set=") else ""

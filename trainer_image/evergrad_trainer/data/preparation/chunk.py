@@ -1,6 +1,6 @@
-"""The work of one chunk: lines → token file, and token file → training and held-out parts.
+"""The work on one chunk: lines → token file, and token file → training and held-out parts.
 
-Runs in any process.
+It runs in any process.
 """
 
 import json
@@ -33,6 +33,7 @@ WHOLE: Final = "whole"
 
 _BLOCK: Final = 2**20
 _SPLIT_TOKENS: Final = 4 * 2**20
+"""About how many tokens of a chunk are in memory while it is split."""
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,21 @@ class Outcome:
 
 def execute(job: Job, tokenizer: TextTokenizer) -> Outcome:
     """Do one job and leave its record. Raises DataError, OSError."""
-    if isinstance(job, SplitJob):
-        try:
-            return _split(job)
-        except FileNotFoundError:
-            # A helper that outlived its killed parent was doing the same job and has finished it.
-            outcome = finished(Attempt(job.attempt), "split", job.number)
-            if outcome is None:
-                raise
-            return outcome
-    return _check(job) if job.only_check else _tokenize(job, tokenizer)
+    if isinstance(job, TokenizeJob):
+        if not job.only_check:
+            return _tokenize(job, tokenizer)
+        reader = DocumentReader(text_field=job.text_field, first_line=job.chunk.first_line)
+        for _ in _texts(job, reader):
+            pass
+        return Outcome(job.chunk.number, {}, {}, reader.tally)
+    try:
+        return _split(job)
+    except FileNotFoundError:
+        # A helper that outlived its killed parent was doing the same job and has finished it.
+        outcome = finished(Attempt(job.attempt), "split", job.number)
+        if outcome is None:
+            raise
+        return outcome
 
 
 def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:
@@ -171,13 +177,6 @@ def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:
         )
     except (FileNotFoundError, ValueError):
         return None
-
-
-def _check(job: TokenizeJob) -> Outcome:
-    reader = DocumentReader(text_field=job.text_field, first_line=job.chunk.first_line)
-    for _ in _texts(job, reader):
-        pass
-    return Outcome(job.chunk.number, {}, {}, reader.tally)
 
 
 def _texts(job: TokenizeJob, reader: DocumentReader) -> Iterator[tuple[list[str], list[int]]]:
@@ -211,6 +210,7 @@ def _tokenize(job: TokenizeJob, tokenizer: TextTokenizer) -> Outcome:
             files.add(
                 tokens, lengths[is_document], np.array(lines, dtype=np.int64)[is_document]
             )
+    # The record comes last: it says that both files are whole.
     outcome = Outcome(
         number, {stream: files.num_tokens}, {stream: files.num_documents}, reader.tally
     )
@@ -222,14 +222,12 @@ def _split(job: SplitJob) -> Outcome:
     attempt, number = Attempt(job.attempt), job.number
     dtype = np.dtype(job.dtype).newbyteorder("<")
     whole = tokens_path(attempt.chunks, WHOLE, number)
-    documents = np.fromfile(documents_path(attempt.chunks, WHOLE, number), dtype="<i8").reshape(
-        -1, 2
-    )
-    ends = (
-        np.append(documents[1:, 0], whole.stat().st_size // dtype.itemsize)
-        if len(documents)
-        else documents[:, 0]
-    )
+    index = np.fromfile(documents_path(attempt.chunks, WHOLE, number), dtype="<i8")
+    documents = index.reshape(-1, 2)
+
+    # A document ends where the next one begins, the last one at the end of the file.
+    total = whole.stat().st_size // dtype.itemsize
+    ends = np.append(documents[1:, 0], total) if len(documents) else documents[:, 0]
     lengths, lines = ends - documents[:, 0], documents[:, 1]
     is_held_out = np.zeros(len(documents), dtype=np.bool_)
     is_held_out[list(job.held_out)] = True
@@ -238,7 +236,12 @@ def _split(job: SplitJob) -> Outcome:
         _written(attempt, attempt.data, TRAIN, number) as kept,
         _written(attempt, attempt.data, HELD_OUT, number) as held_out,
     ):
-        for first, last in _groups(ends):
+        first, begin = 0, 0
+        while first < len(ends):
+            # Groups of at least one document: a chunk may hold more tokens than memory should.
+            last = max(
+                first + 1, int(np.searchsorted(ends, begin + _SPLIT_TOKENS, side="right"))
+            )
             tokens = np.fromfile(file, dtype=dtype, count=int(lengths[first:last].sum()))
             for files, chosen in (
                 (kept, ~is_held_out[first:last]),
@@ -249,6 +252,8 @@ def _split(job: SplitJob) -> Outcome:
                     lengths[first:last][chosen],
                     lines[first:last][chosen],
                 )
+            first, begin = last, int(ends[last - 1])
+
     outcome = Outcome(
         number,
         {TRAIN: kept.num_tokens, HELD_OUT: held_out.num_tokens},
@@ -256,18 +261,10 @@ def _split(job: SplitJob) -> Outcome:
         Tally(),
     )
     write_json(attempt.record("split", number), outcome.to_json(), aside=attempt.partial)
+    # Only now: a kill before the record means that the chunk is split once more, from these files.
     for path in (whole, documents_path(attempt.chunks, WHOLE, number)):
         path.unlink(missing_ok=True)
     return outcome
-
-
-def _groups(ends: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of documents of about ``_SPLIT_TOKENS`` tokens, at least one document each."""
-    first, begin = 0, 0
-    while first < len(ends):
-        last = max(first + 1, int(np.searchsorted(ends, begin + _SPLIT_TOKENS, side="right")))
-        yield first, last
-        first, begin = last, int(ends[last - 1])
 
 
 class _Files:
@@ -285,7 +282,7 @@ class _Files:
         lengths: npt.NDArray[np.int64],
         lines: npt.NDArray[np.int64],
     ) -> None:
-        """Some more documents, one after the other in ``tokens``."""
+        """Append documents, which lie one after the other in ``tokens``."""
         starts = np.cumsum(lengths) - lengths + self.num_tokens
         self._tokens.write(
             np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data
@@ -307,6 +304,7 @@ def _written(attempt: Attempt, directory: Path, stream: str, number: int) -> Ite
             for file in (tokens, documents):
                 file.flush()
                 os.fsync(file.fileno())
+        # Durable before they have their names: what has a final name is whole, also after a power cut.
         for aside, final in zip(asides, finals, strict=True):
             aside.rename(final)
     except BaseException:

@@ -1,4 +1,4 @@
-"""One JSON object a line → texts. Every line that gives none is counted under its reason."""
+"""Turns lines of one JSON object each into texts, and counts each line that gives none under its reason."""
 
 import json
 from collections import Counter
@@ -54,7 +54,7 @@ class LineProblem:
 
 @dataclass
 class Tally:
-    """What became of a chunk's lines, besides texts.
+    """Counts of a chunk's lines that gave no text, and the first problems.
 
     ``repaired``: texts in which half a surrogate pair was replaced.
     """
@@ -69,9 +69,10 @@ class Tally:
         return sum(count for reason, count in self.skipped.items() if reason not in HARMLESS)
 
     def add(self, other: "Tally") -> None:
-        """Take in a later chunk's."""
+        """Take in a later chunk's counts."""
         self.skipped.update(other.skipped)
         self.repaired += other.repaired
+        # Chunks finish in any order; the problems shown are the first of the file all the same.
         self.problems = sorted(
             [*self.problems, *other.problems], key=lambda problem: problem.line
         )[:_MOST_PROBLEMS]
@@ -116,6 +117,7 @@ def read_blocks(file: BinaryIO, *, start: int, end: int, size: int) -> Iterator[
         if not data:
             raise EOFError
         left -= len(data)
+        # A line may be longer than a block: what follows the last newline waits for the next one.
         cut = data.rfind(b"\n") + 1
         if cut:
             yield Block(b"".join([*pieces, data[:cut]]).removeprefix(mark), is_torn=False)
@@ -141,13 +143,29 @@ class DocumentReader:
         # A line without such an escape cannot hold half a surrogate pair: the block itself is valid UTF-8.
         has_surrogates = b"\\ud" in block.data or b"\\uD" in block.data
         texts, numbers = [], []
-        lines = _split(block.data)
+
+        # Only a newline ends a line, as in JSON Lines: splitlines would also cut at characters inside a text.
+        data = block.data
+        if b"\r\n" in data:
+            data = data.replace(b"\r\n", b"\n")
+        data = data.removesuffix(b"\n")
+        lines: list[str | None]
+        try:
+            lines = [*data.decode().split("\n")]
+        except UnicodeDecodeError:
+            # One bad byte must not cost the whole block: the others are decoded line by line.
+            lines = [_decode(line) for line in data.split(b"\n")]
+
         for number, line in enumerate(lines, self.line):
             text = self._read_line(
                 number, line, is_torn=block.is_torn and number == self.line + len(lines) - 1
             )
             if text:
-                texts.append(self._repair(text) if has_surrogates else text)
+                if has_surrogates:
+                    repaired = replace_lone_surrogates(text)
+                    self.tally.repaired += repaired != text
+                    text = repaired
+                texts.append(text)
                 numbers.append(number)
         self.line += len(lines)
         return texts, numbers
@@ -162,6 +180,7 @@ class DocumentReader:
                 ),
                 Reason.NOT_UTF8,
             )
+        # The scanner alone, without what json.loads does around it: most lines are one value and no more.
         try:
             value, end = _scan(line, 0)
         except (StopIteration, ValueError, RecursionError):
@@ -174,10 +193,15 @@ class DocumentReader:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                return self._pass_over(
-                    LineProblem(number, "the line is not JSON", _why(error), is_torn),
-                    Reason.NOT_JSON,
+                why = (
+                    "it is nested too deeply"
+                    if isinstance(error, RecursionError)
+                    else str(error)
                 )
+                if isinstance(error, json.JSONDecodeError):
+                    why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+                problem = LineProblem(number, "the line is not JSON", why, is_torn)
+                return self._pass_over(problem, Reason.NOT_JSON)
         return self._text_of(number, value)
 
     def _text_of(self, number: int, value: Any) -> str:
@@ -190,11 +214,11 @@ class DocumentReader:
         if type(text) is str:
             return text or self._count(Reason.EMPTY_TEXT)
         if self._text_field not in value:
-            problem = LineProblem(
-                number,
-                f"the object has no field {self._text_field!r}",
-                f"it has {_names(value)}",
-            )
+            # A few names, cut short: the message is for a person, and a line may hold thousands.
+            names = [name if len(name) <= 40 else name[:39] + "…" for name in list(value)[:5]]
+            shown = (", ".join(map(repr, names)) or "none") + (", …" if len(value) > 5 else "")
+            what = f"the object has no field {self._text_field!r}"
+            problem = LineProblem(number, what, f"it has {shown}")
         else:
             problem = LineProblem(
                 number,
@@ -204,6 +228,7 @@ class DocumentReader:
         return self._pass_over(problem, Reason.NO_TEXT)
 
     def _pass_over(self, problem: LineProblem, reason: Reason) -> str:
+        # A file of the wrong kind has a problem in every line; the first ones show which it is.
         if len(self.tally.problems) < _MOST_PROBLEMS:
             self.tally.problems.append(problem)
         return self._count(reason)
@@ -212,37 +237,13 @@ class DocumentReader:
         self.tally.skipped[reason] += 1
         return ""
 
-    def _repair(self, text: str) -> str:
-        repaired = replace_lone_surrogates(text)
-        self.tally.repaired += repaired != text
-        return repaired
-
-
-def _split(data: bytes) -> list[str | None]:
-    """Lines of a block; None stands for one that is not UTF-8.
-
-    Only a newline ends a line, as in JSON Lines.
-    """
-    if b"\r\n" in data:
-        data = data.replace(b"\r\n", b"\n")
-    data = data.removesuffix(b"\n")
-    try:
-        return [*data.decode().split("\n")]
-    except UnicodeDecodeError:
-        return [_decode(line) for line in data.split(b"\n")]
-
 
 def _decode(line: bytes) -> str | None:
+    """The text of a line; None where it is not UTF-8."""
     try:
         return line.decode()
     except UnicodeDecodeError:
         return None
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _json_type(value: Any) -> str:
@@ -255,10 +256,3 @@ def _json_type(value: Any) -> str:
         float: "a number",
     }
     return names.get(type(value), "null")
-
-
-def _names(value: dict[str, Any]) -> str:
-    shown = ", ".join(
-        repr(name if len(name) <= 40 else name[:39] + "…") for name in list(value)[:5]
-    )
-    return (shown or "none") + (", …" if len(value) > 5 else "")

@@ -51,7 +51,8 @@ def split_jobs(
     dtype: str,
     is_done: Callable[[int], bool],
 ) -> Iterator[SplitJob]:
-    """A job a chunk, but for those that are done. ``chosen``: as ``choose_held_out`` gives them."""
+    """One job for each chunk that is not done. ``chosen``: as ``choose_held_out`` gives them."""
+    # Documents are numbered through the whole source; a job counts within its chunk.
     starts = np.cumsum([0, *(outcome.documents[WHOLE] for outcome in outcomes)]).tolist()
     places = np.searchsorted(chosen, starts).tolist()
     for at, outcome in enumerate(outcomes):

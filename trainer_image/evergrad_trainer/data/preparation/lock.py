@@ -1,6 +1,6 @@
-"""One preparer at a time.
+"""A lock that lets one process prepare at a time.
 
-Correctness never rests on the lock (every rename is atomic): it spares double work.
+Correctness never rests on it (every rename is atomic): it spares double work.
 """
 
 import errno
@@ -20,8 +20,8 @@ _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 def exclusive(
     path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], None]
 ) -> Iterator[bool]:
-    """Hold the lock at ``path`` during the body, which gets True. While another process holds it, ``on_wait``
-    is called.
+    """Hold the lock at ``path`` during the body, which gets True. ``on_wait`` is called while another process
+    holds it.
 
     The body gets False, and no lock, when ``is_done`` became true meanwhile or the file system has no locks.
     The kernel frees the lock of a killed process. Raises OSError.
@@ -44,8 +44,10 @@ def _acquire(
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_same_file(descriptor, path):
-                return descriptor
+            # The file may have been removed, and made anew by another process, before it was locked here.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 os.close(descriptor)
@@ -53,14 +55,9 @@ def _acquire(
             if not isinstance(error, BlockingIOError):
                 os.close(descriptor)
                 raise
+            # In short pauses rather than one blocking call: the other process may have published before it
+            # lets go, and the user is shown that there is a wait.
             on_wait()
             time.sleep(_POLL_SECONDS)
         os.close(descriptor)
     return None
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

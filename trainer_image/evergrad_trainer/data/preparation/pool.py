@@ -40,7 +40,7 @@ class InlinePool:
             yield execute(job, self._tokenizer)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
 
 class ProcessPool:
@@ -66,6 +66,8 @@ class ProcessPool:
         waiting, idle = iter(jobs), list(self._workers)
         with DefaultSelector() as selector:
             while True:
+                # Each idle helper gets a job before any answer is waited for: they work side by side. One job
+                # each, since a second one in a pipe could not be taken back once a line has failed.
                 while idle and (job := next(waiting, None)) is not None:
                     worker = idle.pop()
                     worker.send(job.to_json())
@@ -79,6 +81,7 @@ class ProcessPool:
                     yield outcome
 
     def close(self) -> None:
+        """Kill the helpers. What they have finished has its record on the disk."""
         for worker in self._workers:
             worker.close()
 
@@ -127,6 +130,7 @@ class _Worker:
     def close(self) -> None:
         """Kill it if it still works, and reap it."""
         self._process.kill()
+        # Waited for, or it would stay behind as a process that has ended.
         self._process.wait()
         for pipe in (self._input, self.output):
             # A line may wait in the buffer for a helper that is gone.
@@ -148,7 +152,10 @@ class _Worker:
 def build_pool(
     tokenizer: TextTokenizer, *, workers: int, pending_bytes: int, smallest: int
 ) -> Pool:
-    """In this process below ``smallest`` bytes: a helper's start would take longer than the work."""
+    """A pool for ``pending_bytes`` of work.
+
+    Below ``smallest`` bytes jobs run in this process: a helper's start would take longer than the work.
+    """
     return (
         InlinePool(tokenizer)
         if pending_bytes < smallest

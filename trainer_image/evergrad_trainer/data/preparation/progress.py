@@ -1,4 +1,4 @@
-"""What a preparation tells its caller while it works."""
+"""Progress of a preparation, as its caller gets it while it works."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ OnProgress = Callable[[PrepareProgress], None]
 
 
 class Reporter:
-    """Counts, and passes each change on."""
+    """Counts what is done, and passes each change on to ``on_progress``."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
@@ -43,16 +43,16 @@ class Reporter:
     def show(self, source: str, phase: Phase | None = None) -> None:
         """Work on ``source`` begins or goes on; ``phase`` replaces the phase's name for now."""
         self._source = source
-        self._tell(phase or self._phase)
+        self._pass_on(phase or self._phase)
 
     def advance(self, count: int, *, documents: int = 0, tokens: int = 0) -> None:
         """``count`` more bytes are done."""
         self._done += count
         self._documents += documents
         self._tokens += tokens
-        self._tell(self._phase)
+        self._pass_on(self._phase)
 
-    def _tell(self, phase: Phase) -> None:
+    def _pass_on(self, phase: Phase) -> None:
         if self._on_progress is not None:
             self._on_progress(
                 PrepareProgress(

@@ -1,4 +1,4 @@
-"""One jsonl source: chunks → token files → held-out split → index → one rename.
+"""Prepares one jsonl source: chunks → token files → held-out split → index → one rename.
 
 Interrupted anywhere, it goes on where it was.
 """
@@ -24,7 +24,7 @@ from evergrad_trainer.data.preparation.chunk import (
     TokenizeJob,
     finished,
 )
-from evergrad_trainer.data.preparation.documents import HARMLESS, LineProblem, Tally
+from evergrad_trainer.data.preparation.documents import HARMLESS, Tally
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
 from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.preparation.pool import Pool
@@ -49,7 +49,7 @@ _POLICY: Final = "spec.training.data.malformed"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything besides a source's content that its prepared bytes depend on."""
+    """Settings that, besides a source's content, decide its prepared bytes."""
 
     tokenizer: TextTokenizer
     malformed: Literal["refuse", "skip"]
@@ -58,9 +58,9 @@ class Recipe:
 
 
 def compute_fingerprint(source: SourceFile, scan: Scan, recipe: Recipe) -> str:
-    """32 hex digits: equal exactly for equal prepared bytes.
+    """32 hex digits that are equal exactly for equal prepared bytes.
 
-    Knows nothing of sequence length, batch or file names.
+    Sequence length, batch and file names are no part of them: changing those prepares nothing anew.
     """
     held_out = recipe.held_out
     is_text = source.type == "jsonl"
@@ -123,6 +123,7 @@ def publish(
             published = _publish_attempt(
                 preparation, pool=pool, report=report, is_alone=is_alone
             )
+        # Under the lock: another process may just begin an attempt of the same name.
         shutil.rmtree(preparation.attempt.directory, ignore_errors=True)
     return published
 
@@ -130,6 +131,7 @@ def publish(
 def _publish_attempt(
     preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter, is_alone: bool
 ) -> Published:
+    """Go on with the attempt where it is, and give it its final name."""
     attempt, final = preparation.attempt, preparation.final
     if is_alone:
         # Half-written files of a killed attempt.
@@ -138,7 +140,9 @@ def _publish_attempt(
         directory.mkdir(parents=True, exist_ok=True)
     try:
         _fill(preparation, pool=pool, report=report)
+        # The fingerprint is of the content that was scanned: it must be the content that was tokenised.
         raise_if_changed(preparation.source, preparation.scan.stat)
+        # Names before the rename, the rename before it is relied on.
         fsync_directory(attempt.data)
         attempt.data.rename(final)
         fsync_directory(preparation.root)
@@ -166,13 +170,17 @@ def _publish_attempt(
 
 
 def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> None:
-    """Everything that will be in the published directory; its index last."""
+    """Make everything that will be in the published directory; its index last."""
     outcomes, tally = _tokenize(preparation, pool=pool, report=report)
-    _raise_if_malformed(preparation, tally)
+    if preparation.recipe.malformed == "refuse" and tally.malformed:
+        raise DataError(*_malformed_lines(preparation, tally))
+
     stream = WHOLE if preparation.recipe.held_out else TRAIN
     documents = sum(outcome.documents.get(stream, 0) for outcome in outcomes)
     if documents == 0:
         raise DataError(_no_documents(preparation, tally))
+
+    # How many are held out follows from how many there are: the split comes after the last chunk.
     outcomes = _split(preparation, outcomes, documents, pool=pool, report=report)
     write_json(
         preparation.attempt.data / INDEX,
@@ -184,9 +192,9 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
 def _tokenize(
     preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter
 ) -> tuple[list[Outcome], Tally]:
-    """The outcome of every chunk, in order, and what was passed over in all.
+    """Tokenise every chunk; their outcomes, in order, and what was passed over in all.
 
-    What an earlier attempt finished is taken over.
+    Chunks that an earlier attempt finished are taken over.
     """
     source, chunks, tally = preparation.source, preparation.scan.chunks, Tally()
     outcomes: dict[int, Outcome] = {}
@@ -194,7 +202,8 @@ def _tokenize(
     def jobs() -> Iterator[TokenizeJob]:
         for chunk in chunks:
             if chunk.number not in outcomes:
-                # Once it is clear that nothing will be published, only the errors are counted.
+                # Read when a helper is free, so that it sees earlier outcomes: once it is clear that nothing
+                # will be published, only the errors are counted.
                 only_check = preparation.recipe.malformed == "refuse" and tally.malformed > 0
                 is_whole = preparation.recipe.held_out is not None
                 directory = preparation.attempt.directory
@@ -208,6 +217,7 @@ def _tokenize(
                 )
 
     report.show(source.name)
+    # All records before the first job: jobs() leaves out what is in ``outcomes``.
     recorded = filter(None, (_recorded(preparation, chunk.number) for chunk in chunks))
     for outcome in chain(list(recorded), _run_lazily(pool, jobs())):
         outcomes[outcome.number] = outcome
@@ -222,7 +232,7 @@ def _tokenize(
 
 
 def _run_lazily(pool: Callable[[], Pool], jobs: Iterator[Job]) -> Iterator[Outcome]:
-    """Run the jobs; without any, the pool is not even started."""
+    """Run the jobs. Without any, no helper process is started."""
     first = next(jobs, None)
     if first is not None:
         yield from pool().run(chain([first], jobs))
@@ -234,6 +244,7 @@ def _recorded(preparation: Preparation, number: int) -> Outcome | None:
     outcome = finished(attempt, "tokenize", number)
     if outcome is None:
         return None
+    # Once split, the whole chunk's files are gone, and those of the parts stand for them.
     split = finished(attempt, "split", number) if preparation.recipe.held_out else None
     if split is not None and _is_intact(preparation, split):
         return outcome
@@ -241,6 +252,7 @@ def _recorded(preparation: Preparation, number: int) -> Outcome | None:
 
 
 def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:
+    """Whether the files of an outcome have their sizes: a crash may leave a record and lose a file."""
     attempt = preparation.attempt
     width = preparation.recipe.tokenizer.dtype.itemsize
     try:
@@ -264,7 +276,7 @@ def _split(
     pool: Callable[[], Pool],
     report: Reporter,
 ) -> list[Outcome]:
-    """Every chunk's documents in two streams."""
+    """Cut every chunk into its training and its held-out documents."""
     attempt, recipe = preparation.attempt, preparation.recipe
     if recipe.held_out is None:
         return outcomes
@@ -275,6 +287,8 @@ def _split(
         seed=recipe.seed,
         documents=documents,
     )
+
+    # Splits of an interrupted attempt hold: which documents are chosen follows from content and seed.
     recorded = (finished(attempt, "split", outcome.number) for outcome in outcomes)
     split = {
         outcome.number: outcome
@@ -293,7 +307,7 @@ def _split(
 def _build_index(
     preparation: Preparation, outcomes: list[Outcome], tally: Tally, documents: int
 ) -> dict[str, Any]:
-    """Only what follows from the content: two preparations of the same data write the same bytes."""
+    """The index, of values that follow from the content: two preparations of it write the same bytes."""
     tokenizer = preparation.recipe.tokenizer
     streams = {
         stream: {
@@ -325,11 +339,16 @@ def _build_index(
     }
 
 
-def _raise_if_malformed(preparation: Preparation, tally: Tally) -> None:
-    if preparation.recipe.malformed == "skip" or not tally.malformed:
-        return
+def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
+    """The first malformed lines, one problem each, and how many there are."""
     path, lines = preparation.source.path, preparation.scan.lines
-    problems = [_line_problem(path, problem) for problem in tally.problems]
+    problems = []
+    for problem in tally.problems:
+        why, remedy = problem.why, f"Correct the line, or set {_POLICY} to skip"
+        if problem.is_torn:
+            why += "; the file ends within this line, so it may be truncated"
+            remedy = f"Copy the file again, or set {_POLICY} to skip"
+        problems.append(Problem(f"{path}:{problem.line}", problem.what, why, remedy))
     if tally.malformed > len(problems):
         what = f"{tally.malformed} of {lines} lines are malformed"
         problems.append(
@@ -340,15 +359,7 @@ def _raise_if_malformed(preparation: Preparation, tally: Tally) -> None:
                 f"Correct them, or set {_POLICY} to skip",
             )
         )
-    raise DataError(*problems)
-
-
-def _line_problem(path: Path, problem: LineProblem) -> Problem:
-    why, remedy = problem.why, f"Correct the line, or set {_POLICY} to skip"
-    if problem.is_torn:
-        why += "; the file ends within this line, so it may be truncated"
-        remedy = f"Copy the file again, or set {_POLICY} to skip"
-    return Problem(f"{path}:{problem.line}", problem.what, why, remedy)
+    return problems
 
 
 def _no_documents(preparation: Preparation, tally: Tally) -> Problem:

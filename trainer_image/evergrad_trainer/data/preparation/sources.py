@@ -1,5 +1,4 @@
-"""Source files: where they are, what is wrong with them, and one pass over each for its hash, lines and chunk
-boundaries."""
+"""Source files: where they are, what is wrong with them, and one pass over each for hash, lines, chunks."""
 
 import os
 import stat
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from evergrad_manifest.errors import Problem, raise_if
@@ -23,7 +23,7 @@ SMALLEST_CHUNK: Final = 8 * 2**20
 _MOST_CHUNKS: Final = 4096
 _BLOCK: Final = 4 * 2**20
 _SETTLED_NS: Final = 2 * 10**9
-"""A file changed so shortly before it was scanned could change again within the same tick of its clock."""
+"""A file that changed less than this before its scan could change again within the same tick of its clock."""
 
 _SIGNATURES: Final = (
     (b"\x1f\x8b", "is compressed (gzip)", "Decompress it"),
@@ -121,89 +121,41 @@ def _source_file(source: Source, field: str, base_directory: Path) -> SourceFile
 def source_problems(source: SourceFile) -> list[Problem]:
     """What can be said about a source without reading it through: missing, a directory, unreadable, empty,
     half an id."""
-    named = f"{source.field}.path names it"
+    where, named = str(source.path), f"{source.field}.path names it"
     try:
         found = source.path.stat()
     except FileNotFoundError:
-        return [
-            Problem(
-                str(source.path),
-                "does not exist",
-                named,
-                "Check the path; it is relative to the manifest's directory",
-            )
-        ]
+        remedy = "Check the path; it is relative to the manifest's directory"
+        return [Problem(where, "does not exist", named, remedy)]
     except OSError as error:
+        # A volume that is away for a moment is no mistake of the manifest: another host may go on.
         why, remedy = f"{error.strerror} ({named})", "Check the path and its permissions"
-        return [
-            Problem(
-                str(source.path),
-                "cannot be read",
-                why,
-                remedy,
-                is_of_host=is_host_trouble(error),
-            )
-        ]
+        is_of_host = is_host_trouble(error)
+        return [Problem(where, "cannot be read", why, remedy, is_of_host=is_of_host)]
+
     if stat.S_ISDIR(found.st_mode):
-        return [
-            Problem(
-                str(source.path),
-                "is a directory",
-                named,
-                "Name one file; several files are several sources",
-            )
-        ]
+        remedy = "Name one file; several files are several sources"
+        return [Problem(where, "is a directory", named, remedy)]
     if not stat.S_ISREG(found.st_mode):
-        return [
-            Problem(
-                str(source.path),
-                "is not a regular file",
-                named,
-                "Copy its content into a file; it is read more than once",
-            )
-        ]
+        remedy = "Copy its content into a file; it is read more than once"
+        return [Problem(where, "is not a regular file", named, remedy)]
     if not os.access(source.path, os.R_OK):
-        return [
-            Problem(
-                str(source.path),
-                "cannot be read",
-                f"permission denied ({named})",
-                "Change its permissions",
-            )
-        ]
+        why = f"permission denied ({named})"
+        return [Problem(where, "cannot be read", why, "Change its permissions")]
     if found.st_size == 0:
-        return [
-            Problem(
-                str(source.path),
-                "is empty",
-                named,
-                "Check how the file was made, or remove the source",
-            )
-        ]
-    return _size_problems(source, found.st_size) if source.type == "tokens" else []
+        remedy = "Check how the file was made, or remove the source"
+        return [Problem(where, "is empty", named, remedy)]
+    if source.type == "jsonl":
+        return []
 
-
-def _size_problems(source: SourceFile, size: int) -> list[Problem]:
-    width = np.dtype(source.dtype).itemsize
+    width, size = np.dtype(source.dtype).itemsize, found.st_size
     if size % width:
         why = f"its size, {size} bytes, is not a multiple of {width} ({source.field}.dtype is {source.dtype})"
-        return [
-            Problem(
-                str(source.path),
-                "ends within a token id",
-                why,
-                "Check the dtype; if it is right the file is truncated: copy it again",
-            )
-        ]
+        remedy = "Check the dtype; if it is right the file is truncated: copy it again"
+        return [Problem(where, "ends within a token id", why, remedy)]
     if size < 2 * width:
-        return [
-            Problem(
-                str(source.path),
-                "holds a single token id",
-                "one token predicts the next",
-                "Give at least two tokens",
-            )
-        ]
+        why = "one token predicts the next"
+        return [Problem(where, "holds a single token id", why, "Give at least two tokens")]
     return []
 
 
@@ -218,6 +170,7 @@ def scan_source(source: SourceFile, *, on_bytes: OnBytes) -> Scan:
 
     Raises DataError where it cannot be what the manifest says, or changes meanwhile.
     """
+    # Compared afterwards: bytes of two versions of a file would get the hash of neither.
     before = observe_stat(source.path)
     scan = (
         _scan_lines(source, before, on_bytes)
@@ -249,7 +202,7 @@ def _blocks(path: Path, size: int, on_bytes: OnBytes) -> Iterator[tuple[bytearra
     """The first ``size`` bytes as (buffer, valid bytes), the buffer being the same one every time."""
     buffer = bytearray(_BLOCK)
     with path.open("rb", buffering=0) as file:
-        # Bounded, since a file that is still being written might never end.
+        # Bounded by the size that was observed: a file that is still being written might never end.
         while count := file.readinto(memoryview(buffer)[:size]):
             yield buffer, count
             on_bytes(count)
@@ -260,25 +213,19 @@ def _scan_lines(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
     digest = xxhash.xxh3_128()
     boundaries = _Boundaries(max(SMALLEST_CHUNK, -(-found.size // _MOST_CHUNKS)))
     for buffer, count in _blocks(source.path, found.size, on_bytes):
+        # Seen before the rest is read: a compressed file of 100 GB is refused at once.
         if boundaries.position == 0:
-            raise_if(_signature_problems(source, bytes(buffer[:8])), DataError)
+            why = "a jsonl source is plain UTF-8 text, one JSON object a line"
+            problems = [
+                Problem(str(source.path), what, why, remedy)
+                for signature, what, remedy in _SIGNATURES
+                if buffer.startswith(signature)
+            ]
+            raise_if(problems, DataError)
         digest.update(memoryview(buffer)[:count])
         boundaries.see(buffer, count)
     chunks = boundaries.finish()
     return Scan(found, digest.hexdigest(), lines=boundaries.lines, chunks=chunks)
-
-
-def _signature_problems(source: SourceFile, head: bytes) -> list[Problem]:
-    return [
-        Problem(
-            str(source.path),
-            what,
-            "a jsonl source is plain UTF-8 text, one JSON object a line",
-            remedy,
-        )
-        for signature, what, remedy in _SIGNATURES
-        if head.startswith(signature)
-    ]
 
 
 class _Boundaries:
@@ -295,6 +242,7 @@ class _Boundaries:
 
     def see(self, buffer: bytearray, count: int) -> None:
         """The next ``count`` bytes of the file."""
+        # Cut behind the first newline at or beyond the wanted length, as often as this block holds one.
         begin = 0
         while (target := self._start + self._chunk_bytes - self.position) < count:
             newline = buffer.find(b"\n", max(0, target), count)
@@ -303,11 +251,15 @@ class _Boundaries:
             self.lines += _count_newlines(buffer, begin, newline + 1)
             begin = newline + 1
             self._cut(self.position + begin)
+
+        # The rest of the block belongs to the chunk that goes on in the next one.
         self.lines += _count_newlines(buffer, begin, count)
         self.position += count
         self._ends_with_newline = buffer[count - 1] == ord("\n")
 
     def finish(self) -> tuple[Chunk, ...]:
+        """The chunks, once the whole file was seen."""
+        # A last line without a newline is a line.
         if not self._ends_with_newline:
             self.lines += 1
         if self.position > self._start:
@@ -332,26 +284,18 @@ def _scan_tokens(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
     digest, largest = xxhash.xxh3_128(), -1
     for buffer, count in _blocks(source.path, found.size, on_bytes):
         digest.update(memoryview(buffer)[:count])
-        ids = np.frombuffer(
-            buffer,
-            dtype=np.dtype(source.dtype).newbyteorder("<"),
-            count=count // np.dtype(source.dtype).itemsize,
-        )
-        largest = max(largest, int(ids.max()))
+        largest = max(largest, int(_ids_in(buffer, count, source).max()))
     return Scan(found, digest.hexdigest(), largest_id=largest)
 
 
 def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) -> None:
     """Raise DataError, naming the first place, if a tokens file holds an id the tokenizer does not have."""
+    # The scan, remembered between starts, knows the largest id: a right file is not read again.
     if scan.largest_id < vocab_size:
         return
     place = 0
     for buffer, count in _blocks(source.path, scan.stat.size, lambda _: None):
-        ids = np.frombuffer(
-            buffer,
-            dtype=np.dtype(source.dtype).newbyteorder("<"),
-            count=count // np.dtype(source.dtype).itemsize,
-        )
+        ids = _ids_in(buffer, count, source)
         wrong = np.flatnonzero(ids >= vocab_size)
         if wrong.size:
             what = f"token {place + int(wrong[0])} is {int(ids[wrong[0]])}"
@@ -365,3 +309,9 @@ def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) 
             )
             raise DataError(Problem(str(source.path), what, why, remedy))
         place += ids.size
+
+
+def _ids_in(buffer: bytearray, count: int, source: SourceFile) -> npt.NDArray[Any]:
+    """The token ids in the first ``count`` bytes of a block, which holds whole ids."""
+    dtype = np.dtype(source.dtype).newbyteorder("<")
+    return np.frombuffer(buffer, dtype=dtype, count=count // dtype.itemsize)

@@ -30,17 +30,8 @@ def describe_tokenizer(tokenizer: TextTokenizer) -> dict[str, Any]:
     return {"json": None}
 
 
-def _build_tokenizer(description: dict[str, Any]) -> TextTokenizer:
-    if description["json"] is None:
-        return ByteTokenizer()
-    return load_json(
-        description["json"],
-        end_of_document=description["end"],
-        identity=description["identity"],
-    )
-
-
 def _answer(line: str, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Do the job of a line. Errors are values, since the process that can report them is the parent."""
     try:
         return {"outcome": execute(job_from_json(json.loads(line)), tokenizer).to_json()}
     except DataError as error:
@@ -55,7 +46,13 @@ def main() -> None:
     """Serve until standard input ends."""
     # There is a helper a core already; read by the tokenizers library at every call.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = _build_tokenizer(json.loads(sys.stdin.readline()))
+    # The first line is the parent's description of its tokenizer; every further one is a job.
+    setup = json.loads(sys.stdin.readline())
+    tokenizer: TextTokenizer = ByteTokenizer()
+    if setup["json"] is not None:
+        tokenizer = load_json(
+            setup["json"], end_of_document=setup["end"], identity=setup["identity"]
+        )
     for line in sys.stdin:
         try:
             print(json.dumps(_answer(line, tokenizer)), flush=True)
