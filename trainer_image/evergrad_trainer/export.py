@@ -80,6 +80,7 @@ def export_checkpoint(
             )
         )
 
+    # Mistakes of the run's files show before the checkpoint is hashed, which may take minutes.
     run = from_wire(resolved["manifest"])
     training, base = run.training, run_directory / resolved["baseDirectory"]
     tokenizer = load_tokenizer(training.tokenizer, base)

@@ -49,6 +49,7 @@ def run_directory_error(
 
     A VolumeError where the path may be fine at another moment or on another host.
     """
+    # The run's author can mend a path; trouble of the volume is for another host, or a later moment.
     if error.errno in PASSING:
         return volume_error(error, path, what)
     reason, remedy = _REASONS.get(
@@ -230,6 +231,7 @@ def mend_last_line(path: Path) -> int:
                 if cut >= 0:
                     tail = tail[cut + 1 :]
                     break
+            # A whole object lacks nothing but its newline; anything else would spoil the line after it.
             if not tail or tail.endswith(b"\n"):
                 return 0
             if parse_object(tail) is not None:
@@ -273,6 +275,7 @@ class RunDirectory:
 
         Raises RunDirectoryError.
         """
+        # Several nodes may do this at once: each step may find its work done.
         for folder in (self.path, self.checkpoints, self.logs):
             with reported(folder, what="cannot be created"):
                 folder.mkdir(parents=True, exist_ok=True)

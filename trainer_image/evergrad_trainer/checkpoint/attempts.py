@@ -61,6 +61,7 @@ class FilesystemAttempts:
 
         Raises FileExistsError if this version was attempted before.
         """
+        # A version is unique, and so is its directory: nothing of another attempt can get into it.
         name = layout.attempt_name(version)
         self._path(name).parent.mkdir(exist_ok=True)
         self._path(name).mkdir()
@@ -122,6 +123,7 @@ class FilesystemAttempts:
         """Remove what killed processes of generations below ``generation`` left behind. Called at a start."""
         for path in files.list_entries(self._directory / layout.ATTEMPTS):
             version = parse_attempt_name(path.name)
+            # One of this generation or a newer one may be under way in another process.
             if version is not None and version.generation < generation:
                 self.discard(path.name)
         for path in files.list_entries(self._directory / layout.TRASH):

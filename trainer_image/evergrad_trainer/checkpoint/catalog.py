@@ -33,6 +33,7 @@ class Catalog:
 
         Called at a start, after each save for retention, and by the commands that list checkpoints.
         """
+        # By name alone: a manifest that cannot be read is damage, which is reported and not left out.
         names = {
             path.name
             for path in files.list_entries(self._directory)
@@ -67,6 +68,7 @@ class Catalog:
 
         A name that was set aside before gets a further number.
         """
+        # One rename: readers see all of a checkpoint under the one name or under the other.
         (self._directory / layout.QUARANTINE).mkdir(exist_ok=True)
         return self._rename_into(layout.QUARANTINE, name)
 
@@ -78,6 +80,7 @@ class Catalog:
         (self._directory / layout.TRASH).mkdir(exist_ok=True)
         trashed = self._rename_into(layout.TRASH, name)
         self._faults.reached(RETENTION, 0)
+        # A network volume keeps files that somebody has open; what is left is rubbish and does no harm.
         if not files.remove_tree(self._directory / trashed):
             _log.warning(
                 "%s: could not be removed entirely; the next start tries again",
@@ -99,6 +102,7 @@ class Catalog:
         replace_durably(self._directory / pointer, text.encode())
 
     def _rename_into(self, folder: str, name: str) -> str:
+        # Ends: names set aside before are few, and each turn tries the next number.
         number = 1
         while True:
             moved = f"{folder}/{name}" if number == 1 else f"{folder}/{name}~{number}"

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from evergrad_trainer.checkpoint import layout
 from evergrad_trainer.checkpoint.attempts import FilesystemAttempts
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import FileEntry, InvalidCheckpointError
@@ -152,18 +153,24 @@ class StoreWriter(StorageWriter):
             return future
         shard = self._attempts.create_shard(plan.storage_data, self._rank)
         try:
-            offsets = []
+            places = []
             for item in plan.items:
-                tensor = planner.resolve_data(item)
-                if not isinstance(tensor, torch.Tensor):
-                    raise TypeError("only tensors are stored")
-                offsets.append(shard.append(view_bytes(tensor)))
+                tensor, data = planner.resolve_data(item), item.tensor_data
+                if not isinstance(tensor, torch.Tensor) or data is None or data.chunk is None:
+                    raise TypeError(f"{item.index.fqn}: only tensors are stored")
+                offset = shard.append(view_bytes(tensor))
+                name = layout.shard_name(self._rank)
+                box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                places.append(StoredChunk(*box, name, offset, tensor.nbytes))
+            # Durable before the result is sent: rank 0 publishes as soon as it has all of them.
             entry = shard.finish()
         finally:
             shard.abandon()
         results = [
-            _describe(item, offset, entry)
-            for item, offset in zip(plan.items, offsets, strict=True)
+            WriteResult(
+                index=item.index, size_in_bytes=place.bytes, storage_data=(place, entry)
+            )
+            for item, place in zip(plan.items, places, strict=True)
         ]
         future.set_result(results)
         return future
@@ -255,17 +262,6 @@ class StoreReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Never chosen by path."""
         return False
-
-
-def _describe(item: WriteItem, offset: int, entry: FileEntry) -> WriteResult:
-    data = item.tensor_data
-    if data is None or data.chunk is None:
-        raise TypeError(f"{item.index.fqn}: only tensors are stored")
-    size = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-    place = StoredChunk(
-        tuple(data.chunk.offsets), tuple(data.chunk.sizes), entry.name, offset, size
-    )
-    return WriteResult(index=item.index, size_in_bytes=size, storage_data=(place, entry))
 
 
 def _read_box(

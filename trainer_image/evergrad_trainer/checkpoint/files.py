@@ -41,6 +41,7 @@ class Meter:
 
 def hash_file(path: Path, *, meter: Meter | None = None) -> str:
     """Hash of a whole file as 32 hex digits, read in blocks into one buffer."""
+    # One buffer for the whole file: large files would otherwise cost an allocation a block.
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -57,6 +58,7 @@ def open_seen(path: Path, flags: int, stale_seconds: float) -> int:
 
     On a network volume it may take up to ``stale_seconds`` until it is seen from here.
     """
+    # A client of a network volume remembers that a name did not exist; only time helps.
     deadline = time.monotonic() + stale_seconds
     while True:
         try:

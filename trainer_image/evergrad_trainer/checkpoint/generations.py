@@ -29,8 +29,17 @@ def claim_generation(directory: Path) -> int:
 
     def claim() -> int:
         (directory / GENERATIONS).mkdir(parents=True, exist_ok=True)
-        # A claim that failed half-way leaves a number that nobody uses.
-        generation = _create_next(directory / GENERATIONS)
+        # Numbers are never removed, so that a stale listing cannot make a used one look free: the create
+        # refuses it. A claim that failed half-way leaves a number that nobody uses.
+        generation = newest_generation(directory) + 1
+        while True:
+            try:
+                write_new(directory / GENERATIONS / generation_name(generation), _claim())
+            except FileExistsError:
+                generation += 1
+            else:
+                break
+        # The name and its folder, before anything rests on the claim.
         fsync_directory(directory / GENERATIONS)
         fsync_directory(directory)
         return generation
@@ -64,6 +73,7 @@ def claim_exactly(directory: Path, generation: int) -> None:
     try:
         retry(claim, where=directory, what=_NOT_RECORDED)
     except FileExistsError:
+        # Another process took this very number: the same error as for a newer one.
         check_fence(directory, generation - 1)
         raise
     except OSError as error:
@@ -97,20 +107,6 @@ def newest_generation(directory: Path, *, fresh: bool = False) -> int:
         os.utime(claims)
     numbers = (parse_generation_name(name) for name in os.listdir(claims))
     return max((number for number in numbers if number is not None), default=0)
-
-
-def _create_next(claims: Path) -> int:
-    # Numbers are never removed, so that a stale listing cannot make a used one look free: the create refuses
-    # it.
-    known = (parse_generation_name(name) for name in os.listdir(claims))
-    generation = max((number for number in known if number is not None), default=0) + 1
-    while True:
-        try:
-            write_new(claims / generation_name(generation), _claim())
-        except FileExistsError:
-            generation += 1
-        else:
-            return generation
 
 
 def _claim() -> bytes:

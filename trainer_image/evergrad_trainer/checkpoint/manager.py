@@ -191,6 +191,7 @@ class CheckpointManager:
         """
         if self._flight is not None and self._flight.background.is_done:
             self._land_flight()
+        # One rank asks the volume: a thousand would be a load on it, and the loop's flags carry the answer.
         if self._membership.world.is_main:
             self._fence.look()
 
@@ -253,6 +254,7 @@ class CheckpointManager:
         next world saves again. Its thread may wait for a peer that is gone; it never keeps the process from
         ending.
         """
+        # Forgotten first: an error on the way must not make a later call wait for this save again.
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.background.join(patience_seconds)
@@ -269,6 +271,7 @@ class CheckpointManager:
         flight.join(self._membership.world)
         self._flight = None
         outcome = self._report(flight)
+        # A fenced save is no failure of the volume; ``wait`` raises its own error.
         if self.failures >= self._settings.max_failures and outcome.fenced is None:
             text = (
                 f"{self._directory}: {self.failures} saves in a row have failed; the last one: "

@@ -150,6 +150,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 def _from_json(raw: dict[str, Any]) -> Manifest:
     if raw["hash_algorithm"] != HASH_ALGORITHM:
         raise ValueError(f"hash_algorithm {raw['hash_algorithm']!r}")
+    # Field by field, so that a damaged file is an error here and not somewhere in the loading.
     return Manifest(
         version=Version(*(_integer(raw[name]) for name in ("step", "generation", "serial"))),
         world_size=_integer(raw["world_size"]),

@@ -32,6 +32,7 @@ class ShardSource:
 
         Raises InvalidCheckpointError if the file is too short.
         """
+        # A call may give less than was asked for; nothing at all means the end of the file.
         while buffer:
             count = os.preadv(self._descriptor, [buffer], offset)
             if count == 0:
@@ -64,6 +65,7 @@ class Reader:
         """
         data = self._read(name, layout.MANIFEST, patient=patient)
         manifest = decode_manifest(data)
+        # A directory that was renamed by hand would bring the run to another step than its name says.
         named = parse_checkpoint_name(name)
         if named is not None and named.step != manifest.version.step:
             raise InvalidCheckpointError(
@@ -115,6 +117,7 @@ class Reader:
                 )
 
         # The small table is always hashed: a flipped bit in it would load a tensor from a wrong place.
+        # Several files at a time, since one alone waits for the disk.
         hashed = [file for file in manifest.files if checksums or file.name == layout.TENSORS]
         with ThreadPoolExecutor(
             max_workers=HASH_THREADS, thread_name_prefix="checkpoint-hash"

@@ -103,6 +103,7 @@ def read_state(
 
     Only this rank's part of a DTensor is read. Raises InvalidCheckpointError or OSError.
     """
+    # DCP's planner flattens nested states, of which there are none: keys stay as they are.
     ignore_solo_warning()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:

@@ -220,6 +220,7 @@ def _publish(
 ) -> dict[str, Any]:
     """Make the attempt a checkpoint: the table, then the manifest that names all files and their hashes."""
     store.faults.reached(AFTER_SHARDS, order.rank)
+    # The table before the manifest, which has its hash.
     document = store.attempts.write_document(attempt, TENSORS, encode_table(table))
     manifest = Manifest(
         version=order.version,
@@ -269,6 +270,7 @@ def _describe_failures(error: CheckpointException) -> Outcome:
         f"rank {rank}: {str(failure) or type(failure).__name__}"
         for rank, (failure, _) in failures[:3]
     )
+    # A full volume fails all ranks alike: three are enough to see it.
     if len(failures) > 3:
         reason += f"; and {len(failures) - 3} ranks more"
     fences = [failure for _, (failure, _) in failures if isinstance(failure, FencedError)]

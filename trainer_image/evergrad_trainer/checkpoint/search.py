@@ -3,6 +3,7 @@
 What the others wait for is bounded by rank 0's progress, not by the size of the state.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -94,6 +95,7 @@ def choose_together(search: Search, tried: list[Rejected], world: World) -> Choi
     if world.is_main:
         thread.start()
 
+    # Progress is counted in blocks read, not in time: a slow volume may take as long as it needs.
     known, since = search.meter.units, time.monotonic()
     while True:
         answer: dict[str, Any] | None = None
@@ -146,12 +148,21 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
     for candidate in candidates:
         if candidate.name in names:
             continue
+        name = candidate.name
         try:
-            manifest = _validate(search, candidate.name)
+            # Tried again for a while: what a volume refuses for a moment says nothing about a checkpoint.
+            manifest = retry(
+                functools.partial(
+                    store.reader.validate, name, checksums=search.checksums, meter=search.meter
+                ),
+                where=store.reader.locate(name),
+                what="the checkpoint cannot be read",
+            )
         except (InvalidCheckpointError, OSError, VolumeError) as error:
             damaged.append((candidate, error))
             continue
-        problems = _compare_identity(search, candidate.name, manifest)
+        # The newest that is whole decides: an older one of the right identity would lose what this one has.
+        problems = _compare_identity(search, name, manifest)
         if problems:
             return _refuse(problems)
         # Damaged ones are set aside only now: without a valid one nothing moves, and a person decides.
@@ -182,16 +193,6 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
             Problem(store.reader.locate(name), "cannot be loaded", why=why, remedy=remedy)
             for name, why in lost.items()
         ]
-    )
-
-
-def _validate(search: Search, name: str) -> Manifest:
-    """Check one candidate. Raises as ``Reader.validate``, and VolumeError after some patience."""
-    reader = search.store.reader
-    return retry(
-        lambda: reader.validate(name, checksums=search.checksums, meter=search.meter),
-        where=reader.locate(name),
-        what="the checkpoint cannot be read",
     )
 
 

@@ -36,6 +36,7 @@ def load_weights(
     Nothing in it is changed. With a ``world`` every rank calls this. Raises CheckpointError if nothing there
     can be used or if the tensors are not those of ``state``.
     """
+    # Only the weights: optimizer and counters of another run mean nothing here.
     directory, only = _find(path)
     wanted = {key: value for key, value in state.items() if key.startswith(WEIGHTS)}
     search = Search(open_store(directory), checksums=checksums, prefix=WEIGHTS, only=only)
@@ -75,6 +76,7 @@ def open_tensors(checkpoint: Path, *, prefix: str = "") -> Iterator[StoredTensor
 
     Raises CheckpointError if it does not validate, also for what is only noticed inside the block.
     """
+    # Whole before anything is read: a bad hash found half-way would leave half of an export.
     checkpoint = checkpoint.resolve()
     reader = open_store(checkpoint.parent).reader
     try:
@@ -107,6 +109,7 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
     store = open_store(directory)
     found = store.catalog.scan() if only is None else [store.catalog.describe(only)]
     problems = []
+    # Newest first; damaged ones are named only where none is whole.
     for candidate in found:
         if step is not None and candidate.version.step != step:
             continue
@@ -125,6 +128,7 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
 def _find(path: Path) -> tuple[Path, str | None]:
     """The directory of checkpoints that ``path`` means, and the one name in it that it means, if it means
     one."""
+    # A checkpoint may have been copied elsewhere under any name: its manifest shows what it is.
     path = path.resolve()
     if (path / MANIFEST).exists() or parse_checkpoint_name(path.name):
         return path.parent, path.name

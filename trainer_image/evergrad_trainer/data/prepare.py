@@ -21,8 +21,6 @@ from evergrad_trainer.data.preparation.publish import (
 from evergrad_trainer.data.preparation.scan_cache import scan_cached
 from evergrad_trainer.data.preparation.sources import (
     SMALLEST_CHUNK,
-    Scan,
-    SourceFile,
     evaluation_files,
     raise_if_out_of_vocabulary,
     source_problems,
@@ -85,15 +83,21 @@ def prepare(
     )
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
+
         # First all scans: what is to be prepared, and in how many bytes, follows from the contents.
-        scans = _scan_all([*sources, *evaluation], root, report)
+        files = [*sources, *evaluation]
+        report.begin("scan", sum(source.path.stat().st_size for source in files))
+        scans = []
+        for source in files:
+            report.show(source.name)
+            scans.append(scan_cached(source, root / ".scans", on_bytes=report.advance))
 
         # Nothing is held out of a source that is only evaluated on.
         whole = replace(recipe, held_out=None)
         recipes = [recipe] * len(sources) + [whole] * len(evaluation)
         preparations = [
             Preparation(source, scan, one, root, compute_fingerprint(source, scan, one))
-            for source, scan, one in zip([*sources, *evaluation], scans, recipes, strict=True)
+            for source, scan, one in zip(files, scans, recipes, strict=True)
         ]
         if not workers:
             # The cores this process may use, which in a container are fewer than the machine has.
@@ -142,16 +146,6 @@ def check_unchanged(
     raise_if(problems, DataError)
 
 
-def _scan_all(sources: Sequence[SourceFile], root: Path, report: Reporter) -> list[Scan]:
-    with disk_errors(root):
-        report.begin("scan", sum(source.path.stat().st_size for source in sources))
-        scans = []
-        for source in sources:
-            report.show(source.name)
-            scans.append(scan_cached(source, root / ".scans", on_bytes=report.advance))
-    return scans
-
-
 def _prepare_all(
     preparations: Sequence[Preparation], report: Reporter, *, workers: int
 ) -> list[PreparedSource]:
@@ -168,6 +162,7 @@ def _prepare_all(
     }
     pending = list(missing.values())
     report.begin("tokenize", sum(one.scan.stat.size for one in pending))
+    # One pool for all sources: helpers are started once.
     pool = _LazyPool(pending, workers)
     try:
         for one in pending:
@@ -211,6 +206,7 @@ def _prepared_source(
     preparation: Preparation, published: Published | None, *, reused: bool
 ) -> PreparedSource:
     source = preparation.source
+    # A file of tokens has no published directory; it has no documents to count either.
     if published is None:
         train, held_out = _token_spans(preparation)
         return PreparedSource(
@@ -262,6 +258,7 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
                 str(path), what, "none would remain for training", f"Lower {_HELD_OUT}.fraction"
             )
         )
+    # The end, not a random part: a window must not lie on both sides.
     cut = total - held_out
     return TokenSequence(source.dtype, (Shard(path, 0, cut),)), TokenSequence(
         source.dtype, (Shard(path, cut, held_out),)

@@ -160,6 +160,7 @@ def open_published(directory: Path) -> Published | None:
     except FileNotFoundError:
         if not directory.exists():
             return None
+        # Directories get their name by one rename, with the index in them.
         raise DataError(_damaged(directory, directory / INDEX, "is missing")) from None
     except (OSError, ValueError) as error:
         raise DataError(
@@ -177,6 +178,7 @@ def open_published(directory: Path) -> Published | None:
 
 
 def _parse_index(directory: Path, index: dict[str, Any]) -> Published:
+    # Prepared data of another version: the same message as for damage, since preparing again helps both.
     if index["format"] != FORMAT:
         raise ValueError(f"format {index['format']}, not {FORMAT}")
     dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"

@@ -85,15 +85,22 @@ def describe_process(
 
     ``seed``: None for a script.
     """
+    # The commit checked out around the working directory; None outside a checkout. Untracked files are left
+    # out: looking for them takes seconds in a checkout with large data.
+    directory = Path.cwd()
+    git: dict[str, Any] | None = None
+    if (commit := _ask_git(directory, "rev-parse", "--verify", "HEAD")) is not None:
+        changes = _ask_git(directory, "status", "--porcelain", "--untracked-files=no")
+        git = {"commit": commit, "has_changes": None if changes is None else bool(changes)}
     return {
         "time": time.time(),
         "generation": generation,
         "world_size": world_size,
         "command": shlex.join(redact_command(command)),
-        "working_directory": hide_home(str(Path.cwd())),
+        "working_directory": hide_home(str(directory)),
         "seed": seed,
         "versions": _versions(),
-        "git": _git(Path.cwd()),
+        "git": git,
         "hardware": _hardware(),
     }
 
@@ -109,17 +116,6 @@ def _versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[library] = None
     return versions | {"platform": platform.platform()}
-
-
-def _git(directory: Path) -> dict[str, Any] | None:
-    """The commit checked out around ``directory`` and whether tracked files differ from it; None outside a
-    checkout."""
-    commit = _ask_git(directory, "rev-parse", "--verify", "HEAD")
-    if commit is None:
-        return None
-    # Untracked files are left out: looking for them takes seconds in a checkout with large data.
-    changes = _ask_git(directory, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "has_changes": None if changes is None else bool(changes)}
 
 
 def _ask_git(directory: Path, *words: str) -> str | None:

@@ -200,6 +200,7 @@ def _tokenize(job: TokenizeJob, tokenizer: TextTokenizer) -> Outcome:
     stream, directory = (WHOLE, attempt.chunks) if job.is_whole else (TRAIN, attempt.data)
     reader = DocumentReader(text_field=job.text_field, first_line=job.chunk.first_line)
     with _written(attempt, directory, stream, number) as files:
+        # Block by block: memory does not depend on the size of the chunk.
         for texts, lines in _texts(job, reader):
             tokens, lengths = tokenizer.encode_documents(texts)
             is_document = lengths > 1
@@ -283,6 +284,7 @@ class _Files:
         lines: npt.NDArray[np.int64],
     ) -> None:
         """Append documents, which lie one after the other in ``tokens``."""
+        # Where each document begins in the chunk's file, and which line of the source it was.
         starts = np.cumsum(lengths) - lengths + self.num_tokens
         self._tokens.write(
             np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data
@@ -308,6 +310,7 @@ def _written(attempt: Attempt, directory: Path, stream: str, number: int) -> Ite
         for aside, final in zip(asides, finals, strict=True):
             aside.rename(final)
     except BaseException:
+        # Also on Ctrl-C; after a kill the next attempt removes the whole folder.
         for aside in asides:
             with suppress(OSError):
                 aside.unlink(missing_ok=True)

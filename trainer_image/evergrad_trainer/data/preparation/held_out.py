@@ -19,6 +19,7 @@ def choose_held_out(
 
     Raises DataError if none would remain for training.
     """
+    # At least one: a fraction of a small source would otherwise evaluate on nothing.
     wanted = (
         held_out.count
         if held_out.count is not None

@@ -64,6 +64,7 @@ def compute_fingerprint(source: SourceFile, scan: Scan, recipe: Recipe) -> str:
     """
     held_out = recipe.held_out
     is_text = source.type == "jsonl"
+    # Settings that a type of source does not use are left out: they would only prepare the same bytes again.
     facts = {
         "format": FORMAT,
         "type": source.type,
@@ -363,6 +364,7 @@ def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
 
 
 def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
+    # The first malformed line shows most often which it is: a wrong field name, or a file of another kind.
     harmless = sum(tally.skipped[reason] for reason in HARMLESS)
     what = f"holds no document in {preparation.scan.lines} lines"
     why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"

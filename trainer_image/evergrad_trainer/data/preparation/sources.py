@@ -172,11 +172,14 @@ def scan_source(source: SourceFile, *, on_bytes: OnBytes) -> Scan:
     """
     # Compared afterwards: bytes of two versions of a file would get the hash of neither.
     before = observe_stat(source.path)
-    scan = (
-        _scan_lines(source, before, on_bytes)
-        if source.type == "jsonl"
-        else _scan_tokens(source, before, on_bytes)
-    )
+    if source.type == "jsonl":
+        scan = _scan_lines(source, before, on_bytes)
+    else:
+        digest, largest = xxhash.xxh3_128(), -1
+        for buffer, count in _blocks(source.path, before.size, on_bytes):
+            digest.update(memoryview(buffer)[:count])
+            largest = max(largest, int(_ids_in(buffer, count, source).max()))
+        scan = Scan(before, digest.hexdigest(), largest_id=largest)
     raise_if_changed(source, before)
     return scan
 
@@ -210,6 +213,8 @@ def _blocks(path: Path, size: int, on_bytes: OnBytes) -> Iterator[tuple[bytearra
 
 
 def _scan_lines(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
+    """Hash, lines and chunks of a jsonl file, in one pass."""
+    # Larger chunks of a larger file: their number, and with it that of files and records, is bounded.
     digest = xxhash.xxh3_128()
     boundaries = _Boundaries(max(SMALLEST_CHUNK, -(-found.size // _MOST_CHUNKS)))
     for buffer, count in _blocks(source.path, found.size, on_bytes):
@@ -278,14 +283,6 @@ def _count_newlines(buffer: bytearray, begin: int, end: int) -> int:
             np.frombuffer(buffer, dtype=np.uint8, count=end - begin, offset=begin) == ord("\n")
         )
     )
-
-
-def _scan_tokens(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
-    digest, largest = xxhash.xxh3_128(), -1
-    for buffer, count in _blocks(source.path, found.size, on_bytes):
-        digest.update(memoryview(buffer)[:count])
-        largest = max(largest, int(_ids_in(buffer, count, source).max()))
-    return Scan(found, digest.hexdigest(), largest_id=largest)
 
 
 def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) -> None:
