@@ -1,4 +1,7 @@
-"""The node's one Prometheus endpoint: the run's series where rank 0 is, and the node's own. Lives through every restart."""
+"""The node's one Prometheus endpoint: the run's series where rank 0 is, and the node's own.
+
+It lives through every restart of workers.
+"""
 
 import logging
 import threading
@@ -74,7 +77,10 @@ class NodeMetrics:
             )
 
     def report(self, report: Mapping[str, object]) -> Progress | None:
-        """A script's own report, of whatever values; the progress it makes, or None where it is not rank 0's, or has no step."""
+        """Take a script's own report, of whatever values; the progress it makes.
+
+        None where the report is not rank 0's, or has no step.
+        """
         if report.get("rank", 0) != 0:
             return None
         found, left_out = read_values(report)
