@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written where. ``dtype``: torch's name of the weights' type."""
+    """The directory that was written, and its source. ``dtype``: torch's name of the weights' type."""
 
     checkpoint: Path
     step: int

@@ -324,7 +324,7 @@ class RunDirectory:
         return self.complete.exists()
 
     def read_complete(self) -> dict[str, Any] | None:
-        """What ``mark_complete`` wrote, or None. Raises RunDirectoryError."""
+        """The values that ``mark_complete`` wrote, or None. Raises RunDirectoryError."""
         return read_json_object(self.complete)
 
     def mark_complete(self, facts: dict[str, Any]) -> None:

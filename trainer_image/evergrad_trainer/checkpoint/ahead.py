@@ -8,8 +8,8 @@ from pathlib import Path
 from evergrad_trainer.checkpoint.layout import LATEST, parse_checkpoint_name
 
 SHARE_OF_MEMORY = 0.25
-"""Of the memory that a process may use: a checkpoint that is larger would push out what has been
-read of it before anybody takes it."""
+"""Largest share, of the memory a process may use, that a checkpoint may take: a larger one would push out its
+own first part before anybody reads it."""
 _BLOCK_BYTES = 16 * 2**20
 """Bytes of one read. Each takes the interpreter lock again, which the thread that imports holds for
 milliseconds."""
@@ -18,8 +18,8 @@ milliseconds."""
 def read_ahead(checkpoints: Path, *, memory_bytes: int | None) -> threading.Thread | None:
     """Begin to read what a start will most probably restore; the thread that does so.
 
-    A checkpoint is written past the page cache, so that restoring it would wait for the disk. What is
-    read here is thrown away: which checkpoint is restored is decided later, and validated. None where
+    A checkpoint is written past the page cache, so that restoring it would wait for the disk. The
+    bytes read here are thrown away: which checkpoint is restored is decided later, and validated. None where
     there is nothing to read, or not enough memory to keep it.
     """
     paths = _newest_files(checkpoints)

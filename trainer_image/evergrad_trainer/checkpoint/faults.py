@@ -35,7 +35,7 @@ class FaultPoints(Protocol):
 
 
 class NoFaults:
-    """What the product uses: nothing happens at any point."""
+    """The fault points of the product: nothing happens at any of them."""
 
     def reached(self, point: str, rank: int) -> None:
         """Do nothing."""

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Fence:
-    """What this rank knows of newer claims. Ranks notice one at different times and stop together."""
+    """Newer claims, as far as this rank has seen them. Ranks see one at different times and stop together."""
 
     def __init__(self, directory: Path, membership: Membership) -> None:
         self._directory = directory
@@ -26,7 +26,7 @@ class Fence:
 
     @property
     def is_known(self) -> bool:
-        """Whether this rank knows of a newer claim."""
+        """Whether this rank has seen a newer claim."""
         return self._error is not None
 
     def note(self, error: FencedError | None) -> None:
@@ -47,7 +47,7 @@ class Fence:
             _log.warning("%s: cannot be read: %s", self._directory, error)
 
     def agree(self) -> None:
-        """Raise FencedError on all ranks if one of them knows of a newer claim. Every rank calls this."""
+        """Raise FencedError on all ranks if one of them has seen a newer claim. Every rank calls this."""
         # One collective before each save: a rank that raised alone would leave the others in the save.
         if self._membership.world.all_agree(not self.is_known):
             return

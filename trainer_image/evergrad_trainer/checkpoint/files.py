@@ -70,7 +70,7 @@ def open_seen(path: Path, flags: int, stale_seconds: float) -> int:
 
 
 def list_entries(directory: Path) -> list[Path]:
-    """What a directory holds; nothing if it does not exist."""
+    """List a directory; nothing if it does not exist."""
     try:
         return list(directory.iterdir())
     except FileNotFoundError:

@@ -110,7 +110,7 @@ def newest_generation(directory: Path, *, fresh: bool = False) -> int:
 
 
 def _claim() -> bytes:
-    """The content of a claim: for people who look into the directory, and to tell one's own from others'."""
+    """The content of a claim: for people who look into the directory, and to recognise this process."""
     claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
     return json.dumps(claim).encode() + b"\n"
 

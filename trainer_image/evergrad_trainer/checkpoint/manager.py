@@ -108,7 +108,7 @@ class CheckpointManager:
         return self._flight is not None and not self._flight.background.is_done
 
     def is_fenced(self) -> bool:
-        """Whether this rank knows that a newer process has claimed the directory; the loop folds it into its
+        """Whether this rank has seen that a newer process claimed the directory; the loop folds it into its
         agreed flags."""
         return self._fence.is_known
 

@@ -39,7 +39,7 @@ class Identity:
     config_hash: str
     data_fingerprint: str
     recipe: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """What ``config_hash`` was computed from, as far as it is known; a checkpoint has it in its ``extra``."""
+    """The values that ``config_hash`` was made of, as far as known; a checkpoint has them in ``extra``."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-    """What was loaded. ``extra`` is what the save was given."""
+    """A checkpoint that was loaded. ``extra`` are the values that the save was given."""
 
     step: int
     generation: int
@@ -131,7 +131,7 @@ def open_table(reader: Reader, name: str, manifest: Manifest, *, prefix: str = "
 def compare_tensors(
     table: Table, state: Mapping[str, torch.Tensor], *, where: str
 ) -> list[Problem]:
-    """What keeps ``table`` from filling ``state``: keys on one side only, other shapes, integers
+    """Differences that keep ``table`` from filling ``state``: keys on one side only, other shapes, integers
     for floats."""
     shared = [(key, table[key], value) for key, value in state.items() if key in table]
     found = {
@@ -206,7 +206,7 @@ def _load_and_pass_along(
     _raise_problems(opened["problems"])
     if not opened["failure"] and pass_along(state, world, fill=fill):
         return []
-    # The transfer has ended on all ranks, whole or not; only rank 0 knows the reason.
+    # The transfer has ended on all ranks, whole or not; only rank 0 has the reason.
     return [f"rank 0: {world.broadcast_json(failure)}"]
 
 

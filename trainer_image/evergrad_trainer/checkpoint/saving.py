@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """What to save as what.
+    """One save: the version, the values beside the tensors, and the place of this rank.
 
     ``group`` (gloo, None in a world of one) belongs to this save alone until it ends.
     """
@@ -177,13 +177,13 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
             process_group=order.group,
             no_dist=order.group is None,
         )
-        told = metadata.storage_data
+        answer = metadata.storage_data
     except CheckpointException as error:
-        told, failed = writer.outcome, _describe_failures(error)
+        answer, failed = writer.outcome, _describe_failures(error)
     except (OSError, RuntimeError, ValueError) as error:
-        # A peer is gone. Rank 0 may have published before it noticed: then the checkpoint stands.
+        # A peer is gone. Rank 0 may have published before it noticed: then the checkpoint is valid.
         lost = isinstance(error, RuntimeError)
-        told = writer.outcome
+        answer = writer.outcome
         failed = Outcome(
             reason=f"rank {order.rank}: {error}",
             is_peer_lost=lost,
@@ -191,7 +191,7 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
             trouble="peer_lost" if lost else trouble_of(error),
         )
 
-    if told is None:
+    if answer is None:
         # The attempt is invisible to readers; its room is given back now and not at the next start.
         if writer.attempt is not None:
             store.attempts.discard(writer.attempt)
@@ -199,18 +199,18 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
     published = Published(
         step=order.version.step,
         generation=order.version.generation,
-        path=Path(store.reader.locate(told["checkpoint"])),
-        bytes=told["bytes"],
+        path=Path(store.reader.locate(answer["checkpoint"])),
+        bytes=answer["bytes"],
         seconds=time.monotonic() - started,
     )
     kept = 0
     if order.rank == 0:
-        # The checkpoint stands whatever happens to pointers and retention: trouble there is logged, and the
+        # The checkpoint is valid whatever happens to pointers and retention: trouble there is logged, and the
         # next save tries again.
         try:
-            kept = _settle(store, order, told["checkpoint"])
+            kept = _settle(store, order, answer["checkpoint"])
         except OSError as error:
-            name = told["checkpoint"]
+            name = answer["checkpoint"]
             _log.warning("%s is published; tidying up after it failed: %s", name, error)
     return Outcome(published, kept=kept)
 

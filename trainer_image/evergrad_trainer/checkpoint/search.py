@@ -1,4 +1,4 @@
-"""Finding the checkpoint to load: rank 0 looks and validates, all ranks learn what it has chosen.
+"""Finding the checkpoint to load: rank 0 looks and validates, its choice reaches all ranks.
 
 What the others wait for is bounded by rank 0's progress, not by the size of the state.
 """
@@ -49,7 +49,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Search:
-    """What to look for, and what may be done meanwhile."""
+    """The checkpoint that is wanted, and the changes that are allowed meanwhile."""
 
     store: Store
     checksums: bool
@@ -177,7 +177,7 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
             passed,
         )
 
-    # None validates. What could not be read may be whole: to call it lost would be to begin anew.
+    # None validates. One that could not be read may be whole: to call it lost would be to begin anew.
     if unread := [error for _, error in damaged if isinstance(error, OSError | VolumeError)]:
         raise unread[0]
     lost = {rejection.checkpoint: rejection.reason for rejection in tried}

@@ -1,6 +1,6 @@
 """The place of one run's checkpoints: a POSIX directory, local or shared between nodes. No torch here.
 
-A store knows names and bytes. Tensors are the matter of ``dcp_storage.py``; when to save, how many to keep
+A store has names and bytes. Tensors are the matter of ``dcp_storage.py``; when to save, how many to keep
 and what to do about a failure are the matter of ``manager.py``.
 """
 
@@ -15,7 +15,7 @@ from evergrad_trainer.checkpoint.reader import Reader
 
 @dataclass(frozen=True)
 class Store:
-    """What one directory of checkpoints can do.
+    """The three parts of one directory of checkpoints.
 
     ``attempts`` leads to new checkpoints, ``catalog`` lists and retires them, ``reader`` reads them.
     Only ``reader`` and ``attempts.create_shard`` are for every rank; the rest is rank 0's.

@@ -225,7 +225,7 @@ class BackendTokenizer:
         try:
             return self._encode(texts)
         except TypeError:
-            # What the library says to a str that has no UTF-8.
+            # The library's answer to a str that has no UTF-8.
             return self._encode([replace_lone_surrogates(text) for text in texts])
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -1,1 +1,1 @@
-"""What a run was made with, kept beside its results."""
+"""Provenance: the versions, hardware and commands of a run, kept beside its results."""

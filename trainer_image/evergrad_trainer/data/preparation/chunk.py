@@ -120,7 +120,7 @@ def job_from_json(value: dict[str, Any]) -> Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job has found or written: tokens and documents a stream, and what was passed over."""
+    """The result of a job: tokens and documents of each stream, and the lines that were passed over."""
 
     number: int
     tokens: dict[str, int]

@@ -102,7 +102,7 @@ class Preparation:
 
     @property
     def dtype(self) -> Dtype:
-        """Of its token files."""
+        """The type of its token files."""
         return "uint16" if self.recipe.tokenizer.dtype.itemsize == 2 else "uint32"
 
 
@@ -240,12 +240,12 @@ def _run_lazily(pool: Callable[[], Pool], jobs: Iterator[Job]) -> Iterator[Outco
 
 
 def _recorded(preparation: Preparation, number: int) -> Outcome | None:
-    """What an earlier attempt finished of this chunk, if its files are still whole."""
+    """The outcome of this chunk in an earlier attempt, if its files are still whole."""
     attempt = preparation.attempt
     outcome = finished(attempt, "tokenize", number)
     if outcome is None:
         return None
-    # Once split, the whole chunk's files are gone, and those of the parts stand for them.
+    # Once split, the whole chunk's files are gone, and those of its parts are there instead.
     split = finished(attempt, "split", number) if preparation.recipe.held_out else None
     if split is not None and _is_intact(preparation, split):
         return outcome

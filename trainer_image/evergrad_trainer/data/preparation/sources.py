@@ -51,7 +51,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Stat:
-    """What a file system says about a file without reading it."""
+    """Size and times of a file, which a file system gives without reading it."""
 
     size: int
     mtime_ns: int
@@ -70,7 +70,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass over a file finds. ``chunks`` of a jsonl file; ``largest_id`` of a tokens file."""
+    """The result of one pass over a file. ``chunks`` of a jsonl file; ``largest_id`` of a tokens file."""
 
     stat: Stat
     content_hash: str
@@ -119,7 +119,7 @@ def _source_file(source: Source, field: str, base_directory: Path) -> SourceFile
 
 
 def source_problems(source: SourceFile) -> list[Problem]:
-    """What can be said about a source without reading it through: missing, a directory, unreadable, empty,
+    """Find what is wrong with a source without reading it through: missing, a directory, unreadable, empty,
     half an id."""
     where, named = str(source.path), f"{source.field}.path names it"
     try:
@@ -287,7 +287,7 @@ def _count_newlines(buffer: bytearray, begin: int, end: int) -> int:
 
 def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) -> None:
     """Raise DataError, naming the first place, if a tokens file holds an id the tokenizer does not have."""
-    # The scan, remembered between starts, knows the largest id: a right file is not read again.
+    # The scan, remembered between starts, has the largest id: a right file is not read again.
     if scan.largest_id < vocab_size:
         return
     place = 0
