@@ -44,6 +44,7 @@ def replace_durably(path: Path, data: bytes, *, aside: Path | None = None) -> No
     ``aside``: directory of the temporary file, on the same file system; by default the one of ``path``.
     Raises OSError; ``path`` is then untouched. A kill may leave a file whose name ``is_temporary`` accepts.
     """
+    # A name that no other writer has: two of them would otherwise write into one file.
     temporary = (aside or path.parent) / f".{path.name}.{unique_suffix()}{_TEMPORARY}"
     try:
         write_new(temporary, data)

@@ -86,6 +86,7 @@ def export_checkpoint(
     tokenizer = load_tokenizer(training.tokenizer, base)
     plan = plan_model(training.model, base_directory=base, vocab_size=tokenizer.vocab_size)
     model = build_empty_model(plan, precision=training.runtime.precision)
+    # The types of the tensors to be written; there is nothing to convert yet.
     if dtype is not None:
         model.to(_DTYPES[dtype])  # type: ignore[arg-type]
     checkpoint = find_checkpoint(run_directory, step=step)
@@ -119,6 +120,7 @@ def _write_model(
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils.logging import disable_progress_bar
 
+    # Before the first file: names or shapes of another model would make an export that loads nowhere.
     tensors = module_tensors(model)
     wanted = {f"{MODEL}.{name}": tensor for name, tensor in tensors.items()}
     raise_if(compare_tensors(stored.table, wanted, where=where), CheckpointError)

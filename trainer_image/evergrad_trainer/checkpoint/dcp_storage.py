@@ -142,6 +142,7 @@ class StoreWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Open the attempt on rank 0 and let the plans carry its name to all ranks."""
+        # The plans are the last thing that is sent before the ranks write: the directory is there by then.
         self.attempt = self._attempts.begin(self._version)
         return [dataclasses.replace(plan, storage_data=self.attempt) for plan in plans]
 
@@ -181,6 +182,7 @@ class StoreWriter(StorageWriter):
         table = build_table(
             metadata, ((result.index.fqn, result.storage_data[0]) for result in written)
         )
+        # One entry a file, however many tensors came from it.
         entries = {result.storage_data[1].name: result.storage_data[1] for result in written}
         self.outcome = self._publish(
             str(self.attempt), table, tuple(entries[name] for name in sorted(entries))

@@ -64,6 +64,7 @@ def build_table(metadata: Metadata, stored: Iterable[tuple[str, StoredChunk]]) -
 
 def build_metadata(table: Table) -> Metadata:
     """DCP's view of a table, for its resharding."""
+    # No offsets in files: DCP plans with boxes, and the reader finds the bytes of each box itself.
     tensors: dict[str, STORAGE_TYPES] = {
         key: TensorStorageMetadata(
             properties=TensorProperties(dtype=tensor.dtype),

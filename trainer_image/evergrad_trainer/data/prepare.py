@@ -155,6 +155,7 @@ def _prepare_all(
         for one in preparations
         if one.source.type == "jsonl"
     }
+    # What is published is looked at once, before the first job: it decides how much there is to do.
     missing = {
         one.fingerprint: one
         for one in preparations
@@ -185,6 +186,7 @@ class _LazyPool:
         self._pool: Pool | None = None
 
     def get(self) -> Pool:
+        # Late: a start that finds every chunk of an earlier attempt finished needs no helper.
         if self._pool is None:
             chunks = max(len(one.scan.chunks) for one in self._pending)
             size = sum(one.scan.stat.size for one in self._pending)

@@ -94,6 +94,7 @@ class Prepared:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
+        # Through the text, so that paths become texts and tuples lists as at the other end.
         value: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         if self.folder is None:
             # What is recorded of runs on text alone is what it was before there were others.
@@ -115,6 +116,7 @@ class Prepared:
 
 
 def _source_from_json(value: dict[str, Any]) -> PreparedSource:
+    # All other fields are JSON values as they are.
     train, held_out = _sequence_from_json(value["train"]), value["held_out"]
     changed = {
         "path": Path(value["path"]),

@@ -131,6 +131,7 @@ class ByteTokenizer:
 
     def save_pretrained(self, directory: Path) -> None:
         """A BPE without merges over GPT-2's printable names of the 256 bytes."""
+        # The ids of the bytes are the bytes; the end of a document gets the next free id, which is 256.
         names = {name: byte for byte, name in _byte_names().items()}
         backend = Backend(models.BPE(vocab=names, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(
@@ -161,6 +162,7 @@ def _utf8(texts: Sequence[str]) -> list[bytes]:
 def _byte_names() -> dict[int, str]:
     """The printable character that stands for each byte in byte-level vocabularies (GPT-2's
     ``bytes_to_unicode``)."""
+    # Part of a published format: other tools read the vocabularies that are written with these names.
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -200,6 +202,7 @@ class BackendTokenizer:
         return [np.array(ids, dtype=self.dtype) for ids in self._ids(texts)]
 
     def encode_documents(self, texts: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        # The library's own end token would depend on settings of the tokenizer's file.
         ids = self._ids(texts)
         for one in ids:
             one.append(self.end_of_document)
@@ -317,6 +320,7 @@ def _build(
     # Saved settings of some other use: a document is never cut or filled up.
     backend.no_truncation()
     backend.no_padding()
+    # By content: a directory that is copied or touched prepares nothing anew.
     digest = xxhash.xxh3_128()
     for path in decisive:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -341,6 +345,7 @@ def _read_end_token(directory: Path) -> str | None:
             raise _problem(
                 path, "is not valid JSON", str(error), "Copy the file again"
             ) from error
+        # Either a text or an object with the text in it, by the version that saved it.
         token = config.get("eos_token") if isinstance(config, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
@@ -377,6 +382,7 @@ def _load_with_transformers(directory: Path) -> BackendTokenizer:
             str(error).partition("\n")[0],
             remedy,
         ) from error
+    # Preparation runs in helper processes that get the tokenizer as text: one in Python has no such form.
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise _problem(

@@ -53,6 +53,7 @@ def record_process(
         command=command, seed=seed, world_size=world_size, generation=generation
     )
     entry |= {name: dict(part) for name, part in (more or {}).items() if part}
+    # Rank 0 alone writes, so that nothing is lost between reading and replacing.
     before = read_processes(directory)
     document = {"format": FORMAT, "processes": [*before, entry]}
     write_atomically(directory.provenance, dumps_strict(document, indent=2) + "\n")
@@ -110,6 +111,7 @@ def _versions() -> dict[str, str | None]:
         "evergrad": __version__,
         "python": platform.python_version(),
     }
+    # From the installed packages: importing them only to ask would take seconds.
     for library in _LIBRARIES:
         try:
             versions[library] = metadata.version(library)
@@ -133,6 +135,7 @@ def _ask_git(directory: Path, *words: str) -> str | None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
+        # No git, or a slow disk: provenance is a record beside the run and never holds it up.
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 

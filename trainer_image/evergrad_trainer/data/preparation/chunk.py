@@ -108,6 +108,7 @@ Job = TokenizeJob | SplitJob
 
 def job_from_json(value: dict[str, Any]) -> Job:
     """The inverse of both ``to_json``."""
+    # Paths and tuples are texts and lists in JSON.
     fields = {key: item for key, item in value.items() if key != "kind"} | {
         "attempt": Path(value["attempt"])
     }
@@ -180,6 +181,7 @@ def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:
 
 
 def _texts(job: TokenizeJob, reader: DocumentReader) -> Iterator[tuple[list[str], list[int]]]:
+    # Unbuffered: blocks are larger than any buffer would be.
     chunk = job.chunk
     try:
         with job.source.open("rb", buffering=0) as file:
@@ -244,6 +246,7 @@ def _split(job: SplitJob) -> Outcome:
                 first + 1, int(np.searchsorted(ends, begin + _SPLIT_TOKENS, side="right"))
             )
             tokens = np.fromfile(file, dtype=dtype, count=int(lengths[first:last].sum()))
+            # Both parts keep the order of the source, which the index of documents relies on.
             for files, chosen in (
                 (kept, ~is_held_out[first:last]),
                 (held_out, is_held_out[first:last]),

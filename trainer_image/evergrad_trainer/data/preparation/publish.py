@@ -113,6 +113,7 @@ def publish(
 
     Raises DataError, EvergradError, OSError.
     """
+    # One lock a fingerprint: sources of different content are prepared side by side.
     final = preparation.final
     name = preparation.source.name
     lock = preparation.root / f".lock-{preparation.fingerprint}"
@@ -309,6 +310,7 @@ def _build_index(
     preparation: Preparation, outcomes: list[Outcome], tally: Tally, documents: int
 ) -> dict[str, Any]:
     """The index, of values that follow from the content: two preparations of it write the same bytes."""
+    # Chunks without a token of a stream have no shard in it: an empty file is nothing to read from.
     tokenizer = preparation.recipe.tokenizer
     streams = {
         stream: {
@@ -350,6 +352,7 @@ def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
             why += "; the file ends within this line, so it may be truncated"
             remedy = f"Copy the file again, or set {_POLICY} to skip"
         problems.append(Problem(f"{path}:{problem.line}", problem.what, why, remedy))
+    # Named one by one as far as a person reads, counted beyond that.
     if tally.malformed > len(problems):
         what = f"{tally.malformed} of {lines} lines are malformed"
         problems.append(
