@@ -151,10 +151,15 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
     if raw["hash_algorithm"] != HASH_ALGORITHM:
         raise ValueError(f"hash_algorithm {raw['hash_algorithm']!r}")
     # Field by field, so that a damaged file is an error here and not somewhere in the loading.
+    identity = raw["identity"]
     return Manifest(
         version=Version(*(_integer(raw[name]) for name in ("step", "generation", "serial"))),
         world_size=_integer(raw["world_size"]),
-        identity=Identity(**{name: str(raw["identity"][name]) for name in _IDENTITY}),
+        identity=Identity(
+            run=str(identity["run"]),
+            config_hash=str(identity["config_hash"]),
+            data_fingerprint=str(identity["data_fingerprint"]),
+        ),
         extra=dict(raw["extra"]),
         best=bool(raw["best"]),
         files=tuple(
