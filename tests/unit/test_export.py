@@ -1,6 +1,8 @@
 """Exports: the files that transformers would write, made without the whole model in memory."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +22,8 @@ from evergrad_trainer.checkpoint.manifest import FileEntry, Identity, Manifest
 from evergrad_trainer.checkpoint.staging import view_bytes
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import StoredChunk, StoredTensor, encode_table
-from evergrad_trainer.errors import CheckpointError, RunDirectoryError
+from evergrad_trainer.errors import CheckpointError, RunDirectoryError, VolumeError
+from evergrad_trainer.models import safetensors_files
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.state.providers import module_tensors
@@ -170,6 +173,35 @@ def test_an_export_of_a_damaged_checkpoint_or_over_a_directory_leaves_nothing(
     (run / "checkpoints" / "step-10" / "rank-00001.bin").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"file rank-00001\.bin"):
         export.export_checkpoint(run, step=None, output=tmp_path / "ours", dtype=None)
+    assert [path.name for path in tmp_path.iterdir() if "ours" in path.name] == []
+
+
+def test_a_full_disk_is_trouble_of_the_output_and_a_lost_shard_of_the_checkpoint(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run(LLAMA)
+    output = tmp_path / "ours"
+
+    def fill_up(descriptor: int, data: memoryview) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_files, "write_all", fill_up)
+        with pytest.raises(VolumeError, match=f"{output}: cannot be written; No space left"):
+            export.export_checkpoint(run, step=None, output=output, dtype=None)
+
+    def lose_shard(
+        directory: Path, forms: Any, read: Callable[[str], torch.Tensor], **options: Any
+    ) -> None:
+        (run / "checkpoints" / "step-10" / "rank-00002.bin").unlink()
+        for name in forms:
+            read(name)
+
+    monkeypatch.setattr(export, "write_weights", lose_shard)
+    with pytest.raises(
+        CheckpointError, match=r"step-10: cannot be loaded; file rank-00002\.bin"
+    ):
+        export.export_checkpoint(run, step=None, output=output, dtype=None)
     assert [path.name for path in tmp_path.iterdir() if "ours" in path.name] == []
 
 

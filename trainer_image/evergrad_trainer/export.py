@@ -20,7 +20,7 @@ from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.models.build import ModelPlan, build_empty_model, build_model, plan_model
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_directory import RunDirectory, reported
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import MODEL
 
@@ -56,7 +56,7 @@ def export_checkpoint(
 
     ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``output``
     appears whole or not at all. One tensor at a time is in memory, converted as it is read. Raises
-    RunDirectoryError, CheckpointError, ModelError or DataError.
+    RunDirectoryError, VolumeError (no space), CheckpointError, ModelError or DataError.
     """
     directory = RunDirectory(run_directory)
     resolved = directory.read_resolved()
@@ -90,15 +90,16 @@ def export_checkpoint(
     if dtype is not None:
         model.to(_DTYPES[dtype])  # type: ignore[arg-type]
     checkpoint = find_checkpoint(run_directory, step=step)
+    stored = open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False)
 
     # Beside the final name, so that the rename is one of the same file system.
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        with open_tensors(checkpoint, prefix=f"{MODEL}.") as stored:
+        with reported(output, what="cannot be written"):
+            temporary.mkdir(parents=True)
             _write_model(model, stored, temporary, plan=plan, where=str(checkpoint))
-        tokenizer.save_pretrained(temporary)
-        os.rename(temporary, output)
+            tokenizer.save_pretrained(temporary)
+            os.rename(temporary, output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

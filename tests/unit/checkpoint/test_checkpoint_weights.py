@@ -128,9 +128,9 @@ def test_the_newest_valid_checkpoint_or_that_of_a_step_is_found(run: Path) -> No
 
 
 def test_a_tensor_is_converted_as_it_is_read(run: Path, make_state: MakeState) -> None:
-    with open_tensors(run / "checkpoints" / "step-20", prefix="model.") as stored:
-        assert set(stored.table) == {"model.weight", "model.half", "model.flags"}
-        narrow = stored.read("model.weight", torch.bfloat16)
-        same = stored.read("model.weight")
+    stored = open_tensors(run / "checkpoints" / "step-20", prefix="model.")
+    assert set(stored.table) == {"model.weight", "model.half", "model.flags"}
+    narrow = stored.read("model.weight", torch.bfloat16)
+    same = stored.read("model.weight")
     weight = make_state(20)["model.weight"]
     assert torch.equal(same, weight) and torch.equal(narrow, weight.bfloat16())

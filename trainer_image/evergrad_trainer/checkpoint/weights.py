@@ -61,32 +61,40 @@ class StoredTensors:
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One whole tensor on the host, whichever shards its parts lie in.
 
-        ``dtype``: what to convert it to, a slab at a time, so that it is held once. Raises
-        InvalidCheckpointError or OSError.
+        ``dtype``: what to convert it to, a slab at a time, so that it is held once. Raises CheckpointError
+        where it cannot be read.
         """
         stored = self.table[key]
         tensor = torch.empty(stored.shape, dtype=dtype or stored.dtype)
-        read_state(self._reader, self._name, {key: stored}, {key: tensor})
+        with _loading(self._reader.locate(self._name)):
+            read_state(self._reader, self._name, {key: stored}, {key: tensor})
         return tensor
 
 
-@contextlib.contextmanager
-def open_tensors(checkpoint: Path, *, prefix: str = "") -> Iterator[StoredTensors]:
-    """Open one checkpoint's tensors whose keys begin with ``prefix``, after its checksums have been checked.
+def open_tensors(
+    checkpoint: Path, *, prefix: str = "", checksums: bool = True
+) -> StoredTensors:
+    """The tensors of one checkpoint whose keys begin with ``prefix``.
 
-    Raises CheckpointError if it does not validate, also for what is only noticed inside the block.
+    ``checksums=False`` where it was validated a moment ago: hashing reads all of it. Raises CheckpointError
+    if it does not validate.
     """
     # Whole before anything is read: a bad hash found half-way would leave half of an export.
     checkpoint = checkpoint.resolve()
     reader = open_store(checkpoint.parent).reader
-    try:
-        manifest = reader.validate(checkpoint.name, checksums=True)
+    with _loading(str(checkpoint)):
+        manifest = reader.validate(checkpoint.name, checksums=checksums)
         table = open_table(reader, checkpoint.name, manifest, prefix=prefix)
-        yield StoredTensors(reader, checkpoint.name, table)
+    return StoredTensors(reader, checkpoint.name, table)
+
+
+@contextlib.contextmanager
+def _loading(where: str) -> Iterator[None]:
+    """Make damage, and a volume that cannot be read, a CheckpointError that names the checkpoint."""
+    try:
+        yield
     except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
-        raise CheckpointError(
-            Problem(str(checkpoint), "cannot be loaded", why=str(error))
-        ) from error
+        raise CheckpointError(Problem(where, "cannot be loaded", why=str(error))) from error
 
 
 def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -95,8 +103,8 @@ def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.T
 
     Raises CheckpointError if the checkpoint does not validate.
     """
-    with open_tensors(checkpoint, prefix=prefix) as stored:
-        return {key: stored.read(key) for key in stored.table}
+    stored = open_tensors(checkpoint, prefix=prefix)
+    return {key: stored.read(key) for key in stored.table}
 
 
 def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
