@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class NodeMetrics:
-    """Collects the reports of the node's workers and of its supervisor; serves them where there is an exporter."""
+    """Collects the reports of the node's workers and its supervisor; serves them if there is an exporter."""
 
     def __init__(
         self,
