@@ -579,7 +579,9 @@ def _folded(account: Account, records: list[Record]) -> dict[str, float]:
     return account.seconds()
 
 
-def _takes_over(highest_step: int, last_time: float | None = None, **more: bool) -> RunInfo:
+def _takes_over(
+    highest_step: int, last_time: float | None = None, *, takes_over: bool = True
+) -> RunInfo:
     """Rank 0 is another process from here on."""
     return RunInfo(
         "docs-lm",
@@ -596,7 +598,7 @@ def _takes_over(highest_step: int, last_time: float | None = None, **more: bool)
         run_directory="runs/docs-lm",
         highest_step=highest_step,
         last_time=last_time,
-        **{"takes_over": True} | more,
+        takes_over=takes_over,
     )
 
 
