@@ -14,8 +14,6 @@ from evergrad_trainer.task import Evaluator, Loss, Modules, Prepared, Section, S
 
 
 class Options(Section):
-    """``spec.training.options``."""
-
     decay: float = Field(default=0.9, ge=0, lt=1)
     """Share of the average that stays at each update."""
 
@@ -24,9 +22,7 @@ class Averaged(Pretrain):
     """Everything that is not written here is pretraining's."""
 
     Options: ClassVar[type[Section]] = Options
-    metrics: ClassVar[Mapping[str, str]] = {
-        "accuracy": "Share of tokens that were the likeliest."
-    }
+    metrics: ClassVar[Mapping[str, str]] = {"accuracy": "Share of right guesses of a token."}
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
         modules = super().build(build_model)
@@ -43,18 +39,14 @@ class Averaged(Pretrain):
             modules.kept[name].lerp_(weight, 1 - self.setup.options.decay)
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        return sums(
-            modules.trained["model"](input_ids=batch["input_ids"]).logits, batch["labels"]
-        )
+        output = modules.trained["model"](input_ids=batch["input_ids"])
+        return sums(output.logits, batch["labels"])
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
         found = dict(super().evaluators(prepared))
-        sources = [source for one in found.values() for source in one.sources]
-        return (
-            {**found, "average": Evaluator(sources, measure=loss_of_average)}
-            if sources
-            else found
-        )
+        if sources := [source for one in found.values() for source in one.sources]:
+            found["average"] = Evaluator(sources, measure=loss_of_average)
+        return found
 
 
 def loss_of_average(modules: Modules, batch: Tensors, stage: Stage) -> Loss:
@@ -63,7 +55,6 @@ def loss_of_average(modules: Modules, batch: Tensors, stage: Stage) -> Loss:
 
 
 def sums(logits: torch.Tensor, labels: torch.Tensor) -> Loss:
-    loss = functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
-    )
+    flat = logits.flatten(0, 1).float()
+    loss = functional.cross_entropy(flat, labels.flatten(), reduction="sum")
     return Loss(loss, {"accuracy": (logits.argmax(-1) == labels).sum()})

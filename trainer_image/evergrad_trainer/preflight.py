@@ -360,10 +360,7 @@ def find_traps(
             f"{where}.tokenizer",
             f"missing, and the model in {path} would be trained on the ids of bytes",
             "a pretrained model knows the ids of its own tokenizer only",
-            (
-                f"Write tokenizer: {{type: transformers, path: {path}}}, or tokenizer: {{type: "
-                f"byte}} if bytes are meant"
-            ),
+            f"Write tokenizer: {{type: transformers, path: {path}}}, or {{type: byte}} if bytes are meant",
         )
     if plan is not None and plan.config is not None:
         yield from check_experts(

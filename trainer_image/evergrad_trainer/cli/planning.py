@@ -20,7 +20,9 @@ from evergrad_trainer.resume import (
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
+    from evergrad_trainer.data.prepared import Prepared
     from evergrad_trainer.models.build import ModelPlan
+    from evergrad_trainer.recipes.opening import Opened
     from evergrad_trainer.worker.session import SessionPlan
 
 
@@ -64,47 +66,18 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     """
     from evergrad_manifest.derive import derive_steps
     from evergrad_manifest.identity import config_hash
-    from evergrad_manifest.task_files import hash_task, hash_task_files
-    from evergrad_trainer.cli.prepare import prepare_with_progress
-    from evergrad_trainer.data.prepare import check_unchanged, resolve_prepared_directory
-    from evergrad_trainer.recipes.opening import open_recipe
+    from evergrad_manifest.task_files import hash_task_files
     from evergrad_trainer.training.build import threads_per_worker
-    from evergrad_trainer.worker.opening import has_steps
     from evergrad_trainer.worker.session import SessionPlan
 
     loaded, directory, run_state = request.loaded, request.directory, request.run_state
     training, base = loaded.run.training, loaded.base_directory
-    prepared_directory = directory.path.parent / ".prepared"
     marks = {"imports": time.time()}
 
     # What a directory holds must agree with the manifest before anything is prepared for it.
     model = _examine(request)
     check_model_unchanged(directory, run_state, model.describe())
-    if run_state.recorded is not None:
-        check_unchanged(
-            run_state.recorded,
-            training,
-            base_directory=base,
-            prepared_directory=prepared_directory,
-        )
-
-    # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
-    prepared = prepare_with_progress(
-        training, base_directory=base, prepared_directory=prepared_directory
-    )
-    check_tokenizer_unchanged(run_state, prepared)
-    # A node whose copy of a task fails must not end a run that others train.
-    has_trained = request.is_one_of_many and has_steps(directory)
-    task_hash = hash_task(training, base)
-    opened = open_recipe(
-        training,
-        prepared,
-        base,
-        has_trained=has_trained,
-        prepared_directory=resolve_prepared_directory(
-            training, base_directory=base, default=prepared_directory
-        ),
-    )
+    prepared, opened, task_hash = _prepare(request)
     numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
     check_extension(directory, run_state, total_steps=numbers.total_steps)
     marks["data"] = time.time()
@@ -127,6 +100,47 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         task_hash=task_hash,
         task_files=hash_task_files(training, base),
     )
+
+
+def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
+    """Prepare the data and open the task on them, with the hash of the files it is read from.
+
+    Raises InputError.
+    """
+    from evergrad_manifest.task_files import hash_task
+    from evergrad_trainer.cli.prepare import prepare_with_progress
+    from evergrad_trainer.data.prepare import check_unchanged, resolve_prepared_directory
+    from evergrad_trainer.recipes.opening import open_recipe
+    from evergrad_trainer.worker.opening import has_steps
+
+    training, base = request.loaded.run.training, request.loaded.base_directory
+    shared = request.directory.path.parent / ".prepared"
+    if request.run_state.recorded is not None:
+        check_unchanged(
+            request.run_state.recorded,
+            training,
+            base_directory=base,
+            prepared_directory=shared,
+        )
+
+    # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
+    prepared = prepare_with_progress(training, base_directory=base, prepared_directory=shared)
+    check_tokenizer_unchanged(request.run_state, prepared)
+
+    # A node whose copy of a task fails must not end a run that others train.
+    has_trained = request.is_one_of_many and has_steps(request.directory)
+    # Hashed just before they are opened: preparing may have taken hours.
+    task_hash = hash_task(training, base)
+    opened = open_recipe(
+        training,
+        prepared,
+        base,
+        has_trained=has_trained,
+        prepared_directory=resolve_prepared_directory(
+            training, base_directory=base, default=shared
+        ),
+    )
+    return prepared, opened, task_hash
 
 
 def _examine(request: PlanRequest) -> "ModelPlan":
