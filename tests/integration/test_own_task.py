@@ -130,8 +130,8 @@ def test_wrong_options_and_a_missing_file_are_refused_as_any_field(
             "NameError: name 'none_such' is not defined",
         ),
         (
-            "sums(modules.trained",
-            "sumz(modules.trained",
+            "sums(output.logits",
+            "sumz(output.logits",
             "NameError: name 'sumz' is not defined",
         ),
         (
