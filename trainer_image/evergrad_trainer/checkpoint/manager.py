@@ -94,11 +94,8 @@ class CheckpointManager:
         self._serial = 0
 
     def enter_world(self, *, failures: int, saves: int = 0) -> None:
-        """Begin to save in ``membership.world``, which is new.
-
-        ``failures``: in a row so far, as the ranks have agreed. ``saves``: how many this generation may have
-        seen already.
-        """
+        """Begin to save in ``membership.world``, which is new. ``failures``: in a row so far, as the ranks
+        have agreed; ``saves``: how many this generation may have seen already."""
         self._serial = saves
         self.failures = failures
 
@@ -108,8 +105,7 @@ class CheckpointManager:
         return self._flight is not None and not self._flight.background.is_done
 
     def is_fenced(self) -> bool:
-        """Whether this rank has seen that a newer process claimed the directory; the loop folds it into its
-        agreed flags."""
+        """Whether this rank has seen a newer process claim the directory; travels in the agreed flags."""
         return self._fence.is_known
 
     def save(
