@@ -6,7 +6,7 @@ from dataclasses import replace
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.policies.context import ReconcileContext
-from evergrad_operator.policies.record import find_own_record, has_recipe
+from evergrad_operator.policies.record import find_longer_horizon, find_own_record, has_recipe
 from evergrad_operator.times import parse_time
 
 
@@ -15,8 +15,11 @@ def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
     record, run = find_own_record(context), context.run
     if record is None or record.complete is None or record.path != run.volume_path:
         return None
-    if record.uid != run.uid and not has_recipe(context, record):
-        return None  # another recipe under the same name: a conflict
+    # Another recipe under the same name, or more steps of the same, is a conflict.
+    if record.uid != run.uid and (
+        not has_recipe(context, record) or find_longer_horizon(context, record)
+    ):
+        return None
     step = record.complete.get("step")
     after = f" after step {step}" if isinstance(step, int) else ""
     at = parse_time(record.complete.get("at")) or context.now
@@ -29,6 +32,9 @@ def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
         f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing "
         "is trained again"
     )
+    if run.parsed.is_typed and run.parsed.is_whole and run.parsed.total_steps is None:
+        # Its length is known to the trainer alone, which reads the data.
+        text += ". Its horizon in epochs was not compared"
     if isinstance(step, int) and run.parsed.is_typed:
         training = replace(context.memory.training, step=step, total_steps=step)
         context = replace(context, memory=replace(context.memory, training=training))

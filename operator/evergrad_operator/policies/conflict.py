@@ -3,19 +3,44 @@
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import overlap
 from evergrad_operator.policies.context import ReconcileContext
-from evergrad_operator.policies.record import find_own_record, has_recipe
+from evergrad_operator.policies.record import (
+    TRAIN_ON,
+    find_longer_horizon,
+    find_own_record,
+    has_recipe,
+)
 
 
 def refuse_if_taken(context: ReconcileContext) -> ReconcileContext | None:
-    """The context with the run failed, if another run or another recipe keeps its data there.
+    """The context with the run failed, if another run or another recipe keeps its data there, or the same
+    one with fewer steps.
 
     The older run stays.
     """
-    text = _find_conflict(context)
+    text, remedy = _find_shorter(context), TRAIN_ON
+    if text is None:
+        text = _find_conflict(context)
+        remedy = "Choose another spec.storage.path in a new TrainingRun"
     if text is None:
         return None
-    remedy = "Choose another spec.storage.path in a new TrainingRun"
     return context.finished(Phase.FAILED, Reason.OUTPUT_CONFLICT, f"{text}. {remedy}.")
+
+
+def _find_shorter(context: ReconcileContext) -> str | None:
+    """Return why a run made anew cannot go on with an earlier one that is complete, if it asks for more.
+
+    A complete run never trains again. It is not reported as complete either: the steps are not there.
+    """
+    run, own = context.run, find_own_record(context)
+    if own is None or own.uid == run.uid or own.path != run.volume_path:
+        return None
+    steps = find_longer_horizon(context, own)
+    if steps is None or not has_recipe(context, own):
+        return None
+    return (
+        f"{own.path} on PersistentVolumeClaim {run.claim_name} holds an earlier run {run.name}, which is "
+        f"complete after step {steps[0]}, and this run asks for {steps[1]} steps"
+    )
 
 
 def _find_conflict(context: ReconcileContext) -> str | None:

@@ -10,7 +10,7 @@ from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Record
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
-from evergrad_operator.policies.record import find_own_record, plan_record
+from evergrad_operator.policies.record import TRAIN_ON, find_own_record, plan_record
 from evergrad_operator.times import format_duration, format_time
 
 _AT_ONCE: Final = frozenset(
@@ -117,9 +117,7 @@ def _said(context: ReconcileContext) -> str:
     done, wanted = context.memory.training.total_steps, context.run.parsed.total_steps
     if finish and finish.phase == Phase.COMPLETE and done and wanted and wanted > done:
         message += (
-            f"; the horizon of {wanted} steps has no effect on a complete run. To train on, create a new "
-            "TrainingRun with spec.training.initFrom, or run `evergrad run --extend` where its volume is "
-            "mounted"
+            f"; the horizon of {wanted} steps has no effect on a complete run. {TRAIN_ON}"
         )
     return message
 

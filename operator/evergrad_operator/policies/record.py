@@ -1,8 +1,17 @@
 """The run's record on its volume: what the PVC says of the run, and what it shall say. Pure."""
 
+from typing import Final
+
 from evergrad_operator.names import claim_annotation
 from evergrad_operator.observe import Record, build_record
 from evergrad_operator.policies.context import ReconcileContext
+from evergrad_operator.raw import NOTHING, get_int
+
+TRAIN_ON: Final = (
+    "To train on, create a TrainingRun of another name and folder with spec.training.initFrom, or run "
+    "`evergrad run --extend` where its volume is mounted"
+)
+"""The remedy where more steps are asked of a complete run."""
 
 
 def find_own_record(context: ReconcileContext) -> Record | None:
@@ -31,6 +40,14 @@ def has_recipe(context: ReconcileContext, record: Record) -> bool:
     parsed = context.run.parsed
     known = {context.memory.recipe_hash, parsed.recipe_hash, parsed.spelling_hash}
     return record.recipe in known
+
+
+def find_longer_horizon(context: ReconcileContext, record: Record) -> tuple[int, int] | None:
+    """Return the step after which a record's run was complete and the steps that this run asks for, if
+    those are more."""
+    done = get_int(record.complete or NOTHING, "step")
+    wanted = context.run.parsed.total_steps
+    return (done, wanted) if done is not None and wanted is not None and wanted > done else None
 
 
 def is_recorded(context: ReconcileContext, record: Record) -> bool:

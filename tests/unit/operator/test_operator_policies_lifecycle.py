@@ -515,6 +515,15 @@ def completed(run: dict[str, Any] | None = None) -> Simulation:
     return world
 
 
+def made_anew(world: Simulation, **spec: Any) -> Simulation:
+    """Return another run of the same name on the same claim."""
+    run = make_run(**spec)
+    run["metadata"]["uid"] = "another"
+    again, key = Simulation(run), ("PersistentVolumeClaim", "docs-lm")
+    again.children[key] = world.children[key]
+    return again
+
+
 def test_a_run_is_complete_when_its_nodes_have_ended_well() -> None:
     world = completed()
     assert (world.status["phase"], world.status["reason"]) == ("Complete", "Complete")
@@ -572,17 +581,41 @@ def test_the_coordinators_word_is_enough_where_no_pod_is_left() -> None:
 
 def test_a_complete_run_restored_without_its_status_is_complete_again_without_a_pod() -> None:
     world = completed()
-    claim = world.children["PersistentVolumeClaim", "docs-lm"]
-    run = make_run()
-    run["metadata"]["uid"] = "another"
-    restored = Simulation(run)
-    restored.children["PersistentVolumeClaim", "docs-lm"] = claim
+    restored = made_anew(world)
     decision = restored.settle()
     assert (decision.phase, decision.reason) == (Phase.COMPLETE, Reason.ALREADY_COMPLETE)
     assert "complete after step 100" in decision.message
     assert restored.created == []
     assert restored.condition("Complete")["status"] == "True"
     assert restored.status["completionTime"] == world.status["completionTime"]
+
+
+def test_a_complete_run_that_is_made_anew_with_more_steps_is_refused_and_not_complete() -> None:
+    longer = made_anew(completed(), training={**TRAINING, "horizon": {"steps": 101}})
+    decision = longer.settle()
+    assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.OUTPUT_CONFLICT)
+    assert (
+        "an earlier run docs-lm, which is complete after step 100, and this run asks for 101 steps"
+        in decision.message
+    )
+    assert "spec.training.initFrom" in decision.message
+    assert longer.created == []
+
+
+def test_a_complete_run_that_is_made_anew_with_fewer_steps_is_complete() -> None:
+    horizon = {"steps": 99}
+    decision = made_anew(completed(), training={**TRAINING, "horizon": horizon}).settle()
+    assert (decision.phase, decision.reason) == (Phase.COMPLETE, Reason.ALREADY_COMPLETE)
+    assert "epochs" not in decision.message
+
+
+def test_a_complete_run_that_is_made_anew_says_that_a_horizon_in_epochs_was_not_compared() -> (
+    None
+):
+    horizon = {"epochs": 9}
+    decision = made_anew(completed(), training={**TRAINING, "horizon": horizon}).settle()
+    assert (decision.phase, decision.reason) == (Phase.COMPLETE, Reason.ALREADY_COMPLETE)
+    assert "Its horizon in epochs was not compared" in decision.message
 
 
 def test_an_operator_that_dies_between_the_claims_record_and_the_status_completes_the_run_all_the_same() -> (
