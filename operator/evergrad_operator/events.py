@@ -98,10 +98,11 @@ def _tell_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event
 def _tell_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], observation: Observation
 ) -> Iterator[Event]:
-    """Fields of a live run that were edited, once for each generation."""
-    # The status names the generation that it was written for, so that a later pass finds nothing new.
+    """Fields of a live run that were edited, once for each set of changes."""
+    # A run without pods keeps the manifest of its last ones: each later edit finds these fields again.
     changes = () if observation.applied is None else observation.applied.changes
-    is_new = get_int(old, "observedGeneration") != get_int(new, "observedGeneration")
+    before, after = (get_text(get_map(one, "memory"), "toldChanges") for one in (old, new))
+    is_new = before != after
     if changes and is_new:
         shown = "; ".join(changes[:_MOST_CHANGES])
         more = len(changes) - _MOST_CHANGES

@@ -149,7 +149,8 @@ class Memory:
     ``input_errors``: the exit codes 64 before that. ``gang_size``: nodes that a queue admits together, 0
     before the first pod; ``gang``: which such group. ``phase``, ``reason`` and ``message``: what people were
     told last. ``image``: what was asked for; ``image_id``: what the first pod of this restart ran, as its
-    kubelet names it; ``image_pin``: the same by digest, where later pods ask for that.
+    kubelet names it; ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash
+    of the edited fields that an event named last.
     """
 
     is_known: bool = False
@@ -160,6 +161,7 @@ class Memory:
     restart: int = 0
     restart_nonce: str | None = None
     settings_hash: str = ""
+    told_changes: str = ""
     start_time: float | None = None
     finishing_since: float | None = None
     finish: Finish | None = None
@@ -230,6 +232,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         restart=get_int(status, "attempt") or 0,
         restart_nonce=get_text(status, "restartNonce") or None,
         settings_hash=get_text(notes, "settings"),
+        told_changes=get_text(notes, "toldChanges"),
         start_time=parse_time(status.get("startTime")),
         finishing_since=parse_time(notes.get("finishingTime")),
         finish=_parse_finish(status, conditions),
@@ -428,6 +431,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
     }
     return {
         "settings": memory.settings_hash,
+        "toldChanges": memory.told_changes,
         "imageID": memory.image_id,
         "imagePin": memory.image_pin,
         "attempts": pack_counts(memory.attempts),

@@ -1,5 +1,6 @@
 """Raw objects of a run → one Observation, all that is decided rests on. Pure."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,12 @@ class AppliedSettings:
 
     hash: str
     changes: tuple[str, ...]
+
+    @property
+    def changes_hash(self) -> str:
+        """Hash of the changes, by which a later pass knows that an event named them; empty for none."""
+        text = "\n".join(self.changes)
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,11 @@ def _begin(observation: Observation, config: Config) -> Memory:
     keeps = bool(memory.recipe_hash) and (
         bool(run.parsed.problems) or memory.finish is not None
     )
+    applied = observation.applied
     return replace(
         memory,
         settings_hash=memory.settings_hash if run.parsed.problems else run.parsed.settings_hash,
+        told_changes=memory.told_changes if applied is None else applied.changes_hash,
         image=memory.image or run.spec.image or config.trainer_image,
         recipe_hash=memory.recipe_hash if keeps else run.parsed.recipe_hash,
         coordinator=replace(

@@ -987,6 +987,32 @@ def test_an_edit_of_live_settings_is_an_event_that_names_each_field_once() -> No
     assert [one for one in world.events[told:] if one.reason == "SettingsChanged"] == [event]
 
 
+def test_an_edit_of_a_run_without_pods_is_not_told_again_by_its_later_edits() -> None:
+    world = Simulation().run()
+    world.set_spec(suspend=True)
+    world.settle()
+    world.leave()
+    world.settle()
+
+    def told() -> list[str]:
+        return [one.message for one in world.events if one.reason == "SettingsChanged"]
+
+    world.set_spec(training={**TRAINING, "skipSteps": [12]})
+    world.settle()
+    world.set_spec(nodes={"min": 1, "max": 3})
+    world.settle()
+    assert told() == ["spec.training.skipSteps: [] → [12]"]
+
+    # Another change is another event, also where it takes the first one back and makes it again.
+    world.set_spec(training=TRAINING)
+    world.settle()
+    world.set_spec(training={**TRAINING, "skipSteps": [12]})
+    world.settle()
+    world.set_spec(suspend=False)
+    world.settle()
+    assert told() == ["spec.training.skipSteps: [] → [12]"] * 2
+
+
 def test_a_setting_that_takes_no_restart_is_an_event_too() -> None:
     world = Simulation().run()
     world.set_spec(training={**TRAINING, "skipSteps": [12]})
