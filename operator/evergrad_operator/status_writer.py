@@ -62,6 +62,8 @@ class StatusWriter:
         # Events follow the write: one that was told of a status that was refused would be told again.
         for event in derive_events(old, new, seen):
             await self._recorder.record(work.raw, event.type, event.reason, event.message)
+        if seen.applied is not None:
+            work.hints.untold = ("", "")
         return write.after
 
     async def refuse(self, work: Pass, error: SpecError) -> float | None:

@@ -787,6 +787,41 @@ def test_an_edit_of_settings_is_compared_with_the_config_map_before_that_is_appl
     ]
 
 
+@pytest.mark.parametrize("is_edited_again", [False, True])
+def test_an_edit_is_told_though_the_first_status_after_it_could_not_be_written(
+    simulation: Simulation, is_edited_again: bool
+) -> None:
+    begin(simulation)
+    apply = simulation.cluster.apply
+
+    async def refuse_status(body: Any, **options: Any) -> Any:
+        if options.get("subresource") == "status":
+            raise ApiError(500, "InternalError", "not now")
+        return await apply(body, **options)
+
+    simulation.cluster.apply = refuse_status  # type: ignore[method-assign]
+    training = {**TRAINING, "skipSteps": [12]}
+    simulation.store.change("trainingruns", *KEY, {"spec": {"training": training}})
+    with pytest.raises(ApiError):
+        simulation.reconcile()
+    config = simulation.store.get("configmaps", "ns", "run-config")
+    assert "[12]" in config["data"]["trainingrun.json"], "the pods' manifest is gone"
+
+    simulation.cluster.apply = apply  # type: ignore[method-assign]
+    steps = [12, 13] if is_edited_again else [12]
+    if is_edited_again:
+        training = {**TRAINING, "skipSteps": steps}
+        simulation.store.change("trainingruns", *KEY, {"spec": {"training": training}})
+    simulation.settle()
+    simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"max": 3}}})
+    simulation.settle()
+    told = [
+        one for one in simulation.store.list("events") if one["reason"] == "SettingsChanged"
+    ]
+    assert [one["message"] for one in told] == [f"spec.training.skipSteps: [] → {steps}"]
+    assert told[0]["count"] == 1
+
+
 def test_without_the_pods_manifest_an_edit_is_not_acted_upon(
     simulation: Simulation,
 ) -> None:
