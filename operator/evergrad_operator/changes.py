@@ -2,8 +2,6 @@
 
 import json
 
-from pydantic import ValidationError
-
 from evergrad_manifest.identity import changed_settings, settings_hash, show_value
 from evergrad_manifest.validation import read_object, with_plain_numbers
 from evergrad_operator.observe import AppliedSettings, Observation
@@ -33,7 +31,8 @@ def is_edited(observation: Observation) -> bool:
 def compare_settings(applied: str, run: TrainingRun) -> AppliedSettings | None:
     """Compare the manifest in the run's ConfigMap with the one that the run asks for now.
 
-    None where today's models cannot read the former: an older version wrote it.
+    None where today's models cannot read the former as a typed run: an older version wrote it, or
+    somebody else.
     """
     try:
         # Both may be of an earlier version's spelling, which this one reads once more.
@@ -47,6 +46,7 @@ def compare_settings(applied: str, run: TrainingRun) -> AppliedSettings | None:
                 f"{path}: {show_value(old)} → {show_value(new)}" for path, old, new in changes
             ),
         )
-    # Unknown is not "unchanged": the policies then have all pods leave and come again.
-    except (ValueError, ValidationError, RecursionError):
+    # The text may be any JSON, such as a number or a script's manifest. Unknown is not "unchanged": the
+    # policies then have all pods leave and come again.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

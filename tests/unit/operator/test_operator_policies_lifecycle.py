@@ -960,10 +960,26 @@ def test_a_run_of_an_older_release_that_noted_no_settings_restarts_for_an_edit_o
     assert world.children["ConfigMap", "docs-lm-config"] == config, "pods still read it"
 
 
-def test_settings_that_nobody_can_compare_bring_all_pods_back() -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "null",
+        "3",
+        "[]",
+        json.dumps({"spec": 3}),
+        json.dumps(
+            {
+                "metadata": {"name": "docs-lm"},
+                "spec": {"nodes": {"min": 1, "max": 2}, "script": {"command": ["true"]}},
+            }
+        ),
+    ],
+)
+def test_settings_that_nobody_can_compare_bring_all_pods_back(text: str) -> None:
     world = Simulation().run()
     del world.raw["status"]["memory"]["settings"]
-    world.children["ConfigMap", "docs-lm-config"]["data"]["trainingrun.json"] = "{}"
+    world.children["ConfigMap", "docs-lm-config"]["data"]["trainingrun.json"] = text
     world.set_spec(training={**TRAINING, "checkpoint": {"every": {"steps": 7}}})
     assert world.reconcile().phase == Phase.RESTARTING
 
