@@ -129,7 +129,9 @@ class Reconciler:
             found = self._assess(work)
         except SpecError as error:
             return await self.statuses.refuse(work, error)
-        await self.statuses.warn_of_spelling(work, found.seen.run.parsed.outdated)
+        if found.seen.status.finish is None and not found.seen.run.is_deleting:
+            # Nobody edits a run that is over, or on its way out.
+            await self.statuses.warn_of_spelling(work, found.seen.run.parsed.outdated)
         is_news = await self._ask_about_ends(work, found.seen)
         if is_edited(found.seen):
             # Before the ConfigMap is applied anew it still has what the pods have.

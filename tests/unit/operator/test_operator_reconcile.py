@@ -14,6 +14,7 @@ from fake_kubernetes.store import RefusedError, Write
 from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import ApiError
 from evergrad_operator.observe import Record, build_record
+from evergrad_operator.times import format_time
 
 Story = Callable[[Simulation], None]
 
@@ -528,6 +529,28 @@ def test_numbers_in_quotes_of_an_earlier_version_are_named_in_one_event_and_the_
     ]
     assert "spec.nodes.min" in event["message"] and "Write 2." in event["message"]
     assert (event["type"], event.get("count", 1)) == ("Warning", 1)
+
+
+@pytest.mark.parametrize("end", ["complete", "deleted"])
+def test_numbers_in_quotes_of_a_run_that_is_over_are_not_named(
+    simulation: Simulation, end: str
+) -> None:
+    begin(simulation)
+    if end == "complete":
+        for name in simulation.pods():
+            simulation.end_pod(name)
+        simulation.settle()
+        assert simulation.status["phase"] == "Complete"
+    else:
+        leaving = {"metadata": {"deletionTimestamp": format_time(simulation.now)}}
+        with simulation.by_others():
+            simulation.store.change("trainingruns", *KEY, leaving)
+    # As an object of an earlier version: the operator first sees the quotes when it starts.
+    with simulation.by_others():
+        simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"min": "1"}}})
+    simulation.start_operator()
+    simulation.settle()
+    assert "OutdatedSpec" not in {one["reason"] for one in simulation.store.list("events")}
 
 
 def test_a_run_of_the_same_name_never_gets_the_status_of_the_one_before(
