@@ -263,7 +263,8 @@ class Webhook:
         except ValueError:
             raw = None
         except RecursionError:
-            # Let through, it would keep the operator from reading any list that it stands in.
+            # An answer without the object still names the mistake; without an answer the API server would
+            # report a webhook that fails.
             uid = _UID.search(body[:_START_BYTES])
             self.on_review(False)
             return web.json_response(deny_depth("" if uid is None else uid[1].decode()))
