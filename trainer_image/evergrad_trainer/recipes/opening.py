@@ -3,7 +3,9 @@ steps."""
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -83,18 +85,35 @@ def _prepare_own(
         return prepared
     content = [hash_task(training, base_directory), dict(training.options)]
     name = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    folder = (prepared_directory / f"task-{name}").absolute()
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        # Nodes share a volume: the second one finds what the first has made, instead of half of it.
-        with (
-            exclusive(folder.with_suffix(".lock"), is_done=lambda: False, on_wait=lambda: None),
-            code.guarding("prepare"),
-        ):
+    folder = prepared_directory.absolute() / f"task-{name}"
+    waiting: list[str] = []
+
+    def note_wait() -> None:
+        if not waiting:
+            waiting.append(f"waiting: another process prepares the task's data in {folder}")
+            print(waiting[0], file=sys.stderr, flush=True)
+
+    with ExitStack() as held:
+        with disk_errors(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            # Nodes share a volume: the second one finds what the first has made, instead of half of it.
+            lock = exclusive(
+                folder.with_suffix(".lock"), is_done=lambda: False, on_wait=note_wait
+            )
+            is_alone = held.enter_context(lock)
+            # Under the lock: the process that was waited for may have removed the folder.
+            folder.mkdir(exist_ok=True)
+        # An OSError of the task's own code is not wrong data: a later start may well succeed.
+        with code.guarding("prepare"):
             facts = prepare(prepared, folder)
-        if not facts and not any(folder.iterdir()):
-            folder.rmdir()
-            return prepared
+        if not facts:
+            with disk_errors(folder):
+                is_empty = not any(folder.iterdir())
+                # Without a lock another process may be between its mkdir and its first file.
+                if is_empty and is_alone:
+                    folder.rmdir()
+            if is_empty:
+                return prepared
     try:
         # As another process gets them: what is no JSON must not work on one node and fail on another.
         facts = json.loads(json.dumps(dict(facts or {}), allow_nan=False))

@@ -1,0 +1,133 @@
+"""What a task prepares for itself: nodes on one volume take turns, and its errors stay its own."""
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from evergrad_manifest.training import Training
+from evergrad_trainer.data.batch import Rows, Stage
+from evergrad_trainer.data.preparation import lock
+from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.errors import DataError
+from evergrad_trainer.recipes import opening
+from evergrad_trainer.recipes.own import Code
+
+TRAINING = Training.model_validate(
+    {
+        "recipe": "mine:Task",
+        "batching": {"globalBatchSize": 4, "microBatchSize": 2},
+        "optimizer": {"learningRate": 1e-3},
+        "horizon": {"steps": 3},
+    }
+)
+NO_TEXT = Prepared((), (), tokenizer_identity="", vocab_size=0, end_of_document=0)
+Prepare = Callable[[Prepared, Path], Mapping[str, Any] | None]
+
+
+class Numbers:
+    fingerprint = "numbers"
+
+    @property
+    def fill(self) -> Mapping[str, int]:
+        return {"x": 0}
+
+    def __len__(self) -> int:
+        return 8
+
+    def read(self, items: Any) -> Rows:
+        return Rows({"x": torch.tensor(items)}, weight=len(items))
+
+    def describe(self, item: int) -> str:
+        return str(item)
+
+
+@pytest.fixture
+def open_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Prepare], Prepared]:
+    """A start of a run whose task prepares its data so; gives what is prepared then."""
+    (tmp_path / "mine.py").write_text("", "utf-8")
+
+    def start(prepare: Prepare) -> Prepared:
+        task = SimpleNamespace(
+            prepare=prepare,
+            stages=lambda prepared: [Stage({"numbers": (cast(Any, Numbers()), 1.0)})],
+            evaluators=lambda prepared: {},
+            observers=lambda: (),
+        )
+        local.task = task
+        opened = opening.open_recipe(
+            TRAINING, NO_TEXT, tmp_path, prepared_directory=tmp_path / "prepared"
+        )
+        assert opened.prepared is not None
+        return opened.prepared
+
+    local = threading.local()
+    monkeypatch.setattr(
+        opening, "load_task", lambda *args, **kwargs: (local.task, Code(tmp_path))
+    )
+    return start
+
+
+def test_a_node_that_waited_for_another_to_prepare_nothing_has_a_folder_to_prepare_in(
+    open_with: Callable[[Prepare], Prepared],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    is_waiting, is_first_done = threading.Event(), threading.Event()
+
+    def wait(_: float) -> None:
+        # The second node looks at the lock twice at least, the last time when the first node is done.
+        if is_waiting.is_set():
+            assert is_first_done.wait(60)
+        is_waiting.set()
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(sleep=wait))
+
+    def prepare_something(prepared: Prepared, folder: Path) -> Mapping[str, Any]:
+        (folder / "points").write_text("1 2 3", "utf-8")
+        return {"file": "points"}
+
+    with ThreadPoolExecutor(1) as second:
+
+        def prepare_nothing(prepared: Prepared, folder: Path) -> None:
+            starts.append(second.submit(open_with, prepare_something))
+            assert is_waiting.wait(60)
+
+        starts: list[Any] = []
+        first = open_with(prepare_nothing)
+        is_first_done.set()
+        prepared = starts[0].result(60)
+    assert first.folder is None
+    assert prepared.folder is not None and (prepared.folder / "points").is_file()
+    said = capsys.readouterr().err
+    assert said.count("another process prepares the task's data in") == 1
+
+
+def test_nothing_is_left_of_a_task_that_prepares_nothing(
+    open_with: Callable[[Prepare], Prepared], tmp_path: Path
+) -> None:
+    assert open_with(lambda prepared, folder: None).folder is None
+    assert list((tmp_path / "prepared").iterdir()) == []
+
+
+def test_an_operating_system_error_of_the_tasks_preparation_is_not_called_wrong_data(
+    open_with: Callable[[Prepare], Prepared],
+) -> None:
+    def prepare(prepared: Prepared, folder: Path) -> None:
+        raise ConnectionResetError("the store of points went away")
+
+    with pytest.raises(ConnectionResetError, match="went away"):
+        open_with(prepare)
+
+
+def test_a_volume_that_cannot_be_written_to_is_named(
+    open_with: Callable[[Prepare], Prepared], tmp_path: Path
+) -> None:
+    (tmp_path / "prepared").write_text("a file where the folder should be", "utf-8")
+    with pytest.raises(DataError, match="prepared"):
+        open_with(lambda prepared, folder: None)
