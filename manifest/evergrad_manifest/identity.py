@@ -3,7 +3,7 @@ on the wire."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from evergrad_manifest.fields import find_field
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.script import Script
 from evergrad_manifest.training import Training
-from evergrad_manifest.training.common import without_meaningless
+from evergrad_manifest.training.common import RECOMPUTATION_BY_SWITCH, without_meaningless
 from evergrad_manifest.training.pretrain import OF_SOURCES
 from evergrad_manifest.training.steps import OF_SCHEDULE
 from evergrad_manifest.values.numbers import show
@@ -79,6 +79,17 @@ of that day means (and a stored run that does not have the field: ``from_wire``)
 _OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skipSteps")
 """Sections that nodes of one group may have differently; the last two they agree on when a group forms."""
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
+_LATER_SETTINGS: Final = frozenset(
+    {
+        "training.runtime.matmulPrecision",
+        "training.runtime.attention",
+        "training.runtime.shards",
+    }
+)
+"""Optional fields that came after the hash of the settings, which leaves them out where they have their first
+default. Every new field of ``spec.training`` is added here: without that the first edit of each run in
+existence would have all its pods leave and come again."""
+_SWITCH_OF_RECOMPUTATION: Final = {mode: on for on, mode in RECOMPUTATION_BY_SWITCH.items()}
 
 ABSENT: Final = "(absent)"
 """Stands for a value on the side that does not have the field at all."""
@@ -182,20 +193,31 @@ def config_hash(run: TrainingRun) -> str:
     after the first version and has the default it came with, so that a new version gives the hash that the
     old one gave.
     """
-    recipe = hashed_recipe(run)
-    if run.spec.script is not None:
-        recipe = _without_later_defaults(recipe, run.spec.script, "script.")
-    else:
-        recipe = _without_later_defaults(recipe, run.training, "training.")
     text = json.dumps(
-        recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        hashed_recipe(run),
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
     )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def hashed_recipe(run: TrainingRun) -> dict[str, Any]:
-    """What the identity of a run is computed from: its recipe without the horizon, which may grow."""
-    return {section: value for section, value in recipe_of(run).items() if section != "horizon"}
+    """What the identity of a run is computed from, and what its checkpoints hold: its recipe without the
+    horizon, which may grow, and without later fields at their first default, so that a refused resume blames
+    no field that neither file sets."""
+    recipe = {
+        section: value for section, value in recipe_of(run).items() if section != "horizon"
+    }
+    if run.spec.script is not None:
+        return _without_later_defaults(recipe, run.spec.script, "script.", _is_later)
+    return _without_later_defaults(recipe, run.training, "training.", _is_later)
+
+
+def _is_later(path: str) -> bool:
+    """Whether an optional field of the recipe came after the first version."""
+    return path not in _HASHED_AT_DEFAULT
 
 
 def settings_hash(run: TrainingRun) -> str:
@@ -203,7 +225,8 @@ def settings_hash(run: TrainingRun) -> str:
     digits.
 
     That is more than the recipe: nodes that save, evaluate or stop at other steps would wait for one another.
-    It is less than the file: what concerns one machine may differ.
+    It is less than the file: what concerns one machine may differ. A file that sets no later field keeps the
+    hash that the version before gave it, which the operator has noted.
     """
     # Each of these sections decides what all ranks do at the same step, or is sent between them.
     training = to_wire(run)["spec"]["training"]
@@ -217,6 +240,13 @@ def settings_hash(run: TrainingRun) -> str:
         shared["data"] = {
             key: value for key, value in shared["data"].items() if key not in OPERATIONAL_DATA
         }
+
+    # As the first version wrote it, which knew only true and false here.
+    shared = _without_later_defaults(
+        shared, run.training, "training.", _LATER_SETTINGS.__contains__
+    )
+    mode = shared["runtime"]["activationCheckpointing"]
+    shared["runtime"]["activationCheckpointing"] = _SWITCH_OF_RECOMPUTATION.get(mode, mode)
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -237,10 +267,13 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
 
 
 def _without_later_defaults(
-    wire: Mapping[str, Any], section: Section, prefix: str
+    wire: Mapping[str, Any], section: Section, prefix: str, came_later: Callable[[str], bool]
 ) -> dict[str, Any]:
     """``wire``, a part of ``section`` on the wire, without later fields at their first default and sections
-    left empty so."""
+    left empty so.
+
+    ``came_later``: whether an optional field, by its path, came after the first version of the hash.
+    """
     kept: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         key, path = info.alias or name, f"{prefix}{info.alias or name}"
@@ -250,14 +283,17 @@ def _without_later_defaults(
         # A required field is written in every file; of the optional ones only those of the first version
         # were hashed at their default.
         value, written = getattr(section, name), wire[key]
-        is_later = not info.is_required() and path not in _HASHED_AT_DEFAULT
+        is_later = not info.is_required() and came_later(path)
         if isinstance(value, Section):
-            written = _without_later_defaults(written, value, f"{path}.")
+            written = _without_later_defaults(written, value, f"{path}.", came_later)
             if is_later and not written:
                 continue
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
             pairs = zip(written, value, strict=True)
-            written = [_without_later_defaults(item, one, f"{path}[].") for item, one in pairs]
+            written = [
+                _without_later_defaults(item, one, f"{path}[].", came_later)
+                for item, one in pairs
+            ]
         elif is_later and value == FIRST_DEFAULTS.get(
             path, info.get_default(call_default_factory=True)
         ):

@@ -98,9 +98,13 @@ class InitFrom(Section):
     only."""
 
 
+RECOMPUTATION_BY_SWITCH: Final = {True: "full", False: "none"}
+"""``activationCheckpointing`` of the first versions → what it meant."""
+
+
 def _checkpointing_mode(value: Any) -> Any:
     """Read true and false, which the first versions took, as full and none."""
-    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+    return RECOMPUTATION_BY_SWITCH[value] if isinstance(value, bool) else value
 
 
 def _on_or_off(value: Any) -> Any:

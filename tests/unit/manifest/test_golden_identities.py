@@ -12,13 +12,20 @@ from evergrad_manifest import identity
 from evergrad_manifest.base import Section, Switch
 from evergrad_manifest.envelope import Spec, TrainingRun
 from evergrad_manifest.fields import walk_fields
-from evergrad_manifest.identity import RECIPE_SECTIONS, config_hash, recipe_of
+from evergrad_manifest.identity import (
+    RECIPE_SECTIONS,
+    config_hash,
+    hashed_recipe,
+    recipe_of,
+    settings_hash,
+)
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.training import Data, Optimizer, Source, Training
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
+BASE = FOLDER / "base_manifest.yaml"
 GOLDEN: list[dict[str, Any]] = yaml.safe_load((FOLDER / "golden_identities.yaml").read_text())
 EXAMPLES = {
     "elastic": "d7700ccf853613b191b34ae4085d2f64764b2e4f7a011d5f6282035385b990d7",
@@ -90,6 +97,40 @@ def test_the_hash_of_each_golden_spec_stays_what_it_is(case: dict[str, Any]) -> 
     assert config_hash(parse_run(document(case))) == case["hash"]
 
 
+TYPED = [case for case in GOLDEN if "training" in case["spec"]]
+
+
+@pytest.mark.parametrize("case", TYPED, ids=[case["name"] for case in TYPED])
+def test_the_hash_of_the_settings_of_each_golden_spec_stays_what_it_is(
+    case: dict[str, Any],
+) -> None:
+    # Each was calculated by the version before matmulPrecision, attention, shards and selective recomputation.
+    assert settings_hash(parse_run(document(case))) == case["settings"]
+
+
+def test_the_old_spelling_of_recomputation_has_the_hash_of_settings_that_it_had() -> None:
+    switch = "spec.training.runtime.activationCheckpointing"
+    found = [
+        settings_hash(load_manifest(BASE, overrides=[f"{switch}={value}"]).run)
+        for value in ("true", "full", "false", "none", "selective")
+    ]
+    assert found[:4] == 2 * ["89117bd99b862060"] + 2 * ["236ae4381204ff44"]
+    assert found[4] not in found[:4]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["attention=math", "matmulPrecision=high", "parallelism=fsdp2", "shards=2"],
+)
+def test_a_later_setting_that_is_set_changes_the_hash_of_the_settings(setting: str) -> None:
+    raw = load_manifest(BASE).raw
+    key, value = setting.split("=")
+    raw["spec"]["training"]["runtime"] = {"parallelism": "fsdp2"} if key == "shards" else {}
+    before = settings_hash(parse_run(raw))
+    raw["spec"]["training"]["runtime"][key] = yaml.safe_load(value)
+    assert settings_hash(parse_run(raw)) != before
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_hash_of_each_example_stays_what_it_is(name: str) -> None:
     assert (
@@ -151,6 +192,16 @@ def test_a_later_field_at_its_default_has_the_hash_of_a_file_without_it() -> Non
     raw["spec"]["training"]["optimizer"] |= {"momentum": 0.95, "groups": {}}
     raw["spec"]["training"]["data"]["shards"] = {"count": 1}
     assert config_hash(LaterRun.model_validate(raw)) == GOLDEN[0]["hash"]
+
+
+def test_the_recipe_that_a_checkpoint_holds_has_no_later_field_that_the_file_does_not_set() -> (
+    None
+):
+    # A refused resume compares it field by field: one that neither side set would be blamed, too.
+    recipe = hashed_recipe(LaterRun.model_validate(document(GOLDEN[0])))
+    assert recipe == hashed_recipe(parse_run(document(GOLDEN[0])))
+    assert recipe["runtime"] == {"precision": "bf16-autocast"}
+    assert not {"horizon", "options"} & recipe.keys()
 
 
 def test_a_later_default_that_changed_gives_the_old_hash_to_the_old_meaning_only(
