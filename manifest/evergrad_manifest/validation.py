@@ -3,21 +3,28 @@ change. Pure."""
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from pydantic import ValidationError
 
 from evergrad_manifest.derive import steps_without_data
 from evergrad_manifest.envelope import Metadata, TrainingRun
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import choices_of, fields_of, format_path, value_at
+from evergrad_manifest.fields import (
+    FieldPath,
+    choices_of,
+    fields_of,
+    find_field,
+    format_path,
+    value_at,
+)
 from evergrad_manifest.identity import changed_fields, recipe_of, show_value, to_wire
 from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.problems import problems_of as problems_of_model
 from evergrad_manifest.reading.validation import check_run, parse_run
 from evergrad_manifest.training.steps import HORIZON
-from evergrad_manifest.values.numbers import NumberError, parse_count
+from evergrad_manifest.values.numbers import PLAIN_INTEGER, NumberError, parse_count
 from evergrad_manifest.view import without_nulls
 
 INVALID_SPEC: Final = "InvalidSpec"
@@ -95,7 +102,8 @@ def with_plain_numbers(
     a problem for each of them.
 
     Earlier versions accepted ``min: "2"`` and ``lingerSeconds: 1k``. An API server checks an object when it
-    is written, so that one of that day is still there, and its run must go on.
+    is written, so that one of that day is still there, and its run must go on. Only the fields that are plain
+    integers today are read so: every other text means what it meant.
     """
     pruned = without_nulls(document, TrainingRun)
     try:
@@ -104,7 +112,7 @@ def with_plain_numbers(
         texts = {
             details["loc"]: details["input"]
             for details in error.errors(include_url=False)
-            if isinstance(details["input"], str) and details["type"] == "value_error"
+            if isinstance(details["input"], str) and _is_plain_integer(details["loc"])
         }
         found = {problem.path: problem for problem in problems_of_model(error, pruned)}
     else:
@@ -123,12 +131,25 @@ def with_plain_numbers(
     return copied, tuple(problems)
 
 
+def _is_plain_integer(path: FieldPath) -> bool:
+    """Whether the field at ``path`` is a ``Whole``, be it optional."""
+    info = find_field(TrainingRun, path)
+    if info is None:
+        return False
+    # pydantic takes the marks of a field that is not optional out of its annotation.
+    members = (info.annotation, *get_args(info.annotation))
+    return any(
+        PLAIN_INTEGER in marks
+        for marks in (info.metadata, *(getattr(one, "__metadata__", ()) for one in members))
+    )
+
+
 def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Problem]:
     try:
-        before = read_object(old)
+        # A stored number in quotes, which an older version accepted, is no leave to change what is fixed.
+        before = read_object(with_plain_numbers(manifest_of(old))[0])
     except ValidationError:
-        # An older version accepted it. What cannot be read cannot be compared; the API server's own rules
-        # still hold.
+        # What cannot be read cannot be compared; the API server's own rules still hold.
         return
 
     # A run stays typed or a script: neither can read what the other saved.

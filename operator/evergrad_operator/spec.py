@@ -150,10 +150,12 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
     run, found = check_run(manifest)
     outdated: tuple[Problem, ...] = ()
     if run is None:
-        # Written for an earlier version, perhaps: such a run goes on.
-        manifest, outdated = with_plain_numbers(manifest)
-        if outdated:
-            run, found = check_run(manifest)
+        # Written for an earlier version, perhaps: such a run goes on. Where this does not make it a run, the
+        # problems stay those of the file's own words, as evergrad validate reports them.
+        manifest, named = with_plain_numbers(manifest)
+        again, left = check_run(manifest) if named else (None, found)
+        if again is not None:
+            run, found, outdated = again, left, named
     problems, raw_spec = at_most(found), get_map(manifest, "spec")
     training = None if run is None else run.spec.training
     # As it was written: the hash stands in the records of older versions.

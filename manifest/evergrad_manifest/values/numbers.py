@@ -303,7 +303,9 @@ def _parsed(parse: Callable[[Any], Any]) -> BeforeValidator:
 
 
 Count = Annotated[int, _parsed(parse_count), _human("count", DECIMAL_UNITS)]
-Whole = Annotated[int, _parsed(parse_whole)]
+PLAIN_INTEGER: Final = _parsed(parse_whole)
+"""Marks a field as a plain integer."""
+Whole = Annotated[int, PLAIN_INTEGER]
 """Nodes, processes and seconds: small numbers, of which the API server knows the bounds."""
 Real = Annotated[float, _parsed(parse_real), _human("number", DECIMAL_UNITS | PERCENT)]
 Fraction = Annotated[float, _parsed(parse_fraction), _human("fraction", PERCENT)]

@@ -278,6 +278,41 @@ def test_no_other_text_becomes_a_number() -> None:
     assert with_plain_numbers(BASE) == (BASE, ())
 
 
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("spec.training.recipe", "5"),
+        ("spec.training.data.heldOut", {"fraction": "5"}),
+        ("spec.resources.requests.cpu", " 7 "),
+    ],
+)
+def test_a_text_that_looks_like_a_number_is_none_where_no_plain_integer_belongs(
+    path: str, text: Any
+) -> None:
+    # The field of nodes is read anew beside it.
+    wrong = changed({"spec.nodes.min": '"2"'})
+    *parents, key = path.split(".")
+    holder = wrong
+    for parent in parents:
+        holder = holder[parent]
+    holder[key] = text
+    found, problems = with_plain_numbers(wrong)
+    assert [problem.path for problem in problems] == ["spec.nodes.min"]
+    wrong["spec"]["nodes"]["min"] = 2
+    assert found == wrong and problems_of(sent(found)) != ()
+
+
+def test_a_stored_number_in_quotes_is_no_leave_to_change_what_is_fixed() -> None:
+    old = changed({"spec.workersPerNode": '"2"'})
+    mended = changed({"spec.workersPerNode": 2})
+    assert problems_of(sent(mended), old=sent(old)) == ()
+    other = changed({"spec.workersPerNode": 1, "spec.training.optimizer.learningRate": 0.5})
+    assert [problem.path for problem in problems_of(sent(other), old=sent(old))] == [
+        "spec.training.optimizer.learningRate",
+        "spec.workersPerNode",
+    ]
+
+
 def nested(levels: int) -> dict[str, Any]:
     options: Any = {}
     for _ in range(levels):

@@ -165,6 +165,23 @@ def test_a_run_with_the_quoted_numbers_of_an_earlier_version_goes_on() -> None:
     assert run.parsed == dataclasses.replace(new.parsed, outdated=run.parsed.outdated)
 
 
+def test_a_run_that_no_reading_makes_right_has_the_problems_that_validate_finds() -> None:
+    quoted = {"nodes": {"min": "2"}, "training": {**TRAINING, "recipe": "5"}}
+    _, expected = check_run({**FILE, "spec": {**FILE["spec"], **quoted}})
+    parsed = parse_run(stored({"suspend": True, **quoted})).parsed
+    assert {one.path for one in expected} == {"spec.nodes.min", "spec.training.recipe"}
+    assert (parsed.problems, parsed.outdated) == (tuple(expected), ())
+    # It can still be explained, suspended and deleted.
+    assert parsed.spec.suspend and not parsed.is_whole
+
+    # A quantity with blanks was never valid, although it looks like a number.
+    blank = {"resources": {"requests": {"cpu": " 7 "}}}
+    _, expected = check_run({**FILE, "spec": {**FILE["spec"], **blank}})
+    with pytest.raises(SpecError) as refused:
+        parse_run(stored(blank))
+    assert refused.value.problems == tuple(expected) != ()
+
+
 def test_values_are_frozen() -> None:
     run = parse_run(FILE)
     with pytest.raises(dataclasses.FrozenInstanceError):
