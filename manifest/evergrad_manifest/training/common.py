@@ -18,6 +18,9 @@ TRAINING: Final = "spec.training"
 RECIPES: Final = ("pretrain",)
 """Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
 
+LENGTH_WITHOUT_DATA: Final = 1
+"""Tokens a sample of a task that prepares its data itself: each of its items counts as one."""
+
 
 @dataclass(frozen=True)
 class Meaningless:

@@ -10,6 +10,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.training.common import (
+    LENGTH_WITHOUT_DATA,
     RECIPES,
     TRAINING,
     Every,
@@ -212,8 +213,8 @@ class Data(Section):
     """Where prepared token files are kept; default: ``.prepared`` beside the run directory."""
 
 
-NO_DATA: Final = Data.model_construct(set(), sources=(), sequence_length=1)
-"""Of a task that prepares its data itself: each of its items counts as one token."""
+NO_DATA: Final = Data.model_construct(set(), sources=(), sequence_length=LENGTH_WITHOUT_DATA)
+"""Of a task that prepares its data itself."""
 
 OF_SOURCES: Final = (
     Meaningless("textField", "type", ("tokens",), "Remove it, or set type: jsonl"),

@@ -12,7 +12,13 @@ from pydantic import Field, Strict
 from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
-from evergrad_manifest.training.common import TRAINING, Meaningless, meaningless_in
+from evergrad_manifest.training.common import (
+    LENGTH_WITHOUT_DATA,
+    RECIPES,
+    TRAINING,
+    Meaningless,
+    meaningless_in,
+)
 from evergrad_manifest.values.numbers import Count, Fraction, Real, StepsOrFraction
 from evergrad_manifest.view import UNKNOWN, View
 
@@ -127,12 +133,18 @@ def total_steps_of(view: View) -> int | None:
     if given == ["steps"]:
         steps = view.get(f"{HORIZON}.steps")
         return None if steps is UNKNOWN else int(steps)
-    if (
-        given == ["tokens"]
-        and (found := view.known(f"{HORIZON}.tokens", _GLOBAL, _LENGTH)) is not None
-    ):
-        return steps_for_tokens(found[0], samples=found[1], length=found[2])
-    return None
+    found = view.known(f"{HORIZON}.tokens", _GLOBAL)
+    if given != ["tokens"] or found is None:
+        return None
+
+    # A task that prepares its own data names none; where a named recipe lacks them, that is the problem.
+    length = view.get(_LENGTH)
+    if not view.is_given(f"{TRAINING}.data"):
+        is_own = view.get(f"{TRAINING}.recipe") not in (*RECIPES, UNKNOWN)
+        length = LENGTH_WITHOUT_DATA if is_own else UNKNOWN
+    if length is UNKNOWN:
+        return None
+    return steps_for_tokens(found[0], samples=found[1], length=length)
 
 
 def steps_for_tokens(tokens: int, *, samples: int, length: int) -> int:

@@ -90,6 +90,41 @@ def test_more_than_a_hundred_problems_are_counted() -> None:
     assert "50 more problems are not listed" in str(refused.value.problems[-1])
 
 
+@pytest.mark.parametrize(
+    ("section", "value", "path"),
+    [
+        ("schedule", {"warmup": 200}, "schedule.warmup"),
+        ("stop", {"afterStep": 101}, "stop.afterStep"),
+        ("overrides", [{"fromStep": 101, "clipNorm": 0}], "overrides[0].fromStep"),
+    ],
+)
+def test_the_steps_of_a_task_without_data_follow_from_a_horizon_in_tokens(
+    section: str, value: Any, path: str
+) -> None:
+    # Each item counts as one token: 100 steps of 4.
+    raw = yaml.safe_load(BASE.read_text())
+    training = raw["spec"]["training"]
+    for key in ("model", "data", "evaluation"):
+        del training[key]
+    training |= {
+        "recipe": "mine:Task",
+        "batching": {"globalBatchSize": 4, "microBatchSize": 1},
+        "schedule": {"type": "constant"},
+        "horizon": {"tokens": 400},
+    }
+    assert check_run(raw)[1] == []
+    training |= {section: value}
+    (problem,) = check_run(raw)[1]
+    assert problem.path == f"spec.training.{path}" and "100 steps" in str(problem)
+
+    # Where text is needed and missing, that alone is the problem.
+    training["recipe"] = "pretrain"
+    assert {one.path for one in check_run(raw)[1]} == {
+        "spec.training.model",
+        "spec.training.data",
+    }
+
+
 def test_a_view_of_a_right_manifest_is_the_parsed_manifest() -> None:
     raw = without_nulls(yaml.safe_load(BASE.read_text()), TrainingRun)
     run = parse_run(raw)
