@@ -132,7 +132,9 @@ def _describe_script(run: TrainingRun) -> str:
 def _describe_training(run: TrainingRun) -> str:
     training = run.training
     slots = slots_per_step(training.batching)
+    # A task that prepares its data itself names no source.
     sources = ", ".join(source.name for source in training.data.sources)
+    trained_on = f", trained on {sources}" if sources else ""
     horizon = training.horizon
     if horizon.steps is not None:
         length = f"{horizon.steps} steps"
@@ -142,7 +144,7 @@ def _describe_training(run: TrainingRun) -> str:
         length = f"{horizon.epochs:g} epochs"
     return (
         f"{length}, {training.batching.global_batch_size} samples a step in {slots} "
-        f"slots, trained on {sources}"
+        f"slots{trained_on}"
     )
 
 

@@ -17,6 +17,8 @@ from evergrad_coordinator.contract import API_VERSION, KIND
 
 WEBHOOK: Final = "trainingruns.evergrad.dev"
 _NAME: Final = "webhook"
+_NAMESPACE_LABEL: Final = "kubernetes.io/metadata.name"
+"""Label of every namespace: its own name."""
 _UTC_TIME: Final = 0x17
 _VERSION: Final = 0xA0
 """Tags of DER."""
@@ -54,6 +56,8 @@ class Asked:
 
     answer: Answer
     message: str = ""
+    namespace: str = ""
+    """Where the run would have been made; empty: not known, and every webhook counts as covering it."""
 
 
 def judge_refusal(paths: Sequence[str], message: str) -> Asked:
@@ -87,13 +91,19 @@ def check_webhook(
         return Check(_NAME, State.OK, "kubectl apply reports what evergrad validate reports")
     if asked.answer is Answer.UNKNOWN:
         return Check(_NAME, State.SKIP, f"it could not be asked; {asked.message}")
-    if configurations is not None and find_webhook(configurations) is None:
-        what = (
-            "none is configured; a wrong file is accepted, and its run then becomes InvalidSpec"
-        )
-        return Check(
-            _NAME, State.WARN, what, "Switch it on in the chart: --set webhook.enabled=true"
-        )
+    webhook = find_webhook(configurations or (), asked.namespace)
+    if configurations is not None and webhook is None:
+        # An operator that serves some namespaces has a webhook for these alone.
+        if find_webhook(configurations) is None:
+            what, remedy = (
+                "none is configured",
+                "Switch it on in the chart: --set webhook.enabled=true",
+            )
+        else:
+            what = f"no webhook covers this namespace, {asked.namespace}"
+            remedy = "Add the namespace to rbac.watchNamespaces of the operator that serves it"
+        what += "; a wrong file is accepted, and its run then becomes InvalidSpec"
+        return Check(_NAME, State.WARN, what, remedy)
 
     # Where it may be passed over, runs go on being made; where it may not, none can be.
     state = State.FAIL if asked.answer is Answer.FAILED else State.WARN
@@ -102,15 +112,36 @@ def check_webhook(
         if state is State.FAIL
         else "it is not asked or does not answer; a wrong file is accepted, and its run becomes InvalidSpec"
     )
-    why, remedy = _find_fault(find_webhook(configurations or ()), slices, secret, now)
+    why, remedy = _find_fault(webhook, slices, secret, now)
     reasons = [part for part in (why, asked.message) if part]
     return Check(_NAME, state, "; ".join([what, *reasons]), remedy)
 
 
-def find_webhook(configurations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Our webhook's entry, among all configurations."""
+def find_webhook(
+    configurations: Sequence[Mapping[str, Any]], namespace: str = ""
+) -> Mapping[str, Any] | None:
+    """Our webhook's entry, among all configurations: the first one that is asked about ``namespace``; without
+    a namespace the first of all."""
     entries = [entry for raw in configurations for entry in raw.get("webhooks") or ()]
-    return next((entry for entry in entries if entry.get("name") == WEBHOOK), None)
+    return next(
+        (
+            entry
+            for entry in entries
+            if entry.get("name") == WEBHOOK and (not namespace or _covers(entry, namespace))
+        ),
+        None,
+    )
+
+
+def _covers(webhook: Mapping[str, Any], namespace: str) -> bool:
+    """Whether the API server asks ``webhook`` about objects of ``namespace``, by the names that the chart
+    writes; a choice by other labels cannot be decided here, and counts as covering."""
+    expressions = (webhook.get("namespaceSelector") or {}).get("matchExpressions") or ()
+    return all(
+        namespace in (one.get("values") or ())
+        for one in expressions
+        if (one.get("key"), one.get("operator")) == (_NAMESPACE_LABEL, "In")
+    )
 
 
 def service_of(webhook: Mapping[str, Any] | None) -> tuple[str, str]:

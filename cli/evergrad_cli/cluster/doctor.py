@@ -6,7 +6,7 @@ One line a check, with a remedy.
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from evergrad_cli import __version__
@@ -161,14 +161,15 @@ def _check_operator(cluster: Cluster, namespace: str | None, now: float) -> list
 
 
 def _check_webhook(cluster: Cluster, now: float) -> Check:
-    asked = _ask_webhook(cluster)
+    asked = replace(_ask_webhook(cluster), namespace=cluster.namespace)
     if asked.answer in (Answer.REFUSED, Answer.UNKNOWN):
         return admission.check_webhook(asked, None, None, None, now=now)
 
     # It does not do its work. Only now is looked at why: the Secret holds a private key too.
     path = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
     configurations = _list(cluster, path)
-    namespace, name = admission.service_of(admission.find_webhook(configurations or ()))
+    webhook = admission.find_webhook(configurations or (), cluster.namespace)
+    namespace, name = admission.service_of(webhook)
     slices, secret = None, None
     if name:
         slices = _list(

@@ -345,6 +345,33 @@ def test_a_webhook_that_does_not_answer_says_why_and_what_to_do() -> None:
     assert failed.state is State.FAIL and "no run can be created" in failed.message
 
 
+def among(*namespaces: str) -> dict[str, Any]:
+    """Our webhook of an operator that serves ``namespaces`` alone, as the chart writes it."""
+    label = "kubernetes.io/metadata.name"
+    expression = {"key": label, "operator": "In", "values": [*namespaces]}
+    entry = configured(None)[1]["webhooks"][0]
+    place = {"service": {"namespace": namespaces[0], "name": "evergrad"}}
+    selector = {"matchExpressions": [expression]}
+    return {"webhooks": [{**entry, "clientConfig": place, "namespaceSelector": selector}]}
+
+
+def test_the_webhook_that_is_looked_at_is_the_one_of_this_namespace() -> None:
+    both = [among("red", "rose"), among("blue")]
+    found = [
+        admission.service_of(admission.find_webhook(both, namespace))[0]
+        for namespace in ("rose", "blue", "green")
+    ]
+    assert found == ["red", "blue", ""]
+    asked = admission.Asked(admission.Answer.ACCEPTED, namespace="green")
+    shown = admission.check_webhook(asked, both, None, None, now=NOW)
+    assert shown.state is State.WARN
+    assert shown.message.startswith("no webhook covers this namespace, green; a wrong file is")
+    assert "rbac.watchNamespaces" in shown.remedy
+    # One without a choice of namespaces is asked about all.
+    everywhere = [*both, *configured(None)]
+    assert "caBundle" in admission.check_webhook(asked, everywhere, None, None, now=NOW).message
+
+
 def test_doctor_looks_for_the_fault_of_a_webhook_that_fails(
     cluster: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,27 @@ def test_json_is_one_document_either_way(capsys: pytest.CaptureFixture[str]) -> 
     assert problem["remedy"] == "Keep one, remove the rest"
 
 
+def test_a_task_that_prepares_its_data_itself_is_one_line_without_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = yaml.safe_load(BASE.read_text())
+    training = manifest["spec"]["training"]
+    for key in ("model", "data", "evaluation"):
+        del training[key]
+    training |= {"recipe": "mine:Task", "horizon": {"steps": 9000}}
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(manifest))
+    (tmp_path / "mine.py").touch()
+    assert execute(path) == 0
+    assert capsys.readouterr() == (
+        (
+            f"valid: docs-lm ({path}); 9000 steps, 32 samples a step in 8 slots; "
+            "a model that the task makes itself\n"
+        ),
+        "",
+    )
+
+
 def a_script(folder: Path, **script: Any) -> Path:
     manifest = yaml.safe_load(SCRIPT.read_text())
     manifest["spec"]["script"] |= script
