@@ -49,15 +49,15 @@ def load_manifest(
         Path(path), overlays=[Path(overlay) for overlay in overlays], overrides=overrides
     )
     run, found = check_run(layered.value)
-    places = {format_path(where): place for where, place in layered.places.items()}
+    places = {format_path(keys): place for keys, place in layered.places.items()}
     news = []
     for problem in found:
         # A value that could not be read is null: what is said of it, or of a value in it, would repeat that.
-        path = problem.path
-        ends = [index for index, character in enumerate(path) if character in ".["]
-        if path in layered.lost or any(path[:end] in layered.lost for end in ends):
+        where = problem.path
+        ends = [index for index, character in enumerate(where) if character in ".["]
+        if where in layered.lost or any(where[:end] in layered.lost for end in ends):
             continue
-        place = places.get(path)
+        place = places.get(where)
         news.append(
             problem if place is None else replace(problem, what=f"{problem.what} ({place})")
         )
