@@ -17,7 +17,7 @@ from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.token_source import INPUT_IDS, LABELS
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.errors import HostError
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.models.parallel import build_gradient_sum
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
@@ -134,8 +134,8 @@ def compare_layouts(world: World, directory: Path) -> dict[str, Any]:
     refusal = ""
     try:
         build(world, directory, {"shards": 3})
-    except ModelError as error:
-        refusal = str(error.problems[0])
+    except HostError as error:
+        refusal = str(error)
     names = sorted(name for name, _ in two.model.named_parameters())
     return {
         "dimensions": sorted({p.device_mesh.ndim for p in two.model.parameters()}),  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
-from evergrad_trainer.errors import ModelError
+from evergrad_trainer.errors import HostError
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, ShardedSum
 from evergrad_trainer.world import World
 
@@ -40,7 +40,7 @@ def shard(
 ) -> None:
     """Shard ``model`` in place, block by block (FSDP2). Gradients are summed over all ranks, not averaged.
 
-    In a world of one there is nothing to share, and the model stays as it is. Raises ModelError where the
+    In a world of one there is nothing to share, and the model stays as it is. Raises HostError where the
     ranks cannot be cut into copies.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -88,7 +88,9 @@ def _build_mesh(world: World, sharding: Sharding) -> "DeviceMesh":
     device, group, shards = world.device.type, world.group, sharding.shards or world.size
     assert group is not None  # noqa: S101 - the caller has looked
     if problem := problem_of_shards(shards, world.size):
-        raise ModelError(problem)
+        # Preflight has refused what can never train. This is a group that has lost a node, or not all of it:
+        # wrong input would end the run.
+        raise HostError(str(problem))
     if shards == world.size:
         return DeviceMesh.from_group(group, device)
     grid = torch.arange(world.size).view(-1, shards)
