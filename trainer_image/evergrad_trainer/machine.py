@@ -10,6 +10,8 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""Devices of the drivers of NVIDIA, of AMD, and of either under Windows."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ def observe_machine(
         accelerator_memory_bytes=accelerator_memory_bytes,
         has_cpp_compiler=has_cpp_compiler(),
     )
+
+
+def has_accelerator_driver() -> bool:
+    """Whether this machine may have accelerators, without importing torch: a driver's device is there."""
+    return any(path.exists() for path in _DRIVERS)
 
 
 def has_cpp_compiler() -> bool:

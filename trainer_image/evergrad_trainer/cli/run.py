@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import os
 import sys
 
 from evergrad_coordinator.contract import ExitCode
@@ -16,7 +17,7 @@ from evergrad_trainer.cli.run_arguments import (
     machine_and_workers,
     run_directory_of,
 )
-from evergrad_trainer.machine import observe_machine
+from evergrad_trainer.machine import has_accelerator_driver, observe_machine
 from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -81,9 +82,8 @@ def execute(args: argparse.Namespace) -> int:
         print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
         print("To train longer, raise the horizon and use --extend.")
         return int(ExitCode.DONE)
-    num_asked = request.num_workers or loaded.run.spec.workers_per_node or 1
-    if request.num_nodes is None and num_asked == 1:
-        # The disk reads while the processor imports; a process that forks has no threads.
+    if _restores_here(request):
+        # The disk reads while the processor imports.
         read_ahead(directory.checkpoints, memory_bytes=observe_machine().memory_bytes)
     # Imports make objects that stay: to collect among them costs a tenth of the start-up.
     gc.disable()
@@ -159,6 +159,19 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
         is_extension=args.extend,
         ignores_preflight=args.no_preflight,
     )
+
+
+def _restores_here(request: RunRequest) -> bool:
+    """Whether this process will read the run's checkpoint itself, as far as can be seen before torch is
+    imported.
+
+    A process that forks workers must have no threads; it forks one for each accelerator where nobody says how
+    many. Ranks that torchrun has started get the state from rank 0.
+    """
+    run = request.loaded.run
+    is_on_cpu = run.training.runtime.device == "cpu" or not has_accelerator_driver()
+    num_workers = request.num_workers or run.spec.workers_per_node or (1 if is_on_cpu else 0)
+    return request.num_nodes is None and num_workers == 1 and os.environ.get("RANK", "0") == "0"
 
 
 def _is_launched() -> bool:
