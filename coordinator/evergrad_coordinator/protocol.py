@@ -215,7 +215,8 @@ class Progress(Message):
 class Restoring(Message):
     """Bytes of state that this node's workers have read or received in a group that is not up yet.
 
-    Said some times a second while the number grows: a start may last long, but not in silence.
+    Only for a coordinator whose welcome takes it. Said some times a second while the number grows: a start
+    may last long, but not in silence.
     """
 
     TYPE = "restoring"
@@ -243,6 +244,8 @@ class Welcome(Message):
     generation: int
     lease_seconds: float
     silence_seconds: float
+    takes_restoring: bool = False
+    """The coordinator knows :class:`Restoring`. An older one would close the connection on it."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,10 @@ class ProtocolError(ValueError):
     """A line, or a value of one, that no record of the codec can hold. The text names the field."""
 
 
+class UnknownTypeError(ProtocolError):
+    """A well-formed record of a type that the codec does not have: a newer sender may have it."""
+
+
 class Record(typing.Protocol):
     """Any dataclass.
 
@@ -90,7 +94,8 @@ class Codec(Generic[R]):
     def decode(self, line: bytes) -> R:
         """The record of one line.
 
-        Unknown fields are ignored: a newer sender may have more. Raises ProtocolError.
+        Unknown fields are ignored: a newer sender may have more. Raises UnknownTypeError for a name of a type
+        that is none of these records', ProtocolError for all else that is none of them.
         """
         # Bounds first: what is longer is not worth the time to parse it.
         if len(line) > self._max_bytes:
@@ -105,7 +110,8 @@ class Codec(Generic[R]):
         name = found.get("type")
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise ProtocolError(f"type: {_show(name)} is none of {', '.join(self._kinds)}")
+            refusal = UnknownTypeError if isinstance(name, str) else ProtocolError
+            raise refusal(f"type: {_show(name)} is none of {', '.join(self._kinds)}")
         return from_json(kind, found, where=_type_of(kind))
 
 

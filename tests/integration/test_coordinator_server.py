@@ -253,7 +253,8 @@ async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(
         b'{"type": "hello"}\n',
         hello_line() + hello_line(),
         hello_line("5") + b'{"type": "capacity", "workers": -5}\n',
-        hello_line("5") + b'{"type": "welcome"}\n',
+        b'{"type": "of a later version"}\n',
+        hello_line("5") + b'{"type": 5}\n',
         hello_line("5") + b'{"type": "ping"}\n' * 5000,
     ],
 )
@@ -264,6 +265,18 @@ def test_a_peer_that_breaks_the_rules_loses_its_connection(start: Start, data: b
         read_until_closed(peer)
     assert coordinator.get("/healthz") == (200, "ok\n")
     assert coordinator.metric("evergrad_coordinator_internal_errors_total") == 0
+
+
+def test_a_member_that_says_what_only_a_newer_version_knows_keeps_its_connection(
+    start: Start,
+) -> None:
+    coordinator = start().wait_until_listening()
+    with coordinator.connect() as peer, peer.makefile("rb") as lines:
+        peer.settimeout(PATIENCE)
+        peer.sendall(hello_line("5") + b'{"type": "of a later version"}\n{"type": "ping"}\n')
+        while b'"pong"' not in (line := lines.readline()):
+            assert line, "the connection was closed"
+    assert coordinator.metric("evergrad_coordinator_rejected_total") == 0
 
 
 def test_an_endless_line_is_cut_early(start: Start) -> None:

@@ -21,7 +21,7 @@ from evergrad_coordinator.rules.budget import MAX_FAILURES
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.state import Close, Effect, Finish, Log, Persist, Send
 from evergrad_coordinator.secret import is_token
-from evergrad_coordinator.wire import ProtocolError, encode
+from evergrad_coordinator.wire import ProtocolError, UnknownTypeError, encode
 
 _PING = Ping()
 _PING_LINE = encode(_PING).rstrip()
@@ -169,7 +169,12 @@ class Server:
         try:
             message = _PING if line == _PING_LINE else decode_from_node(line)
         except ProtocolError as error:
-            self.reject(peer, "malformed", str(error))
+            # A newer node may say more than this coordinator knows of: without its connection it could not
+            # train at all.
+            if isinstance(error, UnknownTypeError) and peer.has_joined:
+                self.counters.messages += 1
+            else:
+                self.reject(peer, "malformed", str(error))
             return
         self.counters.messages += 1
 

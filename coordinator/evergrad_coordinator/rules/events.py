@@ -167,9 +167,13 @@ def _join(group: Group, peer: int, hello: Hello, now: float) -> None:
     group.heard_generation = max(group.heard_generation, hello.known_generation, node.group)
     group.log("hello", node=node.name, workers=node.workers, had=node.group)
     settings = group.settings
-    group.send(
-        peer, Welcome(group.generation, settings.lease_seconds, settings.silence_seconds)
+    welcome = Welcome(
+        group.generation,
+        settings.lease_seconds,
+        settings.silence_seconds,
+        takes_restoring=True,
     )
+    group.send(peer, welcome)
 
     # A node that is back may show that a break was silence and no loss, and learns of the plan it missed.
     group.budget.note_return(node.key, group.training)

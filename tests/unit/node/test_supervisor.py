@@ -33,6 +33,7 @@ from evergrad_coordinator.protocol import (
     Progress,
     Ready,
     Refused,
+    Restoring,
     Result,
     Welcome,
     decode_from_node,
@@ -247,6 +248,31 @@ def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears
         again.say(Welcome(generation=1 << 32, lease_seconds=10.0, silence_seconds=3.0))
         assert await again.hear(Done) == Done(7)
         again.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_the_growth_of_a_state_is_said_only_to_a_coordinator_that_knows_the_message(
+    tmp_path: Path, is_known: bool
+) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.accept()
+        await peer.hear(Hello)
+        if is_known:
+            peer.say(Welcome(0, 10.0, 3.0, takes_restoring=True))
+        else:
+            # As a coordinator of an earlier version says it.
+            line = b'{"type":"welcome","generation":0,"leaseSeconds":10.0,"silenceSeconds":3.0}'
+            peer.writer.write(line + b"\n")
+        await peer.hear(Ping)
+        scene.supervisor.take(Restoring(3, 1000))
+        scene.supervisor.take(Capacity(7))
+        said = await peer.hear_until(Capacity)
+        while cast(Capacity, said[-1]).workers != 7:
+            said += await peer.hear_until(Capacity)
+        assert (Restoring(3, 1000) in said) is is_known
+        peer.say(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 

@@ -18,6 +18,7 @@ from evergrad_coordinator.protocol import (
     Message,
     Plan,
     Refused,
+    Restoring,
     Result,
     Up,
     Welcome,
@@ -64,6 +65,8 @@ class Conversation:
         self.num_refusals = 0
         """Since the last welcome."""
         self.is_leaving = False
+        self._takes_restoring = False
+        """Of the coordinator that said the newest welcome."""
         self._client = self._new_client()
         self._last: dict[type[Message], Message] = {}
         """The last ``up``, ``broken``, ``done`` and ``result`` that were said."""
@@ -103,6 +106,9 @@ class Conversation:
 
         One that cannot be encoded counts so, too: said again, it would fail again.
         """
+        if isinstance(message, Restoring) and not self._takes_restoring:
+            # A coordinator of before would close the connection, again at each of them.
+            return False
         self.remember(message)
         try:
             return self._client.send(message)
@@ -155,6 +161,7 @@ class Conversation:
         match message:
             case Welcome():
                 self.num_refusals = 0
+                self._takes_restoring = message.takes_restoring
                 self.lease_seconds = message.lease_seconds
                 self.known_generation = max(self.known_generation, message.generation)
             case Plan():
