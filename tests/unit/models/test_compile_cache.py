@@ -46,9 +46,13 @@ def test_what_one_process_has_compiled_is_given_to_the_next(
     size = load_compiled(folder, CPU)
     assert compiler.given == [b"kernels of a block"] and size == len(compiler.compiled)
     # The process that was given them has nothing new, and one that had more to compile has.
-    assert not save_compiled(folder, CPU, loaded_bytes=size)
+    (path,) = folder.iterdir()
+    path.write_bytes(b"not written again")
+    assert save_compiled(folder, CPU, loaded_bytes=size) == size
+    assert path.read_bytes() == b"not written again"
     compiler.compiled += b", and of another"
-    assert save_compiled(folder, CPU, loaded_bytes=size)
+    assert save_compiled(folder, CPU, loaded_bytes=size) == len(compiler.compiled)
+    assert path.read_bytes() == compiler.compiled
     assert [path.suffix for path in folder.iterdir()] == [".bin"]
 
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.errors import FencedError, PeerLostError
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.lasting import Lasting
 from evergrad_trainer.records import EvaluationRecord, Wish
-from evergrad_trainer.training.exchange import FLAG_OBSERVER_OFF, NUM_FLAGS
+from evergrad_trainer.training.exchange import FLAG_FENCED, FLAG_OBSERVER_OFF, NUM_FLAGS
 from evergrad_trainer.training.loop import Limits, Run, train
 from evergrad_trainer.training.progress import Progress
 from evergrad_trainer.training.step import StepOutcome
@@ -157,6 +157,59 @@ def test_a_wish_that_was_done_is_no_part_of_a_later_state() -> None:
     run = make_run(Asking("save"), [])
     train(run)
     assert "save_asked" not in run.progress.values()
+
+
+def test_the_checkpoint_of_a_save_that_was_asked_for_does_not_ask_for_it_again() -> None:
+    saved: list[dict[str, Any]] = []
+    run = make_run(Asking("save"), [])
+
+    def save(step: int, tensors: Any, *, extra: Any, **options: Any) -> None:
+        saved.append(dict(run.progress.values()))
+
+    checkpoints = SimpleNamespace(**{**vars(run.checkpoints), "save": save})
+    train(replace(run, checkpoints=cast(Any, checkpoints)))
+    assert [values["step"] for values in saved] == [3]
+    assert "save_asked" not in saved[0]
+
+
+def test_a_save_that_was_asked_for_and_could_not_begin_is_still_asked_for() -> None:
+    run = make_run(Asking("save"), [])
+
+    def save(step: int, tensors: Any, **options: Any) -> None:
+        raise PeerLostError("a rank is gone")
+
+    checkpoints = SimpleNamespace(**{**vars(run.checkpoints), "save": save})
+    with pytest.raises(PeerLostError):
+        train(replace(run, checkpoints=cast(Any, checkpoints)))
+    assert run.progress.values()["save_asked"] == 3
+
+
+def test_ranks_that_have_just_met_do_not_compare_their_states_a_second_time() -> None:
+    compared: list[int] = []
+    run = make_run(BaseObserver(), [])
+    limits = replace(run.limits, compare_every=2)
+    run = replace(run, limits=limits, compare=compared.append)
+    run.progress.finished_steps = 2
+    assert train(run) == "complete"
+    assert compared[0] == 4
+
+
+def test_a_process_that_another_has_taken_over_from_does_nothing_after_its_first_step() -> None:
+    announced: list[int] = []
+    run = make_run(BaseObserver(), [])
+
+    class Fenced(Steps):
+        def run(self, *args: Any, **options: Any) -> StepOutcome:
+            outcome = super().run(*args, **options)
+            flags = [False] * NUM_FLAGS
+            flags[FLAG_FENCED] = True
+            return replace(outcome, flags=tuple(flags))
+
+    with pytest.raises(FencedError):
+        train(
+            replace(run, stepper=cast(Any, Fenced()), on_first_step=lambda: announced.append(1))
+        )
+    assert announced == []
 
 
 class Failing(BaseObserver):

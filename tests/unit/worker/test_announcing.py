@@ -1,11 +1,13 @@
 """What a start says of the one before it: files of a task that have changed, and versions."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from evergrad_trainer.records import EventType
+from evergrad_trainer.worker import announcing
 from evergrad_trainer.worker.announcing import _announce_versions, _changed_files
 from evergrad_trainer.worker.session import Session
 
@@ -44,3 +46,30 @@ def test_changed_files_of_a_task_are_named_with_both_hashes() -> None:
     ]
     # A checkpoint of an older version says nothing of its files.
     assert _changed_files({}, now) == []
+
+
+def test_kernels_that_were_kept_once_are_not_written_again_in_the_next_world(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known: list[int] = []
+
+    def save(folder: Path, device: Any, *, loaded_bytes: int) -> int:
+        known.append(loaded_bytes)
+        return 700
+
+    monkeypatch.setattr(announcing, "save_compiled", save)
+    monkeypatch.setattr(announcing, "should_compile", lambda runtime, device: True)
+    plan = SimpleNamespace(
+        process_start=0.0, run=SimpleNamespace(training=SimpleNamespace(runtime=None))
+    )
+    facts: dict[str, Any] = {
+        "mark": lambda name: None,
+        "plan": plan,
+        "is_announced": False,
+        "world": SimpleNamespace(device="cpu", is_main=True),
+        "directory": SimpleNamespace(compiled=tmp_path),
+    }
+    session = cast(Session, SimpleNamespace(**facts, compiled_bytes=0, marks={}))
+    for _ in range(2):
+        announcing.announce_first_step(session)
+    assert known == [0, 700]

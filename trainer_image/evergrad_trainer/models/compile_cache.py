@@ -35,20 +35,20 @@ def load_compiled(folder: Path, device: torch.device) -> int:
     return len(data) if torch.compiler.load_cache_artifacts(data) is not None else 0
 
 
-def save_compiled(folder: Path, device: torch.device, *, loaded_bytes: int) -> bool:
-    """Keep what this process has compiled, for those that come after it; whether a file was written.
+def save_compiled(folder: Path, device: torch.device, *, loaded_bytes: int) -> int:
+    """Keep what this process has compiled, for those that come after it; the bytes that the file now has.
 
     One process of a run calls this, and readers see the old file or the new one. ``loaded_bytes``: what
-    :func:`load_compiled` returned; a file of that size holds the same. Trouble of the volume is logged and
-    costs nothing but the time to compile again.
+    this or :func:`load_compiled` returned; a file of that size holds the same. Trouble of the volume is
+    logged and costs nothing but the time to compile again.
     """
     found = torch.compiler.save_cache_artifacts()
     if found is None or len(found[0]) == loaded_bytes:
-        return False
+        return loaded_bytes
     data, path = found[0], _locate(folder, device)
     if len(data) > MAX_BYTES:
         _log.warning("%s: %d bytes of compiled kernels are too many to keep", path, len(data))
-        return False
+        return loaded_bytes
     try:
         folder.mkdir(exist_ok=True)
         replace_durably(path, data)
@@ -59,8 +59,8 @@ def save_compiled(folder: Path, device: torch.device, *, loaded_bytes: int) -> b
             old.unlink(missing_ok=True)
     except OSError as error:
         _log.warning("%s: compiled kernels cannot be kept: %s", path, error.strerror)
-        return False
-    return True
+        return loaded_bytes
+    return len(data)
 
 
 def _locate(folder: Path, device: torch.device) -> Path:

@@ -121,7 +121,7 @@ def train(run: Run) -> StopReason:
     first = progress.finished_steps + 1
 
     # What the world before this one was to do after its last step, and did not get to.
-    reason = _pause(run, limits, _QUIET)
+    reason = _pause(run, limits, _QUIET, is_entering=True)
 
     while reason is None:
         step, begun = progress.finished_steps + 1, time.perf_counter()
@@ -142,9 +142,10 @@ def train(run: Run) -> StopReason:
 
         # No collective until the step is counted: this rank has made the update, whatever becomes of others.
         _finish_step(run, outcome, begun)
+        _raise_if_fenced(outcome)
+        # After the fence: it writes into the run directory, which may be a newer process's by now.
         if step == first:
             run.on_first_step()
-        _raise_if_fenced(outcome)
 
         # Collectives: evaluation and save, as all ranks find them due, since they know the same.
         reason = _pause(run, limits, outcome.flags)
@@ -155,10 +156,13 @@ def train(run: Run) -> StopReason:
     return reason
 
 
-def _pause(run: Run, limits: Limits, flags: Flags) -> StopReason | None:
+def _pause(
+    run: Run, limits: Limits, flags: Flags, *, is_entering: bool = False
+) -> StopReason | None:
     """Do what is due after the newest finished step; why all ranks leave then, the same on each.
 
-    Evaluated before it is saved, so that the checkpoint knows of it.
+    Evaluated before it is saved, so that the checkpoint knows of it. ``is_entering``: the ranks have just
+    met, and compared their states there.
     """
     if flags[FLAG_OBSERVER_OFF]:
         # Collective: an observer that has failed on one rank is switched off on all of them, so that what it
@@ -170,7 +174,7 @@ def _pause(run: Run, limits: Limits, flags: Flags) -> StopReason | None:
     step = run.progress.finished_steps
     if _is_save_due(run):
         _save(run)
-    elif _is_due(step, limits.compare_every):
+    elif not is_entering and _is_due(step, limits.compare_every):
         run.compare(step)
     run.checkpoints.poll()
     # An evaluation that was cut short comes first: what it was part of is not over.
@@ -424,9 +428,15 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     if run.is_comparing:
         # Every rank writes a part: replicas that differ would make a checkpoint of several states.
         run.compare(step)
-    run.checkpoints.save(
-        step, run.state.tensors(), extra=to_extra(run.state.values()), best=best, wait=wait
-    )
+    # This save is what was asked for: its checkpoint must not ask for it again.
+    asked, progress.save_asked = progress.save_asked, -1
+    try:
+        run.checkpoints.save(
+            step, run.state.tensors(), extra=to_extra(run.state.values()), best=best, wait=wait
+        )
+    except BaseException:
+        progress.save_asked = asked
+        raise
     progress.saved_step = step
 
 

@@ -189,7 +189,10 @@ def announce_first_step(session: Session) -> None:
         session.emit(EventType.PHASES, phases)
     device = session.world.device
     if session.world.is_main and should_compile(session.plan.run.training.runtime, device):
-        save_compiled(session.directory.compiled, device, loaded_bytes=session.compiled_bytes)
+        # Remembered: the first step of the next world of this process would write the same file again.
+        session.compiled_bytes = save_compiled(
+            session.directory.compiled, device, loaded_bytes=session.compiled_bytes
+        )
     if not gc.isenabled():
         gc.enable()
         gc.collect()
