@@ -5,8 +5,11 @@ import inspect
 import re
 import subprocess
 import sys
+import types
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +150,37 @@ assert len(graphs) == 1 and any(node.target is whole for node in graphs[0].graph
 torch_private.import_slow_parts()
 """
     )
+
+
+def test_the_delayed_compiler_takes_torchs_names_of_parameters() -> None:
+    import torch._dynamo as loaded
+
+    delayed = torch_private._DelayedCompiler
+    for name in ("disable", "allow_in_graph", "assume_constant_result", "graph_break"):
+        expected = list(inspect.signature(getattr(loaded, name)).parameters)
+        found = list(inspect.signature(getattr(delayed, name)).parameters)[1:]
+        found = [one for one in found if one != "options"]
+        assert found and found == expected[: len(found)], name
+
+
+def test_a_compiler_that_could_not_be_loaded_is_loaded_by_its_next_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attempts: list[types.ModuleType] = []
+
+    def run(module: Any) -> None:
+        attempts.append(module)
+        if len(attempts) == 1:
+            raise ImportError("the disk was away")
+        module.config = "whole"
+
+    module: Any = types.ModuleType("compiler")
+    module.__spec__ = SimpleNamespace(
+        submodule_search_locations=["here"], loader=SimpleNamespace(exec_module=run)
+    )
+    module.__class__ = torch_private._DelayedCompiler
+    with pytest.raises(ImportError, match="the disk was away"):
+        _ = module.config
+    assert isinstance(module, torch_private._DelayedCompiler)
+    assert "__path__" not in vars(module)
+    assert module.config == "whole" and module.__path__ == ["here"]

@@ -99,39 +99,39 @@ def delay_compiler() -> None:
 class _DelayedCompiler(types.ModuleType):
     """torch's compiler before its code has run.
 
-    It answers what is asked of it at imports and in eager steps. Any other name loads it, into this same
-    module, and what was asked before takes effect.
+    It answers what is asked of it at imports and in eager steps, with torch's names of parameters. Any other
+    name loads it, into this same module, and what was asked before takes effect.
     """
 
     def graph_break(self, msg: str = "") -> None:
         """End the graph that is being traced: there is none."""
 
-    def allow_in_graph(self, function: Any) -> Any:
-        """Leave a call of ``function`` as it is in graphs: noted until there are graphs."""
-        _noted.append(("allow_in_graph", function))
-        return function
+    def allow_in_graph(self, fn: Any) -> Any:
+        """Leave a call of ``fn`` as it is in graphs: noted until there are graphs."""
+        _noted.append(("allow_in_graph", fn))
+        return fn
 
-    def assume_constant_result(self, function: Any) -> Any:
-        """Trace ``function`` as a constant: noted until there are graphs."""
-        _noted.append(("assume_constant_result", function))
-        return function
+    def assume_constant_result(self, fn: Any) -> Any:
+        """Trace ``fn`` as a constant: noted until there are graphs."""
+        _noted.append(("assume_constant_result", fn))
+        return fn
 
-    def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """Keep ``function`` from being traced, from the moment that anything can be."""
-        if function is None:
+    def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+        """Keep ``fn`` from being traced, from the moment that anything can be."""
+        if fn is None:
             return functools.partial(self.disable, recursive=recursive, **options)
-        if not isinstance(function, types.FunctionType):
-            return getattr(_load_compiler(self), "disable")(function, recursive, **options)  # noqa: B009 - a class of this module has the name, too
+        if not isinstance(fn, types.FunctionType):
+            return getattr(_load_compiler(self), "disable")(fn, recursive, **options)  # noqa: B009 - a class of this module has the name, too
         disabled: list[Callable[..., Any]] = []
 
-        @functools.wraps(function)
+        @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
             # Its first real use makes another class of this module, as nothing here shows.
             loaded: Any = self
             if isinstance(loaded, _DelayedCompiler):
-                return function(*args, **kwargs)
+                return fn(*args, **kwargs)
             if not disabled:
-                disabled.append(loaded.disable(function, recursive, **options))
+                disabled.append(loaded.disable(fn, recursive, **options))
             return disabled[0](*args, **kwargs)
 
         return call
@@ -155,7 +155,14 @@ def _load_compiler(module: types.ModuleType) -> types.ModuleType:
             spec: Any = module.__spec__
             module.__class__ = types.ModuleType  # type: ignore[assignment]
             module.__path__ = spec.submodule_search_locations
-            spec.loader.exec_module(module)
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                # Half a compiler would fail elsewhere, with an error that says nothing: the next use tries
+                # again.
+                module.__class__ = _DelayedCompiler
+                del module.__path__
+                raise
             while _noted:
                 name, function = _noted.pop()
                 getattr(module, name)(function)
