@@ -22,7 +22,7 @@ from evergrad_trainer.checkpoint.manifest import FileEntry, Identity, Manifest
 from evergrad_trainer.checkpoint.staging import view_bytes
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.tensor_table import StoredChunk, StoredTensor, encode_table
-from evergrad_trainer.errors import CheckpointError, RunDirectoryError, VolumeError
+from evergrad_trainer.errors import CheckpointError, ModelError, RunDirectoryError, VolumeError
 from evergrad_trainer.models import safetensors_files
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.run_directory import RunDirectory
@@ -239,3 +239,17 @@ def test_the_memory_of_an_export_does_not_grow_with_the_model(
     before, after = map(int, done.stdout.split())
     # One tensor at a time, in two types, and buffers; the whole in bfloat16 would be half of the size.
     assert after - before < size / 4
+
+
+def test_a_type_that_the_files_do_not_have_is_named_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    forms = {
+        "whole": safetensors_files.TensorForm(torch.float32, (2,)),
+        "phase": safetensors_files.TensorForm(torch.complex64, (2,)),
+    }
+    with pytest.raises(ModelError, match=r"phase: cannot be written as torch\.complex64"):
+        safetensors_files.write_weights(
+            tmp_path, forms, torch.zeros, num_parameters=4, max_file_bytes=8
+        )
+    assert list(tmp_path.iterdir()) == []

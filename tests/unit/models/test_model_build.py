@@ -10,7 +10,13 @@ import torch
 from evergrad_manifest.training import Model
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.errors import ModelError
-from evergrad_trainer.models.build import ModelPlan, build_model, count_parameters, plan_model
+from evergrad_trainer.models.build import (
+    ModelPlan,
+    build_empty_model,
+    build_model,
+    count_parameters,
+    plan_model,
+)
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 
@@ -52,6 +58,13 @@ def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
     assert "100 is below the tokenizer's 257 ids" in message(
         tmp_path, config={**TINY, "vocab_size": 100}
     )
+
+
+def test_a_file_without_a_model_is_refused_with_what_to_do_and_not_as_a_shape() -> None:
+    with pytest.raises(ModelError, match="Add it, or make all modules in build") as raised:
+        build_empty_model(ModelPlan(None, None), precision="fp32")
+    assert raised.value.problems[0].what == "missing"
+    assert "spec.training.model.config" not in str(raised.value)
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -132,12 +132,14 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
 
     Raises ModelError if the model cannot be built.
     """
+    # Outside the try: its own error says what to do.
+    config = plan.require_config()
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                plan.require_config(), dtype=DTYPES[precision], attn_implementation="sdpa"
+                config, dtype=DTYPES[precision], attn_implementation="sdpa"
             )
             model.tie_weights()
             return model

@@ -14,7 +14,9 @@ from typing import Final
 
 import torch
 
+from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.durable import naming, write_all
+from evergrad_trainer.errors import ModelError
 
 _FILE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -56,8 +58,21 @@ def write_weights(
 
     ``read`` gives each tensor, contiguous on the host and of the promised form, when its turn comes; it is
     held until it is written. A file takes as many as fit in ``max_file_bytes``, and at least one. With more
-    than one file an index says which has which. Raises OSError, and ValueError for another form.
+    than one file an index says which has which. Raises OSError, ModelError for a type that the format does
+    not have, and ValueError for another form.
     """
+    raise_if(
+        [
+            Problem(
+                name,
+                f"cannot be written as {form.dtype}",
+                "safetensors files have no such type",
+            )
+            for name, form in forms.items()
+            if form.dtype not in _DTYPES
+        ],
+        ModelError,
+    )
     files: list[dict[str, TensorForm]] = []
     room = 0
     for name, form in forms.items():
