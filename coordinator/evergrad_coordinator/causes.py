@@ -175,11 +175,6 @@ def read_trouble(value: object) -> Trouble:
     return next((trouble for trouble in TROUBLES if trouble == value), "other")
 
 
-def read_skip(value: object) -> Skip | None:
-    """Reads one of SKIPS; None for anything else, such as the record of a newer version."""
-    return next((skip for skip in SKIPS if skip == value), None)
-
-
 def describe_ending(value: str) -> str:
     """The text of an ending; a value that is none of ENDINGS, such as ``exit 70``, is its own text."""
     return next((text for ending, text in ENDINGS.items() if ending == value), value)

@@ -10,12 +10,10 @@ from evergrad_coordinator.causes import (
     ENDINGS,
     LOSSES,
     PLANNED,
-    SKIPS,
     TROUBLES,
     Lost,
     describe_ending,
     read_change,
-    read_skip,
     read_trouble,
 )
 
@@ -41,12 +39,10 @@ def test_every_break_and_every_loss_has_a_word_in_the_status_of_a_run_and_nothin
 def test_what_is_no_cause_becomes_other_and_is_not_interpreted(value: object) -> None:
     assert read_change(value) == "other"
     assert read_trouble(value) == "other"
-    assert read_skip(value) is None
 
 
 def test_a_cause_is_read_as_itself() -> None:
     assert [read_change(cause) for cause in CHANGES] == list(CHANGES)
-    assert [read_skip(skip) for skip in SKIPS] == list(SKIPS)
     assert [read_trouble(trouble) for trouble in TROUBLES] == list(TROUBLES)
 
 
