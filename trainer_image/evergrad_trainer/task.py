@@ -125,8 +125,9 @@ class Task(Protocol):
         """Prepare data that are no text, before the first step of each start, once on each node.
 
         What the file's ``data`` describe is prepared already. ``folder`` is kept between starts, one for each
-        content of the task's files and options; one process at a time is in it, so what is found there whole
-        need not be made again. Returns JSON values. They come to :meth:`stages` and :meth:`evaluators` as
+        content of the task's files and options, so that what is found there whole need not be made again. One
+        process at a time is in it where the file system has locks. Where it has none (some network volumes),
+        nodes may be in it together: write under a name of the process's own, and rename. Returns JSON values. They come to :meth:`stages` and :meth:`evaluators` as
         ``prepared.facts``, with the folder as ``prepared.folder``, also in other processes.
         """
 
