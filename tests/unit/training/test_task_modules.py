@@ -77,6 +77,10 @@ def test_what_fsdp2_cannot_cut_is_refused_in_a_world_of_any_size(
     assert module_problems(modules, PLAIN) == []
     (problem,) = module_problems(modules, SHARDED)
     assert problem.path == "spec.training.runtime.parallelism" and words in problem.what
+    assert PLAIN.runtime.parallelism == "dataParallel"
+    assert "parallelism: dataParallel; a run goes on from its checkpoints with it" in str(
+        problem
+    )
 
 
 def test_a_frozen_module_that_changes_is_an_error_of_the_task() -> None:

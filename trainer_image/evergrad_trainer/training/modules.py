@@ -15,6 +15,8 @@ from evergrad_trainer.task import Modules
 
 _RECIPE: Final = "spec.training.recipe"
 _PARALLELISM: Final = "spec.training.runtime.parallelism"
+_UNCUT: Final = "use parallelism: dataParallel; a run goes on from its checkpoints with it"
+"""Parallelism is no part of the recipe: it may be changed for a run that an earlier version has begun."""
 
 
 def check_modules(modules: Modules, training: Training, code: Code) -> None:
@@ -67,12 +69,12 @@ def _sharding_problems(modules: Modules) -> list[Problem]:
         # Weights that no block holds are gathered when the root is called, and nothing calls several at once.
         what = f"fsdp2 cannot cut the trained modules {', '.join(modules.trained)}"
         why = "it cuts one module, which build names 'model'"
-        remedy = "Make them parts of one module, or use parallelism: data"
+        remedy = f"Make them parts of one module, or {_UNCUT}"
         problems.append(Problem(_PARALLELISM, what, why, remedy))
     if modules.kept:
         what = f"fsdp2 does not go with the kept tensors {', '.join(list(modules.kept)[:3])}"
         why = "every rank holds those whole, and only a part of each weight"
-        remedy = "Use parallelism: data, or keep nothing"
+        remedy = f"Keep nothing, or {_UNCUT}"
         problems.append(Problem(_PARALLELISM, what, why, remedy))
     return problems
 
