@@ -373,7 +373,9 @@ def assert_same_curve(
 
 def final_state(directory: Path, *, prefix: str = "") -> dict[str, Any]:
     """The tensors of the newest checkpoint."""
-    from evergrad_trainer.checkpoint.weights import find_checkpoint, read_plain_state
+    from plain_state import read_plain_state
+
+    from evergrad_trainer.checkpoint.weights import find_checkpoint
 
     return read_plain_state(find_checkpoint(directory), prefix=prefix)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_state import read_plain_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -24,7 +25,7 @@ from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.store import open_store
-from evergrad_trainer.checkpoint.weights import load_weights, read_plain_state
+from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
 from evergrad_trainer.state import transfer
 from evergrad_trainer.world import Membership, World

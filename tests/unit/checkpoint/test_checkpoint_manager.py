@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from plain_state import read_plain_state
 
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_trainer.checkpoint import faults
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
 from evergrad_trainer.checkpoint.saving import trouble_of
-from evergrad_trainer.checkpoint.weights import read_plain_state
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
 
 MakeSolo = Callable[..., Any]

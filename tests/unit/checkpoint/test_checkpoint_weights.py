@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from plain_state import read_plain_state
 
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.weights import (
     find_checkpoint,
     load_weights,
     open_tensors,
-    read_plain_state,
 )
 from evergrad_trainer.errors import CheckpointError
 

@@ -97,16 +97,6 @@ def _loading(where: str) -> Iterator[None]:
         raise CheckpointError(Problem(where, "cannot be loaded", why=str(error))) from error
 
 
-def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.Tensor]:
-    """All tensors of one checkpoint whose keys begin with ``prefix``, whole, on the host, in this process
-    alone.
-
-    Raises CheckpointError if the checkpoint does not validate.
-    """
-    stored = open_tensors(checkpoint, prefix=prefix)
-    return {key: stored.read(key) for key in stored.table}
-
-
 def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
     """The newest checkpoint (of ``step``) that validates, in a run directory, its ``checkpoints``, or
     ``path`` itself.

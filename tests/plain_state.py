@@ -1,0 +1,17 @@
+"""The whole state of a checkpoint, as tests compare it."""
+
+from pathlib import Path
+
+import torch
+
+from evergrad_trainer.checkpoint.weights import open_tensors
+
+
+def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of one checkpoint whose keys begin with ``prefix``, whole, on the host, in this process
+    alone.
+
+    Raises CheckpointError if the checkpoint does not validate.
+    """
+    stored = open_tensors(checkpoint, prefix=prefix)
+    return {key: stored.read(key) for key in stored.table}
