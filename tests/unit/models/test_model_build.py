@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from evergrad_manifest.training import Model
+from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import (
@@ -15,6 +16,7 @@ from evergrad_trainer.models.build import (
     build_empty_model,
     build_model,
     count_parameters,
+    load_directory,
     plan_model,
 )
 from evergrad_trainer.models.experts import check_experts
@@ -227,3 +229,14 @@ def test_what_a_configuration_was_resolved_to_holds_the_defaults_of_transformers
     build_model(plan(tmp_path, config=TINY), seed=0, precision="bf16")
     other = plan(tmp_path, config={**TINY, "rms_norm_eps": 1e-5}).describe()["config"]
     assert {key for key in other if other[key] != described["config"][key]} == {"rms_norm_eps"}
+
+
+def test_the_bytes_of_weights_that_were_read_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = build_model(plan(tmp_path, config=TINY), seed=1, precision="fp32")
+    made.save_pretrained(tmp_path / "weights")
+    read: list[int] = []
+    monkeypatch.setattr(MOVED, "_on_moved", read.append)
+    load_directory(tmp_path / "weights", torch.bfloat16)
+    assert sum(read) == 2 * sum(parameter.numel() for parameter in made.parameters())

@@ -190,6 +190,21 @@ def test_workers_that_hang_in_their_start_again_and_again_are_trouble_of_their_h
     assert "hung in its start" in word[1]
 
 
+def test_a_start_in_which_a_state_is_read_may_last_as_long_as_that_takes(
+    room: Room, now: list[float]
+) -> None:
+    room.group.start()
+    room.group.hear(room.started[0], say.Warm())
+    for _ in range(4):
+        pass_seconds(room, now, 100)
+        room.started[1].heartbeat.move(10**9)
+    pass_seconds(room, now, 119)
+    assert room.killed == []
+    # It is silence that is bounded, and 4 GB that stay 4 GB are silence.
+    pass_seconds(room, now, 2)
+    assert room.killed == [2]
+
+
 def test_a_start_may_take_three_times_the_longest_that_succeeded(
     room: Room, now: list[float]
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Model
+from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.imports import import_transformers
 from evergrad_trainer.models.randomness import Purpose, seed_generators
@@ -298,6 +299,8 @@ def load_directory(
             )
         )
     loaded: PreTrainedModel = model
+    # In one piece: transformers does not say how far it is.
+    MOVED.note(sum(one.numel() * one.element_size() for one in loaded.parameters()))
     return loaded
 
 

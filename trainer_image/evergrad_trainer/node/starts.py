@@ -89,15 +89,22 @@ class WorkerStarts:
         return True
 
     def kill_hung(self, now: float) -> None:
-        """Kill the workers whose start has taken longer than a start may; their ends have them replaced."""
+        """Kill the workers in whose start nothing has moved for longer than a start may last; their ends have
+        them replaced.
+
+        Weights of hundreds of gigabytes take long on any host, and killing their reader would make them take
+        for ever.
+        """
         patience = (
             _ALONE_SECONDS
             if self._first_warm_at is None
             else max(_SIBLINGS_SECONDS, _START_FACTOR * self._longest_start)
         )
         for worker in self.workers.values():
+            if worker.heartbeat.moved_bytes > worker.moved_bytes:
+                worker.moved_bytes, worker.moved_at = worker.heartbeat.moved_bytes, now
             # Counted from the first warm worker at the earliest: only that shows how long a start lasts.
-            waited = now - max(worker.started_at, self._first_warm_at or 0.0)
+            waited = now - max(worker.started_at, worker.moved_at, self._first_warm_at or 0.0)
             if worker.state == "starting" and not worker.has_hung and waited > patience:
                 _log.warning(
                     "worker %d (pid %d) hangs in its start and is replaced",

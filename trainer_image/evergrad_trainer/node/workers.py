@@ -65,6 +65,10 @@ class Worker:
     """The supervisor ended it on purpose."""
     has_hung: bool = False
     """The supervisor ended it because its start took too long."""
+    moved_bytes: int = 0
+    """Bytes of state that it had read when the supervisor looked last."""
+    moved_at: float = 0.0
+    """When they were seen to have grown."""
     oom_kills_before: int | None = None
 
     @property

@@ -216,11 +216,12 @@ def _build_alone(
 ) -> Lifecycle:
     """Everything that takes time, before anybody waits for this worker."""
     has_weights = not has_checkpoints(session.directory)
+    # First of all: the supervisor takes a start for hung in which nothing is read for too long.
+    MOVED.report_to(heartbeat.move)
     machinery = build_state(session, with_weights=has_weights)
     session.mark("model")
     run = build_run(session, machinery, build_checkpoints(session))
     run.stepper.heartbeat = heartbeat
-    MOVED.report_to(heartbeat.move)
     run.stepper.warm_up(session.world)
     session.mark("warm_up")
     # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a
