@@ -169,11 +169,7 @@ class Server:
         try:
             message = _PING if line == _PING_LINE else decode_from_node(line)
         except ProtocolError as error:
-            # A newer node may say more than this coordinator knows of: without its connection it could not
-            # train at all.
-            if isinstance(error, UnknownTypeError) and peer.has_joined:
-                self.counters.messages += 1
-            else:
+            if not _is_of_newer_node(error, peer):
                 self.reject(peer, "malformed", str(error))
             return
         self.counters.messages += 1
@@ -182,11 +178,8 @@ class Server:
         if isinstance(message, Beat) or peer.beats_for is not None:
             self._take_beat(peer, message, now)
         elif isinstance(message, Hello) == peer.has_joined:
-            self.reject(
-                peer,
-                "malformed",
-                f"{message.TYPE}: {'said twice' if peer.has_joined else 'before hello'}",
-            )
+            what = "said twice" if peer.has_joined else "before hello"
+            self.reject(peer, "malformed", f"{message.TYPE}: {what}")
         elif isinstance(message, Hello):
             peer.has_joined = True
             self._unknown.pop(peer.number, None)
@@ -325,3 +318,8 @@ def allow_many_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _is_of_newer_node(error: ProtocolError, peer: Peer) -> bool:
+    """Whether a line is no more than what a later version says; without its connection a node cannot train."""
+    return isinstance(error, UnknownTypeError) and peer.has_joined
