@@ -321,5 +321,5 @@ def allow_many_files() -> None:
 
 
 def _is_of_newer_node(error: ProtocolError, peer: Peer) -> bool:
-    """Whether a line is no more than what a later version says; without its connection a node cannot train."""
+    """Whether a line is only what a later version says: without its connection a node could not train."""
     return isinstance(error, UnknownTypeError) and peer.has_joined
