@@ -127,8 +127,10 @@ class Task(Protocol):
         What the file's ``data`` describe is prepared already. ``folder`` is kept between starts, one for each
         content of the task's files and options, so that what is found there whole need not be made again. One
         process at a time is in it where the file system has locks. Where it has none (some network volumes),
-        nodes may be in it together: write under a name of the process's own, and rename. Returns JSON values. They come to :meth:`stages` and :meth:`evaluators` as
-        ``prepared.facts``, with the folder as ``prepared.folder``, also in other processes.
+        nodes may be in it together: write under a name of the process's own, and rename.
+
+        Returns JSON values. They come to :meth:`stages` and :meth:`evaluators` as ``prepared.facts``, with the
+        folder as ``prepared.folder``, also in other processes.
         """
 
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
