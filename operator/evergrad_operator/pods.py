@@ -56,7 +56,7 @@ _NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
 """How the container ended is lost, as after its node's reboot: the kubelet's word, and the container
 runtime's."""
 _NO_SPACE: Final = re.compile(
-    r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|GiB are free and",
+    r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|\d [KMGTP]?i?B are free and",
     re.IGNORECASE,
 )
 _STOPPED: Final = frozenset({ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED})

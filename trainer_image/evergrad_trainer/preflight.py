@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evergrad_coordinator.contract import RunFile
+from evergrad_coordinator.text import size
 from evergrad_manifest.derive import HorizonNumbers, slots_per_step
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
@@ -34,7 +35,7 @@ from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
 from evergrad_trainer.models.parallel import problem_of_shards
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
-from evergrad_trainer.preflight_memory import Finding, check_memory, gib, model_facts
+from evergrad_trainer.preflight_memory import Finding, check_memory, model_facts
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
@@ -175,8 +176,8 @@ def describe_size(training: Training, base_directory: Path) -> str:
         return "a model that the task makes itself"
     facts = model_facts(plan)
     need = memory_of(facts, training, world_size=1, on_accelerator=False, compiles=False)
-    gib = need.total / 2**30
-    return f"{facts.parameters:,} parameters, about {gib:.3g} GiB to train them on each worker"
+    memory = size(need.total)
+    return f"{facts.parameters:,} parameters, about {memory} to train them on each worker"
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
@@ -227,7 +228,7 @@ def check_run_directory(
             "error",
             Problem(
                 str(run_directory),
-                f"{gib(free)} are free and one checkpoint takes {gib(checkpoint_size)}",
+                f"{size(free)} are free and one checkpoint takes {size(checkpoint_size)}",
                 "two must fit, since the old one stays until the new one is whole",
                 "Free some space or choose another run directory",
                 is_of_host=True,
@@ -238,7 +239,7 @@ def check_run_directory(
             "warning",
             Problem(
                 str(run_directory),
-                f"{gib(free)} are free and {keep + 1} checkpoints take {gib(needed)}",
+                f"{size(free)} are free and {keep + 1} checkpoints take {size(needed)}",
                 "",
                 "Lower checkpoint.keep",
             ),
@@ -248,7 +249,7 @@ def check_run_directory(
             "ok",
             Problem(
                 str(run_directory),
-                f"{gib(free)} free, {keep + 1} checkpoints take {gib(needed)}",
+                f"{size(free)} free, {keep + 1} checkpoints take {size(needed)}",
             ),
         )
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from evergrad_coordinator.text import size
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.machine import Machine
@@ -59,13 +60,13 @@ def check_memory(
         "compiles": compiles,
     }
     need = memory_of(facts, training, **plan)
-    text = f"{facts.parameters:,} parameters need about {gib(need.total * sharers)}"
+    text = f"{facts.parameters:,} parameters need about {size(need.total * sharers)}"
     if available is None:
         yield Finding(
             "warning", Problem("memory", text, "how much this machine has could not be read")
         )
     elif need.total * sharers <= available:
-        yield Finding("ok", Problem("memory", f"{text} of {gib(available)}"))
+        yield Finding("ok", Problem("memory", f"{text} of {size(available)}"))
     else:
         fit = largest_fit(facts, training, available=available // sharers, **plan)
         largest = (
@@ -73,7 +74,7 @@ def check_memory(
             if fit is None
             else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
         )
-        what = f"{text} ({_describe_parts(need, sharers)}) and {gib(available)} are there"
+        what = f"{text} ({_describe_parts(need, sharers)}) and {size(available)} are there"
         why = f"the process would be killed; in this plan {largest}"
         remedy = (
             "Lower batching.microBatchSize, use runtime.activationCheckpointing, "
@@ -91,8 +92,4 @@ def _describe_parts(need: Need, sharers: int) -> str:
         "activations": need.activations,
         "logits": need.logits,
     }
-    return ", ".join(f"{name} {gib(size * sharers)}" for name, size in parts.items() if size)
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return ", ".join(f"{name} {size(part * sharers)}" for name, part in parts.items() if part)

@@ -17,7 +17,7 @@ _REASONS: Final = {
     PodCause.VOLUME_FULL: Reason.VOLUME_FULL,
     PodCause.START_ERROR: Reason.START_ERROR,
 }
-_NO_ROOM: Final = ("GiB are free", "no space is left", "No space left")
+_NO_ROOM: Final = ("B are free", "no space is left", "No space left")
 """Words of a node that found no room on its volume."""
 _THEN: Final = "set spec.restartNonce to a new text"
 _REMEDIES: Final = {

@@ -29,7 +29,7 @@ def test_a_valid_manifest_is_one_line_and_exit_0(capsys: pytest.CaptureFixture[s
     out, err = capsys.readouterr()
     assert out == (
         f"valid: docs-lm ({BASE}); 20000000 tokens, 32 samples a step in 8 slots, trained on docs; "
-        "34,999,040 parameters, about 0.622 GiB to train them on each worker\n"
+        "34,999,040 parameters, about 637 MiB to train them on each worker\n"
     )
     assert err == ""
 

@@ -318,7 +318,7 @@ def test_a_full_volume_is_no_fault_of_a_host() -> None:
         "docs-lm-1-0",
         70,
         message=host_fault(
-            "error: /volume/run: 0.01 GiB are free and one checkpoint takes 0.02 GiB"
+            "error: /volume/run: 9.5 MiB are free and one checkpoint takes 18 MiB"
         ),
     )
     world.reconcile()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad_coordinator.contract import ExitCode, RunFile
+from evergrad_coordinator.text import size
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.layout import BEST
 from evergrad_trainer.checkpoint.manifest import (
@@ -212,15 +213,6 @@ def _render(rows: list[Row]) -> list[str]:
             lines.append(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")
             continue
         finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.finished))
-        facts = f"{row.step:>9} {row.generation:>10} {row.world_size:>5} {_size(row.bytes):>10}"
+        facts = f"{row.step:>9} {row.generation:>10} {row.world_size:>5} {size(row.bytes):>10}"
         lines.append(f"{row.checkpoint:<20} {facts}  {finished:<20} {marks}".rstrip())
     return lines
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
