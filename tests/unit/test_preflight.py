@@ -99,25 +99,25 @@ def test_workers_must_each_have_a_slot_and_should_have_equal_shares(
 
 
 @pytest.mark.parametrize(
-    ("workers", "nodes", "refused"),
+    ("sizes", "refused"),
     [
-        (4, (1, 3), None),
-        (2, (2, 2), None),
-        (1, (1, 1), None),
-        (2, (1, 2), 2),
-        (1, (4, 6), 5),
-        (6, (1, 4), 6),
+        ([4, 8, 12], None),
+        ([4], None),
+        ([1], None),
+        ([2, 4], 2),
+        ([4, 5, 6], 5),
+        ([6, 12, 18, 24], 6),
     ],
 )
-def test_every_number_of_nodes_can_be_cut_into_copies_of_the_model(
-    workers: int, nodes: tuple[int, int], refused: int | None
+def test_every_number_of_workers_can_be_cut_into_copies_of_the_model(
+    sizes: list[int], refused: int | None
 ) -> None:
     plan = training(runtime={"parallelism": "fsdp2", "shards": 4})
-    findings = list(check_shards(plan, num_workers=workers, num_nodes=nodes))
+    findings = list(check_shards(plan, world_sizes=sizes))
     assert [one.problem.what for one in findings] == (
         [] if refused is None else [f"{refused} workers cannot be cut into copies of 4"]
     )
-    assert not list(check_shards(training(), num_workers=workers, num_nodes=nodes))
+    assert not list(check_shards(training(), world_sizes=sizes))
 
 
 def test_idle_time_is_told_as_a_share() -> None:
@@ -442,7 +442,7 @@ def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own
     def told(most: int) -> Finding:
         places = {"base_directory": tmp_path, "run_directory": tmp_path / "run"}
         found = examine(
-            run, **places, machine=MACHINE, num_workers=2, num_nodes=(1, most)
+            run, **places, machine=MACHINE, num_workers=2, world_sizes=range(2, 2 * most + 1, 2)
         ).findings
         return only(
             finding for finding in found if finding.problem.path == "spec.workersPerNode"

@@ -6,7 +6,7 @@ Validation itself is pure.
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,14 +56,14 @@ def examine(
     run_directory: Path,
     machine: Machine,
     num_workers: int,
-    num_nodes: tuple[int, int] = (1, 1),
+    world_sizes: Sequence[int] = (),
 ) -> Examination:
     """Make every check that does not need the data's content.
 
     Reads files, builds no model, and writes a probe file only.
 
-    ``num_workers``: of this machine. ``num_nodes``: the fewest and the most machines of its kind that train
-    together.
+    ``num_workers``: of this machine. ``world_sizes``: every number of workers that may train together as
+    nodes come and go, on machines like this one; by default those of this machine alone.
     """
     # A script is a program that is not looked into: it must be there, and its workers must have devices.
     if run.spec.script is not None:
@@ -74,11 +74,12 @@ def examine(
         ]
         return Examination(tuple(findings), None)
     training = run.training
+    sizes = world_sizes or (num_workers,)
     findings = [
         *check_files(training, base_directory),
         *check_device(training, machine),
-        *check_workers(training, num_workers=num_workers * num_nodes[1]),
-        *check_shards(training, num_workers=num_workers, num_nodes=num_nodes),
+        *check_workers(training, num_workers=max(sizes)),
+        *check_shards(training, world_sizes=sizes),
     ]
 
     # A model that cannot be read ends none of the other checks: all problems are found at once.
@@ -93,7 +94,8 @@ def examine(
     except InputError as error:
         findings += [Finding("error", problem) for problem in error.problems]
     if facts is not None:
-        fewest = num_workers * num_nodes[0]
+        # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
+        fewest = max(num_workers, min(sizes))
         findings += check_model(training, facts)
         findings += check_memory(
             training, facts, machine, num_workers=num_workers, world_size=fewest
@@ -314,17 +316,14 @@ def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
         yield Finding("ok", Problem("spec.workersPerNode", f"{num_workers} of up to {slots}"))
 
 
-def check_shards(
-    training: Training, *, num_workers: int, num_nodes: tuple[int, int]
-) -> Iterator[Finding]:
-    """Check that every number of nodes from the fewest to the most can be cut into copies of the model."""
+def check_shards(training: Training, *, world_sizes: Sequence[int]) -> Iterator[Finding]:
+    """Check that every number of workers that may train together can be cut into copies of the model."""
     shards = training.runtime.shards
     if shards is None:
         return
-    worlds = (num_workers * nodes for nodes in range(num_nodes[0], num_nodes[1] + 1))
     # A run that could not go on after a change of nodes would end in the middle: it is refused now. A single
     # worker holds the model whole.
-    problems = (problem_of_shards(shards, size) for size in worlds if size > 1)
+    problems = (problem_of_shards(shards, size) for size in world_sizes if size > 1)
     problem = next((one for one in problems if one is not None), None)
     if problem is not None:
         yield Finding("error", problem)

@@ -23,6 +23,7 @@ from evergrad_trainer.cli.run_arguments import (
     add_run_arguments,
     machine_and_workers,
     run_directory_of,
+    world_sizes_of,
 )
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.host_trouble import describe_host_trouble, is_host_trouble
@@ -212,7 +213,13 @@ def _prepare_typed(
 
     # This machine is one of several, so that preflight reckons with all of them.
     asked = PlanRequest(
-        request.loaded, request.directory, run_state, machine, num_workers, is_one_of_many=True
+        request.loaded,
+        request.directory,
+        run_state,
+        machine,
+        num_workers,
+        world_sizes=world_sizes_of(request.loaded.run, num_workers=num_workers),
+        is_one_of_many=True,
     )
     plan = plan_session(asked)
     # The task's files as they were opened: preparing data may have taken hours since they were first read.

@@ -9,7 +9,7 @@ from evergrad_coordinator.contract import ExitCode, build_soft_limit
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_trainer.checkpoint.generations import newest_generation
-from evergrad_trainer.cli.run_arguments import RunRequest, machine_and_workers
+from evergrad_trainer.cli.run_arguments import RunRequest, fewest_nodes, machine_and_workers
 from evergrad_trainer.cli.script_runs import prepare_script
 from evergrad_trainer.node.chaos.disturb import run_disturbed
 from evergrad_trainer.node.chaos.nodes import DisturbedNodes
@@ -132,7 +132,7 @@ def coordinator_settings(
     grace = 0 if run.spec.script is None else run.spec.script.grace_period_seconds
     return CoordinatorSettings(
         run=run.metadata.name,
-        min_nodes=min(bounds.min, num_nodes),
+        min_nodes=fewest_nodes(run, num_nodes),
         max_nodes=most,
         expect=num_nodes,
         recovery=recovery,

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,6 +52,9 @@ class PlanRequest:
     """Training processes on this machine."""
     stop_after_steps: int | None = None
     """Steps of this process after which it stops; None: as many as the run has."""
+    world_sizes: Sequence[int] = ()
+    """Every number of workers that may train together, as ``world_sizes_of`` has them; empty: those of this
+    machine alone."""
     ignores_preflight: bool = False
     """Train although preflight's estimates say that it cannot work."""
     is_one_of_many: bool = False
@@ -147,14 +150,13 @@ def _examine(request: PlanRequest) -> "ModelPlan":
     """Run preflight before training: errors stop, warnings are printed."""
     from evergrad_trainer.preflight import examine
 
-    loaded, nodes = request.loaded, request.loaded.run.spec.nodes
     examination = examine(
-        loaded.run,
-        base_directory=loaded.base_directory,
+        request.loaded.run,
+        base_directory=request.loaded.base_directory,
         run_directory=request.directory.path,
         machine=request.machine,
         num_workers=request.num_workers,
-        num_nodes=(nodes.min, nodes.max or nodes.min) if request.is_one_of_many else (1, 1),
+        world_sizes=request.world_sizes,
     )
     # An estimate may be wrong, and can be overruled; what has no plan cannot be trained.
     errors = [finding.problem for finding in examination.findings if finding.level == "error"]

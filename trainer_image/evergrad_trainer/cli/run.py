@@ -16,6 +16,7 @@ from evergrad_trainer.cli.run_arguments import (
     check_request_of_script,
     machine_and_workers,
     run_directory_of,
+    world_sizes_of,
 )
 from evergrad_trainer.machine import has_accelerator_driver, observe_machine
 from evergrad_trainer.resume import inspect_directory
@@ -104,6 +105,9 @@ def execute(args: argparse.Namespace) -> int:
         run_state,
         machine,
         num_workers * (request.num_nodes or 1),
+        world_sizes=world_sizes_of(
+            loaded.run, num_workers=num_workers, num_nodes=request.num_nodes or 1
+        ),
         stop_after_steps=request.stop_after_steps,
         ignores_preflight=request.ignores_preflight,
     )

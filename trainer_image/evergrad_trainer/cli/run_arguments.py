@@ -72,6 +72,26 @@ def run_directory_of(given: Path | None, run: TrainingRun) -> Path:
     return given if given is not None else Path("runs") / run.metadata.name
 
 
+def fewest_nodes(run: TrainingRun, num_nodes: int) -> int:
+    """Nodes that ``--nodes`` N goes on with at the least: the file's minimum, or N if that is smaller."""
+    return min(run.spec.nodes.min, num_nodes)
+
+
+def world_sizes_of(
+    run: TrainingRun, *, num_workers: int, num_nodes: int | None = None
+) -> list[int]:
+    """Every number of workers that may train together as nodes of ``num_workers`` each leave and come back.
+
+    ``num_nodes``: those of ``--nodes``; None: as many as the file allows.
+    """
+    bounds = run.spec.nodes
+    fewest, most = bounds.min, bounds.largest
+    # Nodes that are added by hand come with `evergrad node`, which reckons with the file's maximum itself.
+    if num_nodes is not None:
+        fewest, most = fewest_nodes(run, num_nodes), num_nodes
+    return [num_workers * nodes for nodes in range(fewest, most + 1)]
+
+
 def machine_and_workers(
     asked: int | None, run: TrainingRun, *, forks_above: int | None = None
 ) -> tuple[Machine, int]:
