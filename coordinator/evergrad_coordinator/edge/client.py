@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import random
 import socket
 import time
@@ -20,8 +21,9 @@ from evergrad_coordinator.protocol import (
     Welcome,
     decode_from_coordinator,
 )
-from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, encode
+from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, UnknownTypeError, encode
 
+_log = logging.getLogger(__name__)
 PING_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
 """Longer than a coordinator on a busy machine stands still, and short enough to reach its successor within a
@@ -29,10 +31,6 @@ lease."""
 CONNECT_SECONDS = 3.0
 COMMIT_SECONDS = 2.0
 UNSENT_BYTES = 1024 * 1024
-
-
-def _nothing() -> None:
-    pass
 
 
 class _OwnerFailed(Exception):  # noqa: N818 - no error of this package
@@ -58,13 +56,15 @@ class CoordinatorClient:
         *,
         hello: Callable[[], Hello],
         on_message: Callable[[Message], None],
-        on_connected: Callable[[], None] = _nothing,
+        on_connected: Callable[[], None] = lambda: None,
     ) -> None:
         self._host, self._port = host, port
         self._hello, self._on_message, self._on_connected = hello, on_message, on_connected
         self._writer: asyncio.StreamWriter | None = None
         self._is_welcome = False
         self._is_over = False
+        self._has_met_unknown = False
+        """Whether the log has said that the coordinator sends messages this version does not have."""
         self._contact_at: float | None = None
         self._pings: deque[float] = deque()
         """When those that have no answer yet were sent."""
@@ -188,9 +188,21 @@ class CoordinatorClient:
                 self._writer.transport.abort()
 
     def _take(self, line: bytes) -> None:
-        message = decode_from_coordinator(line)
-        # Contact is counted from the question, not from the answer: that is what the coordinator knows, too.
+        # Any line ends the silence, also one that is passed over below: its sender is alive.
         self._session_heard_at = time.monotonic()
+        try:
+            message = decode_from_coordinator(line)
+        except UnknownTypeError as error:
+            # A newer coordinator may say more. It would say it on the next connection as well, so that a node
+            # which hung up could not train. Before its welcome nothing shows that it is a coordinator.
+            if not self._is_welcome:
+                raise
+            if not self._has_met_unknown:
+                self._has_met_unknown = True
+                _log.warning("messages of a newer coordinator are ignored; %s", error)
+            return
+
+        # Contact is counted from the question, not from the answer: that is what the coordinator knows, too.
         if isinstance(message, Pong | Welcome) and self._pings:
             self._contact_at = max(self._pings.popleft(), self._contact_at or 0.0)
         if isinstance(message, Permit):
