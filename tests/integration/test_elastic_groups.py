@@ -5,6 +5,7 @@ A function is a process.
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ from torch.distributed import TCPStore
 from evergrad_trainer import torch_private
 from evergrad_trainer.distributed import Place, abandon_world, form_world
 from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.transports import GlooTransport
 from evergrad_trainer.worker.channel import Go, Plan, channel_pair
 from evergrad_trainer.worker.watchdog import Watchdog
+from evergrad_trainer.worker.worlds import SupervisedWorlds
 from evergrad_trainer.world import Interrupt, World
 
 CPU = torch.device("cpu")
@@ -145,6 +148,63 @@ def test_a_frozen_peer_holds_nobody_and_the_rest_meet_again(
         assert all(result["was_leaked"] for result in results), (
             "without a cut the sums cannot have ended"
         )
+
+
+def keep_an_own_connection(
+    ports: list[str], rank: int, size: int, directory: str
+) -> dict[str, Any]:
+    """A plug-in's connection, opened while the group trains; then the last rank is gone, and the world is
+    changed in process."""
+    supervisor, end = channel_pair()
+    watchdog = Watchdog(end)
+    watchdog.start()
+    run_directory = RunDirectory(Path(directory))
+    run_directory.create()
+    worlds = SupervisedWorlds(watchdog, end, run_directory, timeout_seconds=TIMEOUT)
+
+    def meet_again(generation: int, *, size: int) -> World:
+        path = Path(ports[generation])
+        until(path.exists, "the store")
+        port = int(path.read_text())
+        begin = Go(generation, rank, size, "127.0.0.1", port, 100.0, cause="test")
+        return worlds.meet(begin, World(0, rank=0, size=1, device=CPU))
+
+    world = meet_again(1, size=size)
+    assert total_of(world, value=1.0) == size
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as own,
+        server.accept()[0] as service,
+    ):
+        supervisor.send(Plan(2, hard=True))
+        with pytest.raises(PeerLostError):
+            for _ in range(3):
+                total_of(world, value=1.0)
+        worlds.cut()
+        worlds.leave(world)
+        world = meet_again(2, size=size - 1)
+        total = total_of(world, value=2.0)
+        own.settimeout(SOON)
+        service.sendall(b"still here")
+        heard = own.recv(100).decode()
+        world.barrier()
+    return {"heard": heard, "total": total}
+
+
+def test_a_connection_of_a_plug_in_survives_a_hard_change(
+    functions: Functions, tmp_path: Path
+) -> None:
+    *survivors, _ = start_group(
+        functions,
+        keep_an_own_connection,
+        size=3,
+        generations=3,
+        directory=str(tmp_path / "run"),
+    )
+    results = [functions.result(process) for process in survivors]
+    assert results == [{"heard": "still here", "total": 4.0}] * 2
 
 
 def feed_a_frozen_peer(ports: list[str], rank: int, size: int) -> float:

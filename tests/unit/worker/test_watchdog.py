@@ -211,6 +211,26 @@ def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(pair: 
             assert next_one.recv(1) == b"x"
 
 
+def test_a_connection_opened_after_the_group_has_formed_is_not_cut(pair: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pair.watchdog.enter(1, Interrupt())
+        group = socket.create_connection(listener.getsockname())
+        peer = listener.accept()[0]
+        pair.watchdog.note_formed()
+        own = socket.create_connection(listener.getsockname())
+        service = listener.accept()[0]
+        with group, peer, own, service:
+            for one in (group, own):
+                one.settimeout(60)
+            pair.supervisor.send(say.Plan(2, hard=True))
+            assert group.recv(1) == b""
+            pair.settle()
+            pair.watchdog.cut()
+            service.sendall(b"x")
+            assert own.recv(1) == b"x"
+        pair.watchdog.leave()
+
+
 def test_the_end_of_the_supervisor_is_the_end_of_the_process(
     pair: Pair, exits: list[int]
 ) -> None:

@@ -4,43 +4,48 @@ once."""
 import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def connected_sockets() -> frozenset[int]:
-    """Descriptors of this process that are TCP connections.
+    """Find the TCP connections of this process, by the inodes of their sockets.
 
-    Listening sockets are none: shutting gloo's down ends the process.
+    An inode is one socket's for as long as the machine runs; a descriptor's number is given to another socket
+    as soon as the first one is closed. Listening sockets are left out: shutting gloo's down ends the process.
     """
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), _duplicate(int(name)) as copy:
-            if copy.family in _FAMILIES and copy.type == socket.SOCK_STREAM:
-                copy.getpeername()
-                found.add(int(name))
-    return frozenset(found)
+    return frozenset(inode for inode, _ in _open_connections())
 
 
-def cut_sockets(*, except_for: AbstractSet[int]) -> int:
-    """Shut down every TCP connection of this process but those; how many there were.
-
-    Only while nobody else opens connections: a descriptor's number may be given to another one.
-    """
+def cut_sockets(inodes: AbstractSet[int]) -> int:
+    """Shut down those of the connections with ``inodes`` that are still open; returns how many there were."""
     count = 0
-    for number in connected_sockets() - except_for:
-        with contextlib.suppress(OSError), _duplicate(number) as copy:
-            copy.shutdown(socket.SHUT_RDWR)
-            count += 1
+    for inode, handle in _open_connections():
+        if inode in inodes:
+            # The peer may have closed it meanwhile, which is as good.
+            with contextlib.suppress(OSError):
+                handle.shutdown(socket.SHUT_RDWR)
+                count += 1
     return count
 
 
-def _duplicate(number: int) -> socket.socket:
-    """A second handle: closing it leaves the owner's alone. Raises OSError for what is no socket."""
-    if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-        raise OSError(f"descriptor {number} is not a socket")
-    return socket.socket(fileno=os.dup(number))
+def _open_connections() -> Iterator[tuple[int, socket.socket]]:
+    """Each TCP connection of this process: its inode, and a second handle that lasts for one turn.
+
+    Closing that handle leaves the owner's alone.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        # What is no socket, no connection, or was closed since the folder was listed is passed over.
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as handle:
+                if handle.family in _FAMILIES and handle.type == socket.SOCK_STREAM:
+                    handle.getpeername()
+                    # Of the handle: by now the number may be another socket's.
+                    yield os.fstat(handle.fileno()).st_ino, handle
 
 
 def address_towards(host: str, port: int) -> str:

@@ -5,8 +5,12 @@
     IDLE --ready--> (begin) --> in a group --change or error--> leaving --> IDLE
 
 The main thread calls :meth:`Watchdog.await_order` when it is out of every group, :meth:`enter` before it sets
-one up and :meth:`leave` when it has taken it down. A hard change in between makes this thread cut the group's
-connections until ``leave``.
+one up, :meth:`note_formed` when its members have met and :meth:`leave` when it has taken it down. A hard
+change in between makes this thread cut the group's connections until ``leave``.
+
+Connections are the group's if they were opened between ``enter`` and ``note_formed``: gloo opens all of them
+there, and no others later. What anybody else in this process opens before or after, such as a plug-in that
+reports to a service, is never cut.
 """
 
 import logging
@@ -38,6 +42,9 @@ class Watchdog:
         self._inside: int | None = None
         self._interrupt: Interrupt | None = None
         self._outside_sockets: frozenset[int] = frozenset()
+        """Connections that were there before the group's, by inode."""
+        self._group_sockets: frozenset[int] | None = None
+        """The group's connections; None until it has formed."""
         self._thread = threading.Thread(
             target=self._listen, name="evergrad-watchdog", daemon=True
         )
@@ -89,8 +96,7 @@ class Watchdog:
         ``interrupt`` is set if the group must be left at once.
         """
         with self._changed:
-            # Connections that were there before the group's, such as one to a volume, are not cut.
-            self._outside_sockets = connected_sockets()
+            self._outside_sockets, self._group_sockets = connected_sockets(), None
             self._inside, self._interrupt = generation, interrupt
             if self._newest.generation <= generation:
                 self._patient_until = float("inf")
@@ -98,13 +104,18 @@ class Watchdog:
             if self._newest.hard and self._newest.generation > generation:
                 interrupt.set()
 
+    def note_formed(self) -> None:
+        """Note that the members have met: connections that are opened from here on are not the group's."""
+        with self._changed:
+            self._group_sockets = connected_sockets() - self._outside_sockets
+
     def cut(self) -> None:
         """Give the running group up from this side: peers must not wait for this process."""
         with self._changed:
             if self._interrupt is not None:
                 self._interrupt.set()
             if self._inside is not None:
-                cut_sockets(except_for=self._outside_sockets)
+                self._cut_group()
 
     def leave(self) -> None:
         """The group is taken down; from here on nothing of this process is cut."""
@@ -127,8 +138,8 @@ class Watchdog:
                             self._interrupt.set()
                     self._changed.notify_all()
                     if self._is_cutting():
-                        # Under the lock: after ``leave`` a number may belong to the next group's connection.
-                        cut_sockets(except_for=self._outside_sockets)
+                        # Under the lock: after ``leave`` a new connection may be the next group's.
+                        self._cut_group()
         except EOFError:
             # Without a supervisor no change of the group arrives; its peers go on without this process.
             os._exit(int(ExitCode.INTERNAL))
@@ -152,6 +163,11 @@ class Watchdog:
             and change.generation > self._inside
         ):
             self._interrupt.set()
+
+    def _cut_group(self) -> None:
+        group = self._group_sockets
+        # While the group forms, its connections are known by nothing but being new.
+        cut_sockets(connected_sockets() - self._outside_sockets if group is None else group)
 
     def _is_cutting(self) -> bool:
         return self._interrupt is not None and self._interrupt.is_set

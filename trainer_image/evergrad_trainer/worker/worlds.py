@@ -80,6 +80,7 @@ class SupervisedWorlds:
             setup_seconds=begin.setup_seconds,
             timeout_seconds=self._timeout_seconds,
         )
+        self._watchdog.note_formed()
         # Only now: a group that never forms must not fence out the one before it.
         if world.is_main:
             claim_exactly(self._directory.checkpoints, world.generation)
