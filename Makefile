@@ -106,6 +106,7 @@ generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python -m evergrad_manifest.generate
 	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	$(BIN)/python docs/tree.py
+	$(BIN)/python docs/capabilities.py
 	$(BIN)/python examples/quickstart/make_documents.py
 
 generated: $(INSTALLED) ## check that the generated files are up to date
@@ -113,6 +114,7 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	$(BIN)/python -m evergrad_manifest.generate --check
 	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	$(BIN)/python docs/tree.py --check
+	$(BIN)/python docs/capabilities.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
 verify: generated lint chart-lint test ## all that CI checks: generated files, lint, chart, tests
