@@ -104,7 +104,9 @@ def find_tests(folder: Path) -> dict[str, list[ShowingTest]]:
 def _ids_of(expression: ast.expr) -> Iterator[str]:
     """The texts that calls of the marker inside ``expression`` are given."""
     for node in ast.walk(expression):
-        is_marker = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(f"mark.{MARKER}")
+        is_marker = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            f"mark.{MARKER}"
+        )
         if is_marker:
             yield from (one.value for one in node.args if isinstance(one, ast.Constant))
 
@@ -136,7 +138,7 @@ def _check_row(row: Row, tests: Sequence[ShowingTest]) -> Iterator[str]:
         yield f"{row.id}: works, but no field or command is named. Fill in `where`."
     if row.state in ("works", "refused") and not tests:
         yield f"{row.id}: {row.state}, but no test carries it. Mark the test that shows it."
-    if row.state != "works" and not row.note:
+    if row.state in STATES[1:] and not row.note:
         yield f"{row.id}: {row.state}, without a reason. Fill in `note`."
 
     for name in row.where:

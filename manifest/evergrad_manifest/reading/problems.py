@@ -22,6 +22,7 @@ from evergrad_manifest.fields import (
     value_at,
     walk_fields,
 )
+from evergrad_manifest.reading.foreign import say_foreign
 from evergrad_manifest.spelling import fold, nearest
 from evergrad_manifest.training.pretrain import NAME_PATTERN
 from evergrad_manifest.values.numbers import NumberError, show
@@ -51,13 +52,8 @@ _OTHER_TRAINERS_WORDS: Final = {
     "eps": "epsilon",
     "wd": "weightDecay",
     "gradclip": "clipNorm",
-    "maxgradnorm": "clipNorm",
     "seqlen": "sequenceLength",
     "maxlength": "sequenceLength",
-    "maxsteps": "steps",
-    "numepochs": "epochs",
-    "numtrainepochs": "epochs",
-    "perdevicetrainbatchsize": "microBatchSize",
     "args": "command",
     "entrypoint": "command",
     "environment": "env",
@@ -174,6 +170,9 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
         return "is set by the cluster, not by a file", "", "Remove it"
     if len(finding.path) == 3 and finding.path[:2] == ("spec", "template"):
         return _say_template_key(finding.key, known)
+    # Before similar words are looked for: `warmup_steps` would be called a slip of some other key.
+    if (foreign := say_foreign(finding.key)) is not None:
+        return foreign
     here = f"Known here: {', '.join(known)}"
     near = nearest(finding.key, known)
     word = _OTHER_TRAINERS_WORDS.get(fold(finding.key))
