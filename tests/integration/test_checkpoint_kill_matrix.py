@@ -102,6 +102,7 @@ def restart(world: World, directory: Path) -> dict[str, Any]:
     return {"step": restored.step, "extra": restored.extra, "exact": exact, "events": events}
 
 
+@pytest.mark.capability("G-70", "O-57")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", faults.POINTS)
 def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads_bit_for_bit(

@@ -146,6 +146,7 @@ def load_then_save(world: World, directory: Path, step: int) -> bool:
     return exact
 
 
+@pytest.mark.capability("O-42")
 def test_a_state_saved_by_four_processes_loads_in_three_and_then_in_one(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     for size, step in ((4, 0), (3, 10), (1, 20)):
@@ -353,6 +354,7 @@ def load_with_one_rank_refused(world: World, directory: Path, kind: str, refused
     return {"step": restored.step, "exact": is_exact(state, restored.step), "events": events}
 
 
+@pytest.mark.capability("O-62")
 @pytest.mark.parametrize(
     ("kind", "refused"),
     [("plain", 0), ("sharded", 1)],

@@ -74,6 +74,7 @@ def test_a_slot_that_kills_whoever_computes_it_ends_the_run_with_its_samples(
     assert all("step 4, slot 3" in node.last_words for node in cluster.nodes.values())
 
 
+@pytest.mark.capability("O-51")
 def test_an_error_of_rank_1_alone_is_told_as_the_cause(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:

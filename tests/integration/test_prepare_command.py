@@ -51,6 +51,7 @@ def run(*arguments: str | Path) -> int:
     return command.execute(parser.parse_args(list(map(str, arguments))))
 
 
+@pytest.mark.capability("A-77")
 def test_the_summary_names_every_source_and_what_was_passed_over(
     manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

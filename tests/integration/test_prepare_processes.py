@@ -213,6 +213,7 @@ def test_a_killed_preparation_goes_on_with_its_finished_chunks_and_publishes_the
     )
 
 
+@pytest.mark.capability("A-76")
 def test_of_two_preparers_one_works_and_the_other_takes_what_it_published(
     preparers: Preparers, expected: dict[str, bytes]
 ) -> None:
@@ -342,6 +343,7 @@ def peak_megabytes(pid: int) -> float:
     )
 
 
+@pytest.mark.capability("C-31")
 def test_memory_does_not_grow_with_the_file(preparers: Preparers) -> None:
     peaks = []
     for repeat in (1, 12):
@@ -382,6 +384,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.capability("C-31")
 def test_reading_prepared_data_keeps_memory_flat(tmp_path: Path) -> None:
     names = []
     for number in range(4):

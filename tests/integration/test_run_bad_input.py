@@ -120,6 +120,7 @@ def test_a_value_that_cannot_be_is_refused_with_its_path(
     assert not (experiment.path / "runs").exists()
 
 
+@pytest.mark.capability("G-100")
 def test_every_problem_of_a_manifest_is_reported_at_once(experiment: Experiment) -> None:
     experiment.write(
         recipe(
@@ -326,6 +327,7 @@ def test_another_runs_directory_is_left_alone(experiment: Experiment) -> None:
     assert contents(experiment.at()) == before
 
 
+@pytest.mark.capability("G-26")
 def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) -> None:
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
     before = contents(experiment.at())

@@ -70,6 +70,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, str]]:
     }
 
 
+@pytest.mark.capability("G-5", "G-33", "G-92", "C-17", "O-9", "O-32", "O-52", "T-4")
 def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
     experiment: Experiment,
 ) -> None:
@@ -110,6 +111,7 @@ def test_the_command_stops_on_sigterm_with_its_state_saved(experiment: Experimen
     assert [event["exit_code"] for event in events(experiment.at(), "end")] == [STOPPED_SAVED]
 
 
+@pytest.mark.capability("G-12")
 def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
     experiment: Experiment,
 ) -> None:
@@ -123,6 +125,7 @@ def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
     assert not (experiment.path / "runs").exists()
 
 
+@pytest.mark.capability("A-37")
 def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
     experiment: Experiment,
 ) -> None:
@@ -139,6 +142,7 @@ def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
     assert_same_state(experiment.at("undisturbed"), experiment.at())
 
 
+@pytest.mark.capability("A-37")
 def test_a_stop_file_made_while_two_processes_train_stops_both(experiment: Experiment) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
     run = experiment.start("--workers", "2", faults=[SLOW])
@@ -149,6 +153,7 @@ def test_a_stop_file_made_while_two_processes_train_stops_both(experiment: Exper
     assert not (experiment.at() / "stop").exists()
 
 
+@pytest.mark.capability("A-71")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_stop_after_steps_counts_the_steps_of_one_process(
     experiment: Experiment, workers: str
@@ -160,6 +165,7 @@ def test_stop_after_steps_counts_the_steps_of_one_process(
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 
+@pytest.mark.capability("G-71", "C-11", "C-23", "C-42", "A-30", "A-75")
 def test_stop_after_step_stops_the_run_there_however_often_it_is_started(
     experiment: Experiment,
 ) -> None:
@@ -180,6 +186,7 @@ def test_stop_after_steps_below_one_is_refused(experiment: Experiment) -> None:
     )
 
 
+@pytest.mark.capability("C-65", "O-50")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(
     experiment: Experiment, workers: str
@@ -221,6 +228,7 @@ def test_sigterm_to_the_launcher_stops_both_workers_at_one_step(experiment: Expe
     assert not any(map(is_alive, workers))
 
 
+@pytest.mark.capability("O-14")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_stop_during_an_evaluation_repeats_it_after_the_resume(
     experiment: Experiment, workers: str
@@ -335,6 +343,7 @@ def test_a_begun_run_is_not_lengthened_without_the_option_and_goes_on_unchanged(
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 
+@pytest.mark.capability("C-24", "C-33")
 @pytest.mark.parametrize(
     ("horizon", "steps"),
     [({"tokens": 600}, 10), ({"tokens": 640}, 10), ({"epochs": 1.5}, None)],
@@ -365,6 +374,7 @@ def test_a_horizon_in_tokens_or_epochs_is_rounded_up_to_steps(
         assert 1.5 <= derived["epochs"] < 1.5 + 8 * derived["epochs"] / derived["samples"]
 
 
+@pytest.mark.capability("C-12", "O-49", "A-28", "T-34", "T-46")
 def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment) -> None:
     best = {"metric": "heldOut/loss", "mode": "max"}
     experiment.write(
@@ -511,6 +521,7 @@ def plain(make_experiment: Callable[[], Experiment]) -> Experiment:
     return experiment
 
 
+@pytest.mark.capability("C-21")
 @pytest.mark.parametrize(
     "options",
     [
@@ -565,6 +576,7 @@ def test_a_compiled_model_has_the_same_curve(plain: Experiment) -> None:
     )
 
 
+@pytest.mark.capability("A-14")
 def test_rows_hold_what_the_documentation_promises(plain: Experiment) -> None:
     rows = metric_rows(plain.at("plain"))
     assert all(

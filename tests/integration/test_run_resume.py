@@ -99,6 +99,7 @@ def undisturbed(
     return one
 
 
+@pytest.mark.capability("G-32", "O-45", "T-2")
 @POINTS
 def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
     undisturbed: Undisturbed, last: int
@@ -121,6 +122,7 @@ def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
     undisturbed.assert_equal(directory)
 
 
+@pytest.mark.capability("G-89", "C-13", "C-45", "O-19")
 @POINTS
 def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after_its_last_checkpoint(
     undisturbed: Undisturbed, last: int
@@ -242,6 +244,7 @@ def test_dropout_draws_the_same_numbers_after_a_resume(experiment: Experiment) -
     assert_same_state(experiment.at("undisturbed"), experiment.at())
 
 
+@pytest.mark.capability("O-36", "T-15")
 @pytest.mark.parametrize("precision", ["bf16-autocast", "bf16"])
 def test_every_precision_resumes_bit_for_bit(experiment: Experiment, precision: str) -> None:
     import torch

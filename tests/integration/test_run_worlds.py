@@ -55,6 +55,7 @@ def exact(make_experiment: Callable[[], Experiment]) -> Experiment:
     return experiment
 
 
+@pytest.mark.capability("O-30", "T-16")
 @pytest.mark.parametrize("workers", ["2", "3"])
 def test_a_larger_world_trains_the_same_samples_with_the_same_losses(
     fast: Experiment, workers: str
@@ -174,6 +175,7 @@ def test_a_checkpoint_of_one_parallelism_is_loaded_under_another(
     assert_same_curve(fast.at("1"), fast.at(directory), exact=False)
 
 
+@pytest.mark.capability("T-12")
 def test_dropout_does_not_depend_on_the_world(experiment: Experiment) -> None:
     model = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
     experiment.write(

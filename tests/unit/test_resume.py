@@ -85,6 +85,7 @@ def refusal(directory: RunDirectory, run: TrainingRun, *, extend: bool = False) 
     return str(raised.value)
 
 
+@pytest.mark.capability("O-28")
 def test_an_empty_or_missing_directory_is_a_fresh_start(tmp_path: Path) -> None:
     assert inspect_directory(
         RunDirectory(tmp_path / "none"), make_run(), extend=False
@@ -130,6 +131,7 @@ def test_another_unit_of_the_horizon_is_a_change_of_both_fields(
     )
 
 
+@pytest.mark.capability("G-64")
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
@@ -217,6 +219,7 @@ def test_another_runs_directory_is_refused_with_both_names(directory: RunDirecto
     assert f"{directory.path}: holds the run 'one'; this manifest is the run 'two'" in text
 
 
+@pytest.mark.capability("G-68")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/latest"])
 def test_leftovers_of_nobody_are_not_trained_over(directory: RunDirectory, name: str) -> None:
     directory.resolved.unlink()

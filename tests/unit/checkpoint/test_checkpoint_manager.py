@@ -55,6 +55,7 @@ def flip_bit(path: Path, position: int = 70) -> None:
 # Saving
 
 
+@pytest.mark.capability("T-14")
 def test_a_save_is_an_event_with_its_facts_and_is_found_by_the_next_start(
     make_solo: MakeSolo,
 ) -> None:
@@ -337,6 +338,7 @@ def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
 # Retention
 
 
+@pytest.mark.capability("O-55", "T-33")
 def test_only_the_newest_checkpoints_are_kept(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=2)
     for step in (10, 20, 30, 40):
@@ -346,6 +348,7 @@ def test_only_the_newest_checkpoints_are_kept(make_solo: MakeSolo) -> None:
     assert os.listdir(solo.directory / ".trash") == []
 
 
+@pytest.mark.capability("T-48")
 def test_the_best_checkpoint_is_kept_until_there_is_a_better_one(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=1)
     for step in (10, 20, 30):

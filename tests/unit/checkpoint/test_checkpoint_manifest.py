@@ -63,6 +63,7 @@ def test_garbage_is_no_manifest(garbage: bytes) -> None:
         decode_manifest(garbage)
 
 
+@pytest.mark.capability("G-64")
 def test_a_newer_format_is_told_apart_from_damage() -> None:
     newer = {**json.loads(encode_manifest(build_manifest())), "format": 2, "something": "new"}
     with pytest.raises(UnknownFormatError, match="has format 2, this program knows up to 1"):

@@ -32,6 +32,7 @@ def run(make_solo: MakeSolo, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.capability("O-60")
 @pytest.mark.parametrize(
     ("inner", "step"), [("", 20), ("checkpoints", 20), ("checkpoints/step-10", 10)]
 )
@@ -84,6 +85,7 @@ def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_left_alone(
         load_weights(run / "checkpoints" / "step-20", make_state(0))
 
 
+@pytest.mark.capability("G-64")
 def test_weights_of_another_model_are_refused_by_name(run: Path, make_state: MakeState) -> None:
     state = {**make_state(0), "model.head": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=r"tensors are missing; model\.head"):

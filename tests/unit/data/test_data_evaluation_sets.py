@@ -51,6 +51,7 @@ def test_every_token_is_predicted_exactly_once(sequences: list[TokenSequence]) -
     assert [len(batch.samples) for batch in batches] == [4, 4, 4, 3]
 
 
+@pytest.mark.capability("O-15", "T-35", "T-49")
 def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
     sequences: list[TokenSequence],
 ) -> None:

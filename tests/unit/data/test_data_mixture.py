@@ -41,6 +41,7 @@ def test_two_sources_of_equal_weight_take_turns() -> None:
     assert sources == sources[:2] * 4
 
 
+@pytest.mark.capability("T-51")
 @settings(max_examples=15, deadline=None)
 @given(weights)
 def test_every_prefix_is_within_one_sample_of_the_wanted_shares(values: list[float]) -> None:
@@ -63,6 +64,7 @@ def test_shares_add_up_and_are_within_one_of_the_exact_ones(values: list[float])
     )
 
 
+@pytest.mark.capability("G-66")
 @settings(max_examples=20, deadline=None)
 @given(values=weights, position=st.integers(0, 3 * PERIOD))
 def test_counts_in_closed_form_equal_counting(values: list[float], position: int) -> None:

@@ -82,6 +82,7 @@ def test_reading_goes_on_while_the_caller_works() -> None:
     assert stream.reads[(1, 2)] == 1
 
 
+@pytest.mark.capability("T-50")
 def test_an_error_in_the_background_is_raised_where_the_batch_is_taken_and_only_there() -> None:
     stream = Stream()
     stream.failing = {(2, 0)}

@@ -144,6 +144,7 @@ def test_what_does_not_change_the_bytes_does_not_change_the_fingerprint(
     assert len({prepared_in(recipe).sources[0].fingerprint for recipe in same}) == 1
 
 
+@pytest.mark.capability("A-76")
 def test_what_changes_the_bytes_changes_the_fingerprint(
     tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
 ) -> None:
@@ -317,6 +318,7 @@ def test_skipping_malformed_lines_counts_them_and_keeps_the_rest(
     assert (source.malformed, source.repaired) == (4, 1)
 
 
+@pytest.mark.capability("G-52")
 @pytest.mark.parametrize(
     ("content", "why"),
     [

@@ -63,6 +63,7 @@ def equal(first: Batch, second: Batch) -> bool:
     return same_tensors and facts[0] == facts[1]
 
 
+@pytest.mark.capability("T-9")
 def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data]) -> None:
     stream = build().train
     assert (stream.slots_per_step, list(stream.cursor(0))) == (4, ["docs", "flat"])
@@ -115,6 +116,7 @@ def test_every_token_of_a_source_is_a_label_once_an_epoch(build: Callable[..., D
     assert sorted(labels) == sorted((np.arange(1, 401) % 257).tolist())
 
 
+@pytest.mark.capability("C-57", "A-32")
 def test_the_step_that_ends_an_epoch_is_full_and_goes_on_with_the_next(
     build: Callable[..., Data],
 ) -> None:
@@ -157,6 +159,7 @@ class ElasticRun:
         return samples, sum(batch.hash for batch in by_slot.values()) % 2**64
 
 
+@pytest.mark.capability("G-51")
 def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
     build: Callable[..., Data],
 ) -> None:
@@ -199,6 +202,7 @@ def test_each_sample_appears_once_an_epoch_under_every_plan(build: Callable[...,
         )
 
 
+@pytest.mark.capability("G-26", "O-35")
 def test_the_cursor_is_each_sources_next_index_after_a_finished_step(
     build: Callable[..., Data],
 ) -> None:
@@ -262,6 +266,7 @@ def test_positions_before_the_first_and_slots_beyond_the_last_are_refused(
             stream.slot(step, slot)
 
 
+@pytest.mark.capability("O-66", "T-26")
 def test_held_out_documents_and_evaluation_sources_become_sets(
     tmp_path: Path, build: Callable[..., Data], documents: Write
 ) -> None:

@@ -42,6 +42,7 @@ def reader_of(sequence: TokenSequence, length: int) -> TokenReader:
     return TokenReader(sequence, sequence_length=length, end_of_document=END)
 
 
+@pytest.mark.capability("C-60")
 @settings(
     max_examples=60,
     deadline=None,
@@ -79,6 +80,7 @@ def test_every_token_but_the_first_is_a_label_exactly_once(
     reader.close()
 
 
+@pytest.mark.capability("T-31")
 @pytest.mark.parametrize(
     ("tokens", "length", "windows"),
     [

@@ -92,6 +92,7 @@ def run(
     return result
 
 
+@pytest.mark.capability("A-73", "T-13")
 @pytest.mark.parametrize("size", [1, 2, 4, 11, 16])
 def test_the_loss_is_the_mean_over_valid_tokens_for_every_batch_size(size: int) -> None:
     model, labels = Table(), rows()
@@ -104,6 +105,7 @@ def test_the_loss_is_the_mean_over_valid_tokens_for_every_batch_size(size: int) 
     assert result.loss == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
+@pytest.mark.capability("O-67")
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_the_parts_of_any_world_add_up_to_the_whole(size: int) -> None:
     """Without a group each rank returns its own part: together they are the whole set, each batch once."""

@@ -31,11 +31,13 @@ def test_tokens_are_rounded_up_to_whole_steps() -> None:
     assert found.samples_per_step == 32
 
 
+@pytest.mark.capability("G-6", "O-24", "A-27")
 def test_steps_are_taken_as_they_are() -> None:
     override = "spec.training.horizon={steps: 7}"
     assert derive_steps(training(override), num_samples=10**9).total_steps == 7
 
 
+@pytest.mark.capability("C-43", "A-12")
 @pytest.mark.parametrize(
     ("epochs", "samples", "steps"),
     [("1", 32, 1), ("1", 33, 2), ("0.1", 320, 1), ("2.5", 64, 5), ("3", 10**9, 93_750_000)],
@@ -61,6 +63,7 @@ def test_a_tenth_of_an_epoch_is_exactly_a_tenth() -> None:
     assert found.total_steps == 1
 
 
+@pytest.mark.capability("C-10", "T-24", "T-25")
 def test_warm_up_and_decay_are_resolved_to_steps() -> None:
     found = derive_steps(training("spec.training.horizon={steps: 1000}"), num_samples=1)
     assert (found.warmup_steps, found.decay_steps) == (50, 200)
@@ -98,6 +101,7 @@ def test_a_warm_up_that_only_the_data_shows_to_be_too_long_is_refused() -> None:
     ]
 
 
+@pytest.mark.capability("G-52")
 def test_no_sample_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="hold no training sample"):
         derive_steps(training(), num_samples=0)

@@ -139,6 +139,7 @@ def test_what_is_operational_may_change(override: str) -> None:
     assert changed_fields(recipe_of(run()), recipe_of(run(override))) == []
 
 
+@pytest.mark.capability("G-65")
 @pytest.mark.parametrize(("override", "path", "old", "new"), RECIPE)
 def test_what_belongs_to_the_recipe_changes_the_hash_and_is_named_with_both_values(
     override: str, path: str, old: Any, new: Any
@@ -251,6 +252,7 @@ WIRES = [
 ]
 
 
+@pytest.mark.capability("G-2")
 @pytest.mark.parametrize("overrides", WIRES)
 def test_a_run_survives_the_wire_and_is_itself_a_manifest(
     overrides: tuple[str, ...], tmp_path: Path

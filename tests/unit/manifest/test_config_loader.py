@@ -36,6 +36,7 @@ def overlay(folder: Path, text: str, name: str = "over.yaml") -> Path:
     return path
 
 
+@pytest.mark.capability("C-16", "T-1")
 def test_a_manifest_is_loaded_with_where_it_came_from(
     manifest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_bare_on_or_off_is_meant_for_compile(manifest: Path) -> None:
         )
 
 
+@pytest.mark.capability("C-5")
 def test_overlays_merge_mappings_replace_lists_and_remove_by_null(
     manifest: Path, tmp_path: Path
 ) -> None:

@@ -387,6 +387,7 @@ def check(path: Path, overrides: list[str]) -> int:
     return code
 
 
+@pytest.mark.capability("A-68")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_2000_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_traceback(

@@ -222,6 +222,7 @@ REFUSED: list[tuple[Parser, Any, str]] = [
 ]
 
 
+@pytest.mark.capability("G-6")
 @pytest.mark.parametrize(
     ("parse", "written", "said"),
     REFUSED,

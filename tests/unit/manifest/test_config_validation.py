@@ -30,6 +30,7 @@ def as_override(path: str, value: Any) -> str:
     return f"{path}={text}"
 
 
+@pytest.mark.capability("O-6", "A-4", "A-6")
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
 def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
     case: dict[str, Any],
@@ -52,6 +53,7 @@ def test_the_names_of_the_cases_are_unique() -> None:
 GOOD: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "good_manifests.yaml").read_text())
 
 
+@pytest.mark.capability("O-34")
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
 def test_what_is_right_at_the_edge_is_accepted(changes: dict[str, Any]) -> None:
     overrides = [

@@ -95,6 +95,7 @@ def test_pickled_weights_alone_are_refused(tmp_path: Path, name: str) -> None:
     assert f"weights only as pickle ({name})" in message(tmp_path, path=".")
 
 
+@pytest.mark.capability("O-10")
 def test_initial_weights_are_a_function_of_the_seed_alone(tmp_path: Path) -> None:
     one = plan(tmp_path, config=TINY)
     first = build_model(one, seed=4, precision="fp32").state_dict()
@@ -111,6 +112,7 @@ def test_the_count_of_parameters_is_the_models(tmp_path: Path) -> None:
     assert count_parameters(one) == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.capability("O-33")
 @pytest.mark.parametrize(
     "config",
     [

@@ -27,6 +27,7 @@ def directory(tmp_path: Path) -> RunDirectory:
     return directory
 
 
+@pytest.mark.capability("A-15", "A-61")
 def test_a_row_is_in_the_file_when_the_call_returns(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
@@ -157,6 +158,7 @@ def test_non_finite_values_are_null_in_the_file_and_nan_when_read(
     assert math.isnan(history.evaluations[0].loss)
 
 
+@pytest.mark.capability("G-68")
 def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
@@ -177,6 +179,7 @@ def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(
     }
 
 
+@pytest.mark.capability("G-88")
 def test_the_start_event_carries_the_facts_of_the_run(directory: RunDirectory) -> None:
     log = RunLog(directory)
     log.run_start(
@@ -299,6 +302,7 @@ def test_closing_twice_is_harmless(directory: RunDirectory) -> None:
     assert directory.metrics.read_bytes() == b""
 
 
+@pytest.mark.capability("O-59")
 def test_event_fields_that_collide_with_the_common_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="event 'save' has fields named step, time"):
         event_row(Event("save", 1.0, 2, 3, {"step": 4, "time": 5}))

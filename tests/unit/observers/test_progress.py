@@ -69,6 +69,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.capability("O-13", "A-13", "T-32", "T-44")
 def test_lines_are_printed_every_n_steps_and_at_every_notable_event(
     synthetic: ModuleType,
 ) -> None:
@@ -162,6 +163,7 @@ def test_the_last_step_is_always_printed(synthetic: ModuleType) -> None:
     assert stream.getvalue().splitlines()[-1].startswith("step 20000/20000 ")
 
 
+@pytest.mark.capability("C-39")
 def test_the_rate_counts_pauses_and_forgets_the_first_step_and_what_is_older_than_its_window() -> (
     None
 ):
@@ -210,6 +212,7 @@ def _state(synthetic: ModuleType) -> State:
     return state
 
 
+@pytest.mark.capability("A-78")
 def test_the_bar_shows_all_facts_where_there_is_room(synthetic: ModuleType) -> None:
     line = render_line(_state(synthetic), 150).plain
     assert line.startswith("docs-lm  ━")
@@ -420,6 +423,7 @@ def test_numbers_are_written_as_people_read_them() -> None:
     ]
 
 
+@pytest.mark.capability("O-31")
 def test_each_rank_has_its_own_log_file_and_only_rank_0_speaks_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

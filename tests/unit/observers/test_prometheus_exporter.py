@@ -134,6 +134,7 @@ def test_the_help_of_a_recipe_s_metrics_has_their_units_and_meanings(
     assert [sample.value for sample in family.samples] == [0.5]
 
 
+@pytest.mark.capability("C-39")
 def test_gauges_show_the_last_values_and_counters_the_sums(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:

@@ -45,6 +45,7 @@ def test_a_frozen_parameter_is_not_updated_and_has_no_moments() -> None:
     assert model.embedding.weight not in optimizer.state
 
 
+@pytest.mark.capability("A-10", "A-45", "T-54")
 def test_updates_are_torchs_own() -> None:
     model, other = Small(), Small()
     ours = build_adamw(model, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0}))

@@ -14,6 +14,7 @@ def schedule(total: int = 100, **settings: Any) -> LearningRate:
     return build_schedule(Schedule.model_validate(settings), peak=2.0, total_steps=total)
 
 
+@pytest.mark.capability("C-9", "A-9", "A-46", "T-23")
 @pytest.mark.parametrize(
     ("settings", "points"),
     [
