@@ -59,6 +59,7 @@ def make_own(own: Experiment, tmp_path: Path) -> Iterator[Callable[..., Cluster]
         cluster.close()
 
 
+@pytest.mark.capability("O-3", "O-5")
 def test_three_nodes_of_which_two_die_end_with_the_bits_of_an_undisturbed_run(
     own: Experiment, make_own: Callable[..., Cluster]
 ) -> None:
@@ -76,6 +77,7 @@ def test_three_nodes_of_which_two_die_end_with_the_bits_of_an_undisturbed_run(
     assert any(name.startswith("kept.") for name in final_state(cluster.directory))
 
 
+@pytest.mark.capability("G-90", "T-6")
 def test_metrics_and_evaluators_of_the_task_are_in_the_runs_files(own: Experiment) -> None:
     rows = curve(own.at("undisturbed"))
     assert all(0 <= row["metrics"]["accuracy"] <= 1 for row in rows.values())
@@ -105,6 +107,7 @@ def test_two_versions_of_the_tasks_file_never_train_together(
     assert {row["size"] for row in cluster.trace()} == {1}
 
 
+@pytest.mark.capability("O-4", "A-65", "T-3")
 def test_wrong_options_and_a_missing_file_are_refused_as_any_field(
     experiment: Experiment,
 ) -> None:
@@ -152,6 +155,7 @@ def test_an_error_of_the_tasks_code_is_named_by_file_and_line_and_no_traceback(
     assert "precision" in said or f"{experiment.path}/averaged.py:" in err
 
 
+@pytest.mark.capability("A-64")
 def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
     own: Experiment, experiment: Experiment
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -121,6 +122,7 @@ def whole_gradients(plan: ModelPlan) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.capability("T-5")
 def test_a_sharded_model_begins_as_a_whole_one_and_sums_every_slot_in_fp32(
     tmp_path: Path,
 ) -> None:

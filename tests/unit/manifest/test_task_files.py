@@ -45,6 +45,7 @@ def beside(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.capability("A-64")
 def test_the_task_and_what_it_imports_beside_it_are_collected(beside: Path) -> None:
     files = collect_task(training(), beside)
     assert set(files) == {"mine.py", "losses.py", "parts/__init__.py", "parts/table.py"}
@@ -114,6 +115,7 @@ def test_a_run_carries_the_module_that_its_recipe_names_as_a_file_or_as_a_packag
     assert carried("mine.parts:Task", "mine/parts.py", name) == []
 
 
+@pytest.mark.capability("A-2")
 def test_a_run_that_does_not_carry_its_module_is_refused_before_any_node_looks_for_it() -> None:
     (problem,) = carried("mine:Task", "yours.py")
     assert problem.startswith("spec.training.files: mine.py is not among the files. Add it")

@@ -45,6 +45,7 @@ def assert_same_state(one: nn.Module, other: nn.Module) -> None:
     assert [name for name, value in mine.items() if not torch.equal(value, theirs[name])] == []
 
 
+@pytest.mark.capability("T-5")
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_made_one_by_one_have_the_bits_of_a_whole_model(

@@ -45,6 +45,7 @@ class Failing(Counting):
         return super().state()
 
 
+@pytest.mark.capability("O-64")
 def test_the_state_goes_on_in_another_process(synthetic: ModuleType) -> None:
     first = Lasting([Counting(), Counting(), BaseObserver()])
     for step in (1, 2):

@@ -45,6 +45,7 @@ def test_a_trained_module_must_not_have_the_name_of_another_part_of_the_state(
         check_modules(modules, PLAIN, Code(None))
 
 
+@pytest.mark.capability("G-30")
 def test_several_trained_modules_with_names_of_their_own_are_taken() -> None:
     modules = Modules({"encoder": linear(), "head": linear()}, {"target": linear()})
     assert module_problems(modules, PLAIN) == []
