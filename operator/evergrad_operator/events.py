@@ -41,23 +41,48 @@ _QUIET_CAUSES: Final = frozenset({PodCause.DONE, PodCause.RELEASED})
 
 @dataclass(frozen=True)
 class Event:
-    """One event. ``type``: Normal or Warning. ``reason``: CamelCase."""
+    """One event. ``type``: Normal or Warning. ``reason``: CamelCase.
+
+    ``once``: a key under which the event is posted once, also by an operator that has started again; empty
+    for an event that follows a status write.
+    """
 
     type: str
     reason: str
     message: str
+    once: str = ""
 
 
 def derive_events(
-    old_status: Mapping[str, Any], new_status: Mapping[str, Any], observation: Observation
+    old_status: Mapping[str, Any], new_status: Mapping[str, Any]
 ) -> tuple[Event, ...]:
     """Derive the events of a change of status; none for what an event has said before."""
     return (
-        *_tell_changes(old_status, new_status, observation),
         *_tell_ends(old_status, new_status),
         *_tell_bounds_and_checkpoint(old_status, new_status),
         *_tell_transition(old_status, new_status),
     )
+
+
+def describe_edit(observation: Observation) -> Event | None:
+    """Return the event that names the edited fields of a run; None where there are none, or one has named
+    them.
+
+    It is to be posted before the ConfigMap is applied: afterwards nothing shows any more what the pods had.
+    """
+    applied, known = observation.applied, observation.status
+    # A run without pods keeps the manifest of its last ones: each later edit finds these fields again.
+    if applied is None or not applied.changes or applied.changes_hash == known.told_changes:
+        return None
+    shown = "; ".join(applied.changes[:_MOST_CHANGES])
+    more = len(applied.changes) - _MOST_CHANGES
+    text = f"{shown}; and {more} more" if more > 0 else shown
+
+    # Until a status is written, each pass finds the edit again. Its key holds the generation of the last
+    # status: the same fields, changed back and changed again, are another edit.
+    status = get_map(observation.run.raw, "status")
+    once = f"{get_int(status, 'observedGeneration')}/{applied.changes_hash}"
+    return Event("Normal", "SettingsChanged", text, once)
 
 
 def _tell_transition(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
@@ -93,21 +118,6 @@ def _tell_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event
         code = get_int(one, "exitCode")
         how = "" if code is None else f" with exit code {code}"
         yield Event("Warning", get_text(one, "cause"), f"pod {get_text(one, 'pod')} ended{how}")
-
-
-def _tell_changes(
-    old: Mapping[str, Any], new: Mapping[str, Any], observation: Observation
-) -> Iterator[Event]:
-    """Fields of a live run that were edited, once for each set of changes."""
-    # A run without pods keeps the manifest of its last ones: each later edit finds these fields again.
-    changes = () if observation.applied is None else observation.applied.changes
-    before, after = (get_text(get_map(one, "memory"), "toldChanges") for one in (old, new))
-    is_new = before != after
-    if changes and is_new:
-        shown = "; ".join(changes[:_MOST_CHANGES])
-        more = len(changes) - _MOST_CHANGES
-        text = f"{shown}; and {more} more" if more > 0 else shown
-        yield Event("Normal", "SettingsChanged", text)
 
 
 def _tell_bounds_and_checkpoint(

@@ -40,8 +40,6 @@ class Hints:
     """Seconds that the coordinator had been silent when the run's pods were listed for it."""
     ends: frozenset[str] = frozenset()
     """Pods, by uid, that ended by themselves before the coordinator was last asked."""
-    untold: tuple[str, str] = ("", "")
-    """The run's uid and the manifest of its pods, from an edit's first pass until its events are posted."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from evergrad_operator.kinds import CLAIM, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import (
-    AppliedSettings,
     Observation,
     Progress,
     observe,
@@ -41,7 +40,7 @@ from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import Decision, decide
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
-from evergrad_operator.spec import SpecCache, TrainingRun
+from evergrad_operator.spec import SpecCache
 from evergrad_operator.status import Outcome
 from evergrad_operator.status_writer import StatusWriter
 
@@ -135,10 +134,13 @@ class Reconciler:
         is_news = await self._ask_about_ends(work, found.seen)
         if is_edited(found.seen):
             # Before the ConfigMap is applied anew it still has what the pods have.
-            settings = await self._compare_edit(work, found.seen.run)
+            run = found.seen.run
+            manifest = await self._confirmer.fetch_manifest(key, run.uid)
+            settings = None if manifest is None else compare_settings(manifest, run)
             work, is_news = replace(work, applied=settings), True
         if is_news:
             found = self._assess(work)
+        await self.statuses.announce_edit(work, found.seen)
 
         # The cache is a hint: before a pod is created or ended, the API server says what there is.
         is_confirmed = self._is_look_due(work, found) and await self._confirmer.confirm(
@@ -171,26 +173,6 @@ class Reconciler:
             ),
         )
         return min((delay for delay in delays if delay is not None), default=None)
-
-    async def _compare_edit(self, work: Pass, run: TrainingRun) -> AppliedSettings | None:
-        """Compare an edited run with what its pods were given; None where that is not known.
-
-        Raises ApiError and TimeoutError.
-        """
-        applied = await self._confirmer.fetch_manifest(work.key, run.uid)
-        settings = None if applied is None else compare_settings(applied, run)
-        if applied is None or settings is None:
-            return settings
-
-        # A pass may have applied the ConfigMap and then failed to write the status, without which no event
-        # is posted. The changes are those since the manifest that this pass had found.
-        uid, before = work.hints.untold
-        if uid == run.uid and before != applied:
-            since = compare_settings(before, run)
-            settings = settings if since is None else replace(settings, changes=since.changes)
-        else:
-            work.hints.untold = run.uid, applied
-        return settings
 
     # ---- observe, decide, plan: values in, values out ------------------------------------------------------
 

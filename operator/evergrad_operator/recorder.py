@@ -38,6 +38,7 @@ class _Posted:
     name: str
     count: int
     message: str
+    once: str
 
 
 class Recorder:
@@ -55,13 +56,19 @@ class Recorder:
         self._messages: OrderedDict[tuple[str, str], set[str]] = OrderedDict()
         self._born = f"{clock():.3f}"
 
-    async def record(self, run: Raw, kind: str, reason: str, message: str) -> None:
-        """Tell of ``reason`` (``kind``: Normal or Warning) at the raw run."""
+    async def record(
+        self, run: Raw, kind: str, reason: str, message: str, *, once: str = ""
+    ) -> None:
+        """Post an event of ``reason`` (``kind``: Normal or Warning) at the raw run.
+
+        ``once``: a key of the event, which is not posted again under this key, whichever process asks. Only
+        those that share an object with others may be, by a process that has started in between.
+        """
         message = message[:MAX_MESSAGE]
         uid = str(run["metadata"].get("uid", ""))
         # Events that say the same are counted on one object. So are all further ones of a reason that has
         # said many different things: a flood of objects would push others' events out of etcd.
-        digest = hashlib.sha256(message.encode()).hexdigest()[:16]
+        digest = hashlib.sha256((once or message).encode()).hexdigest()[:16]
         known = self._messages.setdefault((uid, reason), set())
         if digest in known or len(known) < _DISTINCT:
             known.add(digest)
@@ -72,11 +79,13 @@ class Recorder:
         slot = uid, reason, digest
         # An event is never worth a failed pass: what cannot be posted is logged.
         posted = self._posted.get(slot)
+        if posted is not None and once and posted.once == once:
+            return
         try:
             if posted is None:
-                await self._create(slot, run, kind, message)
+                await self._create(slot, run, kind, message, once)
             else:
-                posted.count += 1
+                posted.count, posted.once = posted.count + 1, once
                 patch = {"count": posted.count, "lastTimestamp": format_time(self._clock())}
                 if message != posted.message:
                     patch["message"] = posted.message = message
@@ -89,37 +98,43 @@ class Recorder:
                 log.warning("the event %s could not be posted: %s", reason, error)
 
     async def _create(
-        self, slot: tuple[str, str, str], run: Raw, kind: str, message: str
+        self, slot: tuple[str, str, str], run: Raw, kind: str, message: str, once: str
     ) -> None:
         metadata, now = run["metadata"], format_time(self._clock())
-        # Part of the name is when this operator started: it cannot know what an earlier one has counted.
-        digest = hashlib.sha256("\n".join((*slot, self._born)).encode()).hexdigest()[:16]
+        # Part of the name is when this operator started: it cannot know what an earlier one has counted. An
+        # event that is posted once has its key there instead, so that an earlier operator's has this name.
+        digest = hashlib.sha256("\n".join((*slot, once or self._born)).encode()).hexdigest()[
+            :16
+        ]
         name, namespace = f"{metadata['name']}.{digest}", metadata.get("namespace", "")
-        await self._poster.create(
-            {
-                "apiVersion": EVENT.version,
-                "kind": EVENT.kind,
-                "metadata": {"name": name, "namespace": namespace},
-                "involvedObject": {
-                    "apiVersion": API_VERSION,
-                    "kind": KIND,
-                    "name": metadata["name"],
-                    "namespace": namespace,
-                    "uid": slot[0],
-                    "resourceVersion": metadata.get("resourceVersion", ""),
-                },
-                "type": kind,
-                "reason": slot[1],
-                "message": message,
-                "firstTimestamp": now,
-                "lastTimestamp": now,
-                "count": 1,
-                "source": {"component": COMPONENT},
-                "reportingComponent": COMPONENT,
-                "reportingInstance": COMPONENT,
-            }
-        )
-        self._posted[slot] = _Posted(name, 1, message)
+        body = {
+            "apiVersion": EVENT.version,
+            "kind": EVENT.kind,
+            "metadata": {"name": name, "namespace": namespace},
+            "involvedObject": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": metadata["name"],
+                "namespace": namespace,
+                "uid": slot[0],
+                "resourceVersion": metadata.get("resourceVersion", ""),
+            },
+            "type": kind,
+            "reason": slot[1],
+            "message": message,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+            "source": {"component": COMPONENT},
+            "reportingComponent": COMPONENT,
+            "reportingInstance": COMPONENT,
+        }
+        try:
+            await self._poster.create(body)
+            self._on_post("created")
+        except ApiError as error:
+            if not once or error.reason != "AlreadyExists":
+                raise
+        self._posted[slot] = _Posted(name, 1, message, once)
         while len(self._posted) > MAX_REMEMBERED:
             self._posted.popitem(last=False)
-        self._on_post("created")

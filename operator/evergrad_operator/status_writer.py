@@ -10,7 +10,7 @@ from evergrad_operator.apply import Cluster
 from evergrad_operator.cache import InformerCache
 from evergrad_operator.decision import Decision
 from evergrad_operator.errors import ApiError, SpecError
-from evergrad_operator.events import derive_events
+from evergrad_operator.events import derive_events, describe_edit
 from evergrad_operator.kinds import Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.observe import Observation
@@ -60,11 +60,20 @@ class StatusWriter:
             self._metrics.startup_seconds.observe(max(0.0, now - seen.run.created_at))
 
         # Events follow the write: one that was told of a status that was refused would be told again.
-        for event in derive_events(old, new, seen):
+        for event in derive_events(old, new):
             await self._recorder.record(work.raw, event.type, event.reason, event.message)
-        if seen.applied is not None:
-            work.hints.untold = ("", "")
         return write.after
+
+    async def announce_edit(self, work: Pass, seen: Observation) -> None:
+        """Post the event of an edit, once, before anything is applied.
+
+        An operator that is killed after the ConfigMap is applied could not name the changes any more.
+        """
+        event = describe_edit(seen)
+        if event is not None:
+            await self._recorder.record(
+                work.raw, event.type, event.reason, event.message, once=event.once
+            )
 
     async def refuse(self, work: Pass, error: SpecError) -> float | None:
         """Report a spec that cannot be read: once as an event, and in the status.

@@ -13,7 +13,7 @@ from evergrad_operator import names
 from evergrad_operator.changes import compare_settings, is_edited
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Decision
-from evergrad_operator.events import Event, derive_events
+from evergrad_operator.events import Event, derive_events, describe_edit
 from evergrad_operator.observe import (
     ApplyFailure,
     Observation,
@@ -138,6 +138,9 @@ class Simulation:
             self.config,
             token=derive_token(b"k" * 32, self.raw["metadata"]["uid"]),
         )
+        edit = describe_edit(seen)
+        if edit is not None and edit not in self.events:
+            self.events.append(edit)
         created = self._carry_out(self.plan, refuse)
         if not is_status_lost:
             self.write_status(seen, created)
@@ -157,7 +160,7 @@ class Simulation:
         status = build_status(seen, self.decision, Outcome(created=created), self.now)
         if status != self.raw.get("status"):
             self._write()
-            self.events += derive_events(self.raw.get("status", {}), status, seen)
+            self.events += derive_events(self.raw.get("status", {}), status)
             self.raw["status"] = status
             self.writes += 1
 

@@ -478,7 +478,7 @@ def test_events_tell_a_runs_story_once() -> None:
 
 def test_nothing_is_told_of_an_equal_status() -> None:
     world = Simulation().run(10)
-    assert derive_events(world.status, world.status, look()) == ()
+    assert derive_events(world.status, world.status) == ()
 
 
 def test_many_ends_at_once_are_told_together() -> None:
