@@ -123,7 +123,12 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
         raise
     except ValueError as error:
         raise RunDirectoryError(
-            Problem(str(path), "is not valid JSON", str(error), "Restore it from a backup")
+            Problem(
+                str(path),
+                "is not valid JSON",
+                str(error),
+                "Restore it from a backup",
+            )
         ) from error
     if not isinstance(value, dict):
         raise RunDirectoryError(
@@ -182,7 +187,12 @@ class JsonLines:
         """The error for a line that cannot be used."""
         where = f"{self.path} line {number}"
         return RunDirectoryError(
-            Problem(where, what, "", "Remove the line, or restore the file from a backup")
+            Problem(
+                where,
+                what,
+                "",
+                "Remove the line, or restore the file from a backup",
+            )
         )
 
 
@@ -226,7 +236,14 @@ def mend_last_line(path: Path) -> int:
             size, tail = file.seek(0, os.SEEK_END), b""
             while len(tail) < size:
                 block = min(1 << 16, size - len(tail))
-                tail = os.pread(file.fileno(), block, size - len(tail) - block) + tail
+                tail = (
+                    os.pread(
+                        file.fileno(),
+                        block,
+                        size - len(tail) - block,
+                    )
+                    + tail
+                )
                 cut = tail.rfind(b"\n", 0, len(tail) - 1)
                 if cut >= 0:
                     tail = tail[cut + 1 :]
@@ -305,11 +322,23 @@ class RunDirectory:
             )
         if not self.path.is_dir():
             raise RunDirectoryError(
-                Problem(str(self.path), "is a file, not a run directory", "", problem.remedy)
+                Problem(
+                    str(self.path),
+                    "is a file, not a run directory",
+                    "",
+                    problem.remedy,
+                )
             )
         if not any(file.exists() for file in (self.resolved, self.metrics, self.events)):
             why = f"it has none of {RunFile.RESOLVED}, {RunFile.METRICS} and {RunFile.EVENTS}"
-            raise RunDirectoryError(Problem(problem.path, problem.what, why, problem.remedy))
+            raise RunDirectoryError(
+                Problem(
+                    problem.path,
+                    problem.what,
+                    why,
+                    problem.remedy,
+                )
+            )
 
     def read_resolved(self) -> dict[str, Any] | None:
         """The resolved configuration, or None before the first start. Raises RunDirectoryError."""

@@ -13,7 +13,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.provenance.record import describe_process, read_processes, record_process
 from evergrad_trainer.provenance.redaction import hide_home, is_secret, redact_command
-from evergrad_trainer.report.facts import _environment
+from evergrad_trainer.report.figures import environment_rows
 from evergrad_trainer.run_directory import RunDirectory
 
 _RUN: dict[str, Any] = {
@@ -207,7 +207,7 @@ def test_a_home_directory_that_is_the_root_hides_nothing(
 def test_the_report_names_earlier_versions_and_the_files_of_a_task() -> None:
     versions = {"evergrad": "0.2", "torch": "2.13", "transformers": None}
     rows = dict(
-        _environment(
+        environment_rows(
             [
                 {"versions": {**versions, "torch": "2.12"}},
                 {"versions": versions, "task": {"mine.py": "c0ffee"}},
@@ -216,4 +216,4 @@ def test_the_report_names_earlier_versions_and_the_files_of_a_task() -> None:
     )
     assert rows["Earlier versions"] == "torch 2.12"
     assert rows["Files of the task"] == "mine.py c0ffee"
-    assert "Earlier versions" not in dict(_environment([{"versions": versions}]))
+    assert "Earlier versions" not in dict(environment_rows([{"versions": versions}]))

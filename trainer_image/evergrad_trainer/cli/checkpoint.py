@@ -12,11 +12,7 @@ from evergrad_coordinator.contract import ExitCode, RunFile
 from evergrad_coordinator.text import size
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.layout import BEST
-from evergrad_trainer.checkpoint.manifest import (
-    Candidate,
-    InvalidCheckpointError,
-    UnknownFormatError,
-)
+from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.retention import choose_best
 from evergrad_trainer.checkpoint.store import Store, open_store
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
@@ -48,7 +44,11 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define three commands of their own."""
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(
+        title="actions",
+        metavar="ACTION",
+        required=True,
+    )
     _add_action(actions, "list", _list, "what there is, newest first")
     verify = _add_action(
         actions, "verify", _verify, "check sizes and checksums; exit 64 unless all are whole"
@@ -97,18 +97,27 @@ def _list(args: argparse.Namespace) -> int:
     best = choose_best(found, catalog.read_pointer(BEST))
     # The newest one that can be read is what a resume would take.
     latest = next((candidate.name for candidate in found if candidate.manifest), None)
-    rows = [
-        _describe(candidate, is_best=candidate.name == best, is_latest=candidate.name == latest)
-        for candidate in found
-    ]
+    rows = []
+    for candidate in found:
+        manifest = candidate.manifest
+        row = Row(
+            checkpoint=candidate.name,
+            step=candidate.version.step,
+            generation=candidate.version.generation,
+            world_size=manifest.world_size if manifest else None,
+            bytes=manifest.bytes if manifest else None,
+            finished=manifest.finished if manifest else None,
+            is_best=candidate.name == best,
+            is_latest=candidate.name == latest,
+            reason=candidate.reason,
+        )
+        rows.append(row)
+
+    # What was set aside is shown too: its place on the disk is still taken.
     set_aside = catalog.set_aside()
     if args.json:
-        print(
-            json.dumps(
-                {"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside},
-                indent=1,
-            )
-        )
+        document = {"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside}
+        print(json.dumps(document, indent=1))
         return ExitCode.DONE
     for line in _render(rows):
         print(line)
@@ -138,11 +147,8 @@ def _verify(args: argparse.Namespace) -> int:
             print(f"{name}: {reason or 'valid'}")
     # After the output, so that a program that reads it gets its document in any case.
     if not found:
-        what = (
-            "there is no checkpoint"
-            if args.step is None
-            else f"there is no checkpoint of step {args.step}"
-        )
+        which = "" if args.step is None else f" of step {args.step}"
+        what = f"there is no checkpoint{which}"
         raise CheckpointError(Problem(str(args.run_directory), what))
     return ExitCode.USER_ERROR if any(reasons.values()) else ExitCode.DONE
 
@@ -181,21 +187,6 @@ def _open_store(run_directory: Path) -> Store:
     return open_store(directory)
 
 
-def _describe(candidate: Candidate, *, is_best: bool, is_latest: bool) -> Row:
-    manifest = candidate.manifest
-    return Row(
-        checkpoint=candidate.name,
-        step=candidate.version.step,
-        generation=candidate.version.generation,
-        world_size=manifest.world_size if manifest else None,
-        bytes=manifest.bytes if manifest else None,
-        finished=manifest.finished if manifest else None,
-        is_best=is_best,
-        is_latest=is_latest,
-        reason=candidate.reason,
-    )
-
-
 def _render(rows: list[Row]) -> list[str]:
     if not rows:
         return ["no checkpoints"]
@@ -203,11 +194,7 @@ def _render(rows: list[Row]) -> list[str]:
         f"{'CHECKPOINT':<20} {'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20} MARKS"
     ]
     for row in rows:
-        marks = " ".join(
-            mark
-            for mark, is_set in (("latest", row.is_latest), ("best", row.is_best))
-            if is_set
-        )
+        marks = " ".join(["latest"] * row.is_latest + ["best"] * row.is_best)
         # Without its manifest only the name is known, and why it cannot be read.
         if row.bytes is None or row.finished is None:
             lines.append(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")

@@ -146,6 +146,7 @@ def _prepare_patiently(read: Callable[[], NodeRequest]) -> Callable[[], int]:
             trouble = describe_host_trouble(error)
             if trouble is None:
                 raise
+
             text = f"host {socket.gethostname()}: {trouble}"
             if pause is None:
                 raise HostError(text) from error
@@ -160,13 +161,17 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
     # A volume that cannot be written is found out before minutes of imports.
     directory.create()
     run_state = inspect_directory(directory, run, extend=True)
+
     if run_state.state == "complete":
         # Nothing is trained twice, whatever became of those who knew that the run had ended.
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return lambda: int(ExitCode.DONE)
+
     # This process forks its workers: it must not touch an accelerator before them.
     machine, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)
     _check_accelerators(run, machine)
+
+    # Imports make objects that stay: to collect among them costs a tenth of the start-up.
     gc.disable()
     # Heavy imports, for a node that will serve; before workers are forked, so that these start warm.
     from evergrad_trainer.node.fingerprint import fingerprint
@@ -183,7 +188,23 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
     request = dataclasses.replace(request, settings=settings)
     if run.spec.script is None:
         return _prepare_typed(request, run_state, machine, num_workers)
-    return _prepare_script(request, num_workers)
+
+    # A script brings its own data and model: there is nothing to plan.
+    from evergrad_trainer.cli.script_runs import prepare_script
+    from evergrad_trainer.node.script_node import run_script_node, with_grace_of
+
+    script = run.script
+    own = settings if request.has_grace else with_grace_of(script, settings)
+    return prepare_script(
+        loaded,
+        directory,
+        lambda: run_script_node(
+            script,
+            loaded.base_directory,
+            own,
+            num_workers=num_workers,
+        ),
+    )
 
 
 def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
@@ -192,17 +213,13 @@ def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
         name for name in run.spec.resources.limits if name.startswith(_ACCELERATOR_PREFIXES)
     ]
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
+    has_some = machine.num_accelerators > 0
+    if not asked or wants_cpu or has_some:
+        return
     # Elsewhere, as on a laptop with the same file, nobody has given any.
-    if (
-        asked
-        and not wants_cpu
-        and machine.num_accelerators == 0
-        and "KUBERNETES_SERVICE_HOST" in os.environ
-    ):
-        raise HostError(
-            f"no accelerator is visible; spec.resources.limits asks for {asked[0]}. Check the "
-            "driver of this host."
-        )
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        what = f"no accelerator is visible; spec.resources.limits asks for {asked[0]}"
+        raise HostError(f"{what}. Check the driver of this host.")
 
 
 def _prepare_typed(
@@ -231,20 +248,6 @@ def _prepare_typed(
         request.start_method, num_accelerators=machine.num_accelerators
     )
     return lambda: run_node(plan, settings, num_workers=num_workers, start_method=method)
-
-
-def _prepare_script(request: NodeRequest, num_workers: int) -> Callable[[], int]:
-    from evergrad_trainer.cli.script_runs import prepare_script
-    from evergrad_trainer.node.script_node import run_script_node, with_grace_of
-
-    script, base = request.loaded.run.script, request.loaded.base_directory
-    settings = request.settings
-    own = settings if request.has_grace else with_grace_of(script, settings)
-    return prepare_script(
-        request.loaded,
-        request.directory,
-        lambda: run_script_node(script, base, own, num_workers=num_workers),
-    )
 
 
 def _read_request(args: argparse.Namespace) -> NodeRequest:

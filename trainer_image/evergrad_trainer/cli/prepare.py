@@ -62,8 +62,15 @@ def execute(args: argparse.Namespace) -> int:
     """
     loaded = load_from(args)
     if loaded.run.spec.script is not None:
-        _say_nothing_to_prepare(loaded.run.metadata.name, as_json=args.json)
+        name = loaded.run.metadata.name
+        text = f"{name} is a script, which reads its data itself: there is nothing to prepare"
+        # The document alone on stdout, so that a program can read it.
+        if args.json:
+            print(json.dumps({"sources": [], "evaluation": []}, indent=2), flush=True)
+        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
         return int(ExitCode.DONE)
+
+    # Chunks that are finished stay, so that an interruption costs one chunk of each helper.
     training, base_directory = loaded.run.training, loaded.base_directory
     begun = time.monotonic()
     try:
@@ -79,6 +86,8 @@ def execute(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return int(ExitCode.STOPPED_SAVED)
+
+    # A task of the user's own prepares more than token files: opening it does that now, and not in the run.
     directory = resolve_prepared_directory(
         training, base_directory=base_directory, default=args.prepared_directory
     )
@@ -87,21 +96,19 @@ def execute(args: argparse.Namespace) -> int:
 
         open_recipe(training, prepared, base_directory, prepared_directory=directory)
     if args.json:
-        print(json.dumps(_summary(prepared, directory), indent=2))
-        return int(ExitCode.DONE)
-    for line in describe_prepared(prepared):
-        print(line)
-    print(f"prepared in {duration(time.monotonic() - begun)}, in {directory}")
+        document = {
+            "preparedDirectory": str(directory),
+            "tokenizer": prepared.tokenizer_identity,
+            "vocabSize": prepared.vocab_size,
+            "sources": [_source_summary(source) for source in prepared.sources],
+            "evaluation": [_source_summary(source) for source in prepared.evaluation],
+        }
+        print(json.dumps(document, indent=2))
+    else:
+        for line in describe_prepared(prepared):
+            print(line)
+        print(f"prepared in {duration(time.monotonic() - begun)}, in {directory}")
     return int(ExitCode.DONE)
-
-
-def _say_nothing_to_prepare(name: str, *, as_json: bool) -> None:
-    text = f"{name} is a script, which reads its data itself: there is nothing to prepare"
-    print(
-        json.dumps({"sources": [], "evaluation": []}, indent=2) if as_json else text, flush=True
-    )
-    if as_json:
-        print(text, file=sys.stderr)
 
 
 def prepare_with_progress(
@@ -130,51 +137,46 @@ def prepare_with_progress(
     for source in (*prepared.sources, *prepared.evaluation):
         # At every start, not only at the first: lines that are passed over are missing from the run.
         if source.malformed:
-            lines = (
-                "malformed line was skipped"
-                if source.malformed == 1
-                else "malformed lines were skipped"
-            )
-            reasons = _reasons(
-                {
-                    reason: number
-                    for reason, number in source.skipped.items()
-                    if reason not in HARMLESS
-                }
-            )
-            print(
-                f"warning: {source.path}: {count(source.malformed)} {lines} ({reasons})",
-                file=shown,
-            )
+            skipped = "line was skipped" if source.malformed == 1 else "lines were skipped"
+            # Empty lines are passed over too, and are no loss.
+            harmful = {
+                reason: number
+                for reason, number in source.skipped.items()
+                if reason not in HARMLESS
+            }
+            what = f"{count(source.malformed)} malformed {skipped} ({_reasons(harmful)})"
+            print(f"warning: {source.path}: {what}", file=shown)
     return prepared
 
 
 def describe_prepared(prepared: Prepared) -> list[str]:
     """Describe each source in one line."""
-    width = max(len(source.name) for source in (*prepared.sources, *prepared.evaluation))
-    return [
-        f"{source.name:<{width}}  {_describe(source)}"
-        for source in (*prepared.sources, *prepared.evaluation)
-    ]
+    sources = (*prepared.sources, *prepared.evaluation)
+    width = max(len(source.name) for source in sources)
+    lines = []
+    for source in sources:
+        # Token files have no documents: their counts are left out, not 0.
+        parts = []
+        if source.documents is not None:
+            parts.append(_plural(source.documents, "document"))
+        parts.append(f"{short_count(source.train.tokens)} tokens")
+        if source.held_out is not None:
+            held_out = f"{short_count(source.held_out.tokens)} tokens held out"
+            if source.held_out_documents is not None:
+                held_out += f" in {_plural(source.held_out_documents, 'document')}"
+            parts.append(held_out)
 
-
-def _describe(source: PreparedSource) -> str:
-    parts = [] if source.documents is None else [_plural(source.documents, "document")]
-    parts.append(f"{short_count(source.train.tokens)} tokens")
-    if source.held_out is not None:
-        within = (
-            ""
-            if source.held_out_documents is None
-            else f" in {_plural(source.held_out_documents, 'document')}"
-        )
-        parts.append(f"{short_count(source.held_out.tokens)} tokens held out{within}")
-    if source.skipped:
-        parts.append(f"lines passed over: {_reasons(source.skipped)}")
-    if source.repaired:
-        parts.append(f"half surrogate pairs replaced in {_plural(source.repaired, 'document')}")
-    return ", ".join(parts) + (
-        " (prepared before)" if source.reused and source.documents is not None else ""
-    )
+        # What is missing from the data, or was changed in it.
+        if source.skipped:
+            parts.append(f"lines passed over: {_reasons(source.skipped)}")
+        if source.repaired:
+            documents = _plural(source.repaired, "document")
+            parts.append(f"half surrogate pairs replaced in {documents}")
+        line = f"{source.name:<{width}}  {', '.join(parts)}"
+        if source.reused and source.documents is not None:
+            line += " (prepared before)"
+        lines.append(line)
+    return lines
 
 
 def _reasons(skipped: Mapping[str, int]) -> str:
@@ -186,16 +188,6 @@ def _reasons(skipped: Mapping[str, int]) -> str:
 
 def _plural(number: int, noun: str) -> str:
     return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {noun}s"
-
-
-def _summary(prepared: Prepared, directory: Path) -> dict[str, Any]:
-    return {
-        "preparedDirectory": str(directory),
-        "tokenizer": prepared.tokenizer_identity,
-        "vocabSize": prepared.vocab_size,
-        "sources": [_source_summary(source) for source in prepared.sources],
-        "evaluation": [_source_summary(source) for source in prepared.evaluation],
-    }
 
 
 def _source_summary(source: PreparedSource) -> dict[str, Any]:
@@ -240,15 +232,15 @@ class _Lines:
     def show(self, progress: PrepareProgress) -> None:
         now = self._clock()
         # A log with a line for every chunk would not be read.
-        if now - self._printed >= _SECONDS_BETWEEN_LINES:
-            self._printed = now
-            print(_line(progress), file=self._stream, flush=True)
-
-
-def _line(progress: PrepareProgress) -> str:
-    share = progress.bytes_done / progress.bytes_total if progress.bytes_total else 1.0
-    text = f"{_VERBS[progress.phase]} {progress.source}: {share:.0%} of {size(progress.bytes_total)}"
-    return text + (f", {short_count(progress.tokens)} tokens" if progress.tokens else "")
+        if now - self._printed < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed = now
+        total = progress.bytes_total
+        share = progress.bytes_done / total if total else 1.0
+        line = f"{_VERBS[progress.phase]} {progress.source}: {share:.0%} of {size(total)}"
+        if progress.tokens:
+            line += f", {short_count(progress.tokens)} tokens"
+        print(line, file=self._stream, flush=True)
 
 
 class _Bar:

@@ -2,14 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.observers.events import changes_of
 from evergrad_trainer.records import record_row
-
-if TYPE_CHECKING:
-    from evergrad_trainer.report.build import ReportPaths
 
 NAME = "report"
 EXAMPLES = """\
@@ -41,24 +37,20 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.run_directory import dumps_strict
 
     paths = write_report(args.run, output=args.output)
-    if args.json:
-        print(dumps_strict(_summary(paths), indent=2))
-    else:
+    if not args.json:
         print(f"report: {paths.html}")
         print(f"        {paths.markdown}")
-    return int(ExitCode.DONE)
+        return int(ExitCode.DONE)
 
-
-def _summary(paths: "ReportPaths") -> dict[str, Any]:
     # The figures of the page, unrounded: programs compare them, people read the page.
-    facts, goodput = paths.facts, paths.facts.goodput
-    steps = facts.steps
-    return {
+    facts, goodput, steps = paths.facts, paths.facts.goodput, paths.facts.steps
+    changes = [change for event in facts.history.events for change in changes_of(event)]
+    summary = {
         "html": str(paths.html),
         "markdown": str(paths.markdown),
         "run": facts.name,
         "status": facts.status.label,
-        "step": int(steps.step[-1]) if len(steps) else 0,
+        "step": steps.newest_step,
         "loss": float(steps.loss[-1]) if len(steps) else None,
         "tokens": int(steps.tokens.sum()),
         "evaluations": [record_row(one) for one in facts.history.evaluations],
@@ -68,10 +60,10 @@ def _summary(paths: "ReportPaths") -> dict[str, Any]:
             "productive_seconds": goodput.productive_seconds,
             "lost_seconds": goodput.lost_seconds,
         },
-        "changes": [
-            change.__dict__ for event in facts.history.events for change in changes_of(event)
-        ],
+        "changes": [change.__dict__ for change in changes],
         "restarts": [dict(restart.__dict__) for restart in goodput.restarts],
         "world_changes": [dict(change.__dict__) for change in goodput.changes],
         "warnings": list(facts.warnings),
     }
+    print(dumps_strict(summary, indent=2))
+    return int(ExitCode.DONE)

@@ -119,11 +119,14 @@ class Account:
             if isinstance(one, Event) and one.type in (EventType.FAILED, EventType.END)
         }
         for record in sorted(waiting, key=lambda one: one.generation):
-            is_own = record.generation in own or not has_started
-            if is_own and (not self._parts or self._parts[-1].generation < record.generation):
-                self._append(Part(record.generation))
-            self._parts[-1].newest = max(self._parts[-1].newest, record.generation)
-            self._give(self._parts[-1], record)
+            generation = record.generation
+            is_own = generation in own or not has_started
+            is_new = not self._parts or self._parts[-1].generation < generation
+            if is_own and is_new:
+                self._append(Part(generation))
+            part = self._parts[-1]
+            part.newest = max(part.newest, generation)
+            _give(part, record)
 
     def seconds(self, *, only_settled: bool = False) -> dict[str, float]:
         """Sum the seconds so far of every cause of CAUSES, and ``productive``; in constant time for each
@@ -134,7 +137,8 @@ class Account:
         totals = dict.fromkeys(("productive", *CAUSES), 0.0)
         previous_end = None
         for part in self._parts:
-            previous_end = part.after if part.after is not None else previous_end
+            # Where another account has the time before, the last sign of the run comes from there.
+            previous_end = previous_end if part.after is None else part.after
             is_open = only_settled and part is self._parts[-1]
             for cause, seconds in part.seconds(previous_end, only_settled=is_open).items():
                 totals[cause] += seconds
@@ -148,29 +152,31 @@ class Account:
         notes: list[str] = []
         previous_end = None
         for index, part in enumerate(self._parts):
-            # Where another account has the time before, the last sign of the run comes from there.
-            previous_end = part.after if part.after is not None else previous_end
-            now = part.result(previous_end, is_last=index == len(self._parts) - 1)
+            previous_end = previous_end if part.after is None else part.after
+            is_last = index == len(self._parts) - 1
+            now = part.result(previous_end, is_last=is_last)
             notes.extend(part.odd_clocks(previous_end))
             if processes:
-                restarts.append(
-                    Restart(
-                        cause=processes[-1].ended,
-                        detail=processes[-1].detail,
-                        time=now.begin,
-                        generation=now.generation,
-                        resumed_from=now.resumed_from,
-                        downtime_seconds=now.seconds["downtime"],
-                        repeated_steps=part.steps_lost_before,
-                    )
+                before = processes[-1]
+                restart = Restart(
+                    cause=before.ended,
+                    detail=before.detail,
+                    time=now.begin,
+                    generation=now.generation,
+                    resumed_from=now.resumed_from,
+                    downtime_seconds=now.seconds["downtime"],
+                    repeated_steps=part.steps_lost_before,
                 )
+                restarts.append(restart)
             processes.append(now)
             previous_end = now.end
+
+        def total(name: str) -> float:
+            return math.fsum(one.seconds[name] for one in processes)
+
         return Goodput(
-            productive_seconds=math.fsum(one.seconds["productive"] for one in processes),
-            lost_seconds={
-                cause: math.fsum(one.seconds[cause] for one in processes) for cause in CAUSES
-            },
+            productive_seconds=total("productive"),
+            lost_seconds={cause: total(cause) for cause in CAUSES},
             processes=tuple(processes),
             restarts=tuple(restarts),
             notes=tuple(notes),
@@ -182,7 +188,8 @@ class Account:
         if info.highest_step is not None and info.highest_step > self._highest_step:
             self._elsewhere.append((self._highest_step + 1, info.highest_step))
             self._highest_step = info.highest_step
-        self._last_time = self._last_time if info.last_time is None else info.last_time
+        if info.last_time is not None:
+            self._last_time = info.last_time
         self._takes_over = info.takes_over
 
     def _add_start(self, event: Event) -> None:
@@ -197,7 +204,7 @@ class Account:
             part.steps_lost_before = self._take_back(part.resumed_from)
         self._append(part)
         for record in mine:
-            self._give(part, record)
+            _give(part, record)
 
     def _go_on(self, generation: int) -> Part:
         """Find the part that trains, stops or changes its world in ``generation``: the last one, as a
@@ -217,7 +224,7 @@ class Account:
         self._waiting = [one for one in self._waiting if one.generation > generation]
         for record in waiting:
             # Also a failure: its peers have gone on without the process that failed.
-            self._give(part, record)
+            _give(part, record)
         part.newest = max(part.newest, generation)
         return part
 
@@ -228,14 +235,7 @@ class Account:
             return
         # A process that was overtaken may report something when a newer one has begun.
         owners = [part for part in self._parts if part.generation <= record.generation]
-        self._give(owners[-1] if owners else self._parts[0], record)
-
-    @staticmethod
-    def _give(part: Part, record: Event | EvaluationRecord) -> None:
-        if isinstance(record, Event):
-            part.add_event(record)
-        else:
-            part.add_evaluation(record)
+        _give(owners[-1] if owners else self._parts[0], record)
 
     def _append(self, part: Part) -> None:
         part.first_kept = len(self._kept_steps)
@@ -246,12 +246,14 @@ class Account:
 
         Returns how many of them the last part had trained.
         """
-        lost, owners = 0, iter(reversed(self._parts))
+        lost = 0
+        owners = iter(reversed(self._parts))
         owner = next(owners, None)
         # From the newest step down: each belongs to the last part that began before its place.
         while self._kept_steps and self._kept_steps[-1] > step:
             self._kept_steps.pop()
-            place, seconds = len(self._kept_steps), self._kept_seconds.pop()
+            seconds = self._kept_seconds.pop()
+            place = len(self._kept_steps)
             while owner is not None and owner.first_kept > place:
                 owner.first_kept = place
                 owner = next(owners, None)
@@ -260,3 +262,10 @@ class Account:
                 owner.recompute += seconds
                 lost += owner is self._parts[-1]
         return lost
+
+
+def _give(part: Part, record: Event | EvaluationRecord) -> None:
+    if isinstance(record, Event):
+        part.add_event(record)
+    else:
+        part.add_evaluation(record)

@@ -96,19 +96,36 @@ class _Line:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield render_line(self._state, options.max_width, is_unicode=not options.ascii_only)
+    def __rich_console__(
+        self,
+        console: Console,
+        options: ConsoleOptions,
+    ) -> RenderResult:
+        yield render_line(
+            self._state,
+            options.max_width,
+            is_unicode=not options.ascii_only,
+        )
 
 
 class ProgressBar(BaseObserver):
     """Observer that draws at most five times a second, in the calling thread: no thread of its own competes
     with the training."""
 
-    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._clock = clock
         self._drawn = -math.inf
         self._state = State(clock)
-        self._console = Console(file=stream, highlight=False, soft_wrap=False)
+        self._console = Console(
+            file=stream,
+            highlight=False,
+            soft_wrap=False,
+        )
         self._live = Live(
             _Line(self._state), console=self._console, auto_refresh=False, transient=False
         )

@@ -105,17 +105,30 @@ class Observers(BaseObserver):
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._active = list(observers)
         self._in_a_row: dict[int, int] = {}
-        self._last = Event(type=EventType.WARNING, time=0.0, step=0, generation=0)
+        self._last = Event(
+            type=EventType.WARNING,
+            time=0.0,
+            step=0,
+            generation=0,
+        )
         self.failures: dict[str, int] = {}
         """Exceptions so far, by class name of the observer."""
 
     def run_start(self, info: RunInfo) -> None:
         # A warning about an observer names the step at which it failed.
-        self._last = replace(self._last, step=info.start_step, generation=info.generation)
+        self._last = replace(
+            self._last,
+            step=info.start_step,
+            generation=info.generation,
+        )
         self._each(lambda observer: observer.run_start(info))
 
     def step_end(self, record: StepRecord) -> None:
-        self._last = replace(self._last, step=record.step, generation=record.generation)
+        self._last = replace(
+            self._last,
+            step=record.step,
+            generation=record.generation,
+        )
         self._each(lambda observer: observer.step_end(record))
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
@@ -206,7 +219,13 @@ class Observers(BaseObserver):
             observer.close()
         except Exception as closing:  # noqa: BLE001 - it has failed already; what it holds is released as far as it can be
             _log.error("observer %s could not be closed: %s", name, closing)
-        self._warn(replace(self._last, time=time.time(), fields={"message": message}))
+        self._warn(
+            replace(
+                self._last,
+                time=time.time(),
+                fields={"message": message},
+            )
+        )
 
     def _warn(self, event: Event) -> None:
         """Pass a warning on to the observers that are left."""

@@ -59,30 +59,33 @@ class StepTable:
     def __len__(self) -> int:
         return len(self.step)
 
+    @property
+    def newest_step(self) -> int:
+        """Step of the newest row; 0 without rows."""
+        return int(self.step[-1]) if len(self) else 0
+
     def last_rows(self) -> Integers:
         """Find the rows that count, the last of each step, in order of the steps, as indices."""
         if not len(self):
             return np.zeros(0, np.int64)
+        # The first place in the reversed column is the last one of the file.
         _, from_the_end = np.unique(self.step[::-1], return_index=True)
         return len(self) - 1 - from_the_end
 
     def record(self, row: int) -> StepRecord:
         """Return one row as a record."""
         values = {name: getattr(self, name)[row].item() for name in _NAMES}
+        values["sample_hash"] = f"{values['sample_hash']:016x}"
         metrics = {name: column[row].item() for name, column in self.metrics.items()}
-        return StepRecord(
-            **values | {"sample_hash": f"{values['sample_hash']:016x}"},
-            metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
-        )
+        # A column has a place for each row; a record has only what its row had.
+        known = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        return StepRecord(**values, metrics=known)
 
     def take(self, rows: npt.NDArray[Any]) -> "StepTable":
         """Return these rows only, by indices or by a mask."""
         columns = {name: getattr(self, name)[rows] for name in _NAMES}
-        return replace(
-            self,
-            **columns,
-            metrics={name: column[rows] for name, column in self.metrics.items()},
-        )
+        metrics = {name: column[rows] for name, column in self.metrics.items()}
+        return replace(self, **columns, metrics=metrics)
 
 
 _NAMES = tuple(column.name for column in fields(StepTable) if column.name != "metrics")
@@ -96,19 +99,20 @@ class _Columns:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, array[Any]] = {
-            name: array("Q" if name == "sample_hash" else "q" if name in _INTEGERS else "d")
-            for name in _NAMES
-        }
+        # Type codes of array: unsigned and signed integers of 8 bytes, floats of 8 bytes.
+        codes = (
+            dict.fromkeys(_NAMES, "d") | dict.fromkeys(_INTEGERS, "q") | {"sample_hash": "Q"}
+        )
+        self._columns: dict[str, array[Any]] = {name: array(codes[name]) for name in _NAMES}
         self._metrics: dict[str, array[float]] = {}
 
     def extend(self, rows: list[dict[str, Any]]) -> None:
         """Append all rows (at least one), or raise; after an exception the object is of no more use."""
         first = len(self)
         # Column by column: a loop over cells in Python would take minutes for a long run.
-        for (name, column), values in zip(
-            self._columns.items(), zip(*map(_VALUES, rows), strict=True), strict=True
-        ):
+        by_column = zip(*map(_VALUES, rows), strict=True)
+        for name, values in zip(_NAMES, by_column, strict=True):
+            column = self._columns[name]
             if name == "sample_hash":
                 column.extend([int(value, 16) for value in values])
             elif name in _INTEGERS or None not in values:
@@ -121,10 +125,11 @@ class _Columns:
             if not isinstance(metrics, Mapping):
                 raise TypeError("metrics is no mapping")
             for name, value in metrics.items():
-                column = self._metrics.setdefault(name, array("d"))
+                metric = self._metrics.setdefault(name, array("d"))
                 # A name may appear at any row, and be missing from any.
-                column.extend([math.nan] * (place - len(column)))
-                column.append(math.nan if value is None else value)
+                missing = place - len(metric)
+                metric.extend([math.nan] * missing)
+                metric.append(math.nan if value is None else value)
 
     def __len__(self) -> int:
         return len(self._columns["step"])
@@ -133,12 +138,11 @@ class _Columns:
         # Rows after the last one that had a metric have none.
         for column in self._metrics.values():
             column.extend([math.nan] * (len(self) - len(column)))
-        return StepTable(
-            **{name: np.asarray(memoryview(column)) for name, column in self._columns.items()},
-            metrics={
-                name: np.asarray(memoryview(column)) for name, column in self._metrics.items()
-            },
-        )
+
+        # Views, not copies: the columns of a long run are most of a report's memory.
+        columns = {name: np.asarray(memoryview(one)) for name, one in self._columns.items()}
+        metrics = {name: np.asarray(memoryview(one)) for name, one in self._metrics.items()}
+        return StepTable(**columns, metrics=metrics)
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,12 @@ def read_history(directory: RunDirectory) -> History:
     steps = read_steps(directory.metrics, notes)
     evaluations = tuple(_parsed(directory.evaluation, notes, _evaluation))
     events = tuple(_parsed(directory.events, notes, parse_event_row))
-    return History(steps=steps, evaluations=evaluations, events=events, notes=tuple(notes))
+    return History(
+        steps=steps,
+        evaluations=evaluations,
+        events=events,
+        notes=tuple(notes),
+    )
 
 
 def read_steps(path: Path, notes: list[str]) -> StepTable:
@@ -188,13 +197,14 @@ def _first_bad(lines: JsonLines, chunk: list[tuple[int, dict[str, Any]]]) -> Run
         missing = [name for name in _NAMES if name not in row]
         if missing:
             return lines.malformed(number, f"has no {' and no '.join(missing)}")
-        if not _fits(row):
-            if _fits({**row, "metrics": {}}):
-                return lines.malformed(number, f"has impossible metrics, {row['metrics']!r}")
-            name = next(
-                (name for name in _NAMES if not _fits(_EXAMPLE | {name: row[name]})), _NAMES[0]
-            )
-            return lines.malformed(number, f"has an impossible {name}, {row[name]!r}")
+        if _fits(row):
+            continue
+        if _fits({**row, "metrics": {}}):
+            return lines.malformed(number, f"has impossible metrics, {row['metrics']!r}")
+        # The first field that is impossible also in a row that is otherwise sound.
+        bad = [name for name in _NAMES if not _fits(_EXAMPLE | {name: row[name]})]
+        name = bad[0] if bad else _NAMES[0]
+        return lines.malformed(number, f"has an impossible {name}, {row[name]!r}")
     return lines.malformed(chunk[0][0], "is not a row of this file")
 
 
@@ -220,15 +230,16 @@ def _evaluation(row: dict[str, Any]) -> EvaluationRecord:
         values[name] = math.nan if values[name] is None else float(values[name])
     for name in ("step", "generation", "tokens"):
         values[name] = int(values[name])
-    metrics = row.get("metrics", {})
-    if not isinstance(metrics, dict):
-        raise ValueError(f"has impossible metrics, {metrics!r}")
-    return EvaluationRecord(
-        **values | {"name": str(values["name"])},
-        metrics={
-            name: math.nan if value is None else float(value) for name, value in metrics.items()
-        },
-    )
+    values["name"] = str(values["name"])
+
+    # A recipe's own metrics: their names are in the row alone.
+    found = row.get("metrics", {})
+    if not isinstance(found, dict):
+        raise ValueError(f"has impossible metrics, {found!r}")
+    metrics: dict[str, float] = {}
+    for name, value in found.items():
+        metrics[name] = math.nan if value is None else float(value)
+    return EvaluationRecord(**values, metrics=metrics)
 
 
 def _parsed(
@@ -267,11 +278,19 @@ def read_before(directory: RunDirectory, *, tail_bytes: int = 4 << 20) -> Before
     """
     # Only the ends: a start must not read gigabytes to know where the last one stopped.
     rows = [*_tail(directory.metrics, tail_bytes), *_tail(directory.events, 1 << 16)]
-    steps = [
-        row["step"] for row in rows if "sample_hash" in row and isinstance(row.get("step"), int)
-    ]
-    times = [float(row["time"]) for row in rows if isinstance(row.get("time"), int | float)]
-    return Before(highest_step=max(steps, default=0), last_time=max(times, default=None))
+    steps: list[int] = []
+    times: list[float] = []
+    for row in rows:
+        step, moment = row.get("step"), row.get("time")
+        # Only rows of steps have a hash: an event's step may not have been finished.
+        if isinstance(step, int) and "sample_hash" in row:
+            steps.append(step)
+        if isinstance(moment, int | float):
+            times.append(float(moment))
+    return Before(
+        highest_step=max(steps, default=0),
+        last_time=max(times, default=None),
+    )
 
 
 def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:

@@ -37,15 +37,20 @@ def build_series(
     """Build the collectors of these entries of the catalogue, by name. ``labels`` stand before their own."""
     made: dict[str, Gauge | Counter | Histogram] = {}
     for one in series:
-        name, text = one.exported, f"{one.help}."
-        names = (*labels, *(label for label in one.labels if label not in labels))
+        own = tuple(label for label in one.labels if label not in labels)
+        names = (*labels, *own)
+        text = f"{one.help}."
         if one.kind == "gauge":
-            made[one.name] = Gauge(name, text, names, registry=registry)
+            made[one.name] = Gauge(one.exported, text, names, registry=registry)
         elif one.kind == "counter":
-            made[one.name] = Counter(name, text, names, registry=registry)
+            made[one.name] = Counter(one.exported, text, names, registry=registry)
         else:
             made[one.name] = Histogram(
-                name, text, names, buckets=one.buckets, registry=registry
+                one.exported,
+                text,
+                names,
+                buckets=one.buckets,
+                registry=registry,
             )
     return made
 
@@ -60,12 +65,16 @@ class Instruments:
     def __init__(self, registry: CollectorRegistry, run: str) -> None:
         self._run = run
         self._registry = registry
-        made = build_series(TRAINER, "run", registry=registry)
-        self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
-        self._counters = {name: one for name, one in made.items() if isinstance(one, Counter)}
-        self._histograms = {
-            name: one for name, one in made.items() if isinstance(one, Histogram)
-        }
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for name, one in build_series(TRAINER, "run", registry=registry).items():
+            if isinstance(one, Gauge):
+                self._gauges[name] = one
+            elif isinstance(one, Counter):
+                self._counters[name] = one
+            else:
+                self._histograms[name] = one
         # A counter that first appears above 0 hides that increase from rate().
         for name, rows in _BEGINS.items():
             for row in rows:
@@ -73,11 +82,11 @@ class Instruments:
 
     def describe(self, name: str, more: str) -> None:
         """Let a gauge's help text end with ``more``; its values are cleared."""
-        (series,) = (one for one in TRAINER if one.name == name)
         # The client library has no way to change a help text: the series is made anew.
         self._registry.unregister(self._gauges[name])
-        series = replace(series, help=f"{series.help}{more}")
-        made = build_series([series], "run", registry=self._registry)[name]
+        (series,) = [one for one in TRAINER if one.name == name]
+        longer = replace(series, help=f"{series.help}{more}")
+        made = build_series([longer], "run", registry=self._registry)[name]
         assert isinstance(made, Gauge)  # noqa: S101 - the catalogue says so
         self._gauges[name] = made
 

@@ -61,7 +61,12 @@ class JsonLinesWriter:
     needs nothing of them.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Open ``path``, cutting off what a kill left of a line: see ``cut_bytes``.
 
         Raises RunDirectoryError or VolumeError.
@@ -227,7 +232,13 @@ class RunLog(BaseObserver):
         warnings, self._warnings = self._warnings, []
         for message in warnings:
             self._events.write(
-                event_row(replace(event, type=EventType.WARNING, fields={"message": message}))
+                event_row(
+                    replace(
+                        event,
+                        type=EventType.WARNING,
+                        fields={"message": message},
+                    )
+                )
             )
 
     def close(self) -> None:

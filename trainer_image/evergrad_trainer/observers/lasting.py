@@ -40,16 +40,16 @@ class Lasting(Observers):
         """Those that all ranks of the newest world have switched off."""
         # Names are keys in the checkpoint: two observers of one class need two.
         for observer in observers:
-            name = type(observer).__name__
-            number = sum(type(one) is type(observer) for one in self._names.values())
-            self._names[f"{name}#{number + 1}" if number else name] = observer
+            kind = type(observer)
+            number = 1 + sum(type(one) is kind for one in self._names.values())
+            name = kind.__name__ if number == 1 else f"{kind.__name__}#{number}"
+            self._names[name] = observer
 
     @property
     def switched_off(self) -> frozenset[str]:
         """Names of the observers that are switched off in this process."""
-        return frozenset(
-            name for name, observer in self._names.items() if observer not in self._active
-        )
+        names = (name for name, one in self._names.items() if one not in self._active)
+        return frozenset(names)
 
     @property
     def is_disagreeing(self) -> bool:
@@ -59,10 +59,9 @@ class Lasting(Observers):
     def agree_switched_off(self, names: Set[str]) -> None:
         """Switch off what is switched off on any rank: ``names``, the same on all of them."""
         for name in sorted(names - self.switched_off):
-            self._switch_off(
-                self._names[name],
-                f"observer {name} is switched off here, too: it failed several times on another rank",
-            )
+            why = "it failed several times on another rank"
+            message = f"observer {name} is switched off here, too: {why}"
+            self._switch_off(self._names[name], message)
         self._agreed = frozenset(names)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -95,9 +94,8 @@ class Lasting(Observers):
         # Written and read back at once: what a restart would give is what is kept, without shared objects.
         text = json.dumps(state, allow_nan=False)
         if len(text) > MAX_STATE_BYTES:
-            raise ValueError(
-                f"its state has {len(text):,} bytes; at most {MAX_STATE_BYTES:,} are kept"
-            )
+            limit = f"at most {MAX_STATE_BYTES:,} are kept"
+            raise ValueError(f"its state has {len(text):,} bytes; {limit}")
         self._states[name] = json.loads(text)
 
 

@@ -16,7 +16,12 @@ CHANGE_SHOWN_SECONDS = 20.0
 class Rate:
     """Rate over a moving window of real wall time: pauses between the steps count too."""
 
-    def __init__(self, *, window_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        window_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._window = window_seconds
         self._clock = clock
         self._total = 0.0
@@ -43,11 +48,15 @@ class Rate:
 
     @property
     def per_second(self) -> float:
-        """0 before the first amount."""
+        """Amount a second over the window; 0 before the first amount."""
         if len(self._points) < 2:
             return 0.0
-        (begun, before), (now, after) = self._points[0], self._points[-1]
-        return (after - before) / (now - begun) if now > begun else 0.0
+        begun, before = self._points[0]
+        now, after = self._points[-1]
+        # Two amounts at one reading of a coarse clock have no rate.
+        if now <= begun:
+            return 0.0
+        return (after - before) / (now - begun)
 
 
 class State:
@@ -73,46 +82,59 @@ class State:
         self._steps = Rate(window_seconds=LONG_WINDOW_SECONDS, clock=clock)
 
     def start(self, info: RunInfo) -> None:
-        self.name, self.total_steps, self.step = info.name, info.total_steps, info.start_step
+        """Take the facts of a run that starts or goes on."""
+        self.name = info.name
+        self.total_steps = info.total_steps
+        self.step = info.start_step
         self.num_processes = info.world_size
         self.units = {name: one.get("unit", "") for name, one in info.metrics.items()}
-        self.saved_step = None if info.takes_over else info.start_step or None
+        # Only a process that has read a checkpoint starts after step 0; one that takes over may have none.
+        self.saved_step = None
+        if info.start_step and not info.takes_over:
+            self.saved_step = info.start_step
 
     def finish_step(self, record: StepRecord) -> None:
-        self.step, self.num_processes = record.step, record.world_size
+        """Take the facts of a finished step."""
+        self.step = record.step
+        self.num_processes = record.world_size
         # A step without an update has no loss or metric worth showing: the last ones stay.
-        self.loss = self.loss if record.skipped else record.loss
-        self.metrics = self.metrics if record.skipped else record.metrics
+        if not record.skipped:
+            self.loss = record.loss
+            self.metrics = record.metrics
         self._tokens.add(record.tokens, first_seconds=record.step_seconds)
         self._steps.add(1, first_seconds=record.step_seconds)
 
     def finish_evaluation(self, record: EvaluationRecord) -> None:
+        """Take the loss of one set."""
         self.activity = ""
-        self.evaluations[record.name] = record.loss
+        name, loss = record.name, record.loss
+        self.evaluations[name] = loss
         # A loss that is no number would be the best one for ever.
-        if math.isfinite(record.loss):
-            self.best_evaluations[record.name] = min(
-                record.loss, self.best_evaluations.get(record.name, math.inf)
-            )
+        if math.isfinite(loss):
+            best = self.best_evaluations.get(name, math.inf)
+            self.best_evaluations[name] = min(loss, best)
 
     def see(self, event: Event) -> None:
+        """Take what a transition changes of the facts."""
         if event.type == EventType.SAVE:
             self.saved_step = saved_step(event)
         elif event.type == EventType.EXTENDED:
             self.total_steps = int(event.fields.get("to_steps", self.total_steps))
         elif event.type == EventType.WORLD:
             self.num_processes = int(event.fields.get("world_size", self.num_processes))
-            self._change, self._changed = words_of(event), self._clock()
+            self._change = words_of(event)
+            self._changed = self._clock()
             self.activity = ""
 
     @property
     def recent_change(self) -> str:
         """Who came or went a moment ago, in the coordinator's words; empty otherwise."""
-        return self._change if self._clock() - self._changed < CHANGE_SHOWN_SECONDS else ""
+        age = self._clock() - self._changed
+        return self._change if age < CHANGE_SHOWN_SECONDS else ""
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since this process's displays were made."""
+        """Seconds since this process's displays were made."""
         return self._clock() - self._begun
 
     @property

@@ -29,7 +29,13 @@ class _SilentHandler(WSGIRequestHandler):
 class MetricsServer:
     """Server that answers every path with the registry's metrics until it is closed."""
 
-    def __init__(self, registry: CollectorRegistry, *, port: int, host: str) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        port: int,
+        host: str,
+    ) -> None:
         """Listen on ``port`` of ``host``; 0 takes a free one. Raises ConfigurationError, naming the field."""
         try:
             self._server = make_server(
@@ -39,7 +45,12 @@ class MetricsServer:
             why = f"{error.strerror or error}".lower()
             remedy = "Choose another port, 0 for any free one, or leave it out for no endpoint"
             raise ConfigurationError(
-                Problem(_FIELD, f"port {port} cannot be listened on", why, remedy)
+                Problem(
+                    _FIELD,
+                    f"port {port} cannot be listened on",
+                    why,
+                    remedy,
+                )
             ) from error
         self.port = self._server.server_port
         self.address = f"http://localhost:{self.port}/metrics"

@@ -94,7 +94,11 @@ class Part:
     def add_evaluation(self, record: EvaluationRecord) -> None:
         """Count an evaluation."""
         seconds = record.seconds if 0 < record.seconds < math.inf else 0.0
-        self._see("evaluations", record.time, begin=record.time - record.seconds)
+        self._see(
+            "evaluations",
+            record.time,
+            begin=record.time - record.seconds,
+        )
         self.evaluation += seconds
         self.changes.add_evaluation(seconds)
         self._claim_before_step(seconds)
@@ -212,7 +216,12 @@ class Part:
         seconds["downtime"] = 0.0 if previous_end is None else max(0.0, begin - previous_end)
         return seconds
 
-    def result(self, previous_end: float | None, *, is_last: bool) -> ProcessAccount:
+    def result(
+        self,
+        previous_end: float | None,
+        *,
+        is_last: bool,
+    ) -> ProcessAccount:
         """The part's account as it is known now."""
         begin = self.begin_after(previous_end)
         return ProcessAccount(

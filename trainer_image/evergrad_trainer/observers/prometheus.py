@@ -126,7 +126,12 @@ class PrometheusExporter(BaseObserver):
         if record.skipped is None:
             # A step without an update has no loss or norm worth showing: neither would be a number.
             self._losses.append(record.loss)
-            metrics.set("loss", sum(self._losses) / len(self._losses), "train", "")
+            metrics.set(
+                "loss",
+                sum(self._losses) / len(self._losses),
+                "train",
+                "",
+            )
             metrics.set("grad_norm", record.grad_norm)
             for name, value in record.metrics.items():
                 metrics.set("task_metric", value, name)
@@ -155,7 +160,12 @@ class PrometheusExporter(BaseObserver):
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
         self._metrics.set("loss", record.loss, "eval", record.name)
-        self._metrics.set("eval_metric", record.perplexity, record.name, "perplexity")
+        self._metrics.set(
+            "eval_metric",
+            record.perplexity,
+            record.name,
+            "perplexity",
+        )
         for name, value in record.metrics.items():
             self._metrics.set("eval_metric", value, record.name, name)
         self._account.add(record)

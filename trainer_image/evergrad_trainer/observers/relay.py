@@ -30,7 +30,11 @@ class Relay(BaseObserver):
         # to learn it.
         try:
             before = read_before(RunDirectory(Path(info.run_directory)))
-            info = replace(info, highest_step=before.highest_step, last_time=before.last_time)
+            info = replace(
+                info,
+                highest_step=before.highest_step,
+                last_time=before.last_time,
+            )
         except (RunDirectoryError, VolumeError) as error:
             _log.warning("the metrics may count repeated steps as new ones: %s", error)
         # As JSON values: the receiver is another process, and maybe another version.

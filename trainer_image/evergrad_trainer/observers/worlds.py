@@ -113,7 +113,13 @@ class Changes:
             change.claim_save(generation, seconds)
             self.seconds += change.seconds
 
-    def open(self, world: Event, *, last_sign: float, elsewhere_until: float | None) -> None:
+    def open(
+        self,
+        world: Event,
+        *,
+        last_sign: float,
+        elsewhere_until: float | None,
+    ) -> None:
         """Begin a change: training stands still since the last step or change.
 
         ``last_sign``: of the part, where there was no step before. ``elsewhere_until``: rank 0 comes from
@@ -127,7 +133,12 @@ class Changes:
         elif self._step_time is not None:
             begin, claimed, step = self._step_time, self._evaluated + self._saved, self._step
         # Clocks of two machines: the last step may have been written after this event.
-        change = OpenChange(world, min(begin, world.time), world.time, claimed)
+        change = OpenChange(
+            world,
+            min(begin, world.time),
+            world.time,
+            claimed,
+        )
         self.all.append(change)
         self.seconds += change.seconds
         if step is not None:

@@ -61,7 +61,8 @@ def record_process(
 
 
 def read_processes(directory: RunDirectory) -> list[dict[str, Any]]:
-    """The entries of all processes so far, oldest first; none without the file. Raises RunDirectoryError."""
+    """Read the entries of all processes so far, oldest first; none without the file. Raises
+    RunDirectoryError."""
     document = read_json_object(directory.provenance)
     if document is None:
         return []
@@ -82,7 +83,7 @@ def read_processes(directory: RunDirectory) -> list[dict[str, Any]]:
 def describe_process(
     *, command: Sequence[str], seed: int | None, world_size: int, generation: int
 ) -> dict[str, Any]:
-    """This process in JSON values, without secrets, host name, user name or home directory.
+    """Describe this process in JSON values, without secrets, host name, user name or home directory.
 
     ``seed``: None for a script.
     """
@@ -90,9 +91,22 @@ def describe_process(
     # out: looking for them takes seconds in a checkout with large data.
     directory = Path.cwd()
     git: dict[str, Any] | None = None
-    if (commit := _ask_git(directory, "rev-parse", "--verify", "HEAD")) is not None:
+    commit = _ask_git(directory, "rev-parse", "--verify", "HEAD")
+    if commit is not None:
         changes = _ask_git(directory, "status", "--porcelain", "--untracked-files=no")
         git = {"commit": commit, "has_changes": None if changes is None else bool(changes)}
+
+    # From the installed packages: importing them only to ask would take seconds.
+    versions: dict[str, str | None] = {
+        "evergrad": __version__,
+        "python": platform.python_version(),
+    }
+    for library in _LIBRARIES:
+        try:
+            versions[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            versions[library] = None
+    versions["platform"] = platform.platform()
     return {
         "time": time.time(),
         "generation": generation,
@@ -100,24 +114,10 @@ def describe_process(
         "command": shlex.join(redact_command(command)),
         "working_directory": hide_home(str(directory)),
         "seed": seed,
-        "versions": _versions(),
+        "versions": versions,
         "git": git,
         "hardware": _hardware(),
     }
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "evergrad": __version__,
-        "python": platform.python_version(),
-    }
-    # From the installed packages: importing them only to ask would take seconds.
-    for library in _LIBRARIES:
-        try:
-            versions[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            versions[library] = None
-    return versions | {"platform": platform.platform()}
 
 
 def _ask_git(directory: Path, *words: str) -> str | None:
@@ -155,6 +155,8 @@ def _hardware() -> dict[str, Any]:
     # Only a torch that is loaded already: loading it only to ask would take seconds.
     torch: Any = sys.modules.get("torch")
     count = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+
+    # A container may use fewer cores than the machine has; some systems cannot say how many.
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "cpu": model[1].strip() if model else platform.processor() or platform.machine(),

@@ -31,17 +31,17 @@ _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key names a secret: ``hf_token``, ``spec.registryPassword`` do, ``tokenizer`` and
+    """Tell whether a key names a secret: ``hf_token`` and ``spec.registryPassword`` do, ``tokenizer`` and
     ``horizon.tokens`` do not."""
+    # Whole words: "tokenizer" begins with a secret's name, and is none.
     words = [word.lower() for word in _WORD.findall(key)]
-    return bool(_SECRET_WORDS & set(words)) or any(
-        pair in _SECRET_PAIRS for pair in pairwise(words)
-    )
+    pairs = set(pairwise(words))
+    return bool(_SECRET_WORDS & set(words)) or bool(_SECRET_PAIRS & pairs)
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
-    """The words of a command without the values of secret keys or credentials inside URLs; the home directory
-    as ~.
+    """Return the words of a command without the values of secret keys and without credentials in URLs; the
+    home directory becomes ~.
 
     Covers ``--set key=value``, ``--set=key=value``, ``--key=value``, ``--key value``, ``KEY=value`` and
     structured values that name a secret inside.
@@ -52,9 +52,11 @@ def redact_command(words: Sequence[str]) -> list[str]:
     for word in words:
         prefix = "--set=" if word.startswith("--set=") else ""
         key, equals, value = word.removeprefix(prefix).partition("=")
+        # A structured value may hold a secret under a key of its own.
+        names_secret = is_secret(key) or (value.startswith(("{", "[")) and is_secret(value))
         if is_value_secret and not word.startswith("--"):
             redacted.append(REDACTED)
-        elif equals and (is_secret(key) or (value.startswith(("{", "[")) and is_secret(value))):
+        elif equals and names_secret:
             redacted.append(f"{prefix}{key}={REDACTED}")
         else:
             redacted.append(hide_home(_CREDENTIALS_IN_URL.sub(f"{REDACTED}@", word)))
@@ -63,6 +65,9 @@ def redact_command(words: Sequence[str]) -> list[str]:
 
 
 def hide_home(text: str) -> str:
-    """``text`` with the home directory written as ~."""
+    """Return ``text`` with the home directory written as ~."""
     home = str(Path.home()).rstrip("/")
-    return re.sub(rf"{re.escape(home)}(?=/|$|[:,;\s'\"])", "~", text) if home else text
+    # A home at the root is every path's beginning, and nobody's name.
+    if not home:
+        return text
+    return re.sub(rf"{re.escape(home)}(?=/|$|[:,;\s'\"])", "~", text)

@@ -152,14 +152,26 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
     )
 
 
-def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Difference]:
+def _step_differences(
+    a: StepTable,
+    b: StepTable,
+    rules: Rules,
+) -> list[Difference]:
     found = []
     for column in _COLUMNS:
         pair: tuple[npt.NDArray[Any], ...] = (getattr(a, column.name), getattr(b, column.name))
         is_real = column.compared in ("closely", "by request")
         mask = _disagree(pair, rules) if is_real else pair[0] != pair[1]
         counts = column.compared in ("exactly", "closely") or (rules.exact and is_real)
-        found.append(_differing(column.name, a.step, pair, mask, counts=counts))
+        found.append(
+            _differing(
+                column.name,
+                a.step,
+                pair,
+                mask,
+                counts=counts,
+            )
+        )
     # Metrics of a recipe: their names are in the rows alone.
     for name in dict.fromkeys([*a.metrics, *b.metrics]):
         # Not a number where only one of the runs measures it.
@@ -233,14 +245,38 @@ def _evaluation_differences(
         metrics = dict.fromkeys(name for side in sides for one in side for name in one.metrics)
         tokens = tuple(np.array([one.tokens for one in side], np.int64) for side in sides)
         losses = tuple(np.array([one.loss for one in side], np.float64) for side in sides)
-        found.append(_differing("loss", steps, losses, _disagree(losses, rules), where=where))
-        found.append(_differing("tokens", steps, tokens, tokens[0] != tokens[1], where=where))
+        found.append(
+            _differing(
+                "loss",
+                steps,
+                losses,
+                _disagree(losses, rules),
+                where=where,
+            )
+        )
+        found.append(
+            _differing(
+                "tokens",
+                steps,
+                tokens,
+                tokens[0] != tokens[1],
+                where=where,
+            )
+        )
         for name in metrics:
             values = tuple(
                 np.array([one.metrics.get(name, np.nan) for one in side], np.float64)
                 for side in sides
             )
-            found.append(_differing(name, steps, values, _disagree(values, rules), where=where))
+            found.append(
+                _differing(
+                    name,
+                    steps,
+                    values,
+                    _disagree(values, rules),
+                    where=where,
+                )
+            )
     return [difference for difference in found if difference is not None]
 
 

@@ -80,7 +80,12 @@ def _render(table: Table) -> str:
     return _table(table.titles, rows, right=right)
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:
+def _table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: set[int],
+) -> str:
     # Numbers are aligned to the right, as on the page.
     rule = ["---:" if index in right else "---" for index in range(len(titles))]
     lines = [

@@ -31,11 +31,12 @@ def envelope(x: Integers, y: Reals, *, points: int = 700) -> Curve:
     for begin, end in _spans(len(x), points // 2):
         part = y[begin:end]
         if np.isnan(part).all():
+            # One point that is no number keeps the gap.
             picked.append(begin)
             continue
-        picked.extend(
-            sorted({begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))})
-        )
+        lowest = begin + int(np.nanargmin(part))
+        highest = begin + int(np.nanargmax(part))
+        picked += sorted({lowest, highest})
     return Curve(x[picked].astype(np.float64), y[picked])
 
 
@@ -44,10 +45,15 @@ def means(x: Integers, y: Reals, *, points: int = 300) -> Curve:
     left out."""
     if len(x) <= points:
         return Curve(x.astype(np.float64), y)
-    spans = _spans(len(x), points)
-    middles = np.array([float(x[begin:end].mean()) for begin, end in spans])
-    finite = [part[np.isfinite(part)] for part in (y[begin:end] for begin, end in spans)]
-    return Curve(middles, np.array([part.mean() if len(part) else np.nan for part in finite]))
+    middles: list[float] = []
+    values: list[float] = []
+    for begin, end in _spans(len(x), points):
+        part = y[begin:end]
+        finite = part[np.isfinite(part)]
+        middles.append(float(x[begin:end].mean()))
+        # A span without any number leaves a gap, as each of its steps would.
+        values.append(float(finite.mean()) if len(finite) else np.nan)
+    return Curve(np.array(middles), np.array(values))
 
 
 def _spans(length: int, number: int) -> list[tuple[int, int]]:
@@ -63,23 +69,29 @@ def smooth(y: Reals, window: int) -> Reals:
     """
     is_finite = np.isfinite(y)
     # In long doubles, so that one huge value does not blur all sums after it.
-    sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, y, 0.0), dtype=np.longdouble)])
+    summed = np.cumsum(np.where(is_finite, y, 0.0), dtype=np.longdouble)
+    sums = np.concatenate([[0.0], summed])
     counts = np.concatenate([[0], np.cumsum(is_finite)])
+
     # Windows are shorter at the ends, where the other half of their steps is missing.
     places = np.arange(len(y))
-    begins, ends = (
-        np.maximum(0, places - window // 2),
-        np.minimum(len(y), places + window // 2 + 1),
-    )
+    half = window // 2
+    begins = np.maximum(0, places - half)
+    ends = np.minimum(len(y), places + half + 1)
     number = counts[ends] - counts[begins]
+    total = sums[ends] - sums[begins]
+
+    # Windows without any number divide by zero; they become gaps.
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(number > 0, (sums[ends] - sums[begins]) / number, np.nan).astype(
-            np.float64
-        )
+        result = np.where(number > 0, total / number, np.nan)
+    return result.astype(np.float64)
 
 
 def broken(x: Integers, y: Reals) -> Curve:
     """Break the curve wherever the steps do not rise by one: another attempt at the same steps begins
     there."""
     cuts = np.nonzero(np.diff(x) != 1)[0] + 1
-    return Curve(np.insert(x.astype(np.float64), cuts, np.nan), np.insert(y, cuts, np.nan))
+    # A point that is no number, between two others, is where the line is broken.
+    places = np.insert(x.astype(np.float64), cuts, np.nan)
+    values = np.insert(y, cuts, np.nan)
+    return Curve(places, values)

@@ -133,7 +133,13 @@ def _dress(axes: "Axes", unit: str, across: str, *, columns: int) -> None:
         )
     )
     axes.set_xlabel(across, loc="right")
-    axes.set_title(unit, loc="left", fontsize=_FONT_PIXELS, color=COLORS["muted"], pad=8)
+    axes.set_title(
+        unit,
+        loc="left",
+        fontsize=_FONT_PIXELS,
+        color=COLORS["muted"],
+        pad=8,
+    )
 
 
 _COLOR_OF = {color: f"var(--{name})" for name, color in COLORS.items()}

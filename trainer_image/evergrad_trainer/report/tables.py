@@ -43,7 +43,13 @@ def build_table(
         return Table(tuple(titles), tuple(rows), frozenset(numeric))
     # How it began and how it stands: what is between them is in the files.
     shown = (*rows[:_FIRST_ROWS], *rows[-_LAST_ROWS:])
-    return Table(tuple(titles), shown, frozenset(numeric), gap=_FIRST_ROWS, left_out=left_out)
+    return Table(
+        tuple(titles),
+        shown,
+        frozenset(numeric),
+        gap=_FIRST_ROWS,
+        left_out=left_out,
+    )
 
 
 def checkpoint_table(events: Sequence[Event]) -> Table:

@@ -1,0 +1,258 @@
+"""The head of a report as words and numbers: status, subtitle, figures, shares of time, environment. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from evergrad_coordinator.causes import CHANGES, describe_ending
+from evergrad_coordinator.text import count, duration, percent, real, short_count, size, utc
+from evergrad_trainer.observers.goodput import Goodput
+from evergrad_trainer.observers.history import History, StepTable
+from evergrad_trainer.provenance.redaction import hide_home
+from evergrad_trainer.report.tables import CAUSE_TEXTS, best_evaluations, last_evaluations
+
+FINAL_LOSS_STEPS = 20
+"""The final training loss is also given as a mean of this many steps: a single step's is noise."""
+_MOST_SETS = 4
+"""Evaluation sets with a figure of their own; the table has all of them."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """State of the run in one word. ``tone``: good, bad, warn or quiet."""
+
+    label: str
+    tone: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the summary. ``note``: what it means or is made of."""
+
+    title: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """Time that went to one cause. ``ratio``: of the elapsed time."""
+
+    cause: str
+    text: str
+    seconds: float
+    ratio: float
+    duration: str
+    percent: str
+
+
+def describe_status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
+    """Describe how the run ended, or that it has not."""
+    # The mark of the end counts, whatever the last process of the run wrote after it.
+    if is_complete:
+        return Status("Complete", "good", f"reached step {count(step)}")
+    if not goodput.processes:
+        return Status("Not started", "quiet", "no process has written anything yet")
+
+    # Without the mark, the last process says how things are.
+    last = goodput.processes[-1]
+    if last.ended == "failed":
+        return Status("Failed", "bad", last.detail)
+    if last.ended == "running or killed":
+        sign = f"last sign at {utc(last.end)} UTC, step {count(step)}"
+        return Status("No end recorded", "quiet", f"running, or killed; {sign}")
+    ending = describe_ending(last.ended)
+    return Status("Stopped", "warn", f"{ending} after step {count(step)}")
+
+
+def describe_run(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...]:
+    """Describe the run in a few words each: model, size, precision, parallelism, processes, time."""
+    parameters = started.get("parameters")
+    facts = [
+        str(started.get("model") or ""),
+        f"{short_count(parameters)} parameters" if isinstance(parameters, int) else "",
+        str(started.get("precision") or ""),
+        str(started.get("parallelism") or ""),
+    ]
+
+    # One number of processes, or the least and the most where training went on with others.
+    sizes = [started.get("world_size")]
+    for change in goodput.changes:
+        sizes += [change.from_world_size, change.world_size]
+    known = sorted({size for size in sizes if isinstance(size, int)})
+    if known:
+        least, most = known[0], known[-1]
+        number = f"{least}–{most}" if most > least else str(least)
+        facts.append(f"{number} process{'es' if most != 1 else ''}")
+
+    # Processes may overlap where a frozen one wrote on: the last one to begin need not be the last to end.
+    if goodput.processes:
+        begin = goodput.processes[0].begin
+        end = max(one.end for one in goodput.processes)
+        facts.append(f"{utc(begin)} – {utc(end)} UTC")
+    return tuple(fact for fact in facts if fact)
+
+
+def summary_figures(
+    history: History,
+    steps: StepTable,
+    goodput: Goodput,
+    started: Mapping[str, Any],
+) -> tuple[Figure, ...]:
+    """List the numbers of the summary, in the order of the page. ``steps``: the rows that count."""
+    total = started.get("total_steps")
+    step = count(history.steps.newest_step)
+    return (
+        Figure("Steps", step, f"of {count(total)}" if isinstance(total, int) else "finished"),
+        loss_figure(steps),
+        *evaluation_figures(history),
+        Figure(
+            "Tokens",
+            short_count(steps.tokens.sum()),
+            f"{count(steps.valid_tokens.sum())} of them carried a loss",
+        ),
+        speed_figure(steps),
+        Figure(
+            "Wall time",
+            duration(goodput.elapsed_seconds),
+            f"{duration(goodput.productive_seconds)} in steps that were kept",
+        ),
+        Figure("Goodput", percent(goodput.ratio), "of the time went into steps that were kept"),
+        *interruption_figures(goodput),
+    )
+
+
+def loss_figure(steps: StepTable) -> Figure:
+    """Show the training loss at the end."""
+    if not len(steps):
+        return Figure("Training loss", "–", "no step yet")
+    # One step's loss is noise: the mean is what runs are compared by.
+    recent = steps.loss[-FINAL_LOSS_STEPS:]
+    recent = recent[np.isfinite(recent)]
+    last = real(float(steps.loss[-1]))
+    if len(recent) < 2:
+        return Figure("Training loss", last, "of the last step")
+    note = f"mean of the last {len(recent)} steps; the last is {last}"
+    return Figure("Training loss", real(float(recent.mean())), note)
+
+
+def evaluation_figures(history: History) -> list[Figure]:
+    """Show the newest loss of each set, at most four of them."""
+    best = best_evaluations(history.evaluations)
+    newest = {one.name: one for one in last_evaluations(history.evaluations)}
+    figures = []
+    for name, one in list(newest.items())[:_MOST_SETS]:
+        note = f"perplexity {real(one.perplexity, 2)}"
+        # The best one is worth a word only where it is not the newest.
+        if name in best and best[name].step != one.step:
+            note += f"; best {real(best[name].loss)} at step {count(best[name].step)}"
+        figures.append(Figure(f"{name} loss", real(one.loss), note))
+    return figures
+
+
+def speed_figure(steps: StepTable) -> Figure:
+    """Show tokens a second over all steps that count."""
+    # Rows of a broken clock have no duration; a speed over no time would be infinite.
+    seconds = float(np.nansum(steps.step_seconds))
+    if not seconds > 0:
+        return Figure("Tokens per second", "–", "no step yet")
+    speed = float(steps.tokens.sum()) / seconds
+    median = duration(float(np.nanmedian(steps.step_seconds)))
+    note = f"while training; a step takes {median}"
+    return Figure("Tokens per second", short_count(speed), note)
+
+
+def interruption_figures(goodput: Goodput) -> list[Figure]:
+    """Count restarts, and changes of the world if there were any, by their causes."""
+    # Restarts cost steps: the note says how many, and what to do something about.
+    ended = [
+        f"{number} {cause.replace('_', ' ')}"
+        for cause, number in goodput.restarts_by_cause.items()
+    ]
+    repeated = sum(restart.repeated_steps for restart in goodput.restarts)
+    lost = f"{count(repeated)} step{'' if repeated == 1 else 's'} lost"
+    note = f"{', '.join(ended)}; {lost}" if ended else "trained in one go"
+    figures = [Figure("Restarts", count(len(goodput.restarts)), note)]
+
+    # Changes of the world cost time and no step.
+    if goodput.changes:
+        changed = ", ".join(
+            f"{number} × {CHANGES[cause].text}"
+            for cause, number in goodput.changes_by_cause.items()
+        )
+        still = duration(goodput.lost_seconds["reconfiguration"])
+        note = f"{changed}; training stood still for {still}"
+        figures.append(Figure("Changes of the world", count(len(goodput.changes)), note))
+    return figures
+
+
+def time_shares(goodput: Goodput) -> tuple[Share, ...]:
+    """List productive time first, then what was lost, the largest part first; causes that took nothing are
+    left out."""
+    elapsed = goodput.elapsed_seconds
+    if not elapsed > 0:
+        return ()
+    # The dearest cause first, since that is what one can do something about.
+    lost = sorted(goodput.lost_seconds.items(), key=lambda item: -item[1])
+    parts = [("productive", goodput.productive_seconds)]
+    parts += [(cause, seconds) for cause, seconds in lost if seconds > 0]
+    return tuple(
+        Share(
+            cause=cause,
+            text=CAUSE_TEXTS[cause],
+            seconds=seconds,
+            ratio=seconds / elapsed,
+            duration=duration(seconds),
+            percent=percent(seconds / elapsed),
+        )
+        for cause, seconds in parts
+    )
+
+
+def environment_rows(processes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Show the newest process's provenance, as rows of a title and a text."""
+    if not processes:
+        return ()
+    # Earlier processes may have run elsewhere; the newest one says how the run goes on.
+    entry = processes[-1]
+    versions = as_mapping(entry.get("versions"))
+    hardware = as_mapping(entry.get("hardware"))
+    git = as_mapping(entry.get("git"))
+    task = as_mapping(entry.get("task"))
+    memory = hardware.get("memory_bytes")
+    commit = str(git.get("commit") or "")
+    gpus = ", ".join(map(str, hardware.get("gpus") or []))
+
+    # Other versions in earlier processes may have changed the last bits of their steps.
+    earlier: dict[str, None] = {}
+    for process in processes:
+        for key in ("evergrad", "torch", "transformers"):
+            version = as_mapping(process.get("versions")).get(key)
+            if version not in (None, versions.get(key)):
+                earlier[f"{key} {version}"] = None
+
+    own = ("evergrad", "torch", "transformers", "python", "platform")
+    rows = [
+        ("Command", entry.get("command")),
+        ("Seed", entry.get("seed")),
+        *((key.capitalize(), versions.get(key)) for key in own),
+        ("Earlier versions", ", ".join(earlier)),
+        ("Files of the task", ", ".join(f"{name} {digest}" for name, digest in task.items())),
+        ("Commit", commit + (" with changes" if git.get("has_changes") else "")),
+        ("CPU", hardware.get("cpu")),
+        ("Cores", hardware.get("usable_cores")),
+        ("Memory", size(memory) if isinstance(memory, int) else None),
+        ("Accelerators", gpus or "none"),
+    ]
+    # A report is passed on: paths of a home folder say who ran it.
+    return tuple(
+        (title, hide_home(str(text))) for title, text in rows if text not in (None, "")
+    )
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """Return ``value`` if it is a mapping, else an empty one: files may be of other versions."""
+    return value if isinstance(value, Mapping) else {}
