@@ -69,8 +69,8 @@ def reported(path: Path | str, *, what: str) -> Iterator[None]:
 
 
 def dumps_strict(value: Any, *, indent: int | None = None) -> str:
-    """JSON that every parser reads: non-finite floats are null, keys keep their order, floats round-trip bit
-    by bit."""
+    """Write JSON that every parser reads: non-finite floats are null, keys keep their order, floats
+    round-trip bit by bit."""
     separators = (",", ":") if indent is None else (",", ": ")
     dumps = functools.partial(
         json.dumps, allow_nan=False, indent=indent, separators=separators, ensure_ascii=False
@@ -93,8 +93,8 @@ def _finite(value: Any) -> Any:
 
 
 def encode_text(text: str) -> bytes:
-    """UTF-8; half a surrogate pair (an undecodable byte of a file name) becomes ``?``, since no parser would
-    take it."""
+    """Encode as UTF-8; half a surrogate pair (an undecodable byte of a file name) becomes ``?``, since no
+    parser would take it."""
     return text.encode("utf-8", errors="replace")
 
 
@@ -109,7 +109,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or None without such a file.
+    """Read the JSON object in ``path``; None without such a file.
 
     Raises RunDirectoryError for anything else.
     """
@@ -184,7 +184,7 @@ class JsonLines:
                     first += len(lines)
 
     def malformed(self, number: int, what: str) -> RunDirectoryError:
-        """The error for a line that cannot be used."""
+        """Build the error for a line that cannot be used."""
         where = f"{self.path} line {number}"
         return RunDirectoryError(
             Problem(
@@ -211,7 +211,7 @@ def _parse_objects(lines: list[bytes]) -> list[dict[str, Any]] | None:
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object in ``line``, or None when it holds anything else."""
+    """Parse the JSON object in ``line``; None where it holds anything else."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -341,7 +341,7 @@ class RunDirectory:
             )
 
     def read_resolved(self) -> dict[str, Any] | None:
-        """The resolved configuration, or None before the first start. Raises RunDirectoryError."""
+        """Read the resolved configuration; None before the first start. Raises RunDirectoryError."""
         return read_json_object(self.resolved)
 
     def write_resolved(self, resolved: dict[str, Any]) -> None:
@@ -353,7 +353,7 @@ class RunDirectory:
         return self.complete.exists()
 
     def read_complete(self) -> dict[str, Any] | None:
-        """The values that ``mark_complete`` wrote, or None. Raises RunDirectoryError."""
+        """Read the values that ``mark_complete`` wrote, or None. Raises RunDirectoryError."""
         return read_json_object(self.complete)
 
     def mark_complete(self, facts: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _prepare_patiently(read: Callable[[], NodeRequest]) -> Callable[[], int]:
-    """Prepare; trouble of this host is waited for a while, since a mount or a device may come back.
+    """Prepare, again after a pause where this host is in trouble: a mount or a device may come back.
 
     Raises HostError.
     """

@@ -27,11 +27,11 @@ class Account:
         last_time: float | None = None,
         most_steps: int | None = None,
     ) -> None:
-        """``highest_step`` and ``last_time`` (Unix s): what earlier processes of the run have left and have
-        accounted for.
+        """Begin after ``highest_step`` and ``last_time`` (Unix s), up to which earlier processes of the run
+        have accounted for everything.
 
-        ``most_steps``: of so many newest steps at most it is remembered what they took, 16 bytes a step; a
-        restart from further back leaves the older ones productive. None: all of them.
+        ``most_steps``: number of newest steps whose seconds are remembered, at 16 bytes a step; a restart
+        from further back leaves the older ones productive. None: all of them.
         """
         self._parts: list[Part] = []
         self._last_time = last_time

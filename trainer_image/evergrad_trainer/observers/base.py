@@ -51,7 +51,7 @@ class Observer(Protocol):
 
 
 class BaseObserver:
-    """An observer that does nothing: override what interests you."""
+    """Observer that does nothing: a subclass overrides the calls it needs."""
 
     essential: bool = False
 

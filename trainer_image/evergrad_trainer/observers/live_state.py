@@ -143,6 +143,6 @@ class State:
 
     @property
     def remaining_seconds(self) -> float:
-        """Not a number before the first step."""
+        """Seconds until the last step at the present rate; not a number before the first step."""
         rate = self._steps.per_second
         return max(0, self.total_steps - self.step) / rate if rate else math.nan

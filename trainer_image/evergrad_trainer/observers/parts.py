@@ -169,7 +169,7 @@ class Part:
             self.end = max(self.end, time)
 
     def begin_after(self, previous_end: float | None) -> float:
-        """When the part began, in Unix seconds, where the part before ended at ``previous_end``.
+        """Return when the part began, in Unix seconds, where the part before ended at ``previous_end``.
 
         A node outlives its workers: a start may name a process that was there before the last sign of the
         part before. Where both were there at once, clocks differ, and the start is taken as it is.
@@ -222,7 +222,7 @@ class Part:
         *,
         is_last: bool,
     ) -> ProcessAccount:
-        """The part's account as it is known now."""
+        """Return the part's account as it is known now."""
         begin = self.begin_after(previous_end)
         return ProcessAccount(
             generation=self.generation,
@@ -240,7 +240,7 @@ class Part:
         )
 
     def odd_clocks(self, previous_end: float | None) -> list[str]:
-        """Clocks that went back in this part or before it, as sentences."""
+        """Describe clocks that went back in this part or before it, as sentences."""
         notes = []
         # Within one process a clock that goes back was set; between two machines it is only another clock.
         tolerance = _CLOCKS_APART_SECONDS if self.changes.all else _CLOCK_TOLERANCE_SECONDS

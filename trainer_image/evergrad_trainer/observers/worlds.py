@@ -49,7 +49,7 @@ class OpenChange:
         return seconds if math.isfinite(seconds) else 0.0
 
     def result(self) -> WorldChange:
-        """The change as it is known now."""
+        """Return the change as it is known now."""
         fields = self.world.fields
         size, from_size = fields.get("world_size"), fields.get("from_world_size")
         return WorldChange(

@@ -141,7 +141,7 @@ def _ask_git(directory: Path, *words: str) -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    """Processor, memory and accelerators, as far as this system names them."""
+    """Describe processor, memory and accelerators, as far as this system names them."""
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
     except OSError:

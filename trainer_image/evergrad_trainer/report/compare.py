@@ -29,10 +29,10 @@ _COLUMNS = tuple(
 
 @dataclass(frozen=True)
 class Rules:
-    """``tolerance``: relative, of losses and learning rates. ``exact``: these and gradient norms must be
-    equal bit by bit.
+    """How closely two runs must agree.
 
-    ``first`` and ``last``: compare only these steps, both included.
+    ``tolerance``: largest relative difference of losses and learning rates. ``exact``: these and gradient
+    norms must be equal bit by bit. ``first`` and ``last``: compare only these steps, both included.
     """
 
     tolerance: float = 1e-5
