@@ -59,7 +59,14 @@ def update(
     for done, gradient in enumerate(gradients):
         cut_gradient = gradient.split(cut)
         if variant == "in parts":
-            cuts = zip(pieces[0], cut_gradient, pieces[1], pieces[2], begins, strict=True)
+            cuts = zip(
+                pieces[0],
+                cut_gradient,
+                pieces[1],
+                pieces[2],
+                begins,
+                strict=True,
+            )
             parts = [Part(*four, begin=begin, total=ELEMENTS) for *four, begin in cuts]
             update_parts(
                 parts,

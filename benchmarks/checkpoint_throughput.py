@@ -12,11 +12,13 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from common import Row, print_rows
+from common import Row, interval_of_median, print_rows
 
 from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.generations import claim_generation
@@ -60,7 +62,11 @@ def open_manager(directory: Path) -> CheckpointManager:
     )
 
 
-def time_evergrad(manager: CheckpointManager, state: State, step: int) -> tuple[float, float]:
+def time_evergrad(
+    manager: CheckpointManager,
+    state: State,
+    step: int,
+) -> tuple[float, float]:
     """Seconds that training stands still for one save, and seconds until it is published."""
     blocking = manager.save(step, state, extra={})
     manager.wait()
@@ -85,76 +91,95 @@ def time_torch_save(state: State, folder: Path) -> float:
 def time_plain_dcp(state: State, folder: Path) -> float:
     """Seconds of dcp.save with its own FileSystemWriter, which syncs its files, into a new directory."""
     begun = time.perf_counter()
-    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder / "dcp"), no_dist=True)
+    dcp.save(
+        dict(state),
+        storage_writer=dcp.FileSystemWriter(folder / "dcp"),
+        no_dist=True,
+    )
     seconds = time.perf_counter() - begun
     shutil.rmtree(folder / "dcp")
     return seconds
+
+
+@dataclass
+class Samples:
+    """Seconds of each turn."""
+
+    blocking: list[float] = field(default_factory=list)
+    published: list[float] = field(default_factory=list)
+    torch_save: list[float] = field(default_factory=list)
+    plain_dcp: list[float] = field(default_factory=list)
+
+
+def take_turns(state: State, folder: Path, rounds: int) -> tuple[Samples, float]:
+    """The samples of ``rounds`` turns of each, and the seconds that our first save took."""
+    samples = Samples()
+    manager = open_manager(folder / "run" / "checkpoints")
+
+    def ours(number: int) -> None:
+        blocking, published = time_evergrad(manager, state, 10 + number)
+        samples.blocking.append(blocking)
+        samples.published.append(published)
+
+    turns: list[Callable[[int], None]] = [
+        ours,
+        lambda number: samples.torch_save.append(time_torch_save(state, folder)),
+        lambda number: samples.plain_dcp.append(time_plain_dcp(state, folder)),
+    ]
+
+    # The first of ours allocates the host copy; the others' first ones warm up as well.
+    first, _ = time_evergrad(manager, state, 1)
+    time_torch_save(state, folder)
+    time_plain_dcp(state, folder)
+    for number in range(rounds):
+        # Each finds the disk's queue as the one before it has left it: all change places.
+        for place in range(len(turns)):
+            turns[(number + place) % len(turns)](number)
+    manager.close()
+    return samples, first
 
 
 def measure(*, rounds: int = 7) -> list[Row]:
     """Medians over ``rounds`` turns of each; ratios are medians of the turns' ratios."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     state = build_state()
-    blocking, published, torch_save, plain_dcp = [], [], [], []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        manager = open_manager(folder / "run" / "checkpoints")
-        first, _ = time_evergrad(manager, state, 1)  # allocates the host copy
-        for number in range(rounds):
-            seconds = time_evergrad(manager, state, 10 + number)
-            blocking.append(seconds[0])
-            published.append(seconds[1])
-            torch_save.append(time_torch_save(state, folder))
-            plain_dcp.append(time_plain_dcp(state, folder))
-        manager.close()
+        samples, first = take_turns(state, Path(scratch), rounds)
+
     size = sum(value.nbytes for value in state.values())
     what = f"checkpoint of 50M parameters, {size / 1e6:.0f} MB"
-    return [
-        Row(
-            what,
-            "training stands still",
-            statistics.median(blocking),
-            "s",
-            note=f"first time {first:.2f}",
-        ),
-        Row(
-            what,
-            "until published",
-            statistics.median(published),
-            "s",
-            note="hashes, fsync, manifest, rename",
-        ),
-        Row(
-            what,
-            "torch.save + fsync",
-            statistics.median(torch_save),
-            "s",
-            note="training stands still",
-        ),
-        Row(what, "dcp.save", statistics.median(plain_dcp), "s", note="training stands still"),
-        Row(
-            what,
-            "stands still / torch.save",
-            _ratio(blocking, torch_save),
-            "ratio",
-            goal="<= 0.5",
-        ),
-        Row(
-            what, "stands still / dcp.save", _ratio(blocking, plain_dcp), "ratio", goal="<= 0.5"
-        ),
-        Row(what, "until published / torch.save", _ratio(published, torch_save), "ratio"),
-        Row(
-            what,
-            "until published / dcp.save",
-            _ratio(published, plain_dcp),
-            "ratio",
-            goal="<= 1.0",
-        ),
+    still = "training stands still"
+    blocking, published = samples.blocking, samples.published
+    torch_save, plain_dcp = samples.torch_save, samples.plain_dcp
+    figures = (
+        (still, blocking, f"first time {first:.2f}"),
+        ("until published", published, "hashes, fsync, manifest, rename"),
+        ("torch.save + fsync", torch_save, still),
+        ("dcp.save", plain_dcp, still),
+    )
+    ratios = (
+        ("stands still / torch.save", blocking, torch_save, "<= 0.5"),
+        ("stands still / dcp.save", blocking, plain_dcp, "<= 0.5"),
+        ("until published / torch.save", published, torch_save, ""),
+        ("until published / dcp.save", published, plain_dcp, "<= 1.0"),
+    )
+    rows = [
+        Row(what, name, statistics.median(seconds), "s", note=note)
+        for name, seconds, note in figures
     ]
+    rows += [
+        _ratio_row(what, name, ours, theirs, goal=goal) for name, ours, theirs, goal in ratios
+    ]
+    return rows
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+def _ratio_row(
+    what: str, name: str, ours: list[float], theirs: list[float], *, goal: str = ""
+) -> Row:
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    low, high = interval_of_median(ratios)
+    note = f"n={len(ratios)}; 95 % interval {low:.3f} to {high:.3f}"
+    return Row(what, name, statistics.median(ratios), "ratio", goal, note)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,13 @@ class Seen:
     others: int = 0
     deleted: int = 0
 
-    def take(self, kind: str, pod: dict[str, Any], run_of: RunOf, at: float) -> None:
+    def take(
+        self,
+        kind: str,
+        pod: dict[str, Any],
+        run_of: RunOf,
+        at: float,
+    ) -> None:
         """One event of a watch."""
         name, run = pod["metadata"]["name"], run_of(pod["metadata"].get("labels") or {})
         self.deleted += kind == "DELETED"
@@ -107,7 +113,13 @@ class Watcher:
         self._here.close()
 
 
-def _watch(kubeconfig: Path, path: str, run_of: RunOf, ready: Any, parent: Connection) -> None:
+def _watch(
+    kubeconfig: Path,
+    path: str,
+    run_of: RunOf,
+    ready: Any,
+    parent: Connection,
+) -> None:
     api, seen, lock = _Api(kubeconfig), Seen(), threading.Lock()
     version = api.get(f"{path}?limit=1")["metadata"]["resourceVersion"]
     events = api.events(path, version)
@@ -158,7 +170,12 @@ class _Api(Api):
         connection.connect()
         return connection
 
-    def post(self, connection: http.client.HTTPSConnection, path: str, body: bytes) -> None:
+    def post(
+        self,
+        connection: http.client.HTTPSConnection,
+        path: str,
+        body: bytes,
+    ) -> None:
         """One object. Raises LoadError for what is refused."""
         connection.request(
             "POST", path, body, headers={**self._headers, "Content-Type": "application/json"}

@@ -65,7 +65,11 @@ def by_writer(
     }
 
 
-def _find_writer(verb: str, resource: str, owns: Callable[[str, str], bool]) -> str:
+def _find_writer(
+    verb: str,
+    resource: str,
+    owns: Callable[[str, str], bool],
+) -> str:
     if verb == "POST" and resource in ("trainingruns", "trainjobs"):
         return "client"
     if owns(verb, resource):

@@ -60,7 +60,12 @@ class Plane:
 
     # ---- daemons -------------------------------------------------------------------------------------------
 
-    def spawn(self, name: str, command: Sequence[object], environment: dict[str, str]) -> None:
+    def spawn(
+        self,
+        name: str,
+        command: Sequence[object],
+        environment: dict[str, str],
+    ) -> None:
         """Start a daemon in the control plane's box: all operators run under the same conditions."""
         boxes.spawn(boxes.CONTROL, name, command, environment=environment)
 
@@ -68,7 +73,12 @@ class Plane:
         """SIGTERM to a daemon; returns when it has ended. Raises BedError after 30 s."""
         pid = boxes.daemon_pid(boxes.CONTROL, name)
         os.kill(pid, signal.SIGTERM)
-        wait_until(f"the end of {name}", lambda: not is_alive(pid), seconds=30, pause=0.01)
+        wait_until(
+            f"the end of {name}",
+            lambda: not is_alive(pid),
+            seconds=30,
+            pause=0.01,
+        )
 
     def usage(self, name: str) -> Usage:
         """CPU and memory of a daemon. Raises BedError where it does not live."""
@@ -108,7 +118,11 @@ class Plane:
             )
 
         for name in names:
-            wait_until(f"CRD {name}", lambda name=name: is_served(name), seconds=30)  # type: ignore[misc]
+            wait_until(
+                f"CRD {name}",
+                lambda name=name: is_served(name),
+                seconds=30,
+            )  # type: ignore[misc]
         time.sleep(1.0)  # its paths come a moment later
 
     def wait_for_claims(self, number: int) -> None:
@@ -124,7 +138,12 @@ class Plane:
                 == number
             )
 
-        wait_until(f"{number} bound claims", are_bound, seconds=60, pause=0.5)
+        wait_until(
+            f"{number} bound claims",
+            are_bound,
+            seconds=60,
+            pause=0.5,
+        )
 
     def add_nodes(self) -> None:
         """Made-up nodes; returns when all are Ready. Raises BedError after 120 s."""
@@ -139,7 +158,12 @@ class Plane:
         def are_ready() -> bool:
             return sum(map(_is_ready, self.api.get("/api/v1/nodes")["items"])) == NUM_NODES
 
-        wait_until(f"{NUM_NODES} nodes Ready", are_ready, seconds=120, pause=0.5)
+        wait_until(
+            f"{NUM_NODES} nodes Ready",
+            are_ready,
+            seconds=120,
+            pause=0.5,
+        )
 
     def wait_until_quiet(
         self, names: Sequence[str], *, level: float = 0.3, seconds: float = 60
@@ -185,7 +209,11 @@ def read_usage(process: Path) -> Usage:
         if line.startswith("Vm")
     )
     mib = {key: int(value.split()[0]) / 1024 for key, value in sizes.items()}
-    return Usage((int(fields[11]) + int(fields[12])) / _TICKS, mib["VmRSS"], mib["VmHWM"])
+    return Usage(
+        (int(fields[11]) + int(fields[12])) / _TICKS,
+        mib["VmRSS"],
+        mib["VmHWM"],
+    )
 
 
 def busy_seconds() -> tuple[float, float]:

@@ -160,7 +160,12 @@ def _kill_in_turns(
     return samples
 
 
-def measure_stock(bench: Bench, events: int, *, settings: stock.Settings) -> list[Sample]:
+def measure_stock(
+    bench: Bench,
+    events: int,
+    *,
+    settings: stock.Settings,
+) -> list[Sample]:
     """A Job for each event, so that no back-off has grown; node 1 is killed, never node 0, which holds the
     rendezvous."""
     samples = []
@@ -276,7 +281,14 @@ def make_rows(samples: dict[str, list[Sample]]) -> list[Row]:
     rows = []
     if "quickstart" in samples:
         seconds = [one["first_step"] for one in samples["quickstart"]]
-        rows.append(_row("quickstart: kubectl apply → first step", "median", seconds, "<= 30"))
+        rows.append(
+            _row(
+                "quickstart: kubectl apply → first step",
+                "median",
+                seconds,
+                "<= 30",
+            )
+        )
     for key, figure in _FIGURES.items():
         for part, what in _WHAT.items():
             if part in samples:
@@ -346,7 +358,12 @@ def measure(
     Bed.up()
     try:
         with tempfile.TemporaryDirectory(prefix="evergrad-bench-") as scratch:
-            cluster = Cluster(KUBECONFIG, Bed().api, is_bed=True, storage_class=STORAGE_CLASS)
+            cluster = Cluster(
+                KUBECONFIG,
+                Bed().api,
+                is_bed=True,
+                storage_class=STORAGE_CLASS,
+            )
             operator = installed_operator.install(cluster)
             bench = Bench(cluster, operator.trainer_image, Path(scratch))
             for part in only or PARTS:
@@ -378,7 +395,12 @@ def main() -> None:
         default=[],
         help=f"of {', '.join(PARTS)}, with commas",
     )
-    parser.add_argument("--events", type=int, default=EVENTS, help=f"of each part; {EVENTS}")
+    parser.add_argument(
+        "--events",
+        type=int,
+        default=EVENTS,
+        help=f"of each part; {EVENTS}",
+    )
     parser.add_argument(
         "--samples", type=Path, help="another file for the samples; results are printed only"
     )

@@ -92,8 +92,17 @@ def take(side_name: str, load: Load) -> Sample:
         return sample
 
 
-def _measure(plane: Plane, side: Side, load: Load, daemons: Sequence[str]) -> Sample:
-    watcher = Watcher(plane.kubeconfig, collection("v1", "pods", NAMESPACE), side.run_of)
+def _measure(
+    plane: Plane,
+    side: Side,
+    load: Load,
+    daemons: Sequence[str],
+) -> Sample:
+    watcher = Watcher(
+        plane.kubeconfig,
+        collection("v1", "pods", NAMESPACE),
+        side.run_of,
+    )
     try:
         bodies = [side.body(number) for number in range(load.runs)]
         writes, events = meters.read_writes(plane.api), side.count_events()
@@ -219,7 +228,14 @@ def _write_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
     for side, sample in sides.items():
         writers = sorted(sample["writers"].items(), key=lambda item: -item[1])
         note = ", ".join(f"{name} {count:.1f}" for name, count in writers if count)
-        yield Row(f"{what}: API writes a run, {side}", "mean", sample["writes"], "", "", note)
+        yield Row(
+            f"{what}: API writes a run, {side}",
+            "mean",
+            sample["writes"],
+            "",
+            "",
+            note,
+        )
     if len(sides) == len(SIDES):
         yield Row(
             f"{what}: API writes a run",
@@ -236,7 +252,14 @@ def _sustained_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
     }
     for side, sample in sides.items():
         note = f"p50 {statistics.median(sample['created']):.2f} s, machine {sample['busy']:.0%} busy"
-        yield Row(f"{what}: sustained, {side}", "runs a second", speeds[side], "1/s", "", note)
+        yield Row(
+            f"{what}: sustained, {side}",
+            "runs a second",
+            speeds[side],
+            "1/s",
+            "",
+            note,
+        )
     if len(sides) == len(SIDES):
         yield Row(
             f"{what}: sustained",
@@ -292,9 +315,23 @@ def _thousand_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
 
 def _restart_rows(what: str, restart: Sample, is_ours: bool) -> Iterator[Row]:
     note = ", ".join(f"{count:g} {name}" for name, count in restart["requests"].items())
-    yield Row(what, "API writes", restart["writes"], "", "<= 0" if is_ours else "", note)
+    yield Row(
+        what,
+        "API writes",
+        restart["writes"],
+        "",
+        "<= 0" if is_ours else "",
+        note,
+    )
     note = f"ready after {restart['ready']:.1f} s, {restart['cpu']:.1f} s CPU"
-    yield Row(what, "steady after", restart["steady"], "s", "<= 15" if is_ours else "", note)
+    yield Row(
+        what,
+        "steady after",
+        restart["steady"],
+        "s",
+        "<= 15" if is_ours else "",
+        note,
+    )
     peak = sum(usage["peak"] for usage in restart["usage"].values())
     rss = sum(usage["rss"] for usage in restart["usage"].values())
     yield Row(
@@ -329,7 +366,11 @@ def measure(
     )
     for part in only or PARTS:
         load = PARTS[part]
-        load = Load(max(NODES, round(load.runs * scale)), load.rate, load.restarts)
+        load = Load(
+            max(NODES, round(load.runs * scale)),
+            load.rate,
+            load.restarts,
+        )
         for side in sides or SIDES:
             print(
                 f"== {time.strftime('%T')}  {part}, {side}, load {os.getloadavg()[0]:.1f}",
@@ -355,7 +396,12 @@ def main() -> None:
         default=[],
         help=f"parts, with commas between them: {', '.join(PARTS)}",
     )
-    parser.add_argument("--sides", type=names(SIDES), default=[], help=f"of {', '.join(SIDES)}")
+    parser.add_argument(
+        "--sides",
+        type=names(SIDES),
+        default=[],
+        help=f"of {', '.join(SIDES)}",
+    )
     parser.add_argument(
         "--scale", type=float, default=1.0, help="make all loads smaller, to try things"
     )

@@ -45,7 +45,12 @@ def arguments(output: str) -> list[str]:
 def create_script(runs: Runs) -> None:
     """The script as a ConfigMap."""
     text = Path(__file__).with_name("recovery_stock.py").read_text(encoding="utf-8")
-    runs.kubectl("create", "configmap", "script", f"--from-literal=recovery_stock.py={text}")
+    runs.kubectl(
+        "create",
+        "configmap",
+        "script",
+        f"--from-literal=recovery_stock.py={text}",
+    )
 
 
 def create_job(

@@ -58,11 +58,33 @@ def interval_of_median(
     interval.
     """
     generator = random.Random(0)
-    medians = sorted(
+    medians = [
         statistics.median(generator.choices(values, k=len(values))) for _ in range(draws)
-    )
-    cut = round((1 - share) / 2 * draws)
-    return medians[cut], medians[-1 - cut]
+    ]
+    return _middle(medians, share)
+
+
+def interval_of_ratio(
+    above: Sequence[float], below: Sequence[float], *, share: float = 0.95, draws: int = 2000
+) -> tuple[float, float]:
+    """Interval of the ratio of two medians, of samples that were not taken in pairs.
+
+    As above: both are drawn anew each time.
+    """
+    generator = random.Random(0)
+    ratios = []
+    for _ in range(draws):
+        numerator = statistics.median(generator.choices(above, k=len(above)))
+        denominator = statistics.median(generator.choices(below, k=len(below)))
+        ratios.append(numerator / denominator)
+    return _middle(ratios, share)
+
+
+def _middle(values: list[float], share: float) -> tuple[float, float]:
+    """The bounds between which the middle ``share`` of the values lies."""
+    values = sorted(values)
+    cut = round((1 - share) / 2 * len(values))
+    return values[cut], values[-1 - cut]
 
 
 _SHAPES = {

@@ -6,6 +6,7 @@ cores, so times hold for the coordinator and its thousand nodes together.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 from common import Row, print_rows
@@ -177,51 +179,26 @@ async def measure_crowd(
     }
 
 
-def measure(*, num_nodes: int = 1000, losses: int = 7, idle_seconds: float = 10.0) -> list[Row]:
+def measure(
+    *,
+    num_nodes: int = 1000,
+    losses: int = 7,
+    idle_seconds: float = 10.0,
+) -> list[Row]:
     """All rows."""
     allow_many_files()
-    with tempfile.TemporaryDirectory() as name:
-        address = Path(name) / "address.json"
-        command = [
-            sys.executable,
-            "-m",
-            "evergrad_coordinator",
-            "--run",
-            "r",
-            "--min",
-            "1",
-            "--max",
-            str(num_nodes),
-        ]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--state",
-            f"{name}/state",
-            "--address-file",
-            str(address),
-        ]
-        command += ["--token-file", f"{name}/token"]
-        Path(name, "token").write_text(_TOKEN, encoding="ascii")
-        with (
-            Path(name, "log").open("wb") as log,
-            subprocess.Popen(command, stderr=log) as process,
-        ):
-            try:
-                while not address.exists():
-                    time.sleep(0.01)
-                alone = resident_megabytes(process.pid)
-                port = json.loads(address.read_text(encoding="ascii"))["port"]
-                job = measure_crowd(
-                    port,
-                    process.pid,
-                    num_nodes=num_nodes,
-                    losses=losses,
-                    idle_seconds=idle_seconds,
-                )
-                found = asyncio.run(job)
-            finally:
-                process.kill()
+    with tempfile.TemporaryDirectory() as name, _coordinator(Path(name), num_nodes) as started:
+        process, port = started
+        alone = resident_megabytes(process.pid)
+        job = measure_crowd(
+            port,
+            process.pid,
+            num_nodes=num_nodes,
+            losses=losses,
+            idle_seconds=idle_seconds,
+        )
+        found = asyncio.run(job)
+
     what = f"coordinator of {num_nodes} nodes"
     return [
         Row(
@@ -247,6 +224,28 @@ def measure(*, num_nodes: int = 1000, losses: int = 7, idle_seconds: float = 10.
         ),
         Row(what, "formed, from the first connection", found["formed"], "s"),
     ]
+
+
+@contextlib.contextmanager
+def _coordinator(folder: Path, num_nodes: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A coordinator for so many nodes, and its port; ended by its process id."""
+    address, token = folder / "address.json", folder / "token"
+    token.write_text(_TOKEN, encoding="ascii")
+    command = [
+        sys.executable, "-m", "evergrad_coordinator", "--run", "r", "--host", "127.0.0.1",
+        "--min", "1", "--max", str(num_nodes), "--state", str(folder / "state"),
+        "--address-file", str(address), "--token-file", str(token),
+    ]  # fmt: skip
+    with (
+        (folder / "log").open("wb") as log,
+        subprocess.Popen(command, stderr=log) as process,
+    ):
+        try:
+            while not address.exists():
+                time.sleep(0.01)
+            yield process, json.loads(address.read_text(encoding="ascii"))["port"]
+        finally:
+            process.kill()
 
 
 if __name__ == "__main__":

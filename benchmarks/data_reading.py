@@ -48,7 +48,12 @@ def find_sequence(folder: Path) -> TokenSequence:
     )
 
 
-def build_stream(folder: Path, *, sequence_length: int, batch: int) -> TrainingStream:
+def build_stream(
+    folder: Path,
+    *,
+    sequence_length: int,
+    batch: int,
+) -> TrainingStream:
     """A stream of one source, one slot a step."""
     source = PreparedSource("docs", folder, "", "", find_sequence(folder))
     items = TokenSource(
@@ -64,7 +69,11 @@ def resident_megabytes() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1000
 
 
-def read_epoch(read: Callable[[int], object], steps: int, start: float) -> dict[str, float]:
+def read_epoch(
+    read: Callable[[int], object],
+    steps: int,
+    start: float,
+) -> dict[str, float]:
     """Call ``read`` for every step; the most resident memory above ``start``, and seconds."""
     begun, most = time.perf_counter(), 0.0
     for step in range(1, steps + 1):
@@ -78,7 +87,11 @@ def run_stream(folder: Path) -> dict[str, float]:
     """The training stream, one epoch."""
     start = resident_megabytes()
     stream = build_stream(folder, sequence_length=SEQUENCE_LENGTH, batch=BATCH)
-    return read_epoch(lambda step: stream.slot(step, 0), stream.num_samples // BATCH, start)
+    return read_epoch(
+        lambda step: stream.slot(step, 0),
+        stream.num_samples // BATCH,
+        start,
+    )
 
 
 def run_memory_map(folder: Path) -> dict[str, float]:
@@ -108,7 +121,12 @@ def run_alone(side: str, folder: Path) -> dict[str, float]:
     """One side in a process of its own."""
     command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
     result: dict[str, float] = json.loads(
-        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        subprocess.run(
+            command,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
     )
     return result
 
@@ -124,7 +142,14 @@ def measure_memory(folder: Path, *, gigabytes: float) -> list[Row]:
         result = run_alone(side, folder)
         note = f"{result['seconds'] / result['windows'] * 1e6:.1f} µs a window of {SEQUENCE_LENGTH} tokens"
         rows.append(
-            Row(what, name, result["megabytes"], "MB above start", goal=goal, note=note)
+            Row(
+                what,
+                name,
+                result["megabytes"],
+                "MB above start",
+                goal=goal,
+                note=note,
+            )
         )
     return rows
 
@@ -167,7 +192,15 @@ def measure_seek(*, rounds: int) -> list[Row]:
             seconds.append(time.perf_counter() - begun)
         name = f"{len(sizes)} source{'s' if len(sizes) > 1 else ''}"
         # The first round: later ones find the order of the sources in the process's cache.
-        rows.append(Row("position found at 10^9 samples", name, seconds[0], "s", goal="<= 1"))
+        rows.append(
+            Row(
+                "position found at 10^9 samples",
+                name,
+                seconds[0],
+                "s",
+                goal="<= 1",
+            )
+        )
     return rows
 
 
@@ -186,7 +219,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--side", choices=["stream", "map"], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--side",
+        choices=["stream", "map"],
+        help=argparse.SUPPRESS,
+    )
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:

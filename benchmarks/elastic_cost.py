@@ -44,12 +44,28 @@ _MOST_BLOCKS_AN_EVENT = 4
 Sample = dict[str, Any]
 
 
-def measure_cost(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
+def measure_cost(
+    folder: Path,
+    *,
+    events: int,
+    is_tiny: bool,
+) -> dict[str, list[Sample]]:
     """Turns of both; a sample is a turn's tokens/s of each."""
     # Stopped for seconds, a node must not be taken for lost.
     patience = ("--silence", "900", "--lease", "900", "--up-limit", "900")
-    manifest = training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny, samples=_SAMPLES)
-    nodes = ElasticNodes(NodesSettings(folder / "elastic", manifest, NUM_NODES, extra=patience))
+    manifest = training_manifest(
+        num_nodes=NUM_NODES,
+        is_tiny=is_tiny,
+        samples=_SAMPLES,
+    )
+    nodes = ElasticNodes(
+        NodesSettings(
+            folder / "elastic",
+            manifest,
+            NUM_NODES,
+            extra=patience,
+        )
+    )
     with running(nodes, num_nodes=NUM_NODES) as first:
         nodes.steps.wait_further(first, 2)
         elastic = [
@@ -157,7 +173,12 @@ def _with_descendants(pid: int) -> list[int]:
 # ---- memory ------------------------------------------------------------------------------------------------
 
 
-def measure_memory(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
+def measure_memory(
+    folder: Path,
+    *,
+    events: int,
+    is_tiny: bool,
+) -> dict[str, list[Sample]]:
     """Megabytes of a node's supervisor and of its one worker, as on a node of a cluster: nothing else shares
     their pages.
 

@@ -268,7 +268,11 @@ def _be_node(
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    log = os.open(folder / "nodes.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(
+        folder / "nodes.log",
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+        0o600,
+    )
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -320,7 +324,14 @@ signal.sigwait([signal.SIGTERM])
 class StockNodes:
     """torchrun agents of one worker each, and the store process between them, which none of them hosts."""
 
-    def __init__(self, folder: Path, conf: str, *, steps: Path, command: list[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        conf: str,
+        *,
+        steps: Path,
+        command: list[str],
+    ) -> None:
         """Start the store."""
         folder.mkdir(parents=True, exist_ok=True)
         self.steps = Steps(steps)

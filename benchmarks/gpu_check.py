@@ -47,9 +47,21 @@ def check_environment(device: str, is_tiny: bool) -> list[Row]:
         facts = torch.cuda.get_device_properties(0)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         rows += [
-            Row("environment", "devices", torch.cuda.device_count(), "", note=facts.name),
+            Row(
+                "environment",
+                "devices",
+                torch.cuda.device_count(),
+                "",
+                note=facts.name,
+            ),
             Row("environment", "memory", facts.total_memory / 2**30, "GiB"),
-            Row("environment", "cuda", 0.0, "", note=f"{torch.version.cuda}, NCCL {nccl}"),
+            Row(
+                "environment",
+                "cuda",
+                0.0,
+                "",
+                note=f"{torch.version.cuda}, NCCL {nccl}",
+            ),
         ]
     return rows
 
@@ -62,7 +74,12 @@ def check_precisions(device: str, is_tiny: bool) -> list[Row]:
         curve = _curve(device, precision, compiled=False)
         worst = max(abs(one - other) for one, other in zip(curve, reference, strict=True))
         rows.append(
-            Row("precision", f"{precision}: largest difference of a loss", worst, "nats")
+            Row(
+                "precision",
+                f"{precision}: largest difference of a loss",
+                worst,
+                "nats",
+            )
         )
         _require(
             worst < tolerance,
@@ -154,7 +171,15 @@ def check_world(device: str, is_tiny: bool) -> list[Row]:
     refused = found.get("refused", "")
     _require(bool(refused) or found["sum"] == 3.0, f"1 + 2 was summed to {found.get('sum')}")
     note = f"refused: {refused}" if refused else ""
-    return [Row("world of two processes", "formed", float(not refused), "", note=note)]
+    return [
+        Row(
+            "world of two processes",
+            "formed",
+            float(not refused),
+            "",
+            note=note,
+        )
+    ]
 
 
 def _be_rank_of_world(device: str) -> None:
@@ -208,7 +233,14 @@ def check_abort(device: str, is_tiny: bool) -> list[Row]:
         transport.close()
         seconds.append(time.perf_counter() - begun)
         _require(not dist.is_initialized(), "a group was left after the abort")
-    return [Row("abort and form again", "slowest abort of three", max(seconds), "s")]
+    return [
+        Row(
+            "abort and form again",
+            "slowest abort of three",
+            max(seconds),
+            "s",
+        )
+    ]
 
 
 def check_staging(device: str, is_tiny: bool) -> list[Row]:
@@ -231,7 +263,14 @@ def check_staging(device: str, is_tiny: bool) -> list[Row]:
             torch.equal(snapshot.tensors[name].data, value),
             f"{name} was copied with other bits",
         )
-    return [Row("staging", "device to host", 8 * size / seconds / 1e9, "GB/s")]
+    return [
+        Row(
+            "staging",
+            "device to host",
+            8 * size / seconds / 1e9,
+            "GB/s",
+        )
+    ]
 
 
 def check_speed(device: str, is_tiny: bool) -> list[Row]:
@@ -241,14 +280,14 @@ def check_speed(device: str, is_tiny: bool) -> list[Row]:
     rows = []
     for parameters, shape in {"124M": (16, 1024), "1B": (8, 2048)}.items():
         for compiled in (False, True):
-            rows += training_speed.measure(
-                rounds=2 if is_tiny else 20,
+            setting = training_speed.Setting(
                 precision="bf16-autocast",
                 compiled=compiled and not is_tiny,
                 parameters="10M" if is_tiny else parameters,
                 shape=(2, 64) if is_tiny else shape,
                 device=device,
             )
+            rows += training_speed.measure(setting, rounds=2 if is_tiny else 20)
         if is_tiny:
             break
     return rows
@@ -276,7 +315,13 @@ def _plan(parameters: str) -> Any:
     return plan_model(model, base_directory=Path(), vocab_size=257)
 
 
-def _curve(device: str, precision: str, *, compiled: bool, steps: int = 4) -> list[float]:
+def _curve(
+    device: str,
+    precision: str,
+    *,
+    compiled: bool,
+    steps: int = 4,
+) -> list[float]:
     """Losses of some steps of the 10M model, built and compiled as a run builds it."""
     import torch
     from common import build_training, open_without_data
@@ -288,7 +333,13 @@ def _curve(device: str, precision: str, *, compiled: bool, steps: int = 4) -> li
     training = build_training(precision=precision, compile_mode="on" if compiled else "off")
     world = World(1, 0, 1, where)
     opened = open_without_data(training)
-    machinery = build_machinery(training, opened, _plan("10M"), world, with_weights=True)
+    machinery = build_machinery(
+        training,
+        opened,
+        _plan("10M"),
+        world,
+        with_weights=True,
+    )
     ids = torch.arange(64, device=where).reshape(1, 64)
     batch = {"input_ids": ids, "labels": ids}
     losses = []
@@ -381,7 +432,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--results", type=Path, default=RESULTS, help="where gpu.json and gpu.md are written"
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--rank-of-world", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--rank-of-world",
+        choices=("cuda", "cpu"),
+        help=argparse.SUPPRESS,
+    )
     options = parser.parse_args(arguments)
     if options.rank_of_world:
         _be_rank_of_world(options.rank_of_world)

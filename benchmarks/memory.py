@@ -36,7 +36,12 @@ def _train(kind: str) -> None:
 
 def _peak_bytes(kind: str) -> float:
     command = [sys.executable, __file__, "--train", kind]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return float(result.stdout.split()[-1]) * 1024
 
 
@@ -64,7 +69,11 @@ def measure(*, rounds: int = 3) -> list[Row]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--train", choices=("evergrad", "hand loop"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--train",
+        choices=("evergrad", "hand loop"),
+        help=argparse.SUPPRESS,
+    )
     options = parser.parse_args()
     if options.train:
         _train(options.train)

@@ -71,7 +71,11 @@ def main() -> None:
 
     from evergrad_operator import certificates
 
-    bundle = certificates.renew(None, ("a.b.svc",), now=certificates.utc_now())
+    bundle = certificates.renew(
+        None,
+        ("a.b.svc",),
+        now=certificates.utc_now(),
+    )
     with_webhook = resident_mebibytes() - before - kept
     if bundle is None:
         raise SystemExit("no certificate was made")

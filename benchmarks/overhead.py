@@ -38,7 +38,12 @@ def run_rows(folder: Path, *, steps: int) -> list[dict[str, float]]:
     ][2:]
 
 
-def observer_seconds(folder: Path, row: dict[str, float], *, records: int) -> float:
+def observer_seconds(
+    folder: Path,
+    row: dict[str, float],
+    *,
+    records: int,
+) -> float:
     """Seconds a step of all observers that ``evergrad run`` has with a Prometheus endpoint, over many
     records."""
     directory = RunDirectory(folder / "observed")

@@ -110,7 +110,11 @@ def read_and_encode(documents: Path, tokenizer: Path) -> Cost:
     return clock.read()
 
 
-def prepare_documents(documents: Path, tokenizer: Path | None, folder: Path) -> Cost:
+def prepare_documents(
+    documents: Path,
+    tokenizer: Path | None,
+    folder: Path,
+) -> Cost:
     """A whole ``prepare`` with one helper process."""
     section = (
         {"type": "transformers", "path": str(tokenizer)} if tokenizer else {"type": "byte"}
@@ -129,7 +133,12 @@ def prepare_documents(documents: Path, tokenizer: Path | None, folder: Path) -> 
         }
     )
     clock = Clock()
-    prepare(training, base_directory=folder, prepared_directory=folder, workers=1)
+    prepare(
+        training,
+        base_directory=folder,
+        prepared_directory=folder,
+        workers=1,
+    )
     return clock.read()
 
 
@@ -204,7 +213,15 @@ def measure(*, megabytes: float = 64, rounds: int = 3) -> list[Row]:
             ratio = statistics.median(
                 library.processor / own.processor for own, library in turns
             )
-            rows.append(Row(what, "prepare / library", ratio, "ratio", goal=GOAL))
+            rows.append(
+                Row(
+                    what,
+                    "prepare / library",
+                    ratio,
+                    "ratio",
+                    goal=GOAL,
+                )
+            )
     return rows
 
 
@@ -212,7 +229,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--side", choices=["prepare", "library"], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--side",
+        choices=["prepare", "library"],
+        help=argparse.SUPPRESS,
+    )
     parser.add_argument("--documents", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--tokenizer", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

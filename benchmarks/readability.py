@@ -114,7 +114,11 @@ def find_functions(where: str, text: str) -> Iterator[Function]:
     """All functions and methods of a module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield Function(where, node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
+            yield Function(
+                where,
+                node.name,
+                (node.end_lineno or node.lineno) - node.lineno + 1,
+            )
 
 
 def find_classes(where: str, text: str) -> Iterator[Class]:

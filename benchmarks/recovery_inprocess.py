@@ -27,7 +27,12 @@ _UNDISTURBED_STEPS = 4
 Sample = dict[str, Any]
 
 
-def measure_events(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
+def measure_events(
+    folder: Path,
+    *,
+    events: int,
+    is_tiny: bool,
+) -> dict[str, list[Sample]]:
     """So many of each: ``node_kill``, ``worker_kill``, ``sigterm``, ``join`` (two for one of each other)."""
     settings = NodesSettings(
         folder, training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny), NUM_NODES
@@ -179,19 +184,33 @@ def _steps_lost(nodes: ElasticNodes, first: Step) -> int:
 # ---- compiled ----------------------------------------------------------------------------------------------
 
 
-def measure_compiled(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
+def measure_compiled(
+    folder: Path,
+    *,
+    events: int,
+    is_tiny: bool,
+) -> dict[str, list[Sample]]:
     """The same kill with torch.compile on: graphs the survivors compile afterwards. Two layers: the size
     changes none of it.
 
     Half as many kills: each is looked at in two survivors, and every newcomer compiles for seconds.
     """
     events = max(1, events // 2)
-    manifest = training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny, compile_mode="on")
+    manifest = training_manifest(
+        num_nodes=NUM_NODES,
+        is_tiny=is_tiny,
+        compile_mode="on",
+    )
     manifest["spec"]["training"]["model"]["config"] |= {"num_hidden_layers": 2}
     folder.mkdir(parents=True, exist_ok=True)
     graphs = folder / "graphs.jsonl"
     nodes = ElasticNodes(
-        NodesSettings(folder, manifest, NUM_NODES, on_start=lambda: _count_graphs(graphs))
+        NodesSettings(
+            folder,
+            manifest,
+            NUM_NODES,
+            on_start=lambda: _count_graphs(graphs),
+        )
     )
     samples = []
     with running(nodes, num_nodes=NUM_NODES) as first:
@@ -221,7 +240,12 @@ def _count_graphs(path: Path) -> None:
     run = Stepper.run
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    def counted(self: Stepper, step: int, world: Any, flags: tuple[bool, ...]) -> Any:
+    def counted(
+        self: Stepper,
+        step: int,
+        world: Any,
+        flags: tuple[bool, ...],
+    ) -> Any:
         outcome = run(self, step, world, flags)
         graphs = counters["stats"]["unique_graphs"]
         row = {

@@ -32,7 +32,12 @@ _STEPS_BETWEEN = 6
 Sample = dict[str, Any]
 
 
-def measure_script(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
+def measure_script(
+    folder: Path,
+    *,
+    events: int,
+    is_tiny: bool,
+) -> dict[str, list[Sample]]:
     """``spec.script`` under kills of nodes, and what reloading costs by itself afterwards."""
     command = _command(folder, is_tiny=is_tiny)
     manifest = training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny)

@@ -35,7 +35,11 @@ def build(config: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimize
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def reload(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def reload(
+    checkpoint: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> int:
     """Load the checkpoint; the step it holds."""
     state = torch.load(checkpoint, weights_only=True)
     model.load_state_dict(state["model"])
@@ -65,7 +69,11 @@ def train_step(
         generator = torch.Generator().manual_seed(step * num_slots + slot)
         tokens = torch.randint(0, 256, (1, length), generator=generator)
         with nullcontext() if slot == own[-1] else parallel.no_sync():
-            loss = parallel(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss = parallel(
+                input_ids=tokens,
+                labels=tokens,
+                use_cache=False,
+            ).loss
             (loss * world_size / num_slots).backward()
 
 
@@ -123,7 +131,12 @@ def main() -> None:
     generation = time.time_ns()
     for step in range(first + 1, 1_000_000):
         optimizer.zero_grad()
-        train_step(parallel, step=step, num_slots=arguments.slots, length=arguments.length)
+        train_step(
+            parallel,
+            step=step,
+            num_slots=arguments.slots,
+            length=arguments.length,
+        )
         optimizer.step()
         if dist.get_rank() == 0:
             row = {

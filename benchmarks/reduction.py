@@ -145,7 +145,12 @@ def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
             gradients.before_backward(is_last=slot == _SLOTS - 1)
             tokens = _tokens(step, slot)
             (
-                model(input_ids=tokens, labels=tokens, use_cache=False).loss / (_SLOTS * size)
+                model(
+                    input_ids=tokens,
+                    labels=tokens,
+                    use_cache=False,
+                ).loss
+                / (_SLOTS * size)
             ).backward()
             gradients.after_backward()
         gradients.finish()
@@ -170,7 +175,12 @@ def _wrapped_turn(config: dict[str, Any], *, keeps_gradients: bool) -> Callable[
             tokens = _tokens(step, slot)
             with nullcontext() if slot == _SLOTS - 1 else parallel.no_sync():
                 (
-                    parallel(input_ids=tokens, labels=tokens, use_cache=False).loss / _SLOTS
+                    parallel(
+                        input_ids=tokens,
+                        labels=tokens,
+                        use_cache=False,
+                    ).loss
+                    / _SLOTS
                 ).backward()
         optimizer.step()
 

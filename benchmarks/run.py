@@ -19,10 +19,19 @@ from common import Row, print_rows
 RESULTS = Path(__file__).with_name("results")
 
 
-def _speed(precision: str, *, compiled: bool, rounds: int) -> Callable[[], list[Row]]:
-    return lambda: importlib.import_module("training_speed").measure(
-        rounds=rounds, precision=precision, compiled=compiled
-    )
+def _speed(
+    precision: str,
+    *,
+    compiled: bool,
+    rounds: int,
+) -> Callable[[], list[Row]]:
+    def measure() -> list[Row]:
+        module = importlib.import_module("training_speed")
+        setting = module.Setting(precision=precision, compiled=compiled)
+        rows: list[Row] = module.measure(setting, rounds=rounds)
+        return rows
+
+    return measure
 
 
 RECOVERY = "recovery"
@@ -144,7 +153,11 @@ def main() -> None:
     recovery.add_options(parser)
     options = parser.parse_args()
     names = options.names or [name for name in BENCHMARKS if name not in _NOT_BY_DEFAULT]
-    BENCHMARKS[RECOVERY] = partial(recovery.measure, only=options.only, events=options.events)
+    BENCHMARKS[RECOVERY] = partial(
+        recovery.measure,
+        only=options.only,
+        events=options.events,
+    )
     for name in names:
         machine = describe_machine()
         print(f"== {time.strftime('%T')}  {name}", flush=True)

@@ -1,11 +1,16 @@
 """Peak memory of a process of an FSDP2 world of four, as a share of the whole fp32 state.
 
-The whole state is weights and two moments in fp32 (12 bytes a parameter); for scale, the same with gradients
-(16 bytes), which a process that trains alone holds too. Four processes of one machine build a Llama of 1.3B
-parameters (or a smaller one), initialise it, and train some steps of two slots each. What the process held
-before it built the model (Python, torch, transformers) is not counted: at these sizes it is not small, and
-does not grow. The peak is that of the process, not of its tensors: what the allocator keeps, and buffers of
-collectives, count.
+The whole state is weights and two moments in fp32: 12 bytes a parameter. A process of four holds a quarter
+of it, 0.25, and a quarter of the gradients, 4 bytes a parameter, which makes 0.333; what is left up to the
+goal is for gathered layers, activations and the allocator. For scale, the same peak beside 16 bytes a
+parameter, which a process that trains alone holds.
+
+Four processes of one machine build a Llama of 1.3B parameters (or a smaller one), initialise it, and train
+some steps of two slots each. The peak is the kernel's of the whole process (``VmHWM``), less what it held
+before it built the model (Python, torch, transformers: at these sizes not small, and it does not grow). What
+the allocator keeps, and buffers of collectives, count. Pages of files count in each process that maps them,
+as if it were alone: those mapped before the model are in what is subtracted, the others have a row of their
+own.
 """
 
 import argparse
@@ -14,13 +19,21 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import Row, open_without_data, print_rows
 
+if TYPE_CHECKING:
+    from evergrad_manifest.training import Training
+    from evergrad_trainer.training.build import Machinery
+    from evergrad_trainer.world import World
+
 WORLD_SIZE = 4
-_STEPS = 2
+_STEPS, _SLOTS = 2, 2
+_LENGTH = 64
+"""Tokens of a sample: so few that activations are nothing beside the state."""
 SHAPES = {
     # hidden, intermediate, layers, heads, vocabulary
     "50M": (512, 1408, 12, 8, 8192),
@@ -30,46 +43,57 @@ SHAPES = {
 }
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes of this process: ``peak`` is the highest it has ever held, ``files`` its pages of files now."""
+
+    now: int
+    peak: int
+    files: int
+
+
+def held() -> Held:
+    """Read them from the kernel."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    words = dict(line.split(":", 1) for line in lines)
+    now, peak, files = (
+        int(words[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM", "RssFile")
+    )
+    return Held(now, peak, files)
+
+
 def measure(*, parameters: str = "350M") -> list[Row]:
     """The largest peak of the four processes."""
-    from elastic_nodes import free_port
-
-    port = str(free_port())
-    ranks = []
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(WORLD_SIZE):
-            place = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(WORLD_SIZE),
-                "MASTER_ADDR": "127.0.0.1",
-            }
-            command = [sys.executable, __file__, "--rank", folder, "--parameters", parameters]
-            variables = {**os.environ, **place, "MASTER_PORT": port}
-            ranks.append(
-                subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
-            )
-        try:
-            outputs = [process.communicate(timeout=3000)[0] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    found = [json.loads(output.splitlines()[-1]) for output in outputs]
+    found = _run_ranks(parameters)
     what = (
         f"FSDP2 of {WORLD_SIZE} processes, {parameters} Llama, bf16 products, fp32 state, CPU"
     )
-    state = 12 * found[0]["parameters"]
-    built, peak = (max(one[key] for one in found) for key in ("built", "peak"))
+    num_parameters = found[0]["parameters"]
+    state = 12 * num_parameters
+    built, peak, files = (max(one[key] for one in found) for key in ("built", "peak", "files"))
     return [
         Row(
             what,
             "whole state",
             state / 2**30,
             "GiB",
-            note=f"{found[0]['parameters']:,} parameters",
+            note=f"{num_parameters:,} parameters",
         ),
         Row(what, "peak of building / whole state", built / state, "ratio"),
-        Row(what, "peak of a process / whole state", peak / state, "ratio", goal="<= 0.35"),
+        Row(
+            what,
+            "peak of a process / whole state",
+            peak / state,
+            "ratio",
+            goal="<= 0.35",
+        ),
+        Row(
+            what,
+            "of it pages of files",
+            files / state,
+            "ratio",
+            note="mapped since the model was begun; processes of one machine share them",
+        ),
         Row(
             what,
             "peak / state and gradients",
@@ -80,28 +104,37 @@ def measure(*, parameters: str = "350M") -> list[Row]:
     ]
 
 
-def _peak_bytes() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
+def _run_ranks(parameters: str) -> list[dict[str, int]]:
+    """Start the four processes; the figures of each."""
+    from elastic_nodes import free_port
+
+    place = {
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--rank", folder, "--parameters", parameters]
+        try:
+            for rank in range(WORLD_SIZE):
+                variables = {**os.environ, **place, "RANK": str(rank)}
+                process = subprocess.Popen(
+                    command, env=variables, stdout=subprocess.PIPE, text=True
+                )
+                ranks.append(process)
+            outputs = [process.communicate(timeout=3000)[0] for process in ranks]
+        finally:
+            # One that has failed leaves the others waiting for it.
+            for process in ranks:
+                process.kill()
+                process.wait()
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _be_rank(folder: Path, parameters: str) -> None:
-    import torch
-    import torch.distributed as dist
-
+def _training(parameters: str) -> "Training":
     from evergrad_manifest.training import Training
-    from evergrad_trainer.models.build import plan_model
-    from evergrad_trainer.models.parallel import build_gradient_sum
-    from evergrad_trainer.training.build import build_machinery
-    from evergrad_trainer.world import World
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     names = (
         "hidden_size",
         "intermediate_size",
@@ -110,12 +143,12 @@ def _be_rank(folder: Path, parameters: str) -> None:
         "vocab_size",
     )
     config: dict[str, Any] = dict(zip(names, SHAPES[parameters], strict=True))
-    training = Training.model_validate(
+    return Training.model_validate(
         {
             "model": {"config": {"model_type": "llama", **config}},
             "data": {
                 "sources": [{"name": "docs", "path": "documents.jsonl"}],
-                "sequenceLength": 64,
+                "sequenceLength": _LENGTH,
             },
             "batching": {"globalBatchSize": 2 * WORLD_SIZE, "microBatchSize": 1},
             "optimizer": {"learningRate": 1e-4},
@@ -127,32 +160,74 @@ def _be_rank(folder: Path, parameters: str) -> None:
             },
         }
     )
+
+
+def _be_rank(folder: Path, parameters: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from evergrad_trainer.models.build import plan_model
+    from evergrad_trainer.training.build import build_machinery
+    from evergrad_trainer.world import World
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    training = _training(parameters)
     plan = plan_model(training.model, base_directory=folder, vocab_size=257)
     _build_once_small(training, folder)
-    before = _resident_bytes()
-    world = World(1, dist.get_rank(), WORLD_SIZE, torch.device("cpu"), group=dist.group.WORLD)
+
+    # From here on all that is held is the model's.
+    before = held()
+    world = World(
+        1,
+        dist.get_rank(),
+        WORLD_SIZE,
+        torch.device("cpu"),
+        group=dist.group.WORLD,
+    )
     opened = open_without_data(training)
-    machinery = build_machinery(training, opened, plan, world, with_weights=True)
-    built = _peak_bytes() - before
-    gradients = build_gradient_sum(machinery.model, training, slots_per_step=2, is_sharded=True)
-    ids = torch.arange(64).reshape(1, 64)
+    machinery = build_machinery(
+        training,
+        opened,
+        plan,
+        world,
+        with_weights=True,
+    )
+    built = held().peak - before.now
+
+    _train(training, machinery, world)
+    after = held()
+    figures = {
+        "parameters": sum(parameter.numel() for parameter in machinery.model.parameters()),
+        "built": built,
+        "peak": after.peak - before.now,
+        "files": after.files - before.files,
+    }
+    print(json.dumps(figures), flush=True)
+    dist.destroy_process_group()
+
+
+def _train(training: "Training", machinery: "Machinery", world: "World") -> None:
+    """Some steps of two slots each, without reading data: forward, backward, sums, update."""
+    import torch
+
+    from evergrad_trainer.models.parallel import build_gradient_sum
+
+    gradients = build_gradient_sum(
+        machinery.model, training, slots_per_step=_SLOTS, is_sharded=True
+    )
+    ids = torch.arange(_LENGTH).reshape(1, _LENGTH)
+    stage = machinery.opened.data.train.stages[0]
     for _ in range(_STEPS):
         gradients.begin(world)
-        for slot in range(2):
-            gradients.before_backward(is_last=slot == 1)
+        for slot in range(_SLOTS):
+            gradients.before_backward(is_last=slot == _SLOTS - 1)
             with machinery.autocast():
-                batch = {"input_ids": ids, "labels": ids}
-                loss = machinery.loss_of(batch, opened.data.train.stages[0]).total
-            (loss / 64).backward()
+                loss = machinery.loss_of({"input_ids": ids, "labels": ids}, stage).total
+            (loss / _LENGTH).backward()
             gradients.after_backward()
         gradients.finish()
         machinery.optimizer.step()
-    total = sum(parameter.numel() for parameter in machinery.model.parameters())
-    print(
-        json.dumps({"parameters": total, "built": built, "peak": _peak_bytes() - before}),
-        flush=True,
-    )
-    dist.destroy_process_group()
 
 
 def _build_once_small(training: Any, folder: Path) -> None:

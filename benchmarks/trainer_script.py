@@ -59,7 +59,12 @@ def main() -> None:
         disable_tqdm=True,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    trainer = Trainer(model=model, args=arguments, train_dataset=Windows(), callbacks=[Clock()])
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Windows(),
+        callbacks=[Clock()],
+    )
     last = get_last_checkpoint("trainer") if arguments.max_steps > 1 else None
     trainer.train(resume_from_checkpoint=last)
 

@@ -36,3 +36,14 @@ def test_one_file_of_samples_gives_one_interval(common: ModuleType) -> None:
 
 def test_the_interval_of_equal_values_is_that_value(common: ModuleType) -> None:
     assert common.interval_of_median([2.0] * 5) == (2.0, 2.0)
+
+
+def test_the_interval_of_a_ratio_of_medians_holds_it(common: ModuleType) -> None:
+    generator = random.Random(7)
+    above = [generator.gauss(14, 1) for _ in range(20)]
+    below = [generator.gauss(0.7, 0.1) for _ in range(20)]
+    low, high = common.interval_of_ratio(above, below)
+    assert low < 20 < high
+    one_side = common.interval_of_ratio([14.0] * 20, below)
+    assert one_side[0] < 20 < one_side[1]
+    assert common.interval_of_ratio([14.0] * 20, [0.7] * 20) == pytest.approx((20, 20))
