@@ -48,6 +48,7 @@ def _peak_bytes(kind: str) -> float:
 def measure(*, rounds: int = 3) -> list[Row]:
     """Median peaks, and their ratio."""
     peaks: dict[str, list[float]] = {"evergrad": [], "hand loop": []}
+    # Each in a process of its own: what one has allocated once, the kernel counts for ever.
     for _ in range(rounds):
         for kind, values in peaks.items():
             values.append(_peak_bytes(kind))

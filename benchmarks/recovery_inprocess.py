@@ -47,6 +47,7 @@ def measure_events(
     with running(nodes, num_nodes=NUM_NODES) as first:
         nodes.steps.wait_further(first, _UNDISTURBED_STEPS)
         for number in range(events):
+            # Another node each time, so that rank 0 is hit as often as the others.
             index = number % NUM_NODES
             killed = kill_node(nodes, index)
             joins = [rejoin(nodes, index)]
@@ -72,6 +73,7 @@ def measure_events(
 def kill_node(nodes: ElasticNodes, index: int) -> Sample:
     """SIGKILL of a node → the first step that the others finish together, and how long a step then takes
     undisturbed."""
+    # The clock of the steps' rows: all processes are on this machine.
     nodes.steps.read()
     before = time.time()
     nodes.kill(index)

@@ -41,6 +41,7 @@ def measure_script(
     """``spec.script`` under kills of nodes, and what reloading costs by itself afterwards."""
     command = _command(folder, is_tiny=is_tiny)
     manifest = training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny)
+    # The very command that stock torchrun starts, so that what differs is who starts it.
     del manifest["spec"]["training"]
     manifest["spec"]["script"] = {"command": command}
     nodes = ElasticNodes(
@@ -107,6 +108,8 @@ def _kill_nodes(group: Group, *, events: int) -> list[Sample]:
         for number in range(events):
             group.steps.wait_further(row, _STEPS_BETWEEN)
             samples.append(_kill_node(group, number % NUM_NODES))
+
+            # Ours is forked from a warm process, torchrun's imports first: joins are for scale, and no ratio.
             before = time.time()
             group.start_node(number % NUM_NODES)
             row = group.steps.wait(
@@ -124,6 +127,7 @@ def _kill_nodes(group: Group, *, events: int) -> list[Sample]:
 
 
 def _kill_node(group: Group, index: int) -> Sample:
+    # Read before the kill: steps up to this one that come again afterwards were lost.
     group.steps.read()
     last = group.steps.rows[-1]["step"]
     before = time.time()

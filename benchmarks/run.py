@@ -100,6 +100,7 @@ def write_results(name: str, rows: list[Row], machine: dict[str, object]) -> Non
     path = RESULTS / "latest.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = [asdict(row) | {"reached": row.is_reached} for row in rows]
+    # Others keep their rows and the machine they were taken on: nobody takes all of them in one hour.
     known[name] = {"taken": time.strftime("%Y-%m-%d"), "machine": machine, "rows": found}
     document = {key: known[key] for key in BENCHMARKS if key in known}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -159,6 +160,7 @@ def main() -> None:
         events=options.events,
     )
     for name in names:
+        # Before it runs: afterwards the load would be its own.
         machine = describe_machine()
         print(f"== {time.strftime('%T')}  {name}", flush=True)
         rows = BENCHMARKS[name]()

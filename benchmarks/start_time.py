@@ -18,7 +18,7 @@ _WORKERS = 2
 
 
 def measure(*, rounds: int = 5) -> list[Row]:
-    """Medians of both and of what several workers cost."""
+    """Medians of both, and of what several workers cost."""
     found: dict[str, list[float]] = {"1": [], str(_WORKERS): []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
