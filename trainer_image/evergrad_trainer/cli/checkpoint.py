@@ -194,7 +194,9 @@ def _render(rows: list[Row]) -> list[str]:
         f"{'CHECKPOINT':<20} {'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20} MARKS"
     ]
     for row in rows:
-        marks = " ".join(["latest"] * row.is_latest + ["best"] * row.is_best)
+        marks = "latest" if row.is_latest else ""
+        if row.is_best:
+            marks = f"{marks} best".lstrip()
         # Without its manifest only the name is known, and why it cannot be read.
         if row.bytes is None or row.finished is None:
             lines.append(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")
