@@ -28,9 +28,9 @@ from evergrad_coordinator.secret import obtain_token
 
 _TIMES = {
     "start_wait": "for --expect nodes at the start",
-    "debounce": "events so close together are one change",
-    "silence": "a node that says nothing for so long is lost",
-    "lease": "workers stop so long after their last contact",
+    "debounce": "events within that time are one change",
+    "silence": "after which a silent node is lost",
+    "lease": "from the last contact of workers until they stop",
     "ready_limit": "for a node to be out of its group",
     "soft_limit": "for a group to reach a step boundary",
     "up_limit": "for a group to come up, counted anew whenever a member's state grows",
@@ -54,7 +54,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m evergrad_coordinator", description=__doc__, allow_abbrev=False
     )
     parser.add_argument(
-        "--run", required=True, help="name of the run; nodes of another are refused"
+        "--run", required=True, help="name of the run; nodes of another run are refused"
     )
     parser.add_argument("--min", type=int, required=True, help="fewest nodes that train")
     parser.add_argument(
@@ -80,7 +80,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--token-file",
         type=Path,
         required=True,
-        help="what nodes and callers must say; made if it is not there",
+        help="file with the token of nodes and callers; made if it does not exist",
     )
     parser.add_argument("--recovery", choices=["in-process", "fresh"], default="in-process")
     parser.add_argument(
@@ -97,6 +97,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="no group of this run is left from before: wait for none",
     )
     _add_bounds(parser)
+
+    # argparse would end with 2, which is no exit code of ours.
     try:
         return parser.parse_args(arguments)
     except SystemExit as stop:
@@ -125,7 +127,7 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
 
 
 def find_problems(options: argparse.Namespace) -> list[str]:
-    """Name all that is wrong with the arguments, in words."""
+    """Describe every problem of the arguments, so that all can be mended at once."""
     problems = []
     if options.min < 1:
         problems.append(f"--min: {options.min} is below 1. Give at least 1.")
@@ -145,12 +147,16 @@ def find_problems(options: argparse.Namespace) -> list[str]:
             f"--max: {options.max} is above --max-members {options.max_members}. Raise "
             "--max-members, or lower --max."
         )
+
+    # 0 is right for a wait that may be left out; any other limit would be over at once.
     problems += [
         f"--{name.replace('_', '-')}: {getattr(options, name)} is not above 0. Give seconds."
         for name in (*_TIMES, "linger")
         if not 0 <= getattr(options, name) < 1e9
         or (getattr(options, name) == 0 and name not in ("linger", "debounce", "start_wait"))
     ]
+
+    # Epoch and generation share one number below MAX_GENERATION: the epoch has its bits from 32 on.
     for name, most in (
         ("first_generation", MAX_GENERATION),
         ("epoch", 2**19),
@@ -162,6 +168,8 @@ def find_problems(options: argparse.Namespace) -> list[str]:
             problems.append(
                 f"--{name.replace('_', '-')}: {getattr(options, name)} is not within 0 and {most}."
             )
+
+    # Workers that outlive a change lose no step by a join: there is nothing to hold it for.
     if options.hold_joins and options.recovery != "fresh":
         problems.append(
             "--hold-joins: only fresh workers have joins to hold. Add --recovery fresh, or leave it out."
@@ -191,11 +199,12 @@ def build_settings(options: argparse.Namespace, token: str) -> Settings:
 async def serve(
     options: argparse.Namespace, settings: Settings, store: GenerationStore, generation: int
 ) -> int:
-    """Serve until the run is over and all nodes know, or until SIGTERM. Returns the exit code."""
-    # A change of a thousand nodes makes many short-lived objects and no circles: look for those seldom
+    """Serve until the run is over and its nodes have been told, or until SIGTERM. Returns the exit code."""
+    # A change of a thousand nodes makes many short-lived objects and no circles: look for those seldom.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-    # The limits begin now, with the clock that all rules are asked with.
+
+    # The limits begin now, by the clock whose time every event brings with it.
     server = Server(
         new_group(settings, generation=generation, now=time.monotonic()), store, log=log_line
     )
@@ -207,8 +216,10 @@ async def serve(
         stopped.set()
         over.set()
 
+    # Before anybody can connect: a signal that comes earlier still ends the process at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+
     # The address is written once both ports are open: its reader connects at once.
     try:
         port = await server.listen(options.host, options.port)
@@ -227,13 +238,15 @@ async def serve(
     log_line(
         "listening", run=settings.run, port=port, statusPort=status_port, generation=generation
     )
+
+    # The end is not the end of the process: nodes that come late still have to learn how the run ended.
     server.finished.add_done_callback(lambda _: over.set())
     await over.wait()
     if server.finished.done():
         code = server.finished.result()
         await linger(server, options.linger, stopped)
     else:
-        # Nodes are not told: they wait for the next coordinator and go on training for a lease.
+        # Nothing is sent to the nodes: they train on for a lease, and wait for the next coordinator.
         code = ExitCode.STOPPED_SAVED
     status.close()
     await server.close()
@@ -242,8 +255,7 @@ async def serve(
 
 
 async def linger(server: Server, seconds: float, stopped: asyncio.Event) -> None:
-    """Wait ``seconds``, and until all nodes have hung up, but not for ever: a node that stays is not waited
-    for."""
+    """Wait ``seconds``, and up to five more for nodes that have not hung up yet."""
     until = time.monotonic() + seconds
     at_most = until + 5
     while not stopped.is_set() and time.monotonic() < (
@@ -282,6 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (JournalError, OSError) as error:
         log_line("failed", message=str(error))
         return ExitCode.INTERNAL
+    # Given up last: the next coordinator must not begin while this one can still send.
     try:
         return asyncio.run(serve(options, build_settings(options, token), store, generation))
     finally:
@@ -291,6 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def prepare_generation(store: GenerationStore, first: int) -> int:
     """Bring the store up to the newest number that is known, so that its next compare-and-set fits."""
     known = store.load()
+    # Never backwards: the store may know more than the place from which this one was started.
     if first > known and not store.advance(known, first):
         raise JournalError(
             "another coordinator advanced the generation at the same moment. Only one may run."

@@ -29,9 +29,9 @@ differ.
 Planned = Literal["node_joined", "node_left", "capacity_changed"]
 """Why a group changes at a step boundary, with all of its members."""
 Lost = Literal["node_lost", "coordinator_lost"]
-"""Loss of a node or of the coordinator, without a farewell."""
+"""Loss of a node or of the coordinator that had not announced that it leaves."""
 ChangeCause = BreakCause | Planned | Lost | Literal["other"]
-"""Why a group gave way to another one. ``other``: nobody has said it, or in words of another version."""
+"""Why a group gave way to another one. ``other``: no cause was given, or one of another version."""
 Trouble = Literal[
     "no_space",
     "read_only",
@@ -167,6 +167,7 @@ LOSSES: Final[Mapping[str, str]] = {
 
 def read_change(value: object) -> ChangeCause:
     """Reads a cause of CHANGES; anything else is ``other``, such as the sentence of an older file."""
+    # Not an error: reports read the files of every version.
     return next((cause for cause in CHANGES if cause == value), "other")
 
 

@@ -35,6 +35,7 @@ OUR_VOLUME_PREFIX: Final = "evergrad-"
 def hides_ours(path: str) -> bool:
     """Whether a mount at this absolute path would lie over, or inside, one of ours; scratch space may have
     mounts inside."""
+    # Compared without ``.`` and repeated slashes, which the kubelet would drop, too.
     plain = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
     is_over = any(
         ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS
@@ -83,7 +84,7 @@ def build_soft_limit(seconds: int) -> tuple[str, ...]:
 
 
 class ExitCode(IntEnum):
-    """How a trainer process ends. An operator retries by these and by nothing else."""
+    """How a trainer process ends. An operator decides by these whether it retries."""
 
     DONE = 0
     USER_ERROR = 64
@@ -126,7 +127,7 @@ def encode_termination(kind: ErrorKind, text: str) -> bytes:
     text = text.strip()
     data = json.dumps({"kind": kind, "message": text}).encode("ascii")
     while len(data) > MAX_TERMINATION_BYTES:
-        # The cause stands at the end, where and who at the beginning.
+        # The end is cut least: a traceback has its cause there, and its place at the beginning.
         text = text[: len(text) // 4].rstrip() + "\n...\n" + text[-(len(text) // 2) :].lstrip()
         data = json.dumps({"kind": kind, "message": text}).encode("ascii")
     return data
@@ -135,6 +136,7 @@ def encode_termination(kind: ErrorKind, text: str) -> bytes:
 def decode_termination(message: str) -> tuple[ErrorKind | None, str]:
     """Kind and text of a termination message; kind None and the message as it is where no trainer of ours
     wrote it."""
+    # Any image may run in a pod, so that anything may stand there.
     try:
         found: Any = json.loads(message)
         return ErrorKind(found["kind"]), str(found["message"])

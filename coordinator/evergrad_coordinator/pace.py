@@ -13,7 +13,8 @@ class Pace:
         return self._first is not None
 
     def note(self, step: int, *, now: float) -> None:
-        """A report says that ``step`` is finished."""
+        """Note a report that ``step`` is finished."""
+        # The first report measures nothing: what went before it was the start, not training.
         if self._first is None or step < self._first[0]:
             self._first = (step, now)
 

@@ -14,7 +14,7 @@ from evergrad_coordinator.wire import MAX_INTEGER, Bounds, Codec, LongText
 
 PROTOCOL_VERSION = 1
 MAX_GENERATION = 2**52
-"""Generations stay below: whoever claims more is not believed, and there is always room above."""
+"""Generations stay below: a node that claims more is refused, so that there is always room above."""
 MAX_WORKERS = 4096
 
 Generation = Annotated[int, Bounds(0, MAX_GENERATION)]
@@ -50,8 +50,8 @@ class Had(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """First message of a connection, also after a reconnect. ``workers``: how many are warm now (0: it only
-    shows itself).
+    """First message of a connection, also after a reconnect. ``workers`` is the number that are warm now; a
+    node with 0 cannot be a member yet.
 
     ``incarnation`` is unique to a process; the newest incarnation of a node wins. ``fingerprint`` must be
     equal in all members of a group: torch, configuration, image.
@@ -68,7 +68,7 @@ class Hello(Message):
     token: str = ""
     had: Had | None = None
     known_generation: int = 0
-    """Newest generation this node has ever heard of, from any coordinator."""
+    """Newest generation that any coordinator has sent to this node."""
     protocol: int = PROTOCOL_VERSION
 
 
@@ -84,8 +84,8 @@ class Beat(Message):
     """First message, in place of ``hello``, of a node's second connection, from a process beside its own.
     Only pings follow.
 
-    While they come the node is slow at most, not lost. An incarnation that is not here yet, or no more, is
-    none.
+    While they come the node is slow at most, not lost. Beats of an incarnation that is not connected are
+    ignored.
     """
 
     TYPE = "beat"
@@ -108,8 +108,8 @@ class Ready(Message):
     """This node's workers are out of every group older than ``generation``, and ``workers`` of them would
     take part in it.
 
-    ``port``: of a fresh store at the node's address. ``step``: newest finished step held in memory, -1 for
-    none.
+    ``port`` is that of a fresh store at the node's address. ``step`` is the newest finished step in memory,
+    -1 for none.
     """
 
     TYPE = "ready"
@@ -130,11 +130,11 @@ class Up(Message):
 
 @dataclass(frozen=True)
 class Broken(Message):
-    """``generation`` cannot go on. ``exit_code``: of the worker (negative: its signal), None where none has
+    """``generation`` cannot go on. ``exit_code`` is the worker's (negative: its signal), None where none has
     ended.
 
-    ``is_final``: no retry can cure it (exit 64), so the run ends. ``time_since`` seconds ago by the node's
-    own clock.
+    ``is_final``: no retry can cure it (exit 64), so the run ends. It broke ``time_since`` seconds ago: two
+    nodes need no common clock for that.
     """
 
     TYPE = "broken"
@@ -161,7 +161,7 @@ class Leaving(Message):
 
 @dataclass(frozen=True)
 class Left(Message):
-    """Last words of a node that leaves as told. ``is_saved``: it was told to save, and has."""
+    """Last message of a node that leaves as told. ``is_saved``: it was told to save, and has saved."""
 
     TYPE = "left"
     generation: Generation
@@ -170,7 +170,7 @@ class Left(Message):
 
 @dataclass(frozen=True)
 class Boundary(Message):
-    """A checkpoint of ``step`` stands: joins that were held may happen now."""
+    """A checkpoint of ``step`` is complete: joins that were delayed may happen now."""
 
     TYPE = "boundary"
     generation: Generation
@@ -215,8 +215,8 @@ class Progress(Message):
 class Restoring(Message):
     """Bytes of state that this node's workers have read or received in a group that is not up yet.
 
-    Only for a coordinator whose welcome takes it. Said some times a second while the number grows: a start
-    may last long, but not in silence.
+    It is only for a coordinator whose welcome takes it, and is sent a few times a second while the number
+    grows: the limit of a start counts from the newest one.
     """
 
     TYPE = "restoring"
@@ -245,7 +245,7 @@ class Welcome(Message):
     lease_seconds: float
     silence_seconds: float
     takes_restoring: bool = False
-    """The coordinator knows :class:`Restoring`. An older one would close the connection on it."""
+    """Whether the coordinator has :class:`Restoring`; an older one closes the connection on it."""
 
 
 @dataclass(frozen=True)
@@ -260,13 +260,13 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Plan(Message):
-    """Leave the running group and say ready for ``generation``. ``hard``: now, a member is gone; else at a
-    step boundary.
+    """Leave the running group and answer ``ready`` for ``generation``. ``hard``: at once, since a member is
+    gone; else at a step boundary.
 
     ``is_member`` is False for nodes that will not be in it: spares, and those that leave. ``is_only_holder``:
-    no other node has said that it holds a state, so that a worker that does not answer must be waited for,
-    not replaced. ``patience_seconds``: how long the group may go on so that a save in flight ends: above 0
-    where nodes only join.
+    no other node has reported a state, so that a worker that does not answer must be waited for, not
+    replaced. ``patience_seconds`` is the time that the group may go on so that a save in flight ends; it is
+    above 0 where nodes only join.
     """
 
     TYPE = "plan"
@@ -277,15 +277,15 @@ class Plan(Message):
     is_only_holder: bool = False
     patience_seconds: float = 0.0
     saves: bool = False
-    """Nobody goes on, or too few: the group saves together, each rank its share, before it is left."""
+    """Too few members go on: the group saves together, each rank its share, before it is left."""
     cause: str = "other"
-    """One of causes.CHANGES, of which ``reason`` is the text; a newer coordinator may know more of them."""
+    """One of causes.CHANGES, with ``reason`` as its text; a newer coordinator may have more of them."""
 
 
 @dataclass(frozen=True)
 class Go(Message):
-    """All members are ready: this node's workers are ranks ``first_rank`` … of ``world_size``; the store is
-    at address:port."""
+    """All members are ready. This node's workers are the ranks from ``first_rank`` on, of ``world_size``; the
+    store is at address:port."""
 
     TYPE = "go"
     generation: int
@@ -337,6 +337,7 @@ class Permit(Message):
     granted: bool
 
 
+# A message's place in these decides who may send it: each side refuses its own messages.
 FROM_NODES: tuple[type[Message], ...] = (
     Hello, Beat, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress,
     Restoring, Commit,

@@ -1,4 +1,4 @@
-"""A run's token: a secret of all that may change the run, which no stranger knows."""
+"""A run's token: the secret that everything which may change the run has to show."""
 
 import hmac
 import os
@@ -16,8 +16,9 @@ def new_token() -> str:
 def is_token(said: str, token: str) -> bool:
     """Whether ``said`` is the token, in a time that does not depend on how much of it is right.
 
-    No token is none.
+    An empty token fits nothing.
     """
+    # Half a character, which JSON can escape, would be an error of the codec without ``surrogatepass``.
     return bool(token) and hmac.compare_digest(
         said.encode("utf-8", "surrogatepass"), token.encode()
     )
@@ -44,8 +45,8 @@ def obtain_token(path: Path) -> str:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         return read_token(path)
+    # A folder that cannot be written, with the file in it: a mounted Secret.
     except OSError:
-        # A folder that cannot be written, with the file in it: a mounted Secret.
         if path.exists():
             return read_token(path)
         raise

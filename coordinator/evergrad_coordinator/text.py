@@ -53,6 +53,7 @@ def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
         rest, unit = rest / base, unit + 1
     if rest >= 10_000:
         return f"{number:.3g}"
+    # Three digits in all, and none behind the point of a whole number without a unit.
     digits = (
         0
         if unit == 0 and rest == round(rest)
@@ -73,6 +74,7 @@ def real(number: float, digits: int = 4) -> str:
     number."""
     if not math.isfinite(number):
         return _NOT_A_NUMBER
+    # Written plainly a small one would be 0.0000, and a large one a row of digits that nobody counts.
     if number != 0 and not 10.0**-digits <= abs(number) < 1e6:
         return f"{number:.{max(digits - 1, 1)}e}"
     return f"{number:,.{digits}f}"

@@ -34,10 +34,7 @@ class UnknownTypeError(ProtocolError):
 
 
 class Record(typing.Protocol):
-    """Any dataclass.
-
-    ``TYPE``, where it has one, is the value of ``type`` on the wire; else the name of its class.
-    """
+    """Any dataclass. The value of ``type`` on the wire is its ``TYPE``, or else the name of its class."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -80,6 +77,7 @@ class Codec(Generic[R]):
     def __init__(self, kinds: Iterable[type[R]], *, max_bytes: int = MAX_LINE_BYTES) -> None:
         self._kinds = {_type_of(kind): kind for kind in kinds}
         self._max_bytes = max_bytes
+        # A type that the codec does not know is found here, and not by the first message.
         for kind in self._kinds.values():
             _fields(kind)
 
@@ -92,10 +90,11 @@ class Codec(Generic[R]):
         return encode(record, max_bytes=self._max_bytes)
 
     def decode(self, line: bytes) -> R:
-        """The record of one line.
+        """The record of one line. Unknown fields are ignored: a newer sender may have more.
 
-        Unknown fields are ignored: a newer sender may have more. Raises UnknownTypeError for a name of a type
-        that is none of these records', ProtocolError for all else that is none of them.
+        Raises:
+            UnknownTypeError: no record of this codec has a type of that name.
+            ProtocolError: the line is not a record for any other reason.
         """
         # Bounds first: what is longer is not worth the time to parse it.
         if len(line) > self._max_bytes:
@@ -107,6 +106,7 @@ class Codec(Generic[R]):
             raise ProtocolError(f"line: not JSON; {type(error).__name__}") from None
         if not isinstance(found, dict):
             raise ProtocolError("line: not a JSON object")
+        # A sender of any version names its type; only a name can be that of a later version's message.
         name = found.get("type")
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:
@@ -117,7 +117,7 @@ class Codec(Generic[R]):
 
 def encode(record: Record, *, max_bytes: int = MAX_LINE_BYTES) -> bytes:
     """One line with its newline. Raises ProtocolError as ``Codec.encode`` does."""
-    # A number that JSON does not know is found by json itself; only then is its field looked for.
+    # json itself refuses a number that JSON does not know; only then its field is searched for.
     name = _type_of(type(record))
     found = {"type": name, **to_json(record)}
     try:
@@ -126,6 +126,7 @@ def encode(record: Record, *, max_bytes: int = MAX_LINE_BYTES) -> bytes:
         _refuse_numbers(found, where=name)
         raise
     line = text.encode("ascii") + b"\n"
+    # The receiver would end the connection: here the sender at least knows why.
     if len(line) > max_bytes:
         raise ProtocolError(
             f"{name}: {len(line)} bytes are more than the {max_bytes} of a line. Shorten its texts."
@@ -152,7 +153,7 @@ def from_json(kind: type[R], found: object, *, where: str) -> R:
     return kind(**values)
 
 
-# ---- what is known of a record's fields, found once --------------------------------------------------------
+# ---- the fields of a record, found once --------------------------------------------------------------------
 
 _Reader = Callable[[Any, str], Any]
 _Writer = Callable[[Any], Any]
@@ -204,7 +205,7 @@ def _refuse_numbers(value: Any, *, where: str) -> None:
 
 
 def _writer(hint: Any) -> _Writer:
-    """How a value of this type becomes JSON. ``_reader`` has refused types that are not known."""
+    """Choose how a value of this type becomes JSON. ``_reader`` has refused types that are not known."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         cut = next((one for one in arguments[1:] if isinstance(one, Cut)), None)
@@ -224,6 +225,7 @@ def _writer(hint: Any) -> _Writer:
 
 
 def _reader(hint: Any) -> _Reader:
+    """Choose how a value of this type is read. Raises TypeError for a type that no field may have."""
     if hint in _SCALARS:
         return _SCALARS[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -233,7 +235,7 @@ def _reader(hint: Any) -> _Reader:
             reader = functools.partial(_read_limited, inner=reader, limit=limit)
         return reader
     if origin is Literal:
-        return functools.partial(_read_choice, choices=arguments)
+        return functools.partial(_read_choice, choices={one: one for one in arguments})
     if origin in _UNIONS and len(arguments) == 2 and types.NoneType in arguments:
         inner = _reader(next(one for one in arguments if one is not types.NoneType))
         return lambda value, where: None if value is None else inner(value, where)
@@ -242,7 +244,7 @@ def _reader(hint: Any) -> _Reader:
     if origin in (dict, Mapping) and arguments[0] is str:
         return functools.partial(_read_mapping, inner=_reader(arguments[1]))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return functools.partial(_read_enum, kind=hint)
+        return functools.partial(_read_choice, choices={one.value: one for one in hint})
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return lambda value, where: from_json(hint, value, where=where)
     raise TypeError(f"{hint}: no field of a record may have this type")
@@ -252,6 +254,7 @@ def _reader(hint: Any) -> _Reader:
 
 
 def _read_integer(value: Any, where: str) -> int:
+    # Not isinstance: to Python True is a whole number.
     if type(value) is not int:
         raise ProtocolError(f"{where}: {_show(value)} is not a whole number")
     if abs(value) > MAX_INTEGER:
@@ -271,6 +274,7 @@ def _read_text(value: Any, where: str) -> str:
         raise ProtocolError(f"{where}: {_show(value)} is not a text")
     if len(value) > MAX_TEXT:
         raise ProtocolError(f"{where}: longer than {MAX_TEXT} characters")
+    # JSON can escape half a character, which no file and no log can hold.
     if not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
         raise ProtocolError(f"{where}: not Unicode")
     return value
@@ -282,19 +286,12 @@ def _read_flag(value: Any, where: str) -> bool:
     return value
 
 
-def _read_choice(value: Any, where: str, *, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in choices:
-        raise ProtocolError(f"{where}: {_show(value)} is none of {', '.join(choices)}")
-    return value
-
-
-def _read_enum(value: Any, where: str, *, kind: type[enum.Enum]) -> enum.Enum:
-    for member in kind:
-        if type(value) in (str, int) and member.value == value:
-            return member
-    raise ProtocolError(
-        f"{where}: {_show(value)} is none of {', '.join(str(one.value) for one in kind)}"
-    )
+def _read_choice(value: Any, where: str, *, choices: Mapping[str | int, Any]) -> Any:
+    # By type first: to a mapping True is 1, and a list is an error.
+    if type(value) not in (str, int) or value not in choices:
+        named = ", ".join(str(one) for one in choices)
+        raise ProtocolError(f"{where}: {_show(value)} is none of {named}")
+    return choices[value]
 
 
 def _read_limited(value: Any, where: str, *, inner: _Reader, limit: Bounds | Cut) -> Any:
@@ -315,12 +312,14 @@ def _read_items(value: Any, where: str, *, inner: _Reader) -> tuple[Any, ...]:
 def _read_mapping(value: Any, where: str, *, inner: _Reader) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ProtocolError(f"{where}: {_show(value)} is not an object")
+    # A key is named by its beginning: the whole of it may be as long as the line.
     return {
         _read_text(key, where): inner(one, f"{where}.{key[:40]}") for key, one in value.items()
     }
 
 
 def _show(value: Any) -> str:
+    # The text goes into a log: what a peer has sent is cut, and escaped where it is not ASCII.
     return (
         ascii(value)[:60]
         if isinstance(value, str | int | float | bool | None)

@@ -1,5 +1,5 @@
-"""The process that says, twice a second, that its node is alive, whatever keeps the node's own process from
-saying so.
+"""The process that reports twice a second that its node is alive, whatever keeps the node's own process from
+reporting it.
 
 ``heartbeat`` starts it by its path, so that it imports only what stands here: it is small and begins at once
 on a busy machine. It reads one line of JSON from its standard input: where the coordinator is, and the
@@ -17,7 +17,7 @@ from typing import Any
 _PING = b'{"type":"ping"}\n'
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 3.0
-"""Without an answer for so long the connection is of no use, whatever the kernel thinks of it."""
+"""Longest time without an answer; a connection that is silent for longer is replaced."""
 _CONNECT_SECONDS = 3.0
 _RETRY_SECONDS = 0.5
 
@@ -25,6 +25,7 @@ _RETRY_SECONDS = 0.5
 def read_order() -> dict[str, Any]:
     """The first line of standard input. Raises ValueError if there is none."""
     data = b""
+    # A pipe may hand on a line in parts.
     while not data.endswith(b"\n"):
         more = os.read(0, 65536)
         if not more:
@@ -44,7 +45,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def wait_for_end(seconds: float) -> bool:
-    """Wait; whether the node has closed this process's input meanwhile."""
+    """Wait, and return whether the node has closed this process's input meanwhile."""
     return bool(select.select([0], [], [], seconds)[0])
 
 
@@ -55,14 +56,18 @@ def beat(connection: socket.socket, hello: bytes, *, parent: int) -> bool:
     """
     connection.sendall(hello)
     heard = time.monotonic()
+    # Another parent means that the node's process is gone, however its end was missed.
     while os.getppid() == parent:
         begun = time.monotonic()
+        # Nothing is sent for a node that is frozen: the missing answers are no fault of the connection.
         if is_stopped(parent):
             heard = begun
         else:
             connection.sendall(_PING)
         if wait_for_end(_BEAT_SECONDS):
             return True
+
+        # The answers are read only so that a dead connection is found, and its buffer stays empty.
         if select.select([connection], [], [], 0)[0]:
             if not connection.recv(4096):
                 return False
@@ -85,6 +90,7 @@ def main() -> None:
                     return
         except OSError:
             pass
+        # A coordinator that is being restarted refuses connections at once: without a pause this would spin.
         if wait_for_end(_RETRY_SECONDS):
             return
 

@@ -30,11 +30,13 @@ SILENCE_SECONDS = 5.0
 lease."""
 CONNECT_SECONDS = 3.0
 COMMIT_SECONDS = 2.0
+"""A save waits for the answer, and is not published without one."""
 UNSENT_BYTES = 1024 * 1024
+"""Most bytes that wait for a coordinator that does not read; then the connection is replaced."""
 
 
 class _OwnerFailed(Exception):  # noqa: N818 - no error of this package
-    """A callback of the client's owner raised ``error``; this carries it past the errors of a connection."""
+    """Carries an ``error`` of a callback of the client's owner past the errors of a connection."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -42,11 +44,11 @@ class _OwnerFailed(Exception):  # noqa: N818 - no error of this package
 
 
 class CoordinatorClient:
-    """Runs in whatever loop awaits ``run``; all methods belong to that loop's thread.
+    """Runs in the loop that awaits ``run``; all methods belong to that loop's thread.
 
-    ``hello`` is asked at each connection, so that it says what is true then. ``on_message`` gets every
-    message of the coordinator but answers to ``commit`` and ``ping``; ``on_connected`` is called after each
-    welcome: the owner says its state again there.
+    ``hello`` is called at each connection, so that it describes the node as it is then. ``on_message`` gets
+    every message of the coordinator except answers to ``commit`` and ``ping``. ``on_connected`` is called
+    after each welcome, so that the owner sends its state again.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class CoordinatorClient:
         """Whether the log has said that the coordinator sends messages this version does not have."""
         self._contact_at: float | None = None
         self._pings: deque[float] = deque()
-        """When those that have no answer yet were sent."""
+        """Times at which the pings without an answer were sent; answers come in the same order."""
         self._session_heard_at = 0.0
         self._commits: dict[int, asyncio.Future[bool]] = {}
         self._num_commits = 0
@@ -80,7 +82,7 @@ class CoordinatorClient:
 
     @property
     def seconds_since_contact(self) -> float:
-        """Since the newest question was sent that it has answered; infinite if never.
+        """Time since the newest question was sent that the coordinator has answered; infinite if none was.
 
         An answer that was read late must not make the lease longer than the coordinator believes it to be.
         """
@@ -96,9 +98,9 @@ class CoordinatorClient:
         )
 
     async def run(self) -> None:
-        """Until ``close``, or until ``refused`` or ``end`` was delivered.
+        """Keep a connection until ``close``, or until ``refused`` or ``end`` was delivered.
 
-        Raises what the owner's callbacks raise.
+        Raises the errors of the owner's callbacks.
         """
         try:
             while not self._is_over:
@@ -110,23 +112,26 @@ class CoordinatorClient:
                     asyncio.IncompleteReadError,
                 ):
                     await self._run_session()
+                # A random part, so that a thousand nodes do not come back in the same moment. ``close`` ends
+                # the wait.
                 if not self._is_over:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._wake.wait(), 0.1 + random.random() * 0.1)
         except _OwnerFailed as failed:
-            # An OSError of the owner's own would pass for a broken connection, and be met again on the next
-            # one for ever.
+            # As it is, an OSError of the owner would pass for a broken connection, and come again on each new
+            # one.
             raise failed.error from None
         finally:
             self._is_over = True
             self._disconnect()
 
     def send(self, message: Message) -> bool:
-        """False when not connected; the message is then gone."""
+        """Send a message. False when not connected; the message is then lost."""
         return self._is_welcome and self._write(message)
 
     async def commit(self, generation: int) -> bool:
         """Whether ``generation`` may still write. False also when nobody answers."""
+        # Numbered, since an answer that comes after its time limit must not permit the next save.
         self._num_commits += 1
         request = self._num_commits
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -159,7 +164,7 @@ class CoordinatorClient:
             writer.get_extra_info("socket").setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
             )
-            # Before the first message: silence is counted from here.
+            # Before the first message: silence counts from here.
             self._session_heard_at = hello_at = time.monotonic()
             self._pings = deque([hello_at])  # the welcome answers the hello
             self._write(self._hello())
@@ -172,10 +177,9 @@ class CoordinatorClient:
             self._disconnect()
 
     async def _ping(self) -> None:
-        """Ping, and end a connection on which nothing comes.
-
-        The clock is read after the reader had its turn, so that an owner that blocks the loop loses nothing.
-        """
+        """Ping, and end a connection on which nothing comes."""
+        # Two misses in a row: after a time in which the owner has blocked the loop, the reader gets its turn
+        # before the second one.
         misses = 0
         while True:
             await asyncio.sleep(PING_SECONDS)
@@ -197,6 +201,7 @@ class CoordinatorClient:
             # which hung up could not train. Before its welcome nothing shows that it is a coordinator.
             if not self._is_welcome:
                 raise
+            # Once: the messages may come many times a second.
             if not self._has_met_unknown:
                 self._has_met_unknown = True
                 _log.warning("messages of a newer coordinator are ignored; %s", error)
@@ -228,7 +233,7 @@ class CoordinatorClient:
         if writer is None or writer.is_closing():
             return False
         writer.write(encode(message))
-        # The coordinator hangs: better a new connection.
+        # The coordinator does not read: a new connection may reach another one.
         if writer.transport.get_write_buffer_size() > UNSENT_BYTES:
             writer.transport.abort()
             return False
@@ -239,7 +244,7 @@ class CoordinatorClient:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-        # Nobody answers them any more; a save that may not be asked for is left alone.
+        # No answer will come on another connection. Without permission a save is not published.
         for answer in self._commits.values():
             if not answer.done():
                 answer.set_result(False)

@@ -13,7 +13,7 @@ from evergrad_coordinator.wire import encode
 
 _PROGRAM = Path(__file__).with_name("beat.py")
 _RESTART_SECONDS = 1.0
-"""Whatever ended it may end it again."""
+"""Pause before a new start: what has ended the process may end it again at once."""
 
 
 class Heartbeat:
@@ -30,7 +30,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start it. Raises OSError where no process can be started."""
-        # Its order comes by its input: arguments and variables are seen by others.
+        # Its order, with the token, comes by its input: others can read arguments and variables.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_PROGRAM)],
             stdin=subprocess.PIPE,
@@ -49,6 +49,7 @@ class Heartbeat:
         while True:
             await asyncio.sleep(_RESTART_SECONDS)
             process = self._process
+            # Where memory is short the new start fails as well, and is tried again after the next pause.
             if process is not None and process.poll() is not None:
                 self._forget(process)
                 with contextlib.suppress(OSError):
@@ -59,7 +60,7 @@ class Heartbeat:
         process, self._process = self._process, None
         if process is None:
             return
-        # Its input may still be open in workers that this process has forked.
+        # Killed, and not left to its end of input: workers that this process has forked may hold that open.
         self._forget(process)
         process.kill()
         process.wait()

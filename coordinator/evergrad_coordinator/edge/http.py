@@ -1,6 +1,6 @@
 """A very small HTTP/1.1 server: GET of /status, /healthz, /readyz and /metrics, POST of /bounds. All bounded.
 
-/healthz and /metrics answer everybody; all else needs the run's token.
+/healthz and /metrics answer everybody; all other paths need the run's token.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ Answer = tuple[int, str, str]
 
 
 def _find_header(head: bytes, wanted: str) -> str:
-    """The value of a header, named in lower case; empty without it."""
+    """The value of a header, whose name is given in lower case; empty without it."""
     for line in head.decode("latin-1").split("\r\n")[1:]:
         name, _, value = line.partition(":")
         if name.strip().lower() == wanted:
@@ -48,7 +48,7 @@ class StatusServer:
         self._server = server
         self._listener: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}
-        """Connections that are not done, in the order of their coming."""
+        """Connections that are not done, in the order in which they came."""
 
     async def listen(self, host: str, port: int) -> int:
         """Begin to serve; the port. Raises OSError."""
@@ -65,7 +65,7 @@ class StatusServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open[writer] = None
         if len(self._open) > MAX_CONNECTIONS:
-            # A question is answered at once: the oldest connection asks nothing, or does not read.
+            # Each request is answered at once: the oldest connection sends none, or does not read.
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()
@@ -87,9 +87,10 @@ class StatusServer:
                 writer.close()
 
     def _answer(self, head: bytes, content: bytes) -> bytes:
-        """The whole answer to a request; what needs the token is refused before anything is looked up."""
+        """The whole answer to a request. Without the token it is refused before anything is looked up."""
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         path = words[1].partition("?")[0] if len(words) == 3 else ""
+        # Before anything else: a path that does not exist must not look different to a stranger.
         scheme, _, said = _find_header(head, "authorization").partition(" ")
         token = self._server.group.settings.token
         is_ours = scheme.lower() == "bearer" and is_token(said.strip(), token)
@@ -128,15 +129,16 @@ class StatusServer:
         return "\r\n".join(lines).encode("latin-1") + (b"" if words[0] == "HEAD" else data)
 
     def _set_bounds(self, content: bytes) -> Answer:
-        """``{"min": 2, "max": 4}``: so many nodes train from now on.
+        """Take ``{"min": 2, "max": 4}`` as the new bounds of the number of nodes.
 
-        With ``"maxFailures": 3`` so many failures are allowed.
+        ``"maxFailures": 3`` beside them sets the number of failures that are allowed.
         """
         try:
             bounds = json.loads(content)
             low, high, failures = bounds["min"], bounds["max"], bounds.get("maxFailures", 0)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return 400, _TEXT, 'bounds: not a JSON object such as {"min": 2, "max": 4}\n'
+        # Not isinstance: True is an int, too.
         if type(low) is not int or type(high) is not int:
             return 400, _TEXT, "bounds: min and max are whole numbers\n"
         if type(failures) is not int:
@@ -160,6 +162,7 @@ class StatusServer:
             return 200, _JSON, json.dumps(status, allow_nan=False) + "\n"
         if path != "/metrics":
             return 404, _TEXT, f"there are {', '.join((*_PAGES, _BOUNDS))}\n"
+        # What the rules cannot count: connections, refusals and the journal.
         edge = EdgeFacts(
             connections=server.num_connections,
             connections_total=counters.connections,

@@ -1,4 +1,4 @@
-"""The newest generation, kept where a restart finds it. A number is durable before anybody hears it."""
+"""The newest generation, kept where a restart finds it. A number is durable before it is sent to anybody."""
 
 import fcntl
 import json
@@ -13,19 +13,18 @@ class JournalError(Exception):
 
 
 class GenerationStore(Protocol):
-    """Where the number lives: a file locally, the API server on a cluster.
+    """The place of the number.
 
-    Called from a thread; may take its time.
+    It is called from a thread, so that it may take its time.
     """
 
     def load(self) -> int:
         """The newest generation ever issued; 0 for none. Raises JournalError."""
 
     def advance(self, expected: int, new: int) -> bool:
-        """Put ``new`` in the place of ``expected``, durably. False if it is not ``expected`` any more:
-        somebody else rules.
+        """Put ``new`` in the place of ``expected``, durably. False if another coordinator has changed it.
 
-        Raises OSError if it cannot tell; it is asked again.
+        Raises OSError where that is not known; the caller asks again.
         """
 
     def close(self) -> None:
@@ -33,8 +32,7 @@ class GenerationStore(Protocol):
 
 
 class MemoryStore:
-    """For a run whose generations start anew with its coordinator; ``generation`` comes from whoever started
-    it."""
+    """Keeps the number in memory, for a run whose generations start anew with its coordinator."""
 
     def __init__(self, generation: int = 0) -> None:
         self._generation = generation
@@ -68,7 +66,7 @@ class FileStore:
             raise JournalError(
                 f"{self._lock_path}: cannot be opened; {error.strerror}. Choose a folder that can be written."
             ) from error
-        # Never waited for: whoever holds the lock rules, and may do so for days.
+        # Not waited for: the process that holds the lock rules the run, and may do so for days.
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -81,6 +79,7 @@ class FileStore:
             raise JournalError(text) from error
         self._unsynced: int | None = None
         """The number in the file, put there by this process, if the folder may not be on disk with it."""
+        # For people and for the message above: the lock itself names nobody.
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -98,6 +97,7 @@ class FileStore:
             generation = json.loads(text)["generation"]
         except (ValueError, KeyError, TypeError):
             generation = None
+        # Not taken for 0: numbers that a group still runs under would be given out a second time.
         if type(generation) is not int or generation < 0:
             text = (
                 f"{self._path}: holds no generation: damaged. Delete it and pass --first-generation "
@@ -109,8 +109,8 @@ class FileStore:
     def advance(self, expected: int, new: int) -> bool:
         """Replace the file if it still says ``expected``; on disk when this returns."""
         known = self.load()
+        # Asked again after the last step had failed: this process itself has put the number there.
         if known == new == self._unsynced:
-            # Asked again after the last step had failed: this process itself has put the number there.
             self._sync_folder()
             return True
         if known != expected:
@@ -124,6 +124,8 @@ class FileStore:
             os.fsync(file)
         finally:
             os.close(file)
+
+        # The file has its new name on the disk only once its folder is there, too.
         os.replace(temporary, self._path)
         self._unsynced = new
         self._sync_folder()

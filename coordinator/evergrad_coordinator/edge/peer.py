@@ -66,6 +66,7 @@ class Peer(asyncio.Protocol):
         """Hand all whole lines to the server."""
         buffer, start = self._buffer, 0
         buffer += data
+        # Any line may end the connection: those behind it count for nothing.
         while not self.is_closing and (end := buffer.find(b"\n", start)) >= 0:
             line = bytes(buffer[start:end])
             start = end + 1
@@ -85,12 +86,14 @@ class Peer(asyncio.Protocol):
 
     def is_within_rate(self, now: float, *, burst: int, rate: float) -> bool:
         """Whether one more message is acceptable."""
+        # A bucket that fills with time: a burst after a change of the group is well, an endless one is not.
         self._allowed = min(float(burst), self._allowed + (now - self._allowed_at) * rate) - 1
         self._allowed_at = now
         return self._allowed >= 0
 
     def write(self, data: bytes, *, limit: int) -> bool:
-        """False if the peer does not read what it is sent."""
+        """Send ``data``. False if the peer does not read what it is sent."""
+        # One that is about to close has ended for other reasons: nothing to complain about.
         if self._transport is None or self._transport.is_closing():
             return True
         self._transport.write(data)
@@ -102,6 +105,7 @@ class Peer(asyncio.Protocol):
         if self._transport is None:
             return
         self._transport.close()
+        # ``close`` alone would wait for ever for a peer that does not read.
         if patience <= 0:
             self._transport.abort()
         elif self._transport.get_write_buffer_size():
@@ -109,6 +113,6 @@ class Peer(asyncio.Protocol):
 
     @property
     def host(self) -> str:
-        """Numeric address of the other side."""
+        """Numeric address of the other side, empty where it is not known."""
         name = self._transport.get_extra_info("peername") if self._transport else None
         return str(name[0]) if name else ""

@@ -25,9 +25,9 @@ from evergrad_coordinator.wire import ProtocolError, UnknownTypeError, encode
 
 _PING = Ping()
 _PING_LINE = encode(_PING).rstrip()
-"""Nearly all messages of a run."""
+"""Nearly all messages of a run are this line, which needs no decoder."""
 _encode_once = functools.lru_cache(maxsize=8)(encode)
-"""A plan is the same line for a thousand nodes."""
+"""Keeps the newest lines: a plan is the same one for a thousand nodes."""
 LogLine = Callable[..., None]
 
 
@@ -43,7 +43,7 @@ class Counters:
 
 
 class BoundedLog:
-    """A log with so many lines a second: what a peer can cause at will must not fill a disk."""
+    """A log with a bounded number of lines a second: peers that cause lines at will must not fill a disk."""
 
     def __init__(self, log: LogLine, *, lines_per_second: float) -> None:
         self.say_always = log
@@ -51,7 +51,7 @@ class BoundedLog:
         self._left, self._at = lines_per_second, 0.0
 
     def say(self, event: str, **fields: object) -> None:
-        """Write the line, unless there were too many of late."""
+        """Write the line, unless there were too many shortly before."""
         now = time.monotonic()
         self._left = min(4 * self._rate, self._left + (now - self._at) * self._rate)
         self._at = now
@@ -83,14 +83,13 @@ class Server:
         self._unknown: dict[int, Peer] = {}
         self._effects: deque[Effect] = deque()
         self._persisting: asyncio.Task[None] | None = None
-        self._announced = group.generation
-        self._pong = encode(Pong(self._announced))
+        self._pong = encode(Pong(group.generation))
         self._timer: asyncio.TimerHandle | None = None
         self._listener: asyncio.Server | None = None
 
     @property
     def num_connections(self) -> int:
-        """Open connections, with those that have not said hello; of the processes beside nodes none."""
+        """Open connections, also before their hello, but not those of the processes beside nodes."""
         return sum(peer.beats_for is None for peer in self._peers.values())
 
     async def listen(self, host: str, port: int) -> int:
@@ -112,6 +111,7 @@ class Server:
             self._persisting.cancel()
         if self._listener:
             self._listener.close()
+        # Each may take a second for what is still to be sent, such as the end of the run.
         for peer in list(self._peers.values()):
             peer.close(patience=1.0)
         await asyncio.sleep(0)
@@ -131,13 +131,13 @@ class Server:
             )
         if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
             return f"bounds: maxFailures {max_failures} is not within 0 and {MAX_FAILURES}. Correct it."
-        now = time.monotonic()
+
         bounds = events.set_bounds(
             self.group,
             min_nodes=min_nodes,
             max_nodes=max_nodes,
             max_failures=max_failures,
-            now=now,
+            now=time.monotonic(),
         )
         self._apply(bounds)
         return ""
@@ -149,6 +149,7 @@ class Server:
         self.counters.connections += 1
         peer.number = self.counters.connections
         self._peers[peer.number] = self._unknown[peer.number] = peer
+        # The oldest goes: a node says hello at once, and a stranger who waits must not keep nodes out.
         if len(self._unknown) > self.limits.unknown_peers:
             self.reject(next(iter(self._unknown.values())), "too_many_connections")
 
@@ -169,7 +170,9 @@ class Server:
         try:
             message = _PING if line == _PING_LINE else decode_from_node(line)
         except ProtocolError as error:
-            if not _is_of_newer_node(error, peer):
+            # A newer node may say more than this version knows. It would do so on each connection, and could
+            # not train at all.
+            if not (isinstance(error, UnknownTypeError) and peer.has_joined):
                 self.reject(peer, "malformed", str(error))
             return
         self.counters.messages += 1
@@ -185,6 +188,7 @@ class Server:
             self._unknown.pop(peer.number, None)
             self._apply(events.on_hello(self.group, peer.number, message, now=now))
         else:
+            # A ping is answered at once: its answer renews a lease, and must not wait for the journal.
             effects = events.on_message(self.group, peer.number, message, now=now)
             if isinstance(message, Ping):
                 self._write(peer, self._pong)
@@ -192,7 +196,7 @@ class Server:
                 self._apply(effects)
 
     def _take_beat(self, peer: Peer, message: Message, now: float) -> None:
-        """Note that a node is alive. It says who it is once, and pings from then on."""
+        """Note that a node is alive: the process beside it sends one ``beat``, and pings from then on."""
         settings = self.group.settings
         if isinstance(message, Beat) and peer.beats_for is None and not peer.has_joined:
             if not is_token(message.token, settings.token) or message.run != settings.run:
@@ -225,7 +229,14 @@ class Server:
         # While a generation is on its way to the disk all effects wait behind it, in their order.
         if self._persisting is None:
             self._carry_out()
-        self._schedule()
+
+        # What was applied may have asked for a review that is due before the next tick.
+        at = events.next_tick(self.group, now=time.monotonic())
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._tick)
 
     def _carry_out(self) -> None:
         while self._effects:
@@ -245,14 +256,13 @@ class Server:
                     if not self.finished.done():
                         self.finished.set_result(exit_code)
                 case Persist(expected, generation):
-                    self._persisting = asyncio.get_running_loop().create_task(
-                        self._persist(expected, generation)
-                    )
+                    persisting = self._persist(expected, generation)
+                    self._persisting = asyncio.create_task(persisting)
                     return
 
     async def _persist(self, expected: int, generation: int) -> None:
-        """Everything behind waits: no number is heard before it is durable."""
-        # Without end: this is the only authority, and training goes on meanwhile; /readyz says that it waits.
+        """Make a number durable; all effects behind it wait, so that nobody learns of it before."""
+        # Tried without end: nobody else may decide, and training goes on meanwhile; /readyz shows the wait.
         while True:
             try:
                 is_ours = await asyncio.to_thread(self._store.advance, expected, generation)
@@ -263,6 +273,8 @@ class Server:
                 self._log.say("journal_failed", error=str(error), newGeneration=generation)
                 await asyncio.sleep(self.limits.persist_retry_seconds)
         self.is_writable = True
+
+        # Another coordinator has the number. What waits here belongs to a group that must never begin.
         if not is_ours:
             self._log.say_always(
                 "superseded",
@@ -272,7 +284,8 @@ class Server:
             if not self.finished.done():
                 self.finished.set_result(ExitCode.INTERNAL)
             return  # and _persisting stays: nothing is carried out any more
-        self._announced = generation
+
+        # Only now may a pong name the number, too.
         self._pong = encode(Pong(generation))
         self._persisting = None
         self._carry_out()
@@ -284,22 +297,11 @@ class Server:
     def _tick(self) -> None:
         now = time.monotonic()
         self._timer = None
-        late = [
-            peer
-            for peer in self._unknown.values()
-            if now - peer.connected_at > self.limits.hello_seconds
-        ]
-        for peer in late:
-            self.reject(peer, "no_hello")
+        # Silent strangers hold places that nodes need.
+        for peer in list(self._unknown.values()):
+            if now - peer.connected_at > self.limits.hello_seconds:
+                self.reject(peer, "no_hello")
         self._apply(events.on_tick(self.group, now=now))
-
-    def _schedule(self) -> None:
-        at = events.next_tick(self.group, now=time.monotonic())
-        if self._timer is not None:
-            if self._timer.when() <= at:
-                return
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(at, self._tick)
 
     def _report_error(
         self, loop: asyncio.AbstractEventLoop, context: dict[str, object]
@@ -311,15 +313,11 @@ class Server:
 
 
 _RARE = frozenset({"plan", "go", "up", "adopted", "bounds", "finished", "waiting", "empty"})
+"""Events that are always logged: each follows from a decision, and a peer cannot cause them at will."""
 
 
 def allow_many_files() -> None:
-    """As many connections as the system lets this process have: usual soft limits are 1024."""
+    """Raise the limit of open files as far as the system allows: usual soft limits of 1024 are too few."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _is_of_newer_node(error: ProtocolError, peer: Peer) -> bool:
-    """Whether a line is only what a later version says: without its connection a node could not train."""
-    return isinstance(error, UnknownTypeError) and peer.has_joined

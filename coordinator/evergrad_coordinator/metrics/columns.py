@@ -78,8 +78,8 @@ COLUMNS: Final[tuple[Column, ...]] = (
 """The columns of metrics.jsonl that every row has and that are numbers, in their order."""
 
 MOST_DECLARED: Final = 32
-"""Metrics a recipe may have: each is a series of the endpoint, and a place in what ranks exchange at every
-step."""
+"""Most metrics that a recipe may have: each is a series of the endpoint, and a number that ranks exchange at
+every step."""
 _WITH_UNIT = re.compile(r"(?P<help>.*\S)\s*\[(?P<unit>[^\[\]]{1,32})\]", re.DOTALL)
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 
@@ -91,6 +91,7 @@ def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
     A text may end with its unit in brackets: ``"divergence from the teacher [nats]"``. Raises ValueError that
     names everything that is wrong with them.
     """
+    # A row has them beside the columns, or a table of the report does.
     taken = {column.name for column in COLUMNS} | {
         "skipped",
         "metrics",
@@ -108,6 +109,7 @@ def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
         for name in metrics
         if name in taken
     ]
+    # All of them at once: a recipe is mended in one round.
     if len(metrics) > MOST_DECLARED:
         wrong.append(f"there are {len(metrics)}; {MOST_DECLARED} are possible")
     if wrong:

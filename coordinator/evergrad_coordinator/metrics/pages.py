@@ -19,6 +19,7 @@ def render_series(series: Iterable[Series]) -> str:
     for one in series:
         labels = ", ".join(f"`{label}`" for label in one.labels)
         meaning = f"{one.help}.{' ' if one.note else ''}{one.note}"
+        # Twice, since an empty cell beside another one is found only once.
         cells = (f"`{one.exported}`", one.kind, one.unit, one.over_several, labels, meaning)
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ class Accounting:
     since: float = 0.0
 
     def begin(self, cause: str, *, at: float) -> None:
-        """Nobody trains since ``at``.
+        """Note that nobody trains since ``at``.
 
         A real cause takes the place of its consequence and of a change that was merely planned.
         """
@@ -32,6 +32,7 @@ class Accounting:
 
     def end(self, *, now: float) -> None:
         """Note that all are up again."""
+        # A first start is no restart: no event began an outage before it.
         if self.cause is None:
             return
         self.restarts[self.cause] = self.restarts.get(self.cause, 0) + 1

@@ -18,16 +18,29 @@ MAX_ADDRESS = 255
 def refuse(
     hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | None
 ) -> Refused | None:
-    """Why this node cannot join, or None. ``fingerprint``: of the group's first member."""
-    # A stranger is told nothing else: no name, no version, no value of the group.
+    """Why this node cannot join, or None. ``fingerprint`` is that of the group's first member."""
+    # First of all: the other refusals name values of the group, which a stranger must not learn.
     if not is_token(hello.token, settings.token):
         return _build(
             "WrongToken",
             "hello.token: not this run's. Give the node the token file that its coordinator was given.",
         )
-    for check in (_find_wrong_run, _find_wrong_values):
-        if found := check(hello, settings):
-            return _build(*found)
+
+    # Then the version: fields of another one may mean something else.
+    if hello.protocol != PROTOCOL_VERSION:
+        text = (
+            f"hello.protocol: {hello.protocol}; this coordinator speaks {PROTOCOL_VERSION}. Use one "
+            "Evergrad in all pods."
+        )
+        return _build("ProtocolVersion", text)
+    if hello.run != settings.run:
+        text = (
+            f"hello.run: {hello.run[:MAX_ADDRESS]}; this coordinator is of {settings.run}. Correct "
+            "the address or the name."
+        )
+        return _build("WrongRun", text)
+    if (wrong := _find_wrong_value(hello)) is not None:
+        return _build("WrongValue", wrong)
     if hello.recovery != settings.recovery:
         text = (
             f"hello.recovery: {hello.recovery}; the group's is {settings.recovery}. Start all nodes of a "
@@ -58,28 +71,12 @@ def refuse_crowd(settings: Settings) -> Refused:
 
 
 def _build(reason: str, message: str) -> Refused:
-    # It concerns that host, image or moment: never the run, which may be training.
+    # Never 64, which could end the run: a refusal concerns that host, image or moment.
     return Refused(reason=reason, message=message, exit_code=ExitCode.INTERNAL)
 
 
-def _find_wrong_run(hello: Hello, settings: Settings) -> tuple[str, str] | None:
-    if hello.protocol != PROTOCOL_VERSION:
-        text = (
-            f"hello.protocol: {hello.protocol}; this coordinator speaks {PROTOCOL_VERSION}. Use one "
-            "Evergrad in all pods."
-        )
-        return "ProtocolVersion", text
-    if hello.run != settings.run:
-        text = (
-            f"hello.run: {hello.run[:MAX_ADDRESS]}; this coordinator is of {settings.run}. Correct "
-            "the address or the name."
-        )
-        return "WrongRun", text
-    return None
-
-
-def _find_wrong_values(hello: Hello, settings: Settings) -> tuple[str, str] | None:
-    del settings
+def _find_wrong_value(hello: Hello) -> str | None:
+    """What is out of its bounds, in words; None if nothing is."""
     generations = [hello.known_generation, *([hello.had.generation] if hello.had else [])]
     checks = [
         (
@@ -115,8 +112,5 @@ def _find_wrong_values(hello: Hello, settings: Settings) -> tuple[str, str] | No
     ]
     for name, shown, is_right, wanted in checks:
         if not is_right:
-            return (
-                "WrongValue",
-                f"hello.{name}: {shown[:MAX_NAME]} is not allowed; it must be {wanted}. Correct the node.",
-            )
+            return f"hello.{name}: {shown[:MAX_NAME]} is not allowed; it must be {wanted}. Correct the node."
     return None

@@ -11,7 +11,7 @@ from evergrad_coordinator.rules.reports import handle_report
 from evergrad_coordinator.rules.state import Node, World
 
 _LEASE_MARGIN_SECONDS = 1.0
-"""A node's last contact may be that much older than the coordinator's: two pings."""
+"""A node's last contact may be that much older than the coordinator's, which is two pings."""
 
 
 def try_to_adopt(group: Group, now: float) -> None:
@@ -24,15 +24,17 @@ def try_to_adopt(group: Group, now: float) -> None:
     """
     rendezvous, world = group.rendezvous, group.world
     found = find_newest_running(group.nodes.values())
+    # Below the newest group that is known here, even a whole one is stale.
     if rendezvous is None or found is None or found[0] < (world.generation if world else 0):
         return
     generation, places = found
     # A group that is known to have broken is not taken up again: its members are about to leave it.
     if world and world.is_broken and world.generation == generation:
         return
-    group.rendezvous = None
+
     # A plan that was in the air stays the newest number: it is made anew, and the group goes on until its
     # boundary.
+    group.rendezvous = None
     group.generation = group.newest_known
     group.world = World(generation, places, started_at=now, up_at=now, up=set(places))
     group.log("adopted", adopted=generation, nodes=len(places), worldSize=group.world.size)
@@ -44,6 +46,7 @@ def give_up(group: Group, rendezvous: Rendezvous, now: float) -> None:
     """Wait no longer: the group that ran, if there was one, is not whole."""
     group.rendezvous = None
     world = group.world
+    # Members that are here with another place, or none, show that their workers are out of it.
     if world is not None and not world.is_over:
         world.is_broken = True
         world.out |= {
@@ -55,12 +58,14 @@ def give_up(group: Group, rendezvous: Rendezvous, now: float) -> None:
 
 
 def answer_commit(group: Group, node: Node, message: Commit) -> None:
-    """Say whether a generation may write; while one may be adopted, as soon as that is known."""
+    """Answer whether a generation may write; while one may be adopted, as soon as that is known."""
+    # A refusal now would cost the save of a group that goes on in a moment, and a permission two writers.
     if find_phase(group) is Phase.ADOPTING and group.rendezvous:
         group.rendezvous.commits[node.peer] = message
         return
 
-    # The running generation may write unless a hard plan is pending; a leaving node may write what it saves.
+    # The running generation may write unless a hard plan is pending: its members may be out of it already. A
+    # leaving node may write what it was told to save.
     world, generation = group.world, message.generation
     is_running = (
         world is not None
@@ -75,7 +80,8 @@ def answer_commit(group: Group, node: Node, message: Commit) -> None:
 
 
 def _answer_kept(group: Group, rendezvous: Rendezvous, now: float) -> None:
-    """Take up what nodes said while it was not known whether their group goes on."""
+    """Take up the questions and reports that came while nobody knew whether their group goes on."""
+    # A report may drop a node or end the run, hence the copies and the look before each.
     for node in list(group.nodes.values()):
         if (commit := rendezvous.commits.get(node.peer)) is not None:
             answer_commit(group, node, commit)
@@ -86,8 +92,10 @@ def _answer_kept(group: Group, rendezvous: Rendezvous, now: float) -> None:
 
 
 def drop_others(group: Group, member: Node, now: float) -> None:
-    """Drop nodes that came before the first member of the group and differ from it: they hear why when they
-    come again."""
+    """Drop nodes that came before the first member of the group and differ from it.
+
+    They are told why when they come again.
+    """
     for node in list(group.nodes.values()):
         if node.fingerprint != member.fingerprint:
             drop_node(group, node, "differs from the group that runs", now)

@@ -7,7 +7,7 @@ from evergrad_coordinator.protocol import Broken, Recovery
 from evergrad_coordinator.rules.state import Key, Training
 
 MAX_FAILURES = 2**31
-"""Nobody allows more."""
+"""Most failures that may be allowed: a bound for what is read, and no limit in practice."""
 LOSSES_PER_FAILURE = 10
 """Preemptions come in storms and say nothing about the run; but a group that nodes vanish from for ever
 trains nothing."""
@@ -28,7 +28,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only saw others fail."""
+        """Whether it only followed from the failure of others."""
         return self.report.cause == "peer_lost"
 
 
@@ -104,6 +104,7 @@ class FailureBudget:
         generation = failure.report.generation
         if any(one.report.generation != generation for one in self._reports):
             self._reports.clear()
+        # A thousand nodes may report one break; the first ones are enough to find its cause.
         if len(self._reports) < 64:
             self._reports.append(failure)
         self.last = find_root_cause(self._reports)
@@ -115,12 +116,12 @@ class FailureBudget:
             self._count(failure, training)
 
     def conclude(self, ending: Break, training: Training) -> None:
-        """All members are out of a generation that broke, and the next is about to begin."""
+        """Judge a generation that broke, once all members are out of it and the next is about to begin."""
         before, self._away = self._unexplained, None
         if ending.lost or ending.has_left:
             self._unexplained = None
 
-        # Counted by a report already, or nobody's fault.
+        # A report has counted it already, or nobody is at fault.
         if ending.has_left or self._counted == ending.generation:
             return
         steps = [
@@ -149,9 +150,9 @@ class FailureBudget:
             self._judge_unexplained(ending, reached, before, training)
 
     def note_return(self, key: Key, training: Training) -> None:
-        """The same process of a node is back.
+        """Note that the same process of a node is back.
 
-        If all that the last break lost are, they were silent and not lost.
+        If that holds for all that the last break lost, they were silent and not lost.
         """
         away = self._away
         if away is None or key not in away.keys:
@@ -230,7 +231,7 @@ class FailureBudget:
         self._told = text
 
     def _count(self, failure: Failure, training: Training) -> None:
-        # As above: without a word of progress time stands for it.
+        # Scripts may report no progress at all: enough time since the last failure stands for it.
         is_told = max(training.step, training.checkpoint_step, failure.report.step) >= 0
         if not is_told and failure.at - self._counted_at >= UNDISTURBED_SECONDS:
             self.used = 0
@@ -242,6 +243,7 @@ class FailureBudget:
 
     def observe(self, training: Training) -> None:
         """Start to count anew after progress."""
+        # The marks are set by a failure: before the first there is nothing to compare with.
         if self.used == 0:
             return
         # Fresh workers go back to their checkpoint: steps above it may be made again and again.

@@ -52,6 +52,7 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
 
 
 def _become_empty(group: Group, last: Node, now: float) -> None:
+    """Begin to wait for nodes again, or end the run where the last one left in order and that is enough."""
     group.proposal = None
     group.departures.was_left = last.is_leaving or last.released_at is not None
     is_gone = group.world is None or group.world.places.keys() <= group.world.out
@@ -66,6 +67,9 @@ def _become_empty(group: Group, last: Node, now: float) -> None:
         # Nodes that come now start from a checkpoint, and nothing that ended before counts as done.
         group.world.done.clear()
     group.log("empty", wasLeft=group.departures.was_left)
+
+    # A local run ends with its nodes; its exit code says whether the newest state is on the disk. Fresh
+    # workers hold none that their script has not saved.
     if group.settings.exit_when_empty and group.departures.was_left and group.finished is None:
         held = max(group.members.steps.values(), default=-1)
         is_saved = group.settings.recovery == "fresh" or group.departures.saved_step >= held
@@ -76,7 +80,7 @@ def _become_empty(group: Group, last: Node, now: float) -> None:
 def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> None:
     """Let leavers go that are in no group.
 
-    ``staying``: nodes that go on; None for a group that runs, which holds the state.
+    ``staying`` are the nodes that go on; None for a group that runs, which holds the state.
     """
     departures = group.departures
     leavers = [
@@ -96,11 +100,11 @@ def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> 
         )
         if saver is not None:
             departures.saver, departures.saving_generation = saver.key, group.generation
+
+    # Once a connection: a saver whose connection was lost meanwhile is told to save again.
     for node in leavers:
         node.released_at = now
-        is_saver = (
-            node.key == departures.saver
-        )  # also when it comes back after its connection was lost
+        is_saver = node.key == departures.saver
         group.send(node.peer, Leave(group.generation, save=is_saver))
         group.log("leave", node=node.name, save=is_saver)
 
@@ -119,6 +123,8 @@ def break_world(group: Group, failure: Failure, *, now: float) -> None:
     if not failure.is_consequence and not world.broken_by:
         world.break_cause = report.cause
         world.broken_by = f"rank {report.rank} of node {failure.node} broke: {report.cause}"
+
+    # Also for a report that comes late: the budget finds the root cause among all of them.
     group.accounting.begin(report.cause, at=failure.at)
     group.budget.report(failure, group.training)
     group.change(now)
@@ -126,6 +132,7 @@ def break_world(group: Group, failure: Failure, *, now: float) -> None:
 
 def finish(group: Group, exit_code: int, reason: str, message: str = "") -> None:
     """End the run for all."""
+    # Kept: nodes that connect later are answered with the same end.
     group.finished = End(exit_code=exit_code, reason=reason, message=message)
     for node in group.nodes.values():
         group.send(node.peer, group.finished)
@@ -187,7 +194,7 @@ def settle(group: Group, now: float) -> None:
         group.change(now)
         return
 
-    # Leavers go before the group begins: the one that saves may have to be waited for.
+    # Leavers go before the group begins: it may have to wait for the one that saves.
     is_enough = len(members) >= group.num_needed
     release_leavers(group, now, staying=members if is_enough else [])
     if not is_enough:

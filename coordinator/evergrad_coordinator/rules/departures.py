@@ -18,20 +18,22 @@ class Departures:
     """The last node to go had been asked to."""
 
     def may_commit(self, node: Node, generation: int) -> bool:
-        """Whether it is the saver's own save."""
+        """Whether this is the saver's own save."""
         return node.key == self.saver and generation == self.saving_generation
 
     def is_awaited(self, members: Iterable[Node]) -> bool:
         """Whether ``members`` can only begin with what the saver is saving."""
+        # A member that holds a state hands it on; without one all would load an older checkpoint.
         return self.saver is not None and not any(
             node.step is not None and node.step >= 0 for node in members
         )
 
     def note_saved(self, node: Node) -> None:
-        """The saver has left, and what it held is saved."""
+        """Note that the saver has left, and that what it held is saved."""
         self.saved_step = max(self.saved_step, node.step if node.step is not None else -1)
 
     def note_gone(self, node: Node) -> None:
-        """A node is not connected any more."""
+        """Note that a node is not connected any more."""
+        # Saved or not, nobody is waited for now; another leaver may be chosen.
         if self.saver == node.key:
             self.saver = None

@@ -53,6 +53,7 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
         group.send(peer, refusal)
         group.close(peer, refusal.reason)
         group.log("refused", node=hello.node[:64], reason=refusal.reason)
+    # No refusal: the node is well, and finds the later coordinator when it connects again.
     elif group.members.is_superseded_by(hello):
         group.close(peer, "superseded")
         group.log("superseded", node=hello.node[:64], known=hello.known_generation)
@@ -62,10 +63,12 @@ def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effec
 
 
 def on_message(group: Group, peer: int, message: Message, *, now: float) -> list[Effect]:
-    """Take any later message. A ``ping`` counts as contact and is answered by the edge."""
+    """Take any later message. A ``ping`` counts as contact; the edge answers it."""
     node = group.members.peers.get(peer)
     if node is None or group.finished:
         return _take_effects(group)
+
+    # The absence is measured before the contact counts: a lease may have ended in it.
     adoption.note_absence(group, node, now - node.seen)
     node.seen = now
     if isinstance(message, Ping):
@@ -97,13 +100,16 @@ def on_tick(group: Group, *, now: float) -> list[Effect]:
     gap, group.ticked_at = now - group.ticked_at, now
     if group.finished:
         return _take_effects(group)
+
+    # This process itself did not run: messages that came meanwhile are still unread, and silence means
+    # nothing. The leases went on all the same.
     if gap > 4 * TICK_SECONDS:
-        # This process itself did not run: messages that came meanwhile are still unread, and silence means
-        # nothing.
         for node in group.nodes.values():
             adoption.note_absence(group, node, now - node.seen)
             node.seen += gap
             node.beat_at += gap
+
+    # Limits first: what they drop or break is part of what the review sees.
     check_limits(group, now)
     if group.review_at is not None and group.review_at <= now and not group.finished:
         review(group, now)
@@ -145,6 +151,7 @@ def _take_effects(group: Group) -> list[Effect]:
 
 
 def _join(group: Group, peer: int, hello: Hello, now: float) -> None:
+    """Take a node in, in the place of the connection or process that it had before."""
     # The same process on a new connection was never away; another process of the node replaces the old one.
     older, was_seen = group.members.claim(hello), now
     if older is not None and older.incarnation == hello.incarnation:
@@ -154,16 +161,20 @@ def _join(group: Group, peer: int, hello: Hello, now: float) -> None:
     elif older is not None:
         group.send(older.peer, REPLACED)
         drop_node(group, older, "replaced", now)
-    if group.finished:  # the process that was replaced was the last one, and leaving
+    # The process that was replaced may have been the last one, and leaving: that ends the run.
+    if group.finished:
         group.send(peer, group.finished)
         group.close(peer, "finished")
         return
 
+    # A reconnected node may have been away for long enough that its workers have ended by their lease.
     node = group.members.add(peer, hello, now=now)
     if group.world:
         was_seen = group.world.last_contact.pop(node.key, was_seen)
     adoption.note_absence(group, node, now - was_seen)
     adoption.drop_others(group, node, now)
+
+    # The next number goes above every one that a node knows: it would ignore a plan below.
     group.heard_generation = max(group.heard_generation, hello.known_generation, node.group)
     group.log("hello", node=node.name, workers=node.workers, had=node.group)
     settings = group.settings
@@ -175,7 +186,8 @@ def _join(group: Group, peer: int, hello: Hello, now: float) -> None:
     )
     group.send(peer, welcome)
 
-    # A node that is back may show that a break was silence and no loss, and learns of the plan it missed.
+    # A node that is back may show that a break was silence and no loss. The plan that it missed follows the
+    # welcome: a client answers nothing before that.
     group.budget.note_return(node.key, group.training)
     _catch_up(group, node, now)
     if group.rendezvous and node.is_candidate and group.rendezvous.first_seen is None:
@@ -184,9 +196,11 @@ def _join(group: Group, peer: int, hello: Hello, now: float) -> None:
 
 
 def _catch_up(group: Group, node: Node, now: float) -> None:
-    """Send a node that comes, or comes back, what it missed, and note what it lost meanwhile."""
+    """Send a node what it missed before it came, or came back, and note what it lost meanwhile."""
     world, proposal = group.world, group.proposal
     is_member = world is not None and node.key in world.places and node.key not in world.out
+    # A member that is back without its place has no workers in the group any more. While the group may be
+    # adopted, the other members can still prove that a newer one runs.
     if (
         world
         and is_member
@@ -196,10 +210,13 @@ def _catch_up(group: Group, node: Node, now: float) -> None:
         world.out.add(node.key)
         world.is_broken = True
         group.accounting.begin("node_lost", at=now)
+
+    # Whatever it answered before its connection ended may be lost: it is asked again.
     if proposal:
         if node.key in proposal.members or node.group:
             proposal.waits_for.add(node.key)
         announce(group, node, proposal)
+    # Workers of an older group wait for members that are elsewhere, and would wait for ever.
     elif world and not world.is_over and 0 < node.group < world.generation:
         replaced = Plan(
             world.generation, hard=True, is_member=False, reason="this group has been replaced"

@@ -1,5 +1,5 @@
-"""All that is known of one run's group, as one value. Events change it (``events``), and the edge carries out
-the effects they leave.
+"""All that is known about one run's group, as one value. Events change it (``events``), and the edge carries
+out the effects they leave.
 
 The value has one owner. Its methods only leave effects or ask for a review; the rules are functions over it.
 """
@@ -54,7 +54,7 @@ class Group:
     stored_generation: int = 0
     """Newest number that is durable: below ``generation`` where a group of an earlier epoch was adopted."""
     heard_generation: int = 0
-    """Newest number that a node has heard of."""
+    """Newest number that any node has reported."""
     num_fruitless_plans: int = 0
     """Plans in a row whose groups trained no step."""
     num_holders: int = 0
@@ -72,7 +72,7 @@ class Group:
 
     @property
     def newest_known(self) -> int:
-        """Newest number that this coordinator or any of its nodes has heard of."""
+        """Newest number that this coordinator or any of its nodes knows."""
         return max(self.generation, self.heard_generation)
 
     @property
@@ -103,6 +103,7 @@ class Group:
 
     def ask_review(self, at: float) -> None:
         """Compare what should be with what is, not later than ``at``."""
+        # Never later than was asked for before: the earlier reason still stands.
         self.review_at = at if self.review_at is None else min(self.review_at, at)
 
     def change(self, now: float) -> None:
@@ -112,6 +113,7 @@ class Group:
 
 def new_group(settings: Settings, *, generation: int, now: float) -> Group:
     """The group of a coordinator that starts and knows ``generation``, the newest durable number."""
+    # A group that may run unseen gets a whole lease from now: its last contact may be a moment old.
     may_run = planning.may_run_unseen(settings, generation)
     group = Group(
         settings,

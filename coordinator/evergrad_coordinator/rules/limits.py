@@ -11,8 +11,8 @@ def check_limits(group: Group, now: float) -> None:
     """Drop nodes and break groups whose time is over."""
     silence, leaving = group.settings.silence_seconds, group.settings.soft_limit_seconds
     for node in list(group.nodes.values()):
-        # One that beats is slow, not lost; but its workers stop by themselves when it has said nothing itself
-        # for a lease.
+        # A node that beats is slow, not lost. When it has been silent itself for a lease, though, its workers
+        # have stopped by themselves.
         if now - max(node.seen, node.beat_at) > silence or now - node.seen > max(
             group.lease_end, silence
         ):
@@ -20,23 +20,40 @@ def check_limits(group: Group, now: float) -> None:
         elif node.released_at is not None and now - node.released_at > leaving:
             drop_node(group, node, "told to leave and did not", now)
 
-    # What is left has to answer the plan, and then to come up.
+    # Nodes that are still here have to answer the plan. Those just dropped are waited for no more.
     if group.proposal:
         _check_answers(group, group.proposal, now)
-    _check_start(group, now)
+
+    # A group that was told to go has to come up. Reading or handing over a large state takes its time: the
+    # limit bounds silence, and begins anew whenever a state grows.
+    world, limit = group.world, group.settings.up_limit_seconds
+    if (
+        world is None
+        or world.is_up
+        or world.is_over
+        or world.is_broken
+        or now - max(world.started_at, world.moved_at) <= limit
+    ):
+        return
+    missing = min((name for name, _ in world.places.keys() - world.up), key=node_order)
+    since = "its start" if not world.moved else "the last growth of a member's state"
+    text = f"the group was not complete {limit:g} s after {since}: node {missing} was not up"
+    report = Broken(world.generation, "setup_failed", step=group.training.step, message=text)
+    break_world(group, Failure(missing, now, report), now=now)
 
 
 def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
     """Drop nodes that do not answer a plan; a group that finds no step boundary is cut off instead."""
     settings, waited = group.settings, now - proposal.made_at
+    # Looked at each tick: most plans are answered long before either limit.
     if waited <= min(settings.ready_limit_seconds, settings.soft_limit_seconds):
         return
     for name, incarnation in list(proposal.waits_for):
         node = group.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             continue
-        # A group that is to stop at a step boundary gets the time of a step; whoever is in none has nothing
-        # to finish.
+        # A group that is to stop at a step boundary gets the time of a step. A node that is in no group has
+        # nothing to finish.
         is_patient = not proposal.hard and has_boundary_ahead(group, node)
         if waited <= (
             settings.soft_limit_seconds if is_patient else settings.ready_limit_seconds
@@ -48,22 +65,3 @@ def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
             group.change(now)
             return
         drop_node(group, node, "not ready in time", now)
-
-
-def _check_start(group: Group, now: float) -> None:
-    """Break a group that was told to go and does not come up."""
-    world, limit = group.world, group.settings.up_limit_seconds
-    if (
-        world is None
-        or world.is_up
-        or world.is_over
-        or world.is_broken
-        # Reading or handing over a large state takes its time: silence is what is bounded.
-        or now - max(world.started_at, world.moved_at) <= limit
-    ):
-        return
-    missing = min((name for name, _ in world.places.keys() - world.up), key=node_order)
-    since = "its start" if not world.moved else "the last growth of a member's state"
-    text = f"the group was not complete {limit:g} s after {since}: node {missing} was not up"
-    report = Broken(world.generation, "setup_failed", step=group.training.step, message=text)
-    break_world(group, Failure(missing, now, report), now=now)

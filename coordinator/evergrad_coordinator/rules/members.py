@@ -27,7 +27,7 @@ class Members:
     def refuse(
         self, hello: Hello, *, finished: End | None, is_adopting: bool
     ) -> Refused | End | None:
-        """Why this hello is not welcome.
+        """Why this hello is not welcome; None if it is.
 
         After the end only a stranger is refused: the run's own nodes learn how it ended.
         """
@@ -42,7 +42,7 @@ class Members:
             return refused
         if finished:
             return finished
-        # A process that was replaced does not know it: two would fight for the node's place.
+        # A process that was replaced may ask again: the two would fight for the node's place.
         if hello.incarnation in self._banned:
             return REPLACED
         if hello.node not in self.nodes and len(self.nodes) >= self._settings.max_members:
@@ -50,8 +50,9 @@ class Members:
         return None
 
     def is_superseded_by(self, hello: Hello) -> bool:
-        """Whether the node has heard a later epoch: this coordinator was replaced, and must not number
-        anything above it."""
+        """Whether the node knows a number of a later epoch: this coordinator was replaced, and must not give
+        out a higher one."""
+        # Without epochs, as on one machine, the lock of the journal keeps a second coordinator away.
         newest = max(hello.known_generation, hello.had.generation if hello.had else 0)
         return self._settings.epoch > 0 and newest >> 32 > self._settings.epoch
 
@@ -60,6 +61,7 @@ class Members:
 
         Returns the connected node that is in its way.
         """
+        # Taken out and put in again: the table forgets the nodes first that have not come for longest.
         known = self._incarnations.pop(hello.node, None)
         self._incarnations[hello.node] = hello.incarnation
         _forget_oldest(self._incarnations, self._most)
@@ -69,7 +71,7 @@ class Members:
         return self.nodes.get(hello.node)
 
     def add(self, peer: int, hello: Hello, *, now: float) -> Node:
-        """Note a node that is here. What is known of its memory comes back with the same process."""
+        """Note a node that is here. What is known about its memory comes back with the same process."""
         node = Node(
             peer,
             hello.node,
@@ -99,5 +101,6 @@ class Members:
 
 
 def _forget_oldest(table: dict[str, str] | dict[str, None] | dict[Key, int], most: int) -> None:
+    # Nodes choose their names and incarnations: without a bound each new one would cost memory for ever.
     while len(table) > most:
         del table[next(iter(table))]  # type: ignore[arg-type]

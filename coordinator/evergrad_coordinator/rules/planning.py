@@ -21,25 +21,27 @@ def choose_members(
 ) -> tuple[Node, ...]:
     """Members of the running world first, then those already planned, then spares; sorted by index.
 
-    Once members have ended well (fresh workers), the group only shrinks: those that have not, or failing that
-    whoever can take over the work of one that was lost.
+    Once members have ended well (fresh workers), the group only shrinks to those that have not. If none of
+    these is left, one other node takes over the work of those that were lost.
     """
     candidates = [node for node in nodes if node.is_candidate]
     in_world = world.places.keys() if world else frozenset[Key]()
     planned = frozenset(proposal.members) if proposal else frozenset[Key]()
+    # A newcomer beside members that are at their end would train what is done already.
     if world and world.done:
         remaining = [node for node in candidates if node.key in in_world]
         is_work_lost = not world.places.keys() <= world.done
         candidates = remaining or candidates[: int(is_work_lost)]
 
-    # Who trains goes on, and a plan that is told again names the same nodes: neither a spare nor a newcomer
-    # with a lower index takes a place away.
+    # A node that trains goes on, and a plan that is made anew names the same nodes: neither a spare nor a
+    # newcomer with a lower index takes a place away.
     def priority(node: Node) -> tuple[int, tuple[int, int, str]]:
         return (0 if node.key in in_world else 1 if node.key in planned else 2), node_order(
             node.name
         )
 
     chosen = sorted(candidates, key=priority)[:max_nodes]
+    # By index, not by arrival: the same nodes get the same ranks again.
     return tuple(sorted(chosen, key=lambda node: node_order(node.name)))
 
 
@@ -71,6 +73,7 @@ def find_break(world: World, connected: Collection[Node], *, now: float) -> Brea
 
 def must_be_hard(world: World | None, connected: Collection[Node]) -> bool:
     """Whether the running group cannot reach a step boundary any more."""
+    # With no worker in it there is nobody to stop in whichever way.
     if (
         world is None
         or world.is_over
@@ -118,6 +121,7 @@ def build_go(
     generation: int, members: Sequence[Node], places: dict[Key, Place]
 ) -> list[tuple[Node, Go]]:
     """Build the messages that start a group; the store is that of its first node."""
+    # Each node has opened a store before its ``ready``: the first one's is there before anybody connects.
     first = members[0]
     if first.ready is None:
         raise ValueError(f"node {first.name}: no store before it is ready")
@@ -162,6 +166,7 @@ def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] 
 
 def find_newest_running(nodes: Collection[Node]) -> tuple[int, dict[Key, Place]] | None:
     """The newest generation whose members are all here, and their places; None if there is none."""
+    # Downwards: of two that are whole the older one has lost its lease, as ``adoption`` explains.
     for generation in sorted(
         {node.had.generation for node in nodes if node.had is not None}, reverse=True
     ):
@@ -185,6 +190,7 @@ def choose_saver(
 ) -> Node | None:
     """The leaving node that saves: the newest state, lowest index among equals, if nobody in ``staying`` goes
     on with a state."""
+    # A state that goes on needs no save: each one costs a leaver its grace period.
     if any(node.step is not None and node.step >= 0 for node in staying):
         return None
 
@@ -199,8 +205,9 @@ def choose_saver(
 
 
 def choose_patience(proposal: Proposal, settings: Settings) -> float:
-    """How long the running group may go on for a save in flight: a newcomer can wait; who leaves, or was
-    lost, cannot."""
+    """How long the running group may go on for a save in flight: a newcomer can wait; a node that leaves, or
+    was lost, cannot."""
+    # At most half of the limit: the rest is for the step boundary that comes after the save.
     if proposal.hard or proposal.cause != "node_joined":
         return 0.0
     return min(settings.save_patience_seconds, settings.soft_limit_seconds / 2)
@@ -211,7 +218,7 @@ def describe_change(
 ) -> tuple[ChangeCause, str]:
     """Cause and reason (for people) of a plan that makes ``members`` out of ``world``."""
     nodes = list(nodes)
-    # In the order of what weighs more: a loss explains a break, and a break a change of capacity.
+    # The first that applies explains those below: a loss a break, and a break a change of capacity.
     if world is None or world.is_over:
         return "node_joined", f"{len(members)} nodes are here"
     if lost := find_lost(world, nodes):
@@ -226,6 +233,7 @@ def describe_change(
 
 
 def _name(keys: Iterable[Key]) -> str:
+    # Eight at most: the text goes to every node, into the log and into an Event.
     names = sorted((name for name, _ in keys), key=node_order)
     shown = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
     return f"node{'s' if len(names) > 1 else ''} {shown}"

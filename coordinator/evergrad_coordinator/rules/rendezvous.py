@@ -12,12 +12,15 @@ from evergrad_coordinator.rules.state import Node, Settings
 
 @dataclass
 class Rendezvous:
-    """``adopts_until``: a group may be running unseen; until then its nodes can report it, and nothing is
-    planned against it."""
+    """A wait for nodes before a first plan.
+
+    ``adopts_until``: a group may be running unseen; until then its nodes can report it, and nothing is
+    planned against it. None: no group can be running.
+    """
 
     adopts_until: float | None
     first_seen: float | None = None
-    """First candidate."""
+    """When the first candidate came."""
     commits: dict[int, Commit] = field(default_factory=dict)
     """Questions by connection, the newest of each: answered once it is known whose group runs."""
 
@@ -50,6 +53,7 @@ class JoinHold:
 
     def ends_at(self, settings: Settings, *, now: float) -> float:
         """Until when they wait; ``now`` or earlier if they do not any more."""
+        # Only a checkpoint after the join counts: the steps since an older one would be trained again.
         if self.since is None:
             self.since, self.has_boundary = now, False
         return self.since if self.has_boundary else self.since + settings.longest_hold_seconds

@@ -14,12 +14,13 @@ from evergrad_coordinator.rules.changes import (
 )
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.phase import Phase, find_phase
-from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous
+from evergrad_coordinator.rules.rendezvous import JoinHold
 from evergrad_coordinator.rules.state import Node, Persist, Proposal
 
 _FREE_PLANS = 5
 """Plans in a row that may be fruitless before the next one is delayed."""
 _LONGEST_DELAY_SECONDS = 2.0
+"""Enough to keep a storm of failures from using up the cluster, and little beside any start of a group."""
 
 
 def review(group: Group, now: float) -> None:
@@ -28,12 +29,23 @@ def review(group: Group, now: float) -> None:
     if finish_if_exhausted(group):
         return
 
-    # A group that may run unseen comes first, then the wait for the nodes of a start.
+    # A group that may run unseen comes first: a plan against it would stop workers that are well.
     if find_phase(group) is Phase.ADOPTING:
         adoption.try_to_adopt(group, now)
-    if group.rendezvous and not _is_complete(group, group.rendezvous, now):
-        return
 
+    # Then the wait for the nodes of a start: each one that came after a plan would cost another plan.
+    if rendezvous := group.rendezvous:
+        until = rendezvous.ends_at(group.nodes.values(), group.settings)
+        if until > now:
+            if until < float("inf"):
+                group.ask_review(until)
+            # While a group may run unseen, a leaver may be a member of it, and is not let go.
+            if rendezvous.adopts_until is None:
+                release_leavers(group, now, staying=[])
+            return
+        adoption.give_up(group, rendezvous, now)
+
+    # Level, not edge: whatever happened, only the difference of what should be from what is counts.
     nodes, world = group.nodes.values(), group.world
     members = planning.choose_members(
         nodes, world=world, proposal=group.proposal, max_nodes=group.settings.max_nodes
@@ -54,25 +66,12 @@ def review(group: Group, now: float) -> None:
         release_leavers(group, now, staying=[])
         return
 
+    # The last border before workers are stopped: none of an older group may train beside the new one.
     if is_enough and (until := _wait_until(group, members, now)) > now:
         if until < float("inf"):
             group.ask_review(until)
         return
     _plan(group, members, now)
-
-
-def _is_complete(group: Group, rendezvous: Rendezvous, now: float) -> bool:
-    """Whether the wait for nodes is over."""
-    until = rendezvous.ends_at(group.nodes.values(), group.settings)
-    if until <= now:
-        adoption.give_up(group, rendezvous, now)
-        return True
-    if until < float("inf"):
-        group.ask_review(until)
-    # While a group may run unseen, a leaver may be a member of it, and is not let go.
-    if rendezvous.adopts_until is None:
-        release_leavers(group, now, staying=[])
-    return False
 
 
 def _is_settled(group: Group, members: tuple[Node, ...], now: float) -> bool:
@@ -81,6 +80,7 @@ def _is_settled(group: Group, members: tuple[Node, ...], now: float) -> bool:
     # Workers in a generation above ours: its number must be passed before anything else.
     if any(node.group > group.generation for node in group.nodes.values()):
         return False
+    # A plan stands as long as it names the right members, and gives its group the time it still has use for.
     if proposal:
         is_same = tuple(node.key for node in members) == proposal.members
         return is_same and (
@@ -93,19 +93,20 @@ def _is_settled(group: Group, members: tuple[Node, ...], now: float) -> bool:
         or world.generation != group.generation
     ):
         return False
-    if not planning.is_intact(world, members):
-        return planning.is_growth(world, members) and _holds_growth(group, now)
-    group.joins = JoinHold()
-    release_leavers(group, now, staying=None)
-    return True
-
-
-def _holds_growth(group: Group, now: float) -> bool:
-    """Whether new members wait: for the start that is under way, or with fresh workers for a checkpoint."""
-    world, settings = group.world, group.settings
-    # A group that is coming up is not disturbed; ``up`` asks for a review.
-    if world is None or not world.is_up:
+    if planning.is_intact(world, members):
+        group.joins = JoinHold()
+        release_leavers(group, now, staying=None)
         return True
+
+    # Only new members can wait. A group that is coming up is not disturbed: its ``up`` asks for a review.
+    if not planning.is_growth(world, members):
+        return False
+    if not world.is_up:
+        return True
+
+    # With fresh workers each join costs the steps since the checkpoint. A group that is still short of nodes
+    # takes them all the same.
+    settings = group.settings
     if (
         not settings.hold_joins
         or settings.recovery != "fresh"
@@ -119,8 +120,8 @@ def _holds_growth(group: Group, now: float) -> bool:
 
 
 def _must_be_asked(group: Group, node: Node) -> bool:
-    """Whether only a node's ``ready`` can tell: its workers are in a group, or it leaves and may hold the
-    newest state."""
+    """Whether a plan must wait for a node's ``ready``: its workers are in a group, or it leaves and may hold
+    the newest state."""
     may_hold = (
         group.settings.recovery == "in-process"
         and group.generation > 0
@@ -134,12 +135,14 @@ def _wait_until(group: Group, members: tuple[Node, ...], now: float) -> float:
     """When a plan of ``members`` may be made at the earliest; infinity for what an event ends."""
     world, settings = group.world, group.settings
     group.fence_until = 0.0
+
+    # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their last
+    # contact, and until then they may train and write.
     if world and not any(node.key in world.places for node in members):
-        # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their
-        # last contact.
         lost = planning.find_lost(world, group.nodes.values())
         contacts = [world.last_contact.get(key, now) for key in lost]
         group.fence_until = max(contacts, default=float("-inf")) + group.lease_end
+    # The state that the members need is still being saved; the end of the saver asks for a review.
     if group.departures.is_awaited(members):
         return float("inf")
 
@@ -153,6 +156,7 @@ def _wait_until(group: Group, members: tuple[Node, ...], now: float) -> float:
 def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     """Announce a group of ``members`` under a new number, and begin it at once if all are ready."""
     world, nodes = group.world, group.nodes.values()
+    # What the last group achieved decides how soon the next but one may follow; see ``_wait_until``.
     cause, reason = planning.describe_change(world, members, nodes)
     has_trained = (
         world is not None
@@ -162,13 +166,13 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     group.num_fruitless_plans = 0 if has_trained else group.num_fruitless_plans + 1
     group.planned_at = now
 
-    # The number is durable before anybody hears it, and above all that any coordinator of the run has given
-    # out.
+    # The number is durable before it is sent to anybody, and above every number that any coordinator of the
+    # run has given out: two groups under one number could both be allowed to write.
     group.generation = max(group.newest_known, group.settings.epoch << 32) + 1
     group.effects.append(Persist(group.stored_generation, group.generation))
     group.stored_generation = group.generation
 
-    # Whom the group waits for: its members, and whoever may still train or hold the newest state.
+    # The group waits for its members, and for nodes that may still train or hold the newest state.
     keys = tuple(node.key for node in members)
     waits_for = set(keys) | {node.key for node in nodes if _must_be_asked(group, node)}
     is_hard = planning.must_be_hard(world, nodes)
@@ -187,4 +191,6 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     for node in nodes:
         node.ready = None
         announce(group, node, proposal)
+
+    # With nobody to wait for no ``ready`` will come that could settle it.
     settle(group, now)

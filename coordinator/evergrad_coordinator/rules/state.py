@@ -104,17 +104,17 @@ class Node:
     fingerprint: dict[str, str] = field(default_factory=dict)
     had: Had | None = None
     beat_at: float = float("-inf")
-    """When the process beside the node's own was last heard."""
+    """Time of the newest beat of the process beside the node's own."""
     group: int = 0
     """Generation that this node's workers are in; 0 for none."""
     ready: Ready | None = None
     step: int | None = None
-    """Newest finished step in this node's memory, -1 for none; None before it has said so."""
+    """Newest finished step in this node's memory, -1 for none; None before it has reported one."""
     is_leaving: bool = False
     released_at: float | None = None
     is_done: bool = False
     early: dict[type[Message], Message] = field(default_factory=dict)
-    """Newest of each kind that was said of its group before that was known here."""
+    """Newest report of each kind about its group from before that was known here."""
 
     @property
     def key(self) -> Key:
@@ -160,8 +160,8 @@ class World:
     """Members whose workers are known to be gone from it."""
     done: set[Key] = field(default_factory=set)
     lost: set[Key] = field(default_factory=set)
-    """Members that went away unasked, before or after their workers were out; one that had ended well is
-    none."""
+    """Members that went away unasked, before or after their workers were out, except those that had ended
+    well."""
     has_left: bool = False
     """A member went away as it was asked to."""
     last_contact: dict[Key, float] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class World:
 
     @property
     def is_up(self) -> bool:
-        """Whether all of its members have said so."""
+        """Whether all of its members have reported that they are up."""
         return self.up_at is not None
 
     @property
@@ -211,4 +211,5 @@ class Training:
 
 def node_order(name: str) -> tuple[int, int, str]:
     """Sorts pod indices as numbers, anything else after them."""
+    # Not every digit of Unicode is one for ``int``.
     return (0, int(name), name) if name.isascii() and name.isdigit() else (1, 0, name)

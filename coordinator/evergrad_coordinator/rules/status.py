@@ -1,6 +1,6 @@
 """The run as others see it: one JSON object and the metrics of ``GET /metrics``.
 
-Pure; ``http`` serves it.
+Pure functions, whose results ``http`` serves.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.metrics import COORDINATOR, Series
+from evergrad_coordinator.metrics import COORDINATOR
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.planning import find_lost
-from evergrad_coordinator.rules.state import node_order
+from evergrad_coordinator.rules.state import Proposal, World, node_order
 from evergrad_coordinator.wire import MAX_TEXT
 
 MAX_LISTED = 64
@@ -46,20 +46,40 @@ def describe_condition(group: Group, *, now: float) -> Condition:
         words = end.reason.replace("-", " ").replace("_", " ").split()
         reason = "".join(word[:1].upper() + word[1:] for word in words)
         return Condition(_PHASES.get(end.exit_code, "Failed"), reason, end.message)
+    # A wait for a lease hides all else: whatever is planned, nothing can begin before it ends.
     if group.nodes and group.fence_until > now:
         text = "no node of the last group is left: its workers stop by themselves when their lease ends"
         return Condition("Waiting", "WaitingForLease", text)
     if group.proposal:
-        return _describe_proposal(group)
+        return _describe_proposal(group, group.proposal)
     if group.world and not group.world.is_over and group.nodes and not group.rendezvous:
-        return _describe_world(group)
-    return _describe_wait(group, now)
+        return _describe_world(group, group.world)
+
+    # No group, and no plan: what is waited for, the most particular reason first.
+    if not group.nodes and group.departures.was_left:
+        return Condition(
+            "Stopped",
+            "AllNodesLeft",
+            "all nodes have left; the run goes on when enough are here again",
+        )
+    if group.nodes and group.departures.saver:
+        text = f"node {group.departures.saver[0]} saves before it leaves"
+        return Condition("Waiting", "WaitingForSave", text)
+    if (
+        group.rendezvous
+        and group.rendezvous.adopts_until is not None
+        and group.rendezvous.adopts_until > now
+        and group.nodes
+    ):
+        return Condition(
+            "Waiting",
+            "WaitingForReconnects",
+            "a group may be running; its nodes have a lease's time to report it",
+        )
+    return _describe_shortage(group)
 
 
-def _describe_world(group: Group) -> Condition:
-    world = group.world
-    if world is None:
-        return Condition("Waiting", "WaitingForNodes", "")
+def _describe_world(group: Group, world: World) -> Condition:
     # Anything that people can mend comes first: nodes that are missing, then a broken group.
     is_short = (
         sum(node.is_candidate for node in group.nodes.values()) < group.settings.min_nodes
@@ -84,46 +104,16 @@ def _describe_world(group: Group) -> Condition:
     )
 
 
-def _describe_proposal(group: Group) -> Condition:
-    proposal = group.proposal
-    if proposal is None or len(proposal.members) < group.settings.min_nodes:
+def _describe_proposal(group: Group, proposal: Proposal) -> Condition:
+    if len(proposal.members) < group.settings.min_nodes:
         return _describe_shortage(group)
-    waits = f"{proposal.reason}; waiting for {len(proposal.waits_for)} nodes to be ready"
+    # All are ready and the group has not begun: only a save can be in its way.
     if not proposal.waits_for and group.departures.saver:
-        return Condition(
-            "Draining",
-            "WaitingForSave",
-            f"node {group.departures.saver[0]} saves before it leaves",
-        )
+        text = f"node {group.departures.saver[0]} saves before it leaves"
+        return Condition("Draining", "WaitingForSave", text)
     is_draining = group.world is not None and not group.world.is_over and not proposal.hard
+    waits = f"{proposal.reason}; waiting for {len(proposal.waits_for)} nodes to be ready"
     return Condition("Draining" if is_draining else "Starting", "MembersGettingReady", waits)
-
-
-def _describe_wait(group: Group, now: float) -> Condition:
-    if not group.nodes and group.departures.was_left:
-        return Condition(
-            "Stopped",
-            "AllNodesLeft",
-            "all nodes have left; the run goes on when enough are here again",
-        )
-    if group.nodes and group.departures.saver:
-        return Condition(
-            "Waiting",
-            "WaitingForSave",
-            f"node {group.departures.saver[0]} saves before it leaves",
-        )
-    if (
-        group.rendezvous
-        and group.rendezvous.adopts_until is not None
-        and group.rendezvous.adopts_until > now
-        and group.nodes
-    ):
-        return Condition(
-            "Waiting",
-            "WaitingForReconnects",
-            "a group may be running; its nodes have a lease's time to report it",
-        )
-    return _describe_shortage(group)
 
 
 def _describe_shortage(group: Group) -> Condition:
@@ -144,6 +134,7 @@ def _describe_shortage(group: Group) -> Condition:
 def build_status(group: Group, *, now: float) -> dict[str, Any]:
     """The object of ``GET /status``."""
     condition, training, world = describe_condition(group, now=now), group.training, group.world
+
     # A group whose member is gone is still the newest, but nobody trains in it.
     is_current = (
         world is not None and not world.is_over and not find_lost(world, group.nodes.values())
@@ -187,37 +178,31 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
 
 def _list_members(group: Group) -> Iterable[dict[str, Any]]:
     """Nodes of the running or planned group, then the others that are connected."""
-    places = group.world.places if group.world and not group.world.is_over else {}
+    world, proposal = group.world, group.proposal
+    places = world.places if world and not world.is_over else {}
+    # Members first: the list is cut, and spares are the least of it.
     nodes = sorted(
         group.nodes.values(), key=lambda node: (node.key not in places, node_order(node.name))
     )
     for node in nodes:
         place = places.get(node.key)
+        # The first state that applies is shown: a node that leaves is shown so wherever else it is.
+        states = [
+            ("done", node.is_done),
+            ("leaving", node.is_leaving),
+            ("joining", node.workers == 0),
+            ("preparing", proposal is not None and node.key in proposal.waits_for),
+            ("ready", proposal is not None and node.key in proposal.members),
+            ("running", place is not None and world is not None and node.key in world.up),
+            ("starting", place is not None),
+        ]
         yield {
             "node": node.name,
             "firstRank": place.first_rank if place else None,
             "workers": node.workers,
-            "state": _describe_node(group, node),
+            "state": next((name for name, applies in states if applies), "spare"),
             "address": node.address,
         }
-
-
-def _describe_node(group: Group, node: Any) -> str:
-    # The first that is true is shown: a node that leaves is shown so wherever else it is.
-    places = group.world.places if group.world and not group.world.is_over else {}
-    states = [
-        ("done", node.is_done),
-        ("leaving", node.is_leaving),
-        ("joining", node.workers == 0),
-        ("preparing", group.proposal is not None and node.key in group.proposal.waits_for),
-        ("ready", group.proposal is not None and node.key in group.proposal.members),
-        (
-            "running",
-            node.key in places and group.world is not None and node.key in group.world.up,
-        ),
-        ("starting", node.key in places),
-    ]
-    return next((name for name, is_so in states if is_so), "spare")
 
 
 def _build_failure(group: Group, now: float) -> dict[str, Any] | None:
@@ -277,17 +262,20 @@ def build_metrics(group: Group, edge: EdgeFacts, *, now: float) -> str:
         "run_tokens_per_second": status["tokensPerSecond"],
         **{f"coordinator_{name}": value for name, value in vars(edge).items()},
     }
-    return "".join(_render(series, values.get(series.name)) for series in COORDINATOR)
 
-
-def _render(series: Series, values: Values) -> str:
-    # A number that no node has reported yet is left out: 0 would be a value.
-    if values is None:
-        return ""
-    head = f"# HELP {series.exported} {series.help}.\n# TYPE {series.exported} {series.kind}\n"
-    if not isinstance(values, Mapping):
-        return f"{head}{series.exported} {values}\n"
-    (label,) = series.labels
-    return head + "".join(
-        f'{series.exported}{{{label}="{key}"}} {value}\n' for key, value in values.items()
-    )
+    lines = []
+    for series in COORDINATOR:
+        # A number that no node has reported yet is left out: 0 would be a value.
+        found = values.get(series.name)
+        if found is None:
+            continue
+        name = series.exported
+        lines += [f"# HELP {name} {series.help}.", f"# TYPE {name} {series.kind}"]
+        # The catalogue gives a coordinator's metric one label at most, which needs no escape: its values are
+        # words of ours.
+        if isinstance(found, Mapping):
+            (label,) = series.labels
+            lines += [f'{name}{{{label}="{key}"}} {value}' for key, value in found.items()]
+        else:
+            lines.append(f"{name} {found}")
+    return "".join(f"{line}\n" for line in lines)
