@@ -8,6 +8,8 @@ from evergrad_coordinator.rules.state import Key, Training
 
 MAX_FAILURES = 2**31
 """Most failures that may be allowed: a bound for what is read, and no limit in practice."""
+MAX_REPORTS = 64
+"""Reports of one broken generation that are kept: so many of causes, and so many of consequences."""
 LOSSES_PER_FAILURE = 10
 """Preemptions come in storms and say nothing about the run; but a group that nodes vanish from for ever
 trains nothing."""
@@ -104,8 +106,10 @@ class FailureBudget:
         generation = failure.report.generation
         if any(one.report.generation != generation for one in self._reports):
             self._reports.clear()
-        # A thousand nodes may report one break; the first ones are enough to find its cause.
-        if len(self._reports) < 64:
+        # A thousand nodes may report one break, and the one that knows its cause may be the last. Therefore
+        # consequences have a bound of their own, and take no place from a cause.
+        alike = sum(one.is_consequence == failure.is_consequence for one in self._reports)
+        if alike < MAX_REPORTS:
             self._reports.append(failure)
         self.last = find_root_cause(self._reports)
         if (

@@ -106,8 +106,9 @@ def on_tick(group: Group, *, now: float) -> list[Effect]:
     if gap > 4 * TICK_SECONDS:
         for node in group.nodes.values():
             adoption.note_absence(group, node, now - node.seen)
-            node.seen += gap
-            node.beat_at += gap
+            # Not into the future: what had come meanwhile may have been read before this tick.
+            node.seen = min(node.seen + gap, now)
+            node.beat_at = min(node.beat_at + gap, now)
 
     # Limits first: what they drop or break is part of what the review sees.
     check_limits(group, now)

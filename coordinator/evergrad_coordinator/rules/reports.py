@@ -117,9 +117,12 @@ def _note_course(group: Group, world: World, node: Node, message: Message, now: 
     training = group.training
     match message:
         case Up() if not world.is_over:
+            # A node repeats it on each new connection, when training is long past that step. Only the first
+            # one may go back, to the checkpoint that the group has loaded.
+            is_again = node.key in world.up
+            training.step = max(training.step, message.step) if is_again else message.step
             world.up.add(node.key)
             node.step = max(message.step, node.step if node.step is not None else -1)
-            training.step = message.step
             group.budget.observe(training)
             # An outage lasts until the last member is up: nobody can finish a step before.
             if not world.is_up and len(world.up) == len(world.places):

@@ -21,6 +21,7 @@ from evergrad_coordinator.protocol import (
     Leaving,
     Message,
     Permit,
+    Ping,
     Plan,
     Progress,
     Refused,
@@ -387,6 +388,32 @@ def test_a_coordinator_that_slept_accuses_nobody() -> None:
     cluster.now += 60
     cluster.run(1)
     assert (cluster.condition.phase, cluster.group.generation) == ("Running", 1)
+
+
+def test_a_node_that_spoke_first_after_a_standstill_of_the_coordinator_is_lost_in_time() -> (
+    None
+):
+    cluster, nodes = start_running()
+    # The coordinator's host stood still for a minute. What had come meanwhile is read before its timers.
+    cluster.now += 60
+    for node in nodes:
+        node.say(Ping())
+    cluster.carry_out(events.on_tick(cluster.group, now=cluster.now))
+    nodes[0].is_cut = True
+    cluster.run(2 * cluster.settings.silence_seconds)
+    assert "0" not in cluster.group.nodes
+
+
+def test_an_up_that_is_sent_again_on_a_new_connection_takes_no_step_back() -> None:
+    cluster, nodes = start_running()
+    assert nodes[0].group
+    generation = nodes[0].group.generation
+    nodes[0].say(Progress(generation, 500))
+    # A node says again what may have been lost: that its group came up, which was long ago.
+    nodes[1].disconnect()
+    nodes[1].connect()
+    nodes[1].say(Up(generation, 5))
+    assert build_status(cluster.group, now=cluster.now)["step"] == 500
 
 
 # ---- leaving -----------------------------------------------------------------------------------------------

@@ -127,6 +127,28 @@ def test_a_broken_generation_counts_once() -> None:
     assert budget.is_exhausted
 
 
+def test_the_root_cause_is_found_behind_the_consequences_of_a_thousand_nodes() -> None:
+    budget = FailureBudget(3, "in-process")
+    for at in range(1000):
+        budget.report(build_failure("peer_lost", 1.0 + at / 1000), Training())
+    budget.report(build_failure("out_of_memory", 0.5), Training())
+    assert budget.last is not None
+    assert budget.last.report.cause == "out_of_memory"
+    assert "out_of_memory on rank" in budget.describe()
+
+
+def test_the_trouble_of_a_host_is_no_failure_of_the_run_in_a_large_group_either() -> None:
+    budget = FailureBudget(0, "in-process")
+    for generation in (1, 2):
+        for at in range(100):
+            budget.report(
+                build_failure("peer_lost", float(at), generation=generation), Training()
+            )
+        budget.report(build_failure("environment", 200.0, generation=generation), Training())
+        budget.conclude(Break(generation, 300.0), Training(step=3))
+    assert budget.used == 0
+
+
 def test_progress_is_a_step_above_all_that_were_ever_reached() -> None:
     budget = FailureBudget(3, "in-process")
     budget.report(build_failure("stuck", 1.0, step=3), Training(step=10))
