@@ -164,7 +164,7 @@ class StatusServer:
             return 200, _JSON, json.dumps(status, allow_nan=False) + "\n"
         if path != "/metrics":
             return 404, _TEXT, f"there are {', '.join((*_PAGES, _BOUNDS))}\n"
-        # What the rules cannot count: connections, refusals and the journal.
+        # Connections, refusals and the journal are the server's own counts: the rules do not see them.
         edge = EdgeFacts(
             connections=server.num_connections,
             connections_total=counters.connections,

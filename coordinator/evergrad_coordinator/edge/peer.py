@@ -75,7 +75,7 @@ class Peer(asyncio.Protocol):
             buffer.clear()
             return
         del buffer[:start]
-        # What is left is the beginning of a line: one that never ends would grow for ever.
+        # The rest is the beginning of a line: without a bound one that never ends would fill the memory.
         if len(buffer) >= MAX_LINE_BYTES:
             self._server.reject(self, "line_too_long")
 

@@ -230,7 +230,7 @@ class Server:
         if self._persisting is None:
             self._carry_out()
 
-        # What was applied may have asked for a review that is due before the next tick.
+        # An event may have asked for a review that is due before the next tick.
         at = events.next_tick(self.group, now=time.monotonic())
         if self._timer is not None:
             if self._timer.when() <= at:

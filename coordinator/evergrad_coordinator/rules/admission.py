@@ -76,7 +76,7 @@ def _build(reason: str, message: str) -> Refused:
 
 
 def _find_wrong_value(hello: Hello) -> str | None:
-    """What is out of its bounds, in words; None if nothing is."""
+    """Describe the first value that is out of its bounds; None if all are within."""
     generations = [hello.known_generation, *([hello.had.generation] if hello.had else [])]
     checks = [
         (

@@ -214,7 +214,7 @@ def settle(group: Group, now: float) -> None:
     if finish_if_exhausted(group):
         return
 
-    # From here on the group exists: what members say of it is heard, and what they said of older ones is not.
+    # From here on the group exists: reports about it count, and reports about older ones do not.
     places = planning.assign_places(members)
     group.world = World(group.generation, places, started_at=now)
     group.proposal, group.rendezvous, group.joins = None, None, JoinHold()

@@ -136,8 +136,8 @@ def _wait_until(group: Group, members: tuple[Node, ...], now: float) -> float:
     world, settings = group.world, group.settings
     group.fence_until = 0.0
 
-    # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their last
-    # contact, and until then they may train and write.
+    # No member of the old group can vouch for its end. Its workers stop by themselves a lease after their
+    # last contact, and until then they may train and write.
     if world and not any(node.key in world.places for node in members):
         lost = planning.find_lost(world, group.nodes.values())
         contacts = [world.last_contact.get(key, now) for key in lost]
@@ -156,8 +156,8 @@ def _wait_until(group: Group, members: tuple[Node, ...], now: float) -> float:
 def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     """Announce a group of ``members`` under a new number, and begin it at once if all are ready."""
     world, nodes = group.world, group.nodes.values()
-    # What the last group achieved decides how soon the next but one may follow; see ``_wait_until``.
     cause, reason = planning.describe_change(world, members, nodes)
+    # Plans that lead nowhere are made ever more slowly (``_wait_until``); one that trained ends such a row.
     has_trained = (
         world is not None
         and world.up_at is not None
