@@ -1,4 +1,4 @@
-"""Failures without progress: which ends use up the budget, and how long replacements wait. Pure.
+"""Failures without progress: the ends that use up the budget, and the time that replacements wait. Pure.
 
 | end of a pod | budget |
 |---|---|
@@ -20,15 +20,25 @@ from evergrad_operator.pods import PodState, describe_cause
 
 _FREE_SHORT_LIVES = 3
 _NO_SHORT_LIVES = frozenset(
-    {PodCause.DONE, PodCause.HOST_FAULT, PodCause.REFUSED_BY_NODE, PodCause.USER_ERROR}
+    {
+        PodCause.DONE,
+        PodCause.HOST_FAULT,
+        PodCause.REFUSED_BY_NODE,
+        PodCause.USER_ERROR,
+    }
 )
-"""Ends that say nothing of a short life: the run is complete, or the host waits by a rule of its own."""
+"""Ends that do not count as short lives: the run is complete, or the host waits by a rule of its own."""
 
 
 def count_failures(
-    memory: Memory, ended: Sequence[PodState], *, newest: float, config: Config, now: float
+    memory: Memory,
+    ended: Sequence[PodState],
+    *,
+    newest: float,
+    config: Config,
+    now: float,
 ) -> Memory:
-    """Count what uses the budget. ``newest``: when the youngest pod there was made.
+    """Count the ends that use up the budget. ``newest``: when the youngest pod there was made.
 
     Pods that were there when the last failure was counted fell with it, and count no more.
     """
@@ -41,38 +51,54 @@ def count_failures(
             is_silent = memory.training.step is None and memory.training.checkpoint_step is None
             ended_at = (pod.end.at if pod.end is not None else None) or 0.0
             has_lasted = is_silent and ended_at - pod.created_at >= config.undisturbed_seconds
-            failures = (0 if has_lasted else budget.failures) + 1
-            delay = _delay(failures - 1, config)
+            failures = 1 if has_lasted else budget.failures + 1
+            retry_at = now + _delay(failures - 1, config)
             budget = replace(
                 _mark(budget, memory),
                 failures=failures,
                 at=newest,
-                retry_at=max(budget.retry_at, now + delay),
+                retry_at=max(budget.retry_at, retry_at),
             )
         elif cause not in _NO_SHORT_LIVES and now - pod.created_at < config.short_life_seconds:
             budget = add_short_life(budget, memory, config, now)
     return replace(memory, budget=budget)
 
 
-def add_short_life(budget: Budget, memory: Memory, config: Config, now: float) -> Budget:
-    """Free, yet not for ever at full speed."""
+def add_short_life(
+    budget: Budget,
+    memory: Memory,
+    config: Config,
+    now: float,
+) -> Budget:
+    """Count a short life: it costs no failure, but such pods are not replaced at full speed for ever."""
     short_lives = budget.short_lives + 1
     retry_at = max(budget.retry_at, now + _delay(short_lives - _FREE_SHORT_LIVES, config))
-    return replace(_mark(budget, memory), short_lives=short_lives, retry_at=retry_at)
+    return replace(
+        _mark(budget, memory),
+        short_lives=short_lives,
+        retry_at=retry_at,
+    )
 
 
 def _delay(count: int, config: Config) -> float:
     return find_delay(
-        count, first=config.first_backoff_seconds, longest=config.longest_backoff_seconds
+        count,
+        first=config.first_backoff_seconds,
+        longest=config.longest_backoff_seconds,
     )
 
 
 def find_delay(count: int, *, first: float, longest: float) -> float:
-    """Seconds, twice as many each time; none for the very first, which is most often a lone accident."""
-    return 0.0 if count < 1 else min(longest, first * 2.0 ** min(count - 1, 30))
+    """Return the seconds to wait, twice as many each time; none for the very first, which is most often a
+    lone accident."""
+    if count < 1:
+        return 0.0
+    # The exponent is bounded, because a float is not: 2.0 ** 1024 raises.
+    return min(longest, first * 2.0 ** min(count - 1, 30))
 
 
 def _mark(budget: Budget, memory: Memory) -> Budget:
+    """Note how far training has come, beyond which later steps and checkpoints are progress."""
     training = memory.training
     step = -1 if training.step is None else training.step
     checkpoint = -1 if training.checkpoint_step is None else training.checkpoint_step
@@ -84,19 +110,16 @@ def _mark(budget: Budget, memory: Memory) -> Budget:
 
 
 def forgive(memory: Memory, observation: Observation) -> Memory:
-    """Progress since the last failure: the count begins anew.
-
-    With fresh workers only a checkpoint is progress.
-    """
+    """Take back all failures if there was progress since the last one."""
     budget, training = memory.budget, memory.training
     has_step = training.step is not None and training.step > budget.step
     has_checkpoint = (
         training.checkpoint_step is not None
         and training.checkpoint_step > budget.checkpoint_step
     )
+    # Fresh workers train again what was not saved: the same steps, reached once more, are no progress.
     is_fresh = observation.run.parsed.recovery == "fresh"
-    if (budget.failures or budget.short_lives) and (
-        has_checkpoint or (has_step and not is_fresh)
-    ):
+    has_progress = has_checkpoint or (has_step and not is_fresh)
+    if has_progress and (budget.failures or budget.short_lives):
         return replace(memory, budget=Budget(at=budget.at))
     return memory

@@ -1,4 +1,4 @@
-"""Whether the folder of the volume belongs to somebody else."""
+"""Whether the run's folder on the volume belongs to somebody else."""
 
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import overlap
@@ -12,38 +12,37 @@ from evergrad_operator.policies.record import (
 
 
 def refuse_if_taken(context: ReconcileContext) -> ReconcileContext | None:
-    """The context with the run failed, if another run or another recipe keeps its data there, or the same
-    one with fewer steps.
+    """Fail the run if another run or another recipe keeps its data in the folder, or the same one with fewer
+    steps; None otherwise.
 
     The older run stays.
     """
-    text, remedy = _find_shorter(context), TRAIN_ON
+    run, own = context.run, find_own_record(context)
+    text, remedy = None, TRAIN_ON
+    # A complete run never trains again, and one that is made anew and asks for more steps cannot go on with
+    # it. It is not reported as complete either: the steps are not there.
+    if own is not None and own.uid != run.uid and own.path == run.volume_path:
+        steps = find_longer_horizon(context, own)
+        if steps is not None and has_recipe(context, own):
+            text = (
+                f"{own.path} on PersistentVolumeClaim {run.claim_name} holds an earlier run {run.name}, "
+                f"which is complete after step {steps[0]}, and this run asks for {steps[1]} steps"
+            )
+
     if text is None:
         text = _find_conflict(context)
         remedy = "Choose another spec.storage.path in a new TrainingRun"
     if text is None:
         return None
-    return context.finished(Phase.FAILED, Reason.OUTPUT_CONFLICT, f"{text}. {remedy}.")
-
-
-def _find_shorter(context: ReconcileContext) -> str | None:
-    """Return why a run made anew cannot go on with an earlier one that is complete, if it asks for more.
-
-    A complete run never trains again. It is not reported as complete either: the steps are not there.
-    """
-    run, own = context.run, find_own_record(context)
-    if own is None or own.uid == run.uid or own.path != run.volume_path:
-        return None
-    steps = find_longer_horizon(context, own)
-    if steps is None or not has_recipe(context, own):
-        return None
-    return (
-        f"{own.path} on PersistentVolumeClaim {run.claim_name} holds an earlier run {run.name}, which is "
-        f"complete after step {steps[0]}, and this run asks for {steps[1]} steps"
+    return context.finished(
+        Phase.FAILED,
+        Reason.OUTPUT_CONFLICT,
+        f"{text}. {remedy}.",
     )
 
 
 def _find_conflict(context: ReconcileContext) -> str | None:
+    """Return whose data the folder holds, if they are not the run's own."""
     run, own, path = context.run, find_own_record(context), context.run.volume_path
     place = f"{path} on PersistentVolumeClaim {run.claim_name}"
     is_ours = own is not None and own.uid == run.uid
@@ -52,7 +51,7 @@ def _find_conflict(context: ReconcileContext) -> str | None:
         own is not None
         and not is_ours
         and overlap(own.path, path)
-        and run.parsed.is_whole  # of a recipe that cannot be read, nobody can say that it is another one
+        and run.parsed.is_whole  # a recipe that cannot be read cannot be shown to be another one
         and not has_recipe(context, own)
     ):
         return f"{place} holds the data of an earlier run {run.name} with another recipe"

@@ -15,7 +15,7 @@ from evergrad_operator.policies.remember import is_current
 from evergrad_operator.spec import TrainingRun
 
 UNREACHABLE_POD_SECONDS: Final = 10.0
-"""A pod that is still there so long after its grace is on a node that answers nobody."""
+"""A pod that is still there this long after its grace is taken to be on a node that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class ReconcileContext:
 
     @property
     def ready(self) -> int:
-        """Nodes that train, as far as known: what the coordinator said last, less the pods that have ended
-        since."""
+        """Number of nodes that train: the coordinator's last count, less the pods that have ended since."""
         return min(self.memory.training.ready, sum(pod.is_running for pod in self.live))
 
     def is_unreachable(self, pod: PodState) -> bool:
-        """Whether nobody can tell if this leaving pod still runs; it is waited for no longer."""
+        """Whether it cannot be known if this leaving pod still runs; it is waited for no longer."""
+        # A kubelet that is there ends a pod at the end of its grace, and the pod goes.
         return (
             pod.is_leaving
             and pod.gone_by is not None
@@ -65,27 +65,38 @@ class ReconcileContext:
 
     @cached_property
     def live(self) -> tuple[PodState, ...]:
-        """Pods of nodes that train or may come to it."""
+        """Pods of nodes that train or may still come to train."""
         return tuple(pod for pod in self.nodes if pod.is_live)
 
     @property
     def seconds_to_unreachable(self) -> float | None:
-        """Until the next leaving pod is given up."""
+        """Seconds until the next leaving pod is given up; None where none is leaving."""
         times = [
             pod.gone_by + UNREACHABLE_POD_SECONDS - self.now
             for pod in self.leaving
             if pod.gone_by is not None
         ]
+        # A second later: a pod is given up only once its time is over.
         return max(1.0, min(times) + 1.0) if times else None
 
     def hold(self, phase: Phase, reason: str, message: str) -> Decision:
-        """Nothing is touched."""
+        """Return the decision that leaves everything as it is."""
         return Decision(Action.HOLD, phase, reason, message, self.memory)
 
     def finished(
-        self, phase: Phase, reason: str, message: str, *, at: float | None = None
+        self,
+        phase: Phase,
+        reason: str,
+        message: str,
+        *,
+        at: float | None = None,
     ) -> "ReconcileContext":
         """Return the same moment with the run over, ``at`` seconds since 1970; None for now."""
-        finish = Finish(phase, reason, message, self.now if at is None else at)
+        finish = Finish(
+            phase,
+            reason,
+            message,
+            self.now if at is None else at,
+        )
         memory = replace(self.memory, finish=finish, finishing_since=None)
         return replace(self, memory=memory)

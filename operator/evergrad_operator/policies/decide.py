@@ -1,4 +1,4 @@
-"""The order of the policies: the first that has something to say decides."""
+"""The order of the policies: the first that returns a decision decides."""
 
 from dataclasses import replace
 
@@ -54,21 +54,47 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
 
     The same arguments give the same decision.
     """
-    context = ReconcileContext(observation, remember(observation, config, now), config, now)
-    decision = _end_sidecars(context, _decide(context))
+    context = ReconcileContext(
+        observation,
+        remember(observation, config, now),
+        config,
+        now,
+    )
+    decision = _decide(context)
+
+    # Pods in which only an injected sidecar runs go, too: they would hold their hosts' resources for ever.
+    # The end of a pod is written into the status before the pod is deleted: an operator that starts anew
+    # could not find it out any more.
+    if decision.action != Action.HOLD:
+        chosen, known = {pod.name for pod in decision.pods_to_delete}, observation.status
+        left = [
+            pod
+            for pod in context.nodes
+            if pod.end is not None and pod.has_sidecar and pod.name not in chosen
+        ]
+        recorded = [
+            pod
+            for pod in left
+            if known.finish is not None or known.has_recorded(pod.index, pod.attempt)
+        ]
+        # The pass that follows the status write deletes the others.
+        seconds = 1.0 if len(recorded) < len(left) else None
+        decision = replace(
+            decision,
+            pods_to_delete=decision.pods_to_delete + remove(recorded),
+            requeue_after=earliest(decision.requeue_after, seconds),
+        )
+
+    # A run that comes to rest says why its pods cannot leave, as one that trains says why they cannot come.
     if decision.action in (Action.RUN, Action.HOLD) or not observation.failures:
         return decision
-    # A run that comes to rest says why its pods cannot leave, as one that trains says why they cannot come.
-    return replace(
-        decision,
-        message=f"{decision.message}; {explain_refusal(observation.failures[0]).message}",
-    )
+    refusal = explain_refusal(observation.failures[0])
+    return replace(decision, message=f"{decision.message}; {refusal.message}")
 
 
 def _decide(context: ReconcileContext) -> Decision:
-    observation = context.observation
     finish = context.memory.finish
-    if observation.run.is_deleting:
+    if context.run.is_deleting:
         # The garbage collector takes everything; what is over stays what it was.
         if finish is not None:
             return context.hold(finish.phase, finish.reason, finish.message)
@@ -81,14 +107,36 @@ def _decide(context: ReconcileContext) -> Decision:
     for end in (complete_if_recorded, refuse_if_taken):
         if (over := end(context)) is not None:
             return conclude(over)
-    if (done := complete_if_done(context)) is not None:
-        return conclude(done) if done.memory.finish is not None else _finish_up(done)
+    done = complete_if_done(context)
+    if done is not None and done.memory.finish is not None:
+        return conclude(done)
+    if done is not None:
+        # All steps are done. Pods at work write the report and end; one that does not run yet is not needed.
+        since = done.memory.finishing_since or done.now
+        return Decision(
+            Action.FINISH,
+            Phase.RUNNING,
+            Reason.FINISHING,
+            "all steps are done; the last pods write the report and end",
+            done.memory,
+            pods_to_delete=remove(pod for pod in done.live if not pod.is_running),
+            requeue_after=earliest(since + done.config.finish_grace_seconds - done.now),
+        )
     for end in (fail_if_due, fail_at_deadline):
         if (over := end(context)) is not None:
             return conclude(over)
 
+    # The clock of the run's deadline runs while it waits, too. A pause before it is no time without a step.
+    started = context
+    memory = context.memory
+    if memory.start_time is None:
+        training = memory.training
+        if training.updated_at == context.observation.status.training.updated_at:
+            training = replace(training, updated_at=None)
+        memory = replace(memory, start_time=context.now, training=training)
+        started = replace(context, memory=memory)
+
     # Then pauses, what is wrong with the file, pods of before a restart; and only then training.
-    started = _note_start(context)
     decision = (
         stop_if_asked(context)
         or _hold_if_wrong(started)
@@ -100,57 +148,20 @@ def _decide(context: ReconcileContext) -> Decision:
     )
 
 
-def _end_sidecars(context: ReconcileContext, decision: Decision) -> Decision:
-    """Also delete pods of which only an injected sidecar is left: they hold their host's resources for ever.
-
-    How they ended stands in the status first, because a deletion might hide it from an operator that starts
-    anew.
-    """
-    if decision.action == Action.HOLD:
-        return decision
-    # How a pod ended must be in the status before the pod goes, so that two passes are needed.
-    known, chosen = context.observation.status, {pod.name for pod in decision.pods_to_delete}
-    left = [
-        pod
-        for pod in context.nodes
-        if pod.end is not None and pod.has_sidecar and pod.name not in chosen
-    ]
-    told = [
-        pod
-        for pod in left
-        if known.finish is not None or known.has_recorded(pod.index, pod.attempt)
-    ]
-    # The pass that follows the status write deletes the others.
-    seconds = 1.0 if len(told) < len(left) else None
-    return replace(
-        decision,
-        pods_to_delete=decision.pods_to_delete + remove(told),
-        requeue_after=earliest(decision.requeue_after, seconds),
-    )
-
-
-def _note_start(context: ReconcileContext) -> ReconcileContext:
-    """The clock of the run's deadline runs while it waits, too.
-
-    A pause before it is no time without a step.
-    """
-    memory = context.memory
-    if memory.start_time is not None:
-        return context
-    training = memory.training
-    if training.updated_at == context.observation.status.training.updated_at:
-        training = replace(training, updated_at=None)
-    return replace(context, memory=replace(memory, start_time=context.now, training=training))
-
-
 def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
-    """Make no pod for a run that ``evergrad validate`` would refuse: the webhook was down, or is not allowed
-    here."""
+    """Make no pod for a run that ``evergrad validate`` would refuse.
+
+    The webhook may have been down when it was stored, or is not installed.
+    """
     known = context.observation.status
     problems = context.run.find_obstacles(has_begun=bool(known.recipe_hash))
     if not problems:
         return None
-    held = context.hold(Phase.WAITING, Reason.INVALID_SPEC, list_problems(problems))
+    held = context.hold(
+        Phase.WAITING,
+        Reason.INVALID_SPEC,
+        list_problems(problems),
+    )
     if not known.recipe_hash:
         # Nothing of a run that has not begun is settled: the corrected file may name another recipe and
         # another image.
@@ -165,22 +176,8 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
     return replace(held, is_blocked=True)
 
 
-def _finish_up(context: ReconcileContext) -> Decision:
-    """All steps are done: who is at work writes the report and ends; nobody else is needed."""
-    since = context.memory.finishing_since or context.now
-    return Decision(
-        Action.FINISH,
-        Phase.RUNNING,
-        Reason.FINISHING,
-        "all steps are done; the last pods write the report and end",
-        context.memory,
-        pods_to_delete=remove(pod for pod in context.live if not pod.is_running),
-        requeue_after=earliest(since + context.config.finish_grace_seconds - context.now),
-    )
-
-
 def _run(context: ReconcileContext) -> Decision:
-    """Have a claim, a coordinator and nodes."""
+    """Decide on the claim, the coordinator and the nodes of a run that wants to train."""
     # Without its volume no pod can start: none is made, and no record either.
     obstacle = find_claim_obstacle(context)
     if obstacle is not None:
@@ -188,22 +185,28 @@ def _run(context: ReconcileContext) -> Decision:
         person_at = obstacle.needs_person_at
         is_blocked = person_at is not None and context.now >= person_at
         return replace(held, is_blocked=is_blocked, requeue_after=_CLAIM_RETRY_SECONDS)
+
     scale = decide_scale(context)
     memory = context.memory
     if memory.gang_size == 0 and names.LABEL_QUEUE in context.run.labels:
-        # A queue admits so many nodes together, for as long as any of them are there.
+        # The size of a group in the queue is fixed at a start or resumption: live bounds must not leave a
+        # group that can never be complete.
         memory = replace(memory, gang_size=context.run.spec.nodes.min, gang=scale.epoch)
     record = plan_record(context, scale.epoch)
-    # Only what refuses something that is wanted now is in the way.
+    has_record = is_recorded(context, record)
+
+    # A refusal is an obstacle only where it concerns something that is wanted now.
     wanted = [names.node_pod_name(context.run.name, *node) for node in scale.nodes_to_create]
     if scale.coordinator_attempt is not None:
         wanted.append(names.coordinator_pod_name(context.run.name, scale.coordinator_attempt))
-    if not is_recorded(context, record):
+    if not has_record:
         wanted.append(context.run.claim_name)
-    phase, reason, message, person_at = _describe(
-        context, scale, find_obstacle(context, wanted)
-    )
+    obstacle = find_obstacle(context, wanted)
+    phase, reason, message, person_at = _describe(context, scale, obstacle)
+
+    # The condition Stalled becomes true at that time, also where nothing else changes until then.
     seconds_to_person = None if person_at is None else person_at - context.now
+    is_blocked = seconds_to_person is not None and seconds_to_person <= 0
     return Decision(
         Action.RUN,
         phase,
@@ -214,61 +217,52 @@ def _run(context: ReconcileContext) -> Decision:
         pods_to_delete=scale.pods_to_delete,
         coordinator_attempt=scale.coordinator_attempt,
         bounds=scale.bounds,
-        record=None if is_recorded(context, record) else record,
-        is_blocked=seconds_to_person is not None and seconds_to_person <= 0,
+        record=None if has_record else record,
+        is_blocked=is_blocked,
         requeue_after=earliest(
-            scale.requeue_after, seconds_to_person if (seconds_to_person or 0.0) > 0 else None
+            scale.requeue_after,
+            None if is_blocked else seconds_to_person,
         ),
     )
 
 
 def _find_phase(context: ReconcileContext, scale: Scale, obstacle: Obstacle | None) -> Phase:
     """Return the phase of a run that wants to train: what its coordinator says, else what was known."""
-    progress, memory = context.progress, context.memory
-    known_phase = (
-        memory.phase if memory.phase in (Phase.RUNNING, Phase.STARTING, Phase.WAITING) else ""
-    )
+    progress, known = context.progress, context.memory.phase
+    is_known = known in (Phase.RUNNING, Phase.STARTING, Phase.WAITING)
     if progress is not None:
         phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
         # The coordinator waits for nodes that are only young: every pod is there and has not had its time.
         newest = max((pod.created_at for pod in context.live), default=0.0)
         is_warming_up = scale.missing == 0 and context.now - newest < _WARM_UP_SECONDS
         if phase == Phase.WAITING and obstacle is None and is_warming_up:
-            phase = Phase.STARTING
-    elif known_phase and context.observation.live_coordinator is not None:
-        # Nobody has asked the coordinator yet, as after a start of the operator: what was known still holds.
-        phase = Phase(known_phase)
-    else:
-        phase = (
-            Phase.RUNNING if known_phase == Phase.RUNNING and context.live else Phase.STARTING
-        )
-    return phase
+            return Phase.STARTING
+        return phase
+
+    # The coordinator was not polled yet, as after a start of the operator: the last known phase still holds.
+    if is_known and context.observation.live_coordinator is not None:
+        return Phase(known)
+    # Nodes train on without a coordinator, until its successor takes the group over.
+    return Phase.RUNNING if known == Phase.RUNNING and context.live else Phase.STARTING
 
 
 def _describe(
     context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
 ) -> tuple[Phase, str, str, float | None]:
-    """Phase, reason, message, and from when on somebody has to act before the run trains; None for never."""
+    """Return phase, reason, message, and the time from which on a person has to act; None for never."""
     progress, memory = context.progress, context.memory
     phase = _find_phase(context, scale, obstacle)
     if phase == Phase.RUNNING:
-        if scale.coordinator_attempt is not None:
-            text = "the coordinator is being replaced; training goes on"
-            return (
-                phase,
-                Reason.COORDINATOR_LOST,
-                text + (f"; {obstacle.message}" if obstacle else ""),
-                None,
-            )
+        # A run that trains needs no person: an obstacle is only added to its message.
+        behind = obstacle.message if obstacle else ""
+        reason = Reason.TRAINING
         text = f"{context.ready} of {context.run.spec.nodes.largest} nodes train"
-        behind = (
-            obstacle.message
-            if obstacle
-            else describe_host_faults(context)
-            if scale.faulty
-            else ""
-        )
-        return phase, Reason.TRAINING, text + (f"; {behind}" if behind else ""), None
+        if scale.coordinator_attempt is not None:
+            reason = Reason.COORDINATOR_LOST
+            text = "the coordinator is being replaced; training goes on"
+        elif scale.faulty and not behind:
+            behind = describe_host_faults(context)
+        return phase, reason, f"{text}; {behind}" if behind else text, None
 
     # Obstacles are named in this order: what a person or the cluster can mend, hosts, pauses, and only
     # then what the coordinator waits for.
@@ -276,19 +270,14 @@ def _describe(
         is_starting = obstacle.reason == Reason.STARTING
         found = Phase.STARTING if is_starting else Phase.WAITING
         return found, obstacle.reason, obstacle.message, obstacle.needs_person_at
-    if scale.faulty or memory.faults.in_a_row >= MANY_FAULTS:
-        needs_person_at = 0.0 if memory.faults.in_a_row >= MANY_FAULTS else None
-        return (
-            Phase.WAITING,
-            Reason.HOST_FAULTS,
-            describe_host_faults(context),
-            needs_person_at,
-        )
+    has_many_faults = memory.faults.in_a_row >= MANY_FAULTS
+    if scale.faulty or has_many_faults:
+        text = describe_host_faults(context)
+        return Phase.WAITING, Reason.HOST_FAULTS, text, 0.0 if has_many_faults else None
     if is_backing_off(context):
         text = f"the next pods come at {format_time(memory.budget.retry_at)}"
-        text += (
-            f". Last: {describe_failure(memory.last_failure)}" if memory.last_failure else ""
-        )
+        if memory.last_failure:
+            text += f". Last: {describe_failure(memory.last_failure)}"
         return Phase.WAITING, Reason.BACKING_OFF, text, None
     if progress is not None and phase == Phase.WAITING:
         return phase, Reason.WAITING_FOR_NODES, progress.message, None

@@ -19,57 +19,58 @@ from evergrad_operator.policies.root_cause import note_pods
 
 
 def note_nodes(memory: Memory, observation: Observation, config: Config, now: float) -> Memory:
-    """The memory with every end of a node's pod that was not counted before."""
+    """Return the memory with every end of a node's pod that was not counted before."""
     pods: dict[int, list[PodState]] = {}
     for pod in observation.nodes:
         pods.setdefault(pod.index, []).append(pod)
-    attempts, recorded, ended = list(memory.attempts), set(memory.recorded), list[PodState]()
+
+    # An end is counted where the memory knows the pod's attempt and has not recorded it: the same pod, seen
+    # again by a later pass or another operator, counts no more.
+    attempts, recorded = list(memory.attempts), set(memory.recorded)
+    ended: list[PodState] = []
     vanished = []
     attempts += [-1] * (1 + max(pods, default=-1) - len(attempts))
     for index in range(len(attempts)):
         # A pod that was known and is gone has ended unseen.
         mine = pods.get(index, [])
-        if (
-            attempts[index] >= 0
-            and index not in recorded
-            and all(pod.attempt != attempts[index] for pod in mine)
-        ):
+        is_gone = all(pod.attempt != attempts[index] for pod in mine)
+        if is_gone and attempts[index] >= 0 and index not in recorded:
             vanished.append((index, attempts[index]))
             recorded.add(index)
         # A pod of an attempt that was counted before is past, however long it stays for its logs.
         for pod in mine:
-            if pod.attempt < attempts[index] or (
-                pod.attempt == attempts[index] and index in recorded
-            ):
+            is_counted = pod.attempt == attempts[index] and index in recorded
+            if is_counted or pod.attempt < attempts[index]:
                 continue
             attempts[index] = pod.attempt
             recorded.discard(index)
             if pod.is_over:
                 ended.append(pod)
                 recorded.add(index)
+
     # Ends of pods that the operator itself sends away are nobody's fault and no restart.
-    is_all_released = is_letting_go(observation, memory)
-    first_released = 0 if is_all_released else observation.run.spec.nodes.largest
+    is_sent_away = is_letting_go(observation, memory)
+    first_released = 0 if is_sent_away else observation.run.spec.nodes.largest
     released = frozenset(range(first_released, len(attempts)))
     counted = [
         pod for pod in ended if pod.index not in released and pod.restart == memory.restart
     ]
     lost = [(index, attempt) for index, attempt in vanished if index not in released]
     memory = replace(memory, attempts=tuple(attempts), recorded=frozenset(recorded | released))
+
     # The order matters: causes and counters first, then the budget and the hosts, which read them.
     memory = _add_ends(memory, observation, counted, lost, now)
     memory = note_pods(memory, counted, now)
-    # When the youngest pod was made that was there as these ended. Successors, made by an operator that died
-    # before it could write this down, do not count as having been there.
+
+    # The time at which the youngest pod was made that was there as these ended. Successors, made by an
+    # operator that died before it could write this down, do not count as having been there.
     last = {pod.index: pod.attempt for pod in counted}
-    newest = max(
-        (
-            pod.created_at
-            for pod in observation.nodes
-            if pod.attempt <= last.get(pod.index, pod.attempt)
-        ),
-        default=0.0,
-    )
+    were_there = [
+        pod.created_at
+        for pod in observation.nodes
+        if pod.attempt <= last.get(pod.index, pod.attempt)
+    ]
+    newest = max(were_there, default=0.0)
     memory = count_failures(memory, counted, newest=newest, config=config, now=now)
     memory = note_host_faults(memory, counted, newest=newest, config=config, now=now)
     return forgive_hosts(memory, observation, now)
@@ -87,31 +88,28 @@ def _add_ends(
     vanished: Iterable[tuple[int, int]],
     now: float,
 ) -> Memory:
-    records = [
-        EndRecord(
-            pod.name,
-            describe_cause(pod),
-            pod.end.exit_code if pod.end else None,
-            (pod.end and pod.end.at) or now,
-        )
-        for pod in ended
-    ]
-    run = observation.run.name
-    records += [
-        EndRecord(names.node_pod_name(run, index, attempt), PodCause.DELETED, None, now)
-        for index, attempt in vanished
-    ]
-    # Exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after a
-    # outcome.
+    """Write down each end, and count as a restart what is started again."""
+    records = []
+    for pod in ended:
+        code = pod.end.exit_code if pod.end else None
+        at = (pod.end and pod.end.at) or now
+        records.append(EndRecord(pod.name, describe_cause(pod), code, at))
+    for index, attempt in vanished:
+        name = names.node_pod_name(observation.run.name, index, attempt)
+        records.append(EndRecord(name, PodCause.DELETED, None, now))
+
+    # An exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after the
+    # coordinator's verdict.
     is_over = observation.progress is not None and observation.progress.phase == "Failed"
-    no_restart = (
-        (PodCause.DONE, PodCause.USER_ERROR)
-        if is_over or not memory.has_formed
-        else (PodCause.DONE,)
-    )
-    # A restart is what was started again: ends by which the run is over are none.
+    no_restart = {PodCause.DONE}
+    if is_over or not memory.has_formed:
+        no_restart.add(PodCause.USER_ERROR)
     restarts = dict(memory.restarts)
     for record in records:
         if record.cause not in no_restart:
             restarts[record.cause] = restarts.get(record.cause, 0) + 1
-    return replace(memory, restarts=restarts, ends=(*memory.ends, *records)[-MAX_ENDS:])
+    return replace(
+        memory,
+        restarts=restarts,
+        ends=(*memory.ends, *records)[-MAX_ENDS:],
+    )

@@ -1,4 +1,4 @@
-"""Whether a failure ends the run, and what is said of it: the root cause and what to do."""
+"""Whether a failure ends the run, and the words for it: the root cause and what to do."""
 
 from typing import Final
 
@@ -18,7 +18,7 @@ _REASONS: Final = {
     PodCause.START_ERROR: Reason.START_ERROR,
 }
 _NO_ROOM: Final = ("B are free", "no space is left", "No space left")
-"""Words of a node that found no room on its volume."""
+"""Words in the message of a node that found no room on its volume."""
 _THEN: Final = "set spec.restartNonce to a new text"
 _REMEDIES: Final = {
     Reason.USER_ERROR: (
@@ -40,7 +40,7 @@ MAX_CAUSE: Final = 640
 
 
 def quote(text: str, longest: int = MAX_CAUSE) -> str:
-    """The end of a text, where the cause stands, on few lines."""
+    """Return the end of a text, which names the cause, on one line."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     joined = " | ".join(lines)
     kept = keep_end(joined, longest)
@@ -48,18 +48,17 @@ def quote(text: str, longest: int = MAX_CAUSE) -> str:
 
 
 def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
-    """The context with the run failed, if the observation says so."""
+    """Return the context with the run failed; None where no failure ends it."""
     outcome = _find_user_error(context) or _find_outcome(context) or _find_exhaustion(context)
     return outcome and context.finished(Phase.FAILED, *outcome)
 
 
 def _find_user_error(context: ReconcileContext) -> tuple[str, str] | None:
-    """Exit code 64 that is confirmed: the earliest node's words count, the others only follow."""
+    """Return reason and message of a confirmed exit code 64; None for none."""
     if not is_input_error_confirmed(context.memory, context.observation):
         return None
-    # The earliest node counts: what the others report may be a consequence.
     ended = [
-        pod
+        (pod.end.at or float("inf"), pod.index, pod.name, pod.end.message)
         for pod in context.nodes
         if pod.restart == context.memory.restart
         and pod.end is not None
@@ -67,16 +66,15 @@ def _find_user_error(context: ReconcileContext) -> tuple[str, str] | None:
     ]
     if not ended:
         return None
-    pod = min(
-        ended, key=lambda one: ((one.end.at if one.end else None) or float("inf"), one.index)
-    )
-    said = quote(pod.end.message) if pod.end else ""
-    text = f"node {pod.index} (pod {pod.name}) ended with exit code 64: {said or 'it left no message'}"
+
+    # The earliest node counts: what the others report may be a consequence.
+    _, index, name, message = min(ended)
+    said = quote(message)
+    text = f"node {index} (pod {name}) ended with exit code 64: {said or 'it left no message'}"
     # A volume that is too small from the start is refused before the first step; it is no fault of the
     # recipe.
-    reason = (
-        Reason.VOLUME_FULL if any(words in said for words in _NO_ROOM) else Reason.USER_ERROR
-    )
+    has_no_room = any(words in said for words in _NO_ROOM)
+    reason = Reason.VOLUME_FULL if has_no_room else Reason.USER_ERROR
     return reason, f"{_stop(text)} {_REMEDIES[reason]}"
 
 
@@ -92,12 +90,11 @@ def _find_outcome(context: ReconcileContext) -> tuple[str, str] | None:
         reason = Reason.USER_ERROR
     elif cause == "out_of_memory":
         reason = Reason.OUT_OF_MEMORY
+    elif "no space left on device" in said.lower():
+        reason = Reason.VOLUME_FULL
     else:
-        reason = (
-            Reason.VOLUME_FULL
-            if "no space left on device" in said.lower()
-            else Reason.WORKER_CRASH
-        )
+        reason = Reason.WORKER_CRASH
+
     # The coordinator's text most often names the node already.
     where = ""
     if failure is not None and f"node {failure.node}" not in said:
@@ -106,7 +103,7 @@ def _find_outcome(context: ReconcileContext) -> tuple[str, str] | None:
 
 
 def _find_exhaustion(context: ReconcileContext) -> tuple[str, str] | None:
-    """Too many pods failed without progress between them."""
+    """Return reason and message of a budget that is used up; None while failures are left."""
     budget, last = context.memory.budget, context.memory.last_failure
     most = context.run.spec.failure_policy.max_failures_without_progress
     if budget.failures <= most:
@@ -114,48 +111,46 @@ def _find_exhaustion(context: ReconcileContext) -> tuple[str, str] | None:
     # A status of another version may have a cause that this one has not.
     cause = next((one for one in PodCause if last is not None and one == last.cause), None)
     reason = _REASONS.get(cause or PodCause.WORKER_CRASH, Reason.WORKER_CRASH)
-    text = f"pods failed {budget.failures} times without progress; {most} such failures are allowed."
-    text = f"{text} Last: {describe_failure(last)}"
+    text = (
+        f"pods failed {budget.failures} times without progress; {most} such failures are allowed. "
+        f"Last: {describe_failure(last)}"
+    )
     limit = context.run.spec.resources.limits.get("memory")
     bound = f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
     return reason, f"{_stop(text)}{bound} {_REMEDIES[reason]}"
 
 
 def describe_failure(failure: LastFailure | None) -> str:
-    """One line: where, how, what it said."""
+    """Return a failure as one line: cause, place, exit code and the process's own words."""
     if failure is None:
         return "unknown"
-    rank = f", rank {failure.rank}" if failure.rank is not None else ""
-    code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
-    killed = (
-        " (killed by SIGKILL)"
-        if failure.exit_code in (137, -9) and failure.cause == PodCause.WORKER_CRASH
-        else ""
-    )
+    text = f"{failure.cause} on "
+    text += "an unknown node" if failure.node is None else f"node {failure.node}"
+    if failure.rank is not None:
+        text += f", rank {failure.rank}"
+    if failure.exit_code is not None:
+        text += f", exit code {failure.exit_code}"
+    # The bare number does not show that the process was killed from outside.
+    if failure.exit_code in (137, -9) and failure.cause == PodCause.WORKER_CRASH:
+        text += " (killed by SIGKILL)"
     said = quote(failure.message)
-    where = "an unknown node" if failure.node is None else f"node {failure.node}"
-    return f"{failure.cause} on {where}{rank}{code}{killed}{': ' + said if said else ''}"
+    return f"{text}: {said}" if said else text
 
 
 def describe_host_faults(context: ReconcileContext) -> str:
-    """Which nodes wait for what, and where to look."""
+    """Return which nodes wait, until when, and the hosts to look at."""
     faults, last = context.memory.faults, context.memory.last_failure
-    nodes = (
-        f"nodes {pack_ranges(faults.nodes)}"
-        if len(faults.nodes) > 1
-        else f"node {pack_ranges(faults.nodes)}"
-    )
+    noun = "nodes" if len(faults.nodes) > 1 else "node"
+    text = f"host faults, {faults.in_a_row} in a row, of {noun} {pack_ranges(faults.nodes)}"
+    # The host of the newest fault comes first.
     hosts = ", ".join(f"{host} ({count})" for host, count in reversed(faults.hosts))
-    text = f"host faults, {faults.in_a_row} in a row, of {nodes}" + (
-        f"; by host: {hosts}" if hosts else ""
-    )
-    when = (
-        f"; it is tried again at {format_time(faults.retry_at)}"
-        if context.now < faults.retry_at
-        else "; it is tried again"
-    )
-    said = f". Last: {describe_failure(last)}" if last else ""
-    return f"{text}{when}, elsewhere if there is room, and costs no failure{said}"
+    if hosts:
+        text += f"; by host: {hosts}"
+    text += "; it is tried again"
+    if context.now < faults.retry_at:
+        text += f" at {format_time(faults.retry_at)}"
+    text += ", elsewhere if there is room, and costs no failure"
+    return f"{text}. Last: {describe_failure(last)}" if last else text
 
 
 def _stop(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Ends that speak against a host or a moment, not against the run. Pure.
+"""Ends that are the fault of a host or a moment, not of the run. Pure.
 
 They cost no failure of the budget. The pod comes back, later each time, on another host if there is one;
-other nodes and the coordinator wait for nothing.
+other nodes and the coordinator do not wait.
 
 | end of a node's pod | taken for |
 |---|---|
@@ -26,19 +26,23 @@ from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import find_delay
 
 MANY_FAULTS: Final = 6
-"""After so many in a row a run that does not train needs a person: they took a minute of pauses, and as many
-starts."""
+"""Host faults in a row after which a run that does not train needs a person: they took a minute of pauses,
+and as many starts."""
 _SECOND_OPINION_SECONDS: Final = 15.0
-"""Other nodes may say within this time whether they find the same input error; no pod is made for it
-meanwhile."""
+"""Time in which other nodes may find the same input error; meanwhile no pod is made for it."""
 _WELL_SECONDS: Final = 180.0
-"""A pod that has run for so long has imported its libraries and joined: its host serves."""
+"""Time after which a running pod has imported its libraries and joined: its host is good."""
 
 
 def note_host_faults(
-    memory: Memory, ended: Sequence[PodState], *, newest: float, config: Config, now: float
+    memory: Memory,
+    ended: Sequence[PodState],
+    *,
+    newest: float,
+    config: Config,
+    now: float,
 ) -> Memory:
-    """Count the ends among ``ended`` that speak against a host. ``newest``: when the youngest pod there was
+    """Count the ends among ``ended`` that are faults of hosts. ``newest``: when the youngest pod there was
     made.
 
     Pods that were there when the last one was counted fell with it, and count no more.
@@ -47,23 +51,23 @@ def note_host_faults(
     if not faulty:
         return memory
     known = memory.faults
-    # Exit code 64 accuses the input only while no group has formed; later it is the host that differs.
-    accused = (
-        []
-        if memory.has_formed
-        else [pod for pod in faulty if describe_cause(pod) == PodCause.USER_ERROR]
-    )
-    errors = (*memory.input_errors, *(InputError(pod.index, pod.node_name) for pod in accused))
+    # Exit code 64 may be the input's fault only while no group has formed; later it is the host that differs.
+    accused = [
+        InputError(pod.index, pod.node_name)
+        for pod in faulty
+        if not memory.has_formed and describe_cause(pod) == PodCause.USER_ERROR
+    ]
+    errors = (*memory.input_errors, *accused)
 
-    # The first replacement waits for nothing, except where others are about to say what they think of the
-    # input.
+    # The first replacement comes at once, except where other nodes may be about to find the same input error.
     in_a_row = known.in_a_row + any(pod.created_at > known.at for pod in faulty)
     delay = find_delay(
         in_a_row - 1,
         first=config.first_backoff_seconds,
         longest=config.longest_host_backoff_seconds,
     )
-    delay = max(delay, _SECOND_OPINION_SECONDS) if accused else delay
+    if accused:
+        delay = max(delay, _SECOND_OPINION_SECONDS)
 
     # The host of the last fault comes last: the oldest is forgotten first.
     hosts = dict(known.hosts)
@@ -77,11 +81,15 @@ def note_host_faults(
         at=max(known.at, newest),
         retry_at=max(known.retry_at, now + delay),
     )
-    return replace(memory, faults=faults, input_errors=errors[-MAX_HOSTS:])
+    return replace(
+        memory,
+        faults=faults,
+        input_errors=errors[-MAX_HOSTS:],
+    )
 
 
 def is_host_fault(pod: PodState) -> bool:
-    """Whether a pod's end is tried again without a charge. An exit code 64 is, until it is confirmed."""
+    """Whether a pod's end is tried again at no cost, as an exit code 64 is until it is confirmed."""
     return describe_cause(pod) in (
         PodCause.HOST_FAULT,
         PodCause.REFUSED_BY_NODE,
@@ -90,7 +98,7 @@ def is_host_fault(pod: PodState) -> bool:
 
 
 def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memory:
-    """Once every node that had a fault is well, the next fault is a first one again.
+    """Forget nodes that are well again; once all are, the next fault is a first one.
 
     The hosts are still avoided.
     """
@@ -102,30 +110,30 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
     nodes = faults.nodes - well - surplus
     if nodes == faults.nodes:
         return memory
-    faults = (
-        replace(faults, nodes=nodes) if nodes else HostFaults(hosts=faults.hosts, at=faults.at)
+    left = replace(faults, nodes=nodes)
+    return replace(
+        memory,
+        faults=left if nodes else HostFaults(hosts=faults.hosts, at=faults.at),
     )
-    return replace(memory, faults=faults)
 
 
 def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
-    """Whether a person's mistake is the only explanation of the exit codes 64 so far; never once a group has
-    formed."""
+    """Whether a person's mistake is the only explanation of the exit codes 64 so far."""
     errors = memory.input_errors
+    # A group that has formed shows that configuration and data are right.
     if not errors or memory.has_formed:
         return False
-    if observation.run.spec.nodes.largest == 1 or len({error.node for error in errors}) < len(
-        errors
-    ):
+    has_tried_twice = len({error.node for error in errors}) < len(errors)
+    if has_tried_twice or observation.run.spec.nodes.largest == 1:
         return True
+
     # Two nodes on two hosts agree: it is the input, and not a host.
     if any(
         one.node != other.node and one.host != other.host for one in errors for other in errors
     ):
         return True
-    # Where all pods are on one host, no second one can be asked.
+
+    # Where all pods are on one host, no second host can confirm it. A pod without a host may still get one.
     pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
-    return (
-        all(pod.node_name for pod in pods if pod.is_live)
-        and len({pod.node_name for pod in pods if pod.node_name}) == 1
-    )
+    hosts = {pod.node_name for pod in pods if pod.node_name}
+    return len(hosts) == 1 and all(pod.node_name for pod in pods if pod.is_live)

@@ -1,4 +1,4 @@
-"""Ends and pauses: what is left of a run that is over, suspended, stopped on request or being restarted."""
+"""Ends and pauses: a run that is over, suspended, stopped on request or being restarted."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,15 +14,19 @@ from evergrad_operator.policies.record import TRAIN_ON, find_own_record, plan_re
 from evergrad_operator.times import format_duration, format_time
 
 _AT_ONCE: Final = frozenset(
-    {Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT, Reason.ALREADY_COMPLETE}
+    {
+        Reason.DEADLINE_EXCEEDED,
+        Reason.OUTPUT_CONFLICT,
+        Reason.ALREADY_COMPLETE,
+    }
 )
 _NOT_ASKED: Final = frozenset({"AllNodesLeft", "Signal"})
 _FIRST_WORDS_SECONDS: Final = 30.0
-"""A coordinator is given so long to be heard before a suspended run lets it go."""
+"""Time that a coordinator has to give a first answer before a suspended run lets it go."""
 
 
 def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
-    """Deletions of those pods that are not being deleted already, the highest index first."""
+    """Return deletions of those pods that are not being deleted already, the highest index first."""
     chosen = sorted(
         (pod for pod in pods if not pod.is_deleting),
         key=lambda pod: (pod.index, pod.attempt),
@@ -32,7 +36,7 @@ def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
 
 
 def earliest(*seconds: float | None) -> float | None:
-    """The next time something is due, a second from now at least."""
+    """Return the seconds until something is due next, at least one."""
     return min((max(1.0, one) for one in seconds if one is not None), default=None)
 
 
@@ -40,7 +44,7 @@ def earliest(*seconds: float | None) -> float | None:
 
 
 def fail_at_deadline(context: ReconcileContext) -> ReconcileContext | None:
-    """The context with the run failed, if its time is over."""
+    """Return the context with the run failed, if its time is over; None otherwise."""
     left = seconds_to_deadline(context)
     if left is None or left > 0:
         return None
@@ -50,11 +54,15 @@ def fail_at_deadline(context: ReconcileContext) -> ReconcileContext | None:
         "State is saved as the pods leave; raise the limit and set spec.restartNonce to a "
         "new text to go on."
     )
-    return context.finished(Phase.FAILED, Reason.DEADLINE_EXCEEDED, text + remedy)
+    return context.finished(
+        Phase.FAILED,
+        Reason.DEADLINE_EXCEEDED,
+        text + remedy,
+    )
 
 
 def seconds_to_deadline(context: ReconcileContext) -> float | None:
-    """Until the run's time is over; None without a limit.
+    """Return the seconds until the run's time is over; None without a limit.
 
     Time in suspension does not count: the clock begins anew after it.
     """
@@ -72,9 +80,9 @@ def conclude(context: ReconcileContext) -> Decision:
     if finish is None:
         raise ValueError("only a run that is over is concluded")
     ttl = context.run.spec.ttl_seconds_after_finished
-    everything = (*context.nodes, *context.observation.coordinators)
     # The last stage: nothing is left but the record on the volume.
     if ttl is not None and now >= finish.at + ttl:
+        everything = (*context.nodes, *context.observation.coordinators)
         return Decision(
             Action.CLEAN,
             finish.phase,
@@ -83,12 +91,13 @@ def conclude(context: ReconcileContext) -> Decision:
             context.memory,
             pods_to_delete=remove(everything),
         )
-    # A run that has failed gives its pods time to write what they know, unless nothing may go on at all.
+
+    # The pods of a failed run have time to write their last words, unless nothing may go on at all.
     grace = finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
     is_due = finish.reason in _AT_ONCE or now >= grace
     chosen = [pod for pod in context.live if is_due or not pod.is_running]
     at_work = [pod for pod in (*context.live, *context.leaving) if pod.is_running]
-    # The coordinator goes last: pods that still work ask it whether they may end.
+    # The coordinator goes last: pods that are still at work ask it whether they may end.
     if not at_work:
         chosen += [pod for pod in context.observation.coordinators if pod.is_live]
     return Decision(
@@ -108,14 +117,19 @@ def conclude(context: ReconcileContext) -> Decision:
 
 
 def _said(context: ReconcileContext) -> str:
+    """Return the message of the run's end, and which later edits of the file have no effect on it."""
     finish, nonce = context.memory.finish, context.run.spec.restart_nonce
     message = finish.message if finish else ""
-    if finish and finish.phase == Phase.COMPLETE and nonce != context.memory.restart_nonce:
+    if finish is None or finish.phase != Phase.COMPLETE:
+        return message
+
+    # A complete run never trains again: its message names the edits that have no effect.
+    if nonce != context.memory.restart_nonce:
         message += (
             "; spec.restartNonce has no effect on a complete run: create a new TrainingRun"
         )
     done, wanted = context.memory.training.total_steps, context.run.parsed.total_steps
-    if finish and finish.phase == Phase.COMPLETE and done and wanted and wanted > done:
+    if done and wanted and wanted > done:
         message += (
             f"; the horizon of {wanted} steps has no effect on a complete run. {TRAIN_ON}"
         )
@@ -123,23 +137,23 @@ def _said(context: ReconcileContext) -> str:
 
 
 def _completed_record(context: ReconcileContext) -> Record | None:
-    """Return the record of a complete run for the PVC, which survives the loss of its status."""
-    finish, own = context.memory.finish, find_own_record(context)
-    if (
-        finish is None
-        or finish.phase != Phase.COMPLETE
-        or finish.reason == Reason.ALREADY_COMPLETE
-    ):
+    """Return the record of a complete run for the PVC, which survives the loss of its status; None where
+    there is nothing to write."""
+    finish, own, memory = context.memory.finish, find_own_record(context), context.memory
+    if finish is None or finish.phase != Phase.COMPLETE:
         return None
-    if context.observation.claim is None or (
-        own is not None and own.complete is not None and own.uid == context.run.uid
-    ):
+    # A run that is complete by the PVC's own word writes nothing there, and a record is written once.
+    is_written = own is not None and own.complete is not None and own.uid == context.run.uid
+    if finish.reason == Reason.ALREADY_COMPLETE or is_written:
         return None
+    if context.observation.claim is None:
+        return None
+
     # Epochs only grow, also in the record of a run that is over.
-    epoch = max(context.memory.coordinator.attempt, own.epoch if own else -1)
+    epoch = max(memory.coordinator.attempt, own.epoch if own else -1)
     complete: dict[str, object] = {"at": format_time(finish.at)}
-    if context.memory.training.step is not None:
-        complete["step"] = context.memory.training.total_steps or context.memory.training.step
+    if memory.training.step is not None:
+        complete["step"] = memory.training.total_steps or memory.training.step
     return replace(plan_record(context, epoch), complete=complete)
 
 
@@ -147,13 +161,16 @@ def _completed_record(context: ReconcileContext) -> Record | None:
 
 
 def stop_if_asked(context: ReconcileContext) -> Decision | None:
-    """Suspended by its spec, or stopped on request: nodes save and leave, then the coordinator goes."""
+    """Return the decision for a run that is suspended or stopped on request; None for any other.
+
+    Nodes save and leave, then the coordinator goes.
+    """
     progress, memory = context.progress, context.memory
     if context.run.spec.suspend:
         # Resuming by hand also takes back a stop that the recipe asked for.
-        return _drain(
-            replace(context, memory=replace(memory, stop_reason="")), Reason.SUSPENDED
-        )
+        memory = replace(memory, stop_reason="")
+        return _drain(replace(context, memory=memory), Reason.SUSPENDED)
+
     # A coordinator whose nodes have all left, or which was sent a signal, was not asked to stop the run.
     has_stopped = (
         progress is not None
@@ -162,38 +179,34 @@ def stop_if_asked(context: ReconcileContext) -> Decision | None:
     )
     if progress is not None and has_stopped and not memory.is_stopped:
         is_non_finite = progress.reason == Reason.NON_FINITE
-        memory = replace(
-            memory, stop_reason=Reason.NON_FINITE if is_non_finite else Reason.STOPPED
-        )
-    return (
-        _drain(replace(context, memory=memory), Reason(memory.stop_reason))
-        if memory.is_stopped
-        else None
-    )
+        stop_reason = Reason.NON_FINITE if is_non_finite else Reason.STOPPED
+        memory = replace(memory, stop_reason=stop_reason)
+    if not memory.is_stopped:
+        return None
+    return _drain(replace(context, memory=memory), Reason(memory.stop_reason))
 
 
 def _drain(context: ReconcileContext, reason: Reason) -> Decision:
-    """Nodes leave together, so that the last holder of the state is told to save it; the coordinator serves
-    until then."""
+    """Return the decision by which all nodes leave together, so that the last holder of the state saves it;
+    the coordinator serves until then."""
     memory, coordinators = context.memory, context.observation.coordinators
     working = (*context.live, *context.leaving)
     live_coordinators = [pod for pod in coordinators if pod.is_live]
-    # The coordinator knows what the last node saved, but has not been asked since: its last words are waited
-    # for. One that has just been made may not have been asked since its nodes came.
+    # The last node has reported its save to the coordinator, which may not have been polled since: its next
+    # answer is waited for. A new coordinator may not have been polled since its nodes came.
     is_unheard = memory.training.step is None and any(
         context.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
     )
     is_stale = is_unheard or (context.progress is not None and context.progress.connected > 0)
-    # Nodes first, then the coordinator, which has to hear of the last save.
+
+    # Nodes first, then the coordinator, to which the last save is reported.
     if working or live_coordinators:
-        chosen = (
-            context.live
-            if working
-            else ()
-            if is_stale and live_coordinators
-            else (*live_coordinators, *context.nodes)
-        )
-        text = f"{len(working)} nodes save and leave" if working else "the coordinator leaves"
+        chosen: tuple[PodState, ...] = ()
+        text = "the coordinator leaves"
+        if working:
+            chosen, text = context.live, f"{len(working)} nodes save and leave"
+        elif not is_stale:
+            chosen = (*live_coordinators, *context.nodes)
         return Decision(
             Action.STOP,
             Phase.SUSPENDING,
@@ -202,26 +215,30 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
             memory,
             pods_to_delete=remove(chosen),
             requeue_after=earliest(
-                context.seconds_to_unreachable, None if working or not is_stale else 1.0
+                context.seconds_to_unreachable,
+                None if working or not is_stale else 1.0,
             ),
         )
+
     # Time and budget begin anew; a queue admits the nodes as a new group.
-    faults = HostFaults(hosts=memory.faults.hosts, at=memory.faults.at)
     memory = replace(
-        memory, start_time=None, budget=Budget(at=memory.budget.at), faults=faults, gang_size=0
+        memory,
+        start_time=None,
+        budget=Budget(at=memory.budget.at),
+        faults=HostFaults(hosts=memory.faults.hosts, at=memory.faults.at),
+        gang_size=0,
+        has_formed=False,
+        input_errors=(),
     )
-    memory = replace(memory, has_formed=False, input_errors=())
-    text = _describe_pause(context, reason)
-    pods = remove((*context.nodes, *coordinators))
-    is_blocked = reason == Reason.NON_FINITE
     return Decision(
         Action.STOP,
         Phase.SUSPENDED,
         reason,
-        text,
+        _describe_pause(context, reason),
         memory,
-        pods_to_delete=pods,
-        is_blocked=is_blocked,
+        pods_to_delete=remove((*context.nodes, *coordinators)),
+        # Only a person can say whether the step or the recipe is to blame for a loss that is not finite.
+        is_blocked=reason == Reason.NON_FINITE,
     )
 
 
@@ -230,9 +247,9 @@ def _describe_pause(context: ReconcileContext, reason: Reason) -> str:
     step = context.memory.training.checkpoint_step
     if reason == Reason.NON_FINITE:
         # The state before the step that is not finite has been saved, so that step is the next one.
-        which, saved = (
-            ("a step", "") if step is None else (f"step {step + 1}", f", of step {step},")
-        )
+        which, saved = "a step", ""
+        if step is not None:
+            which, saved = f"step {step + 1}", f", of step {step},"
         return (
             f"training stopped: the loss or the gradient norm of {which} is not finite; the "
             f"state before it{saved} is saved. "
@@ -241,19 +258,18 @@ def _describe_pause(context: ReconcileContext, reason: Reason) -> str:
             f"spec.restartNonce to a new text, or run: evergrad resume {context.run.name}"
         )
     saved = f"; the newest checkpoint is of step {step}" if step is not None else ""
-    how = (
-        "set spec.suspend to false"
-        if reason == Reason.SUSPENDED
-        else "set spec.restartNonce to a new text"
-    )
+    how = "set spec.restartNonce to a new text"
+    if reason == Reason.SUSPENDED:
+        how = "set spec.suspend to false"
     return f"no pod is left{saved}. To go on, {how}."
 
 
 def drain_older(context: ReconcileContext) -> Decision | None:
-    """After a change of ``restartNonce``, or of settings that nodes must have alike, the pods of before leave
-    as in a suspension.
+    """Return the decision by which pods of before a restart leave, as in a suspension; None where there are
+    none.
 
-    New ones come when they are gone.
+    A restart follows a change of ``restartNonce`` or of settings that nodes must have alike. New pods come
+    when the old ones are gone: a group of both would never agree.
     """
     restart = context.memory.restart
     live = [pod for pod in context.live if pod.restart < restart]

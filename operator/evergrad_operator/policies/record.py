@@ -1,4 +1,4 @@
-"""The run's record on its volume: what the PVC says of the run, and what it shall say. Pure."""
+"""The run's record on its volume: the one that the PVC has, and the one that it shall have. Pure."""
 
 from typing import Final
 
@@ -15,13 +15,13 @@ TRAIN_ON: Final = (
 
 
 def find_own_record(context: ReconcileContext) -> Record | None:
-    """Return what the PVC says of this run's name, which an earlier run may have written."""
+    """Return the PVC's record under this run's name, which an earlier run may have written."""
     claim = context.observation.claim
     return claim.records.get(context.run.name) if claim else None
 
 
 def plan_record(context: ReconcileContext, epoch: int) -> Record:
-    """Return what the PVC shall say of this run."""
+    """Return the record that the PVC shall have of this run."""
     run, own = context.run, find_own_record(context)
     return Record(
         run=run.name,
@@ -38,7 +38,11 @@ def has_recipe(context: ReconcileContext, record: Record) -> bool:
     """Return whether a record is of this run's recipe, in meaning or, in a record of an older version, in
     spelling."""
     parsed = context.run.parsed
-    known = {context.memory.recipe_hash, parsed.recipe_hash, parsed.spelling_hash}
+    known = {
+        context.memory.recipe_hash,
+        parsed.recipe_hash,
+        parsed.spelling_hash,
+    }
     return record.recipe in known
 
 
@@ -47,12 +51,14 @@ def find_longer_horizon(context: ReconcileContext, record: Record) -> tuple[int,
     those are more."""
     done = get_int(record.complete or NOTHING, "step")
     wanted = context.run.parsed.total_steps
-    return (done, wanted) if done is not None and wanted is not None and wanted > done else None
+    if done is None or wanted is None or wanted <= done:
+        return None
+    return done, wanted
 
 
 def is_recorded(context: ReconcileContext, record: Record) -> bool:
-    """Return whether the PVC says exactly this."""
+    """Return whether the PVC has exactly this record."""
     claim = context.observation.claim
-    return claim is not None and claim.annotations.get(
-        claim_annotation(context.run.name)
-    ) == build_record(record)
+    if claim is None:
+        return False
+    return claim.annotations.get(claim_annotation(context.run.name)) == build_record(record)

@@ -5,6 +5,7 @@
 """
 
 from dataclasses import replace
+from typing import Final, TypeVar
 
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator import names
@@ -27,16 +28,30 @@ from evergrad_operator.policies.ends import is_letting_go, note_nodes
 from evergrad_operator.policies.root_cause import CAUSES, note_outcome
 from evergrad_operator.raw import get_int, get_map
 
-IN_POD_CAUSES = ("worker_crash", "out_of_memory", "stuck", "setup_failed", "environment")
+Value = TypeVar("Value")
+IN_POD_CAUSES: Final = ("worker_crash", "out_of_memory", "stuck", "setup_failed", "environment")
 """Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
-_FORMED = ("Running", "Draining")
+_FORMED: Final = ("Running", "Draining")
 """Phases of a coordinator whose group is up."""
 
 
 def remember(observation: Observation, config: Config, now: float) -> Memory:
-    """The run's memory with everything that is new in the observation. ``now``: seconds since 1970."""
-    memory = _note_image(_begin(observation, config), observation, config)
-    memory = _note_progress(memory, observation, now)
+    """Return the run's memory with everything that is new in the observation. ``now``: seconds since 1970."""
+    memory = _note_image(
+        _begin(observation, config),
+        observation,
+        config,
+    )
+
+    # Progress comes before the ends of pods: it takes back the failures that it followed, and says whether a
+    # group has formed, which decides what an exit code 64 means.
+    if observation.progress is not None and is_current(observation, memory):
+        memory = _note_progress(
+            memory,
+            observation,
+            observation.progress,
+            now,
+        )
     memory = note_nodes(memory, observation, config, now)
     return _note_coordinators(memory, observation, config, now)
 
@@ -53,16 +68,15 @@ def is_current(observation: Observation, memory: Memory) -> bool:
 
 
 def _begin(observation: Observation, config: Config) -> Memory:
-    """Images and recipe are settled at first sight, and again at a restart: an operator's upgrade never mixes
-    images."""
+    """Return the memory with images and recipe, which are settled at first sight, and again at a restart: an
+    operator's upgrade never mixes images."""
     run, memory = observation.run, observation.status
     nonce = run.spec.restart_nonce
     is_complete = memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
     if not memory.is_known:
         # The status is lost, or was never written: pods that are there show how often the run was restarted.
-        visible = max(
-            (pod.restart for pod in (*observation.nodes, *observation.coordinators)), default=0
-        )
+        everything = (*observation.nodes, *observation.coordinators)
+        visible = max((pod.restart for pod in everything), default=0)
         memory = replace(memory, restart_nonce=nonce, restart=max(memory.restart, visible))
     elif nonce != memory.restart_nonce and not is_complete:
         memory = replace(
@@ -86,7 +100,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
         )
     elif _has_other_settings(observation):
         # Nodes of old and new settings would wait for one another, at a save that only some of them make: all
-        # leave, with their state saved, and come again. Nobody asked for fresh budgets or another image.
+        # leave, with their state saved, and come again. Budgets and image stay: no restart was asked for.
         memory = replace(
             memory,
             restart=memory.restart + 1,
@@ -95,41 +109,38 @@ def _begin(observation: Observation, config: Config) -> Memory:
             gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),
         )
+
     # The hash follows the file: one of an older release, of the spelling, becomes that of the meaning here.
     # A file that cannot be read says nothing about the recipe, and what is over is not written any more.
-    keeps = bool(memory.recipe_hash) and (
-        bool(run.parsed.problems) or memory.finish is not None
-    )
-    applied = observation.applied
+    is_readable, applied = not run.parsed.problems, observation.applied
+    keeps_recipe = bool(memory.recipe_hash) and (not is_readable or memory.finish is not None)
+    coordinator_image = memory.coordinator.image or config.operator_image
     return replace(
         memory,
-        settings_hash=memory.settings_hash if run.parsed.problems else run.parsed.settings_hash,
+        settings_hash=run.parsed.settings_hash if is_readable else memory.settings_hash,
         told_changes=memory.told_changes if applied is None else applied.changes_hash,
         image=memory.image or run.spec.image or config.trainer_image,
-        recipe_hash=memory.recipe_hash if keeps else run.parsed.recipe_hash,
-        coordinator=replace(
-            memory.coordinator, image=memory.coordinator.image or config.operator_image
-        ),
+        recipe_hash=memory.recipe_hash if keeps_recipe else run.parsed.recipe_hash,
+        coordinator=replace(memory.coordinator, image=coordinator_image),
     )
 
 
 def _has_other_settings(observation: Observation) -> bool:
-    """Whether somebody gave a run that goes on other settings than its pods have.
-
-    Without a new generation only the operator is another, whose hash covers more or fewer fields.
-    """
+    """Whether a run that goes on was edited to other settings than its pods have."""
     run, memory = observation.run, observation.status
+    # Without a new generation only the operator is another, whose hash covers more or fewer fields.
     is_edited = get_int(get_map(run.raw, "status"), "observedGeneration") != run.generation
     new = run.parsed.settings_hash
     if not is_edited or not new or memory.finish is not None or run.parsed.problems:
         return False
+
     # An older release noted no hash: its pods have what their ConfigMap has.
     known = memory.settings_hash
     if not known and observation.applied is not None:
         known = observation.applied.hash
     if not known:
-        # Nobody can tell. Pods that began with one file and get another one never agree, so that all of them
-        # leave and come again.
+        # It cannot be known. Pods that began with one file and get another one never agree, so that all of
+        # them leave and come again.
         return any(attempt >= 0 for attempt in memory.attempts)
     return new != known
 
@@ -138,8 +149,8 @@ def _note_image(memory: Memory, observation: Observation, config: Config) -> Mem
     """Note the image of the first pod: all later pods of this restart ask for it, until a host cannot get
     it by that name."""
     pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
+    # The first pod that runs decides for all: a tag may be moved at any time.
     if not memory.image_id:
-        # The first pod that runs decides for all: a tag may be moved at any time.
         first = next((pod for pod in pods if pod.image_id), None)
         if first is None:
             return memory
@@ -147,6 +158,8 @@ def _note_image(memory: Memory, observation: Observation, config: Config) -> Mem
         # Where nothing is ever pulled, images lie on hosts by the names under which they were brought.
         pin = "" if policy == "Never" else pin_image(memory.image, first.image_id)
         return replace(memory, image_id=first.image_id, image_pin=pin)
+
+    # A host that has the image only by its tag, as where images are brought by hand, cannot get the digest.
     is_unknown = any(
         pod.is_live and pod.is_image_missing and pod.image == memory.image_pin for pod in pods
     )
@@ -157,9 +170,12 @@ def _note_image(memory: Memory, observation: Observation, config: Config) -> Mem
 
 
 def _note_coordinators(
-    memory: Memory, observation: Observation, config: Config, now: float
+    memory: Memory,
+    observation: Observation,
+    config: Config,
+    now: float,
 ) -> Memory:
-    """Count the loss of a coordinator: its pod has ended, is on its way out, has vanished or was replaced
+    """Count the loss of a coordinator, whose pod has ended, is leaving, has vanished or was replaced
     unseen."""
     pods = {pod.attempt: pod for pod in observation.coordinators}
     newest = max(pods, default=-1)
@@ -168,49 +184,65 @@ def _note_coordinators(
     # loss of the older one has not been counted.
     if newest > known.attempt:
         if known.attempt >= 0 and not known.is_recorded:
+            older = pods.get(known.attempt)
             memory = _add_lost_coordinator(
-                memory, observation, pods.get(known.attempt), config, now
+                memory,
+                observation,
+                older,
+                config,
+                now,
             )
         known = Coordinator(newest, known.image)
     pod = pods.get(known.attempt)
     memory = replace(memory, coordinator=known)
+
     # A pod that is gone counts as one that has ended: its end came in a gap of the watch.
     is_lost = known.attempt >= 0 and (pod is None or pod.is_over)
     if is_lost and not known.is_recorded:
-        memory = _add_lost_coordinator(memory, observation, pod, config, now)
+        memory = _add_lost_coordinator(
+            memory,
+            observation,
+            pod,
+            config,
+            now,
+        )
     return memory
 
 
 def _add_lost_coordinator(
-    memory: Memory, observation: Observation, pod: PodState | None, config: Config, now: float
+    memory: Memory,
+    observation: Observation,
+    pod: PodState | None,
+    config: Config,
+    now: float,
 ) -> Memory:
-    """Count it, unless the operator itself sent it away."""
+    """Count the loss of the known coordinator, unless the operator itself sent it away."""
     known = replace(memory.coordinator, is_recorded=True)
     claim, run = observation.claim, observation.run
+    # The end is written on the PVC before the coordinator goes, and into the status only after that: a new
+    # operator may find the one without the other.
     record = claim.records.get(run.name) if claim else None
-    # The PVC is told of the end before the coordinator goes, and the status only after that.
     is_complete = record is not None and record.complete is not None and record.uid == run.uid
-    if (
-        is_complete
-        or is_letting_go(observation, memory)
-        or (pod is not None and pod.restart < memory.restart)
-    ):
+    is_of_before = pod is not None and pod.restart < memory.restart
+    if is_complete or is_of_before or is_letting_go(observation, memory):
         return replace(memory, coordinator=known)
+
     # A coordinator that dies young again and again is made ever later; its loss costs no failure, since
     # training goes on.
     budget = memory.budget
     if pod is not None and now - pod.created_at < config.short_life_seconds:
         budget = add_short_life(budget, memory, config, now)
     code = pod.end.exit_code if pod and pod.end else None
+    cause = PodCause.COORDINATOR_LOST
     end = EndRecord(
-        names.coordinator_pod_name(observation.run.name, known.attempt),
-        PodCause.COORDINATOR_LOST,
+        names.coordinator_pod_name(run.name, known.attempt),
+        cause,
         code,
         now,
     )
     restarts = {
         **memory.restarts,
-        PodCause.COORDINATOR_LOST.value: memory.restarts.get(PodCause.COORDINATOR_LOST, 0) + 1,
+        cause.value: memory.restarts.get(cause, 0) + 1,
     }
     return replace(
         memory,
@@ -221,69 +253,75 @@ def _add_lost_coordinator(
     )
 
 
-def _note_progress(memory: Memory, observation: Observation, now: float) -> Memory:
-    progress = observation.progress
-    if progress is None or not is_current(observation, memory):
-        return memory
-    # The order matters: counters before the outcome, which names the failure that the counters count.
-    memory = replace(memory, training=_merge_training(memory.training, progress, now))
-    memory = _add_counters(memory, progress)
-    # A step of this coordinator's own group shows that one was up, also where nobody asked while it was.
-    has_formed = memory.has_formed or progress.phase in _FORMED or progress.step is not None
-    memory = note_outcome(replace(memory, has_formed=has_formed), progress.last_failure, now)
-    return forgive(memory, observation)
-
-
-def _merge_training(known: Training, progress: Progress, now: float) -> Training:
-    """Merge an answer into what is known; values that a coordinator lacks after its restart stay as they
-    were."""
+def _note_progress(
+    memory: Memory,
+    observation: Observation,
+    progress: Progress,
+    now: float,
+) -> Memory:
+    """Merge the answer of the run's coordinator; values that it lacks after its restart stay as they were."""
+    known = memory.training
     is_new = progress.step is not None and progress.step != known.step
     ago = progress.updated_seconds_ago or 0.0
     has_saved = (
         progress.checkpoint_step is not None
         and progress.checkpoint_step != known.checkpoint_step
     )
-    return Training(
+    training = Training(
         generation=progress.generation or known.generation,
-        step=known.step if progress.step is None else progress.step,
+        step=_newer(progress.step, known.step),
         total_steps=progress.total_steps or known.total_steps,
-        loss=known.loss if progress.loss is None else progress.loss,
-        tokens_per_second=known.tokens_per_second
-        if progress.tokens_per_second is None
-        else progress.tokens_per_second,
-        eta_seconds=known.eta_seconds if progress.eta_seconds is None else progress.eta_seconds,
-        checkpoint_step=known.checkpoint_step
-        if progress.checkpoint_step is None
-        else progress.checkpoint_step,
+        loss=_newer(progress.loss, known.loss),
+        tokens_per_second=_newer(progress.tokens_per_second, known.tokens_per_second),
+        eta_seconds=_newer(progress.eta_seconds, known.eta_seconds),
+        checkpoint_step=_newer(progress.checkpoint_step, known.checkpoint_step),
         checkpoint_at=now if has_saved else known.checkpoint_at,
         ready=progress.ready,
         updated_at=now - ago if is_new else known.updated_at,
     )
 
+    # A step of this coordinator's own group shows that one was up, also where no poll fell into that time.
+    has_formed = memory.has_formed or progress.phase in _FORMED or progress.step is not None
+    memory = replace(memory, training=training, has_formed=has_formed)
+
+    # The order matters: counters before the outcome, which names the failure that the counters count.
+    memory = _add_counters(memory, progress)
+    memory = note_outcome(memory, progress.last_failure, now)
+    return forgive(memory, observation)
+
+
+def _newer(new: Value | None, known: Value | None) -> Value | None:
+    """Return the new value, or the known one where there is none. 0 is a value."""
+    return known if new is None else new
+
 
 def _add_counters(memory: Memory, progress: Progress) -> Memory:
-    """Each coordinator counts from 0: only what it has added since the last reading is added here."""
-    known = (
-        memory.coordinator
-        if memory.coordinator.attempt == progress.attempt
-        else Coordinator(progress.attempt)
-    )
-    known = replace(known, image=memory.coordinator.image)
+    """Add what the coordinator has counted since its last reading. Each coordinator counts from 0."""
+    known = memory.coordinator
+    if known.attempt != progress.attempt:
+        known = Coordinator(progress.attempt, known.image)
     restarts, lost = dict(memory.restarts), dict(memory.lost_seconds)
+
     # Restarts that no pod shows: a worker was started again inside its pod.
     for name in IN_POD_CAUSES:
         more = progress.restarts.get(name, 0) - known.restarts.get(name, 0)
         key = CAUSES.get(name, PodCause.WORKER_CRASH).value
         if more > 0:
             restarts[key] = restarts.get(key, 0) + more
+
     # Seconds are kept whole: a fraction would make a status write of every answer.
-    told = {name: int(seconds) for name, seconds in progress.lost_seconds.items()}
-    for name, whole in told.items():
+    counted = {name: int(seconds) for name, seconds in progress.lost_seconds.items()}
+    for name, whole in counted.items():
         more = whole - known.lost_seconds.get(name, 0)
         if more > 0 and (name in lost or len(lost) < MAX_CAUSES):
             lost[name] = lost.get(name, 0) + more
     seen = {
         name: progress.restarts[name] for name in IN_POD_CAUSES if progress.restarts.get(name)
     }
-    coordinator = replace(known, restarts=seen, lost_seconds=told)
-    return replace(memory, restarts=restarts, lost_seconds=lost, coordinator=coordinator)
+    coordinator = replace(known, restarts=seen, lost_seconds=counted)
+    return replace(
+        memory,
+        restarts=restarts,
+        lost_seconds=lost,
+        coordinator=coordinator,
+    )

@@ -1,12 +1,12 @@
-"""The newest failure and its root cause, from what pods and the coordinator say. Pure.
+"""The newest failure and its root cause, from the reports of pods and of the coordinator. Pure.
 
-| said by | after | result |
+| reported by | after | result |
 |---|---|---|
 | a pod that ended by itself, exit code 64 or 70 | its coordinator named a rank just before | the rank stays |
 | any pod that failed | | the pod, its exit code and last words |
 | a pod with a host fault | a failure that counts, in the same look | the failure stays |
 | the coordinator | a pod ended by itself in the last minute | the coordinator's: it names the rank |
-| the coordinator | the same failure, told again: its time wavers by two seconds | nothing new |
+| the coordinator | the same failure once more: its time wavers by two seconds | nothing new |
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,18 +23,20 @@ CAUSES: Mapping[str, PodCause] = {name: one.pod for name, one in CHANGES.items()
 """The coordinator's word for a cause → ours; any other is a crash."""
 _NODE_DIGITS = 7
 _REPEAT_SECONDS = 60.0
-"""A node ends so soon after its coordinator has said which rank failed."""
+"""Time within which a node ends after its coordinator has named the rank that failed."""
 _WAVER_SECONDS = 2.0
 _SAID_BEFORE = (ExitCode.USER_ERROR, ExitCode.INTERNAL)
-"""Exit codes of a node that ends by itself, after its coordinator was told why."""
+"""Exit codes of a node that ends by itself, after it has reported the reason to its coordinator."""
 
 
 def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
-    """The last failure among pods that have just ended."""
+    """Return the memory with the last failure among pods that have just ended."""
     failure = memory.last_failure
-    told = [pod for pod in ended if describe_cause(pod) in (*COUNTED, PodCause.USER_ERROR)]
+    failed = [pod for pod in ended if describe_cause(pod) in (*COUNTED, PodCause.USER_ERROR)]
     # Host faults are reported only where nothing that counts has ended in the same look.
-    for pod in told or [pod for pod in ended if describe_cause(pod) == PodCause.HOST_FAULT]:
+    if not failed:
+        failed = [pod for pod in ended if describe_cause(pod) == PodCause.HOST_FAULT]
+    for pod in failed:
         end = pod.end
         described = LastFailure(
             cause=describe_cause(pod),
@@ -44,17 +46,20 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
             step=memory.training.step,
             exit_code=end.exit_code if end else None,
         )
+        # A failure that has a rank is the coordinator's, which names the rank that the pod cannot name.
         is_repeated = (
             failure is not None
             and failure.rank is not None
             and described.at - failure.at < _REPEAT_SECONDS
+            and described.exit_code in _SAID_BEFORE
         )
-        failure = failure if is_repeated and described.exit_code in _SAID_BEFORE else described
+        if not is_repeated:
+            failure = described
     return replace(memory, last_failure=failure)
 
 
 def note_outcome(memory: Memory, failure: Failure | None, now: float) -> Memory:
-    """The last failure as the coordinator tells it."""
+    """Return the memory with the last failure as the coordinator reports it."""
     if failure is None or failure.cause == "peer_lost":
         return memory
     # The same failure is reported by the pod and by the coordinator, in either order and at slightly
@@ -68,11 +73,12 @@ def note_outcome(memory: Memory, failure: Failure | None, now: float) -> Memory:
     )
     if known is not None and at <= known.at + _WAVER_SECONDS and not is_repeat:
         return memory
+
+    # A node's id is a text, and only a small number can be the index of a pod.
+    is_number = failure.node.isdecimal() and len(failure.node) < _NODE_DIGITS
     described = LastFailure(
         cause=CAUSES.get(failure.cause, PodCause.WORKER_CRASH),
-        node=int(failure.node)
-        if failure.node.isdecimal() and len(failure.node) < _NODE_DIGITS
-        else None,
+        node=int(failure.node) if is_number else None,
         message=keep_end(failure.message, MAX_MESSAGE),
         at=at,
         rank=failure.rank,

@@ -1,4 +1,4 @@
-"""Which pods a training run should have: one live pod a node, one coordinator, nobody above the bounds."""
+"""The pods that a training run should have: one live pod a node, one coordinator, none above the bounds."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,7 +12,7 @@ from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import find_own_record
 
 COORDINATOR_SILENCE_SECONDS: Final = 10.0
-"""After so long without an answer a coordinator is replaced: its nodes wait no longer for it either."""
+"""Silence after which a coordinator is replaced: its nodes wait no longer for it either."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,18 @@ class Scale:
 
 
 def decide_scale(context: ReconcileContext) -> Scale:
-    """The pods of a run that trains or wants to."""
-    most = context.run.spec.nodes.largest
+    """Decide on the pods of a run that trains or wants to."""
     newest, surplus = _find_newest(context)
+    # Ended pods that a newer ended one of the same node has made useless go, too; the newest stays for its
+    # logs. Pods are sorted: the highest attempt of each node comes last.
+    ended = [pod for pod in context.nodes if pod.end is not None]
+    newest_ended = {pod.index: pod for pod in ended}
+    surplus += [pod for pod in ended if newest_ended[pod.index] is not pod]
 
     # Which nodes get a pod now, and which have to wait: for the budget, for the last holder of the state, or
     # after a fault of their host.
-    missing = [index for index in range(most) if index not in newest]
+    indices = range(context.run.spec.nodes.largest)
+    missing = [index for index in indices if index not in newest]
     is_waiting = is_backing_off(context)
     # Where only a leaving pod may hold the state, a successor, the same node to the coordinator, would cut
     # its save short. A pod on a lost node is not waited for: whatever it holds cannot be reached.
@@ -50,32 +55,32 @@ def decide_scale(context: ReconcileContext) -> Scale:
         if pod.is_running and pod.disruption != "NodeLost" and not is_anybody_left
     }
     faults = context.memory.faults
-    faulty = (
-        faults.nodes.intersection(missing)
-        if context.now < faults.retry_at
-        else frozenset[int]()
-    )
+    is_faulty = context.now < faults.retry_at
+    faulty = faults.nodes.intersection(missing if is_faulty else ())
     due = [] if is_waiting else [index for index in missing if index not in held | faulty]
-    # Pods are sorted: the highest attempt of each node comes last.
+
+    # An attempt is beyond all that are known, so that no name is used twice.
     visible = {pod.index: pod.attempt for pod in context.nodes}
+    nodes_to_create = tuple(
+        (index, 1 + max(visible.get(index, -1), context.memory.attempt_of(index)))
+        for index in due
+    )
+
+    # Coordinators of earlier epochs go; nodes obey only the newest in any case.
     coordinator, epoch = _find_coordinator(context)
-    # One coordinator: those of earlier epochs go. Nodes take orders of the newest alone, in any case.
     older = [
         pod
         for pod in context.observation.coordinators
         if not pod.is_deleting and pod.attempt < epoch
     ]
-    # Its successor is made once it is being deleted: that stands in the API server, whatever becomes of this
-    # operator.
+    # The successor of a lost one is made only once that one is being deleted: the API server keeps the
+    # deletion, whatever becomes of this operator.
     live = context.observation.live_coordinator
     if live is not None and _is_lost(live, context):
         older.append(live)
     return Scale(
-        nodes_to_create=tuple(
-            (index, 1 + max(visible.get(index, -1), context.memory.attempt_of(index)))
-            for index in due
-        ),
-        pods_to_delete=remove((*surplus, *_find_old(context))) + remove(older),
+        nodes_to_create=nodes_to_create,
+        pods_to_delete=remove(surplus) + remove(older),
         coordinator_attempt=coordinator if not is_waiting else None,
         epoch=epoch,
         bounds=_find_bounds(context),
@@ -90,11 +95,10 @@ def decide_scale(context: ReconcileContext) -> Scale:
 
 
 def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[PodState]]:
-    """One live pod a node, the newest, and all that are to go."""
+    """Return the newest live pod of each node, and the live pods that are to go."""
     most, memory = context.run.spec.nodes.largest, context.memory
 
-    # A second pod of a node is there where an operator died between a creation and its
-    # note of it.
+    # A second pod of a node is there where an operator died between its creation and the status write.
     newest: dict[int, PodState] = {}
     for pod in context.live:
         known = newest.get(pod.index)
@@ -115,67 +119,54 @@ def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[P
 
 
 def _find_coordinator(context: ReconcileContext) -> tuple[int | None, int]:
-    """The attempt to create, None if one is there, and the newest epoch. Epochs only grow, also over a lost
-    status.
+    """Return the attempt to create, None if one is there, and the newest epoch.
 
-    The PVC is told before the pod is made, so that its epoch may be one that is still to be made: where the
-    status knows of no such pod, or, without a status, where no node followed it.
+    Epochs only grow, also over a lost status.
     """
     live = context.observation.live_coordinator
     if live is not None:
         return None, live.attempt
     own, memory = find_own_record(context), context.memory
-    # The next epoch is beyond everything that anybody knows of: pods, status and the volume.
+    # The next epoch is beyond all that are known: by pods, status and the volume.
     following = 1 + max((pod.attempt for pod in context.observation.coordinators), default=-1)
     following = max(following, memory.coordinator.attempt + 1)
+    # The epoch is written to the PVC before the pod is made. After a crash between the two, the PVC names an
+    # epoch that no pod has had: it is used if the status lists no such pod, or, without a status, if no node
+    # carries it.
     if own is not None:
-        is_still_to_be_made = own.uid == context.run.uid and (
-            memory.is_known or not context.nodes
-        )
+        is_ours = own.uid == context.run.uid
+        is_still_to_be_made = is_ours and (memory.is_known or not context.nodes)
         following = max(following, own.epoch if is_still_to_be_made else own.epoch + 1)
     return following, following
 
 
 def _is_lost(coordinator: PodState, context: ReconcileContext) -> bool:
-    """Whether a coordinator served, and nothing has come from its host for longer than its nodes wait for it.
+    """Whether a coordinator has served, and its host is silent for longer than its nodes wait for it.
 
     Kubernetes gives up a pod on a dead host after 45 s and more; the next coordinator takes the group over as
-    it is. One that has never answered is kept: it may be the operator that cannot reach it. The same holds
-    while most others are silent, too.
+    it is.
     """
     silence = context.observation.silence
-    if (
-        silence is None
-        or silence.attempt != coordinator.attempt
-        or silence.seconds < COORDINATOR_SILENCE_SECONDS
-    ):
+    if silence is None or silence.attempt != coordinator.attempt:
         return False
-    return silence.has_answered and silence.has_timed_out and silence.is_alone
-
-
-def _find_old(context: ReconcileContext) -> list[PodState]:
-    """Ended pods that a newer ended one of the same node has made useless; the newest stays for its logs."""
-    newest: dict[int, PodState] = {}
-    for pod in context.nodes:
-        if pod.end is not None and (
-            pod.index not in newest or pod.attempt > newest[pod.index].attempt
-        ):
-            newest[pod.index] = pod
-    return [
-        pod for pod in context.nodes if pod.end is not None and newest[pod.index] is not pod
-    ]
+    # One that has never answered is kept: it may be the operator that cannot reach it. The same holds while
+    # most others are silent, too.
+    return (
+        silence.seconds >= COORDINATOR_SILENCE_SECONDS
+        and silence.has_answered
+        and silence.has_timed_out
+        and silence.is_alone
+    )
 
 
 def _find_bounds(context: ReconcileContext) -> Bounds | None:
+    """Return the bounds to post; None where the coordinator has them, or its group is over."""
     progress, nodes = context.progress, context.run.spec.nodes
     if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
         return None
     most = context.run.spec.failure_policy.max_failures_without_progress
     wanted = Bounds(nodes.min, nodes.largest, most)
-    # A coordinator of an older release tells of no such number, and is not asked for it.
-    told = Bounds(
-        progress.min_nodes,
-        progress.max_nodes,
-        most if progress.max_failures is None else progress.max_failures,
-    )
-    return None if told == wanted else wanted
+    # A coordinator of an older release reports no number of failures, and gets none for that reason alone.
+    failures = most if progress.max_failures is None else progress.max_failures
+    known = Bounds(progress.min_nodes, progress.max_nodes, failures)
+    return None if known == wanted else wanted

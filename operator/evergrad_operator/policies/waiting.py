@@ -1,6 +1,6 @@
 """Names what is in the way of a run that wants to train, and whether a person has to act.
 
-The run goes on by itself then.
+The run goes on by itself once nothing is in the way any more.
 """
 
 import re
@@ -57,9 +57,9 @@ Reasons in neither set heal sooner or later: a queue admits, an autoscaler bring
 free.
 """
 _NEEDED_BY_NAME: Final = ("Pod", "PersistentVolumeClaim")
-"""Kinds of which only objects that are wanted now are in the way; others are wanted until they are there."""
+"""Kinds whose objects are in the way only while they are wanted; others are wanted until they exist."""
 PATIENCE_SECONDS: Final = 300.0
-"""An obstacle that often heals by itself needs a person after so long: most outages of a registry are
+"""Time after which an obstacle that often heals by itself needs a person: most outages of a registry are
 shorter."""
 
 
@@ -76,14 +76,14 @@ class Obstacle:
 
     @property
     def needs_person_at(self) -> float | None:
-        """When somebody has to act, in seconds since 1970; None for what heals without."""
+        """Time from which on a person has to act, in seconds since 1970; None for never."""
         if self.reason in _PERSON_AT_ONCE:
             return self.since
         return self.since + PATIENCE_SECONDS if self.reason in _PERSON_LATER else None
 
 
 def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle | None:
-    """The most telling obstacle.
+    """Return the obstacle that explains most; None where nothing is in the way.
 
     ``wanted``: names of the pods that should be made now, and of a claim to be written.
     """
@@ -91,39 +91,39 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
     names_wanted = frozenset(wanted)
     for failure in context.observation.failures:
         # A refusal of something that is not needed any more may be remembered for long.
-        is_relevant = (
-            failure.verb not in ("create", "apply")
-            or (failure.kind in _NEEDED_BY_NAME and failure.name in names_wanted)
-            or (
-                failure.kind not in _NEEDED_BY_NAME
-                and (failure.kind, failure.name) not in context.observation.hashes
-            )
-        )
-        if is_relevant:
-            is_record = (
-                failure.kind == "PersistentVolumeClaim"
-                and context.observation.claim is not None
-            )
-            return (
-                _explain_record(failure)
-                if is_record and not _is_passing(failure)
-                else explain_refusal(failure)
-            )
+        if failure.verb not in ("create", "apply"):
+            is_relevant = True
+        elif failure.kind in _NEEDED_BY_NAME:
+            is_relevant = failure.name in names_wanted
+        else:
+            is_relevant = (failure.kind, failure.name) not in context.observation.hashes
+        if not is_relevant:
+            continue
+        # A claim that exists is written for the run's record alone.
+        is_claim = failure.kind == "PersistentVolumeClaim"
+        if is_claim and context.observation.claim is not None and not _is_passing(failure):
+            return _explain_record(failure)
+        return explain_refusal(failure)
+
     # Then pods that exist and do not run; the reason that is rarest and most certain counts.
-    coordinators = [
-        pod for pod in context.observation.coordinators if pod.is_live and not pod.is_running
-    ]
-    pending = [pod for pod in (*coordinators, *context.live) if not pod.is_running]
-    found = [(_explain(pod, context), pod.created_at) for pod in pending]
-    obstacles = [replace(one, since=created_at) for one, created_at in found if one is not None]
+    coordinators = [pod for pod in context.observation.coordinators if pod.is_live]
+    obstacles = []
+    for pod in (*coordinators, *context.live):
+        found = None if pod.is_running else _explain(pod, context)
+        if found is not None:
+            obstacles.append(replace(found, since=pod.created_at))
     if obstacles:
         return min(obstacles, key=lambda one: _ORDER.index(one.reason))
 
-    # Pods that all run and a coordinator that does not answer.
+    # Where all pods run, the coordinator may still not answer.
     silence = context.observation.unreachable
     if silence is None:
         return None
-    return Obstacle(Reason(silence.reason), silence.text, context.now - silence.seconds)
+    return Obstacle(
+        Reason(silence.reason),
+        silence.text,
+        context.now - silence.seconds,
+    )
 
 
 _ORDER: Final = (
@@ -139,7 +139,7 @@ _ORDER: Final = (
 
 
 def explain_refusal(failure: ApplyFailure) -> Obstacle:
-    """A refusal of the API server in words."""
+    """Return a refusal of the API server, or of a coordinator, in words."""
     what, said = f"{failure.kind} {failure.name}", failure.message
     if failure.reason == NAME_TAKEN:
         remedy = "Delete or rename it, or give the run another name"
@@ -152,7 +152,8 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
             Reason.BOUNDS_NOT_TAKEN,
             f"the new bounds are not in force: {quote(said)}. They are sent again",
         )
-    # Only now the texts of the API server are read: they are prose, and a guess is wrong at worst about the
+
+    # The texts of the API server are read last: they are prose, and a wrong guess is wrong only about the
     # remedy.
     if _is_passing(failure):
         return _explain_outage(failure)
@@ -177,17 +178,15 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
 
 
 def _is_passing(failure: ApplyFailure) -> bool:
-    """Whether nobody has refused the object: something did not answer, was busy, or somebody else was
-    quicker."""
+    """Whether the object was not refused: something did not answer, was busy, or another write was first."""
     return failure.status in (0, 401, 409, 429) or failure.status >= 500
 
 
 def _explain_outage(failure: ApplyFailure) -> Obstacle:
-    what, said = (
-        f"{failure.verb} {failure.kind} {failure.name}",
-        quote(failure.message) or failure.reason,
-    )
-    # 409 without a name that is taken: somebody wrote a moment ago, and the next try will do.
+    """Return in words that the API server, or a webhook, did not answer."""
+    what = f"{failure.verb} {failure.kind} {failure.name}"
+    said = quote(failure.message) or failure.reason
+    # 409 without a name that is taken: another write came first, and the next try will do.
     if failure.status == 409:
         return Obstacle(Reason.STARTING, f"could not {what} yet: {said}. It is tried again")
     if "failed calling webhook" in failure.message:
@@ -202,8 +201,10 @@ def _explain_outage(failure: ApplyFailure) -> Obstacle:
 
 
 def _explain_record(failure: ApplyFailure) -> Obstacle:
-    """The run's note on an existing claim is refused: it stands before any pod, or two runs would share a
-    folder."""
+    """Return in words that the run's record on an existing claim is refused.
+
+    The record is written before any pod is made, or two runs could share a folder.
+    """
     text = (
         f"the API server refuses the run's record on PersistentVolumeClaim {failure.name}: "
         f"{quote(failure.message) or failure.reason} (HTTP {failure.status}). No pod is made before it stands"
@@ -221,6 +222,7 @@ def _explain_record(failure: ApplyFailure) -> Obstacle:
 
 
 def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
+    """Return why a pod does not run; None where that needs no explanation yet."""
     who = "the coordinator" if pod.role == names.ROLE_COORDINATOR else f"node {pod.index}"
     where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
     reason = pod.waiting_reason
@@ -242,8 +244,21 @@ def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
             Reason.QUEUED,
             f"{where} waits to be admitted by a queue: {said or 'a scheduling gate is set'}",
         )
+    # The scheduler's words are the only sign of a claim that is missing or not bound.
+    if reason == "Unschedulable" and _MISSING_CLAIM.search(said):
+        remedy = "Create the PersistentVolumeClaim; the pod waits for it"
+        return Obstacle(Reason.VOLUME_MISSING, f"{where}: {said}. {remedy}")
+    if reason == "Unschedulable" and _PENDING_CLAIM.search(said):
+        remedy = "Check its StorageClass, which must allow writing from several nodes; the pod waits for it"
+        return Obstacle(Reason.VOLUME_PENDING, f"{where}: {said}. {remedy}")
     if reason == "Unschedulable":
-        return _explain_scheduling(where, said)
+        remedy = (
+            "Lower spec.resources, widen spec.template's node selection, or add nodes; the "
+            "pod waits for them"
+        )
+        return Obstacle(
+            Reason.UNSCHEDULABLE, f"{where}: no node fits: {said or 'no details'}. {remedy}"
+        )
     if reason == "ContainerCreating" and context.now - pod.created_at > _SLOW_SECONDS:
         remedy = (
             f"See kubectl describe pod {pod.name}: a volume, a Secret or a ConfigMap may be "
@@ -256,46 +271,18 @@ def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
     return None
 
 
-def _explain_scheduling(where: str, said: str) -> Obstacle:
-    if _MISSING_CLAIM.search(said):
-        return Obstacle(
-            Reason.VOLUME_MISSING,
-            f"{where}: {said}. Create the PersistentVolumeClaim; the pod waits for it",
-        )
-    if _PENDING_CLAIM.search(said):
-        remedy = "Check its StorageClass, which must allow writing from several nodes; the pod waits for it"
-        return Obstacle(Reason.VOLUME_PENDING, f"{where}: {said}. {remedy}")
-    remedy = (
-        "Lower spec.resources, widen spec.template's node selection, or add nodes; the "
-        "pod waits for them"
-    )
-    return Obstacle(
-        Reason.UNSCHEDULABLE, f"{where}: no node fits: {said or 'no details'}. {remedy}"
-    )
-
-
 def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
     """Find what is wrong with the PVC itself, before any pod needs it."""
-    claim, name, is_given = (
-        context.observation.claim,
-        context.run.claim_name,
-        bool(context.run.spec.storage.claim_name),
-    )
+    claim, name = context.observation.claim, context.run.claim_name
     since = context.memory.start_time or context.now
     # A claim of the run's own is made with its pods; only one that the user names can be missing.
     if claim is None:
-        if not is_given:
+        if not context.run.spec.storage.claim_name:
             return None
-        unread = next(
-            (
-                one
-                for one in context.observation.failures
-                if (one.verb, one.name) == ("get", name)
-            ),
-            None,
-        )
-        if unread is not None:
-            return explain_refusal(unread)
+        # A claim that could not be read may exist.
+        for failure in context.observation.failures:
+            if (failure.verb, failure.name) == ("get", name):
+                return explain_refusal(failure)
         text = (
             f"PersistentVolumeClaim {name} does not exist in namespace {context.run.namespace}"
         )
