@@ -24,6 +24,8 @@ from evergrad_operator.plan.token import build_token_secret
 Object = Mapping[str, Any]
 OWNED_KINDS: Final = ("ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
 """Kinds of the children that are no pods, and not the PVC."""
+_SWITCHED: Final = ("PodDisruptionBudget", "NetworkPolicy")
+"""Those that an installation, or the phase of a run, switches on and off."""
 
 
 @dataclass(frozen=True)
@@ -67,66 +69,79 @@ class Plan:
 def plan_children(
     observation: Observation, decision: Decision, config: Config, *, token: str
 ) -> Plan:
-    """Everything that is to be applied, deleted and created for the decision; nothing that already is as it
-    should be.
+    """Plan everything that is to be applied, deleted and created for the decision, and nothing that is as it
+    should be already.
 
     ``token``: the run's.
     """
     run = observation.run
-    claim = None
+    claim: JsonObject | None = None
+    stale_records: tuple[str, ...] = ()
     if decision.record is not None:
         claim = build_claim(run, decision.record, config, observation.claim)
+    if claim is not None:
+        stale_records = find_stale_records(run, observation.claim, observation.claim_users)
+
+    # Applying an object is a write: one whose hash shows that nothing differs is left alone.
+    is_running = decision.action == Action.RUN
+    wanted = _build_wanted(observation, decision, config) if is_running else {}
+    apply = tuple(
+        child
+        for key, child in wanted.items()
+        if observation.hashes.get(key)
+        != child["metadata"]["annotations"][names.ANNOTATION_HASH]
+    )
+
     # The uid is a precondition: a successor of the same name must not be deleted in its place.
-    pods = tuple(
+    delete = [
         Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete
-    )
-    wanted = (
-        _build_wanted(observation, decision, config) if decision.action == Action.RUN else []
-    )
-    create = tuple(_plan_pods(observation, decision, config, token))
-    # Nobody watches Secrets: before pods are made the Secret is, whether it exists or not. A pod that has a
+    ]
+    # All children go at the end; before that, only one that was switched off. A missing ConfigMap or Service
+    # is applied, never deleted.
+    for kind, name in observation.hashes:
+        is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
+        if is_switched_off or (decision.action == Action.CLEAN and kind in OWNED_KINDS):
+            delete.append(Deletion(kind, name))
+
+    # Secrets are not watched: the Secret is made before pods are, whether it exists or not. A pod that has a
     # host and does not run may wait for it, because somebody has deleted it.
+    create = tuple(_plan_pods(observation, decision, config, token))
     everything = (*observation.nodes, *observation.coordinators)
-    waits_for_volumes = decision.action == Action.RUN and any(
+    waits_for_volumes = is_running and any(
         pod.is_live and pod.node_name and not pod.is_running for pod in everything
     )
     return Plan(
         claim=claim,
         claim_manager=names.claim_field_manager(run.name),
-        stale_records=()
-        if claim is None
-        else find_stale_records(run, observation.claim, observation.claim_users),
+        stale_records=stale_records,
         token=build_token_secret(run, token) if create or waits_for_volumes else None,
-        apply=tuple(
-            child
-            for child in map(with_hash, wanted)
-            if observation.hashes.get((child["kind"], child["metadata"]["name"]))
-            != child["metadata"]["annotations"][names.ANNOTATION_HASH]
-        ),
+        apply=apply,
         bounds=decision.bounds,
-        delete=(*pods, *_plan_leftovers(observation, decision, wanted)),
+        delete=tuple(delete),
         create=create,
     )
 
 
 def _build_wanted(
     observation: Observation, decision: Decision, config: Config
-) -> list[JsonObject]:
-    """All children of a running run that are no pods, and not the PVC."""
+) -> dict[tuple[str, str], JsonObject]:
+    """Build all children of a running run that are no pods, and not the PVC, by kind and name."""
     run, live = observation.run, observation.live_coordinator
     attempt = decision.coordinator_attempt
     if attempt is None and live is not None:
         attempt = live.attempt
     wanted = [build_config_map(run)]
-    wanted += [build_service(run, attempt=attempt)] if attempt is not None else []
+    if attempt is not None:
+        wanted.append(build_service(run, attempt=attempt))
 
     # Before a group has formed, a budget protects no work, and costs: all budgets of a namespace are looked
     # at for each pod.
     has_budgets = any(kind == "PodDisruptionBudget" for kind, _ in observation.hashes)
     if config.disruption_budgets and (decision.phase == names.Phase.RUNNING or has_budgets):
         budget = build_disruption_budget(run)
-        wanted += [budget] if budget else []
-        # A change of the group can only be brought to its end by the coordinator that is at it.
+        if budget:
+            wanted.append(budget)
+        # A change of the group can only be completed by the coordinator that has begun it.
         progress = observation.progress
         is_regrouping = (
             progress is not None
@@ -135,47 +150,41 @@ def _build_wanted(
             and progress.phase in ("Starting", "Draining")
         )
         wanted.append(build_coordinator_budget(run, is_needed=is_regrouping))
-    wanted += [build_network_policy(run, config)] if config.network_policies else []
-    return wanted
-
-
-def _plan_leftovers(
-    observation: Observation, decision: Decision, wanted: list[JsonObject]
-) -> Iterator[Deletion]:
-    """Children that a run like this does not have any more: all of them at the end, or one that was switched
-    off."""
-    if decision.action == Action.CLEAN:
-        yield from (
-            Deletion(kind, name) for kind, name in observation.hashes if kind in OWNED_KINDS
-        )
-    elif decision.action == Action.RUN:
-        # Only kinds that can be switched off: a missing ConfigMap or Service is applied, never deleted.
-        kept = {(child["kind"], child["metadata"]["name"]) for child in wanted}
-        for kind, name in observation.hashes:
-            if kind in ("PodDisruptionBudget", "NetworkPolicy") and (kind, name) not in kept:
-                yield Deletion(kind, name)
+    if config.network_policies:
+        wanted.append(build_network_policy(run, config))
+    return {
+        (child["kind"], child["metadata"]["name"]): child for child in map(with_hash, wanted)
+    }
 
 
 def _plan_pods(
-    observation: Observation, decision: Decision, config: Config, token: str
+    observation: Observation,
+    decision: Decision,
+    config: Config,
+    token: str,
 ) -> Iterator[Object]:
-    """The coordinator first: nodes look for it."""
-    run, memory = observation.run, decision.memory
-    # A successor waits for the nodes that run now, and not for all: it takes over a group as it is.
-    if decision.coordinator_attempt is not None:
+    """Build the pods to create, the coordinator first: nodes look for it."""
+    run, memory, attempt = observation.run, decision.memory, decision.coordinator_attempt
+    if attempt is not None:
+        # A successor waits for the nodes that run now, and not for all: it takes over a group as it is.
+        expect = run.spec.nodes.largest
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
-        expect = (
-            min(max(running, run.spec.nodes.min), run.spec.nodes.largest)
-            if running
-            else run.spec.nodes.largest
-        )
-        nothing_runs = all(pod.end is not None for pod in observation.nodes)
+        if running:
+            expect = min(max(running, run.spec.nodes.min), expect)
+        all_ended = all(pod.end is not None for pod in observation.nodes)
         epoch = Epoch(
-            decision.coordinator_attempt,
+            attempt,
             expect,
-            nothing_runs=nothing_runs and decision.coordinator_attempt > 0,
+            nothing_runs=all_ended and attempt > 0,
         )
-        yield build_coordinator_pod(run, memory, config, epoch, token=token)
+        yield build_coordinator_pod(
+            run,
+            memory,
+            config,
+            epoch,
+            token=token,
+        )
+
     is_on_one_host = is_for_one_host(run, config, observation.claim)
     for index, attempt in decision.nodes_to_create:
         node = Node(index, attempt, is_on_one_host=is_on_one_host)

@@ -9,8 +9,8 @@ from evergrad_operator.plan.common import JsonObject, build_metadata, without_no
 from evergrad_operator.spec import TrainingRun
 
 KEPT_RECORDS: Final = 100
-"""Records of runs that are gone: they keep a folder from other runs, and a run that is applied again from
-training twice.
+"""Number of records of runs that are gone: such a record keeps a folder from other runs, and a run that is
+applied again from training twice.
 
 A record has some 300 bytes, and all annotations of an object have 256 KiB: the newest hundred take an eighth
 of that.
@@ -20,9 +20,9 @@ of that.
 def find_stale_records(
     run: TrainingRun, claim: ClaimState | None, users: frozenset[str] | None
 ) -> tuple[str, ...]:
-    """Annotations of the PVC to remove: the oldest records of runs that are gone.
+    """Find the annotations of the PVC to remove: the oldest records of runs that are gone.
 
-    Nothing where the runs are not known.
+    None are removed where the runs are not known.
     """
     if claim is None or users is None:
         return ()
@@ -37,19 +37,19 @@ def find_stale_records(
 
 
 def build_claim(
-    run: TrainingRun, record: Record, config: Config, live: ClaimState | None
+    run: TrainingRun,
+    record: Record,
+    config: Config,
+    live: ClaimState | None,
 ) -> JsonObject | None:
-    """Build what to apply, by ``names.claim_field_manager``; None where the PVC says so already, or is the
-    user's and missing.
-
-    A new PVC has no owner: data outlives the run. A claim that exists is applied with the spec that it has,
-    because most of it never changes.
-    """
-    text = build_record(record)
-    annotations = {names.claim_annotation(run.name): text}
-    if live is not None and live.annotations.get(names.claim_annotation(run.name)) == text:
+    """Build the claim to apply, by ``names.claim_field_manager``; None where the PVC has the record already,
+    or is the user's and missing."""
+    key, text = names.claim_annotation(run.name), build_record(record)
+    annotations = {key: text}
+    if live is not None and live.annotations.get(key) == text:
         return None
     claim: JsonObject = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
+
     # Only our annotation is applied to a claim that the user made; it must exist already.
     if run.spec.storage.claim_name is not None:
         metadata = {
@@ -58,10 +58,13 @@ def build_claim(
             "annotations": annotations,
         }
         return None if live is None else {**claim, "metadata": metadata}
+
+    # A claim of the run's own has no owner: data outlives the run.
     metadata = {
         **build_metadata(run, run.claim_name, is_owned=False),
         "annotations": annotations,
     }
+    # One that exists is applied with the spec that it has, because most of it never changes.
     if live is not None:
         return {**claim, "metadata": metadata, "spec": dict(live.spec)}
     storage = run.spec.storage
@@ -79,19 +82,17 @@ def build_claim(
 def choose_access_modes(
     run: TrainingRun, config: Config, live: ClaimState | None
 ) -> tuple[str, ...]:
-    """Those of the volume that stands (``live``); before it stands, those that are asked for."""
+    """Return the access modes of the volume that exists (``live``), else those that are asked for."""
     if live is not None and (modes := live.spec.get("accessModes")):
         return tuple(modes)
     if run.spec.storage.access_modes:
         return run.spec.storage.access_modes
-    return (
-        config.storage_access_mode
-        or ("ReadWriteOnce" if run.spec.nodes.largest == 1 else "ReadWriteMany"),
-    )
+    if config.storage_access_mode:
+        return (config.storage_access_mode,)
+    return ("ReadWriteOnce" if run.spec.nodes.largest == 1 else "ReadWriteMany",)
 
 
 def is_for_one_host(run: TrainingRun, config: Config, live: ClaimState | None) -> bool:
     """Whether several pods share a volume that only one node of the cluster can mount at a time."""
-    return run.spec.nodes.largest > 1 and "ReadWriteMany" not in choose_access_modes(
-        run, config, live
-    )
+    modes = choose_access_modes(run, config, live)
+    return run.spec.nodes.largest > 1 and "ReadWriteMany" not in modes

@@ -12,13 +12,16 @@ JsonObject = dict[str, Any]
 
 
 def build_labels(run: TrainingRun, *, role: str = "") -> dict[str, str]:
-    """Labels of every child; ``role`` of pods and of what selects them."""
-    labels = {names.LABEL_MANAGED_BY: names.MANAGED_BY, names.LABEL_RUN: run.name}
+    """Build the labels of a child. ``role``: for pods, and for children that select pods by it."""
+    labels = {
+        names.LABEL_MANAGED_BY: names.MANAGED_BY,
+        names.LABEL_RUN: run.name,
+    }
     return {**labels, names.LABEL_ROLE: role} if role else labels
 
 
 def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> JsonObject:
-    """Metadata of a child. One that is owned is deleted with the run, even while no operator is there."""
+    """Build the metadata of a child."""
     metadata: JsonObject = {
         "name": name,
         "namespace": run.namespace,
@@ -31,7 +34,7 @@ def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> Jso
             "name": run.name,
             "uid": run.uid,
         }
-        # The garbage collector deletes what is owned, also where no operator is left.
+        # The garbage collector deletes an owned child with its run, also where no operator is left.
         metadata["ownerReferences"] = [
             {**owner, "controller": True, "blockOwnerDeletion": True}
         ]
@@ -39,13 +42,16 @@ def build_metadata(run: TrainingRun, name: str, *, is_owned: bool = True) -> Jso
 
 
 def with_hash(child: JsonObject) -> JsonObject:
-    """The same object, saying what it was applied as."""
+    """Return the object with the hash of its intent, by which a later pass sees that nothing differs."""
     metadata = child["metadata"]
     annotations = {
         **metadata.get("annotations", {}),
         names.ANNOTATION_HASH: hash_json(child)[:16],
     }
-    return {**child, "metadata": {**metadata, "annotations": annotations}}
+    return {
+        **child,
+        "metadata": {**metadata, "annotations": annotations},
+    }
 
 
 def build_pod_security(config: Config) -> JsonObject:
@@ -73,18 +79,18 @@ def build_container_security() -> JsonObject:
 def build_tolerations(
     given: tuple[Mapping[str, Any], ...], seconds: int
 ) -> list[Mapping[str, Any]]:
-    """Those that were given, and ours for nodes that went silent, unless these are among them."""
+    """Return the given tolerations, and ours for nodes that went silent, unless these are among them."""
     # Kubernetes itself would add 300 s for both: a node that fell silent would hold its place for five
     # minutes.
     tolerations = list(given)
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
-        # One without a key covers all keys, one without an effect all effects.
-        is_covered = any(
-            (one.get("key") == key or (not one.get("key") and one.get("operator") == "Exists"))
-            and one.get("effect") in (None, "", "NoExecute")
+        # A toleration without a key covers all keys, one without an effect all effects.
+        covering = [
+            one
             for one in given
-        )
-        if not is_covered:
+            if one.get("key") == key or (not one.get("key") and one.get("operator") == "Exists")
+        ]
+        if all(one.get("effect") not in (None, "", "NoExecute") for one in covering):
             ours = {
                 "key": key,
                 "operator": "Exists",
@@ -96,7 +102,7 @@ def build_tolerations(
 
 
 def build_pull_secrets(run: TrainingRun, config: Config) -> list[dict[str, str]]:
-    """Those of the installation and of the run, each once."""
+    """Return the pull secrets of the installation and of the run, each once."""
     own = [secret.get("name") for secret in run.spec.template.image_pull_secrets]
     found = dict.fromkeys(
         name for name in (*config.image_pull_secrets, *own) if isinstance(name, str) and name
@@ -105,12 +111,12 @@ def build_pull_secrets(run: TrainingRun, config: Config) -> list[dict[str, str]]
 
 
 def escape(text: str) -> str:
-    """A text that the kubelet, which replaces ``$(NAME)`` in arguments, leaves as it is."""
+    """Escape a text for the kubelet, which replaces ``$(NAME)`` in arguments."""
     return text.replace("$", "$$")
 
 
 def without_none(value: JsonObject) -> JsonObject:
-    """Without keys that are None or empty, on the first level."""
+    """Return the object without keys that are None or empty, on the first level."""
     return {
         key: item
         for key, item in value.items()

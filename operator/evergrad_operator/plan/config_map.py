@@ -13,7 +13,7 @@ _KEPT: Final = ("nodes", "workersPerNode", "failurePolicy", "training", "script"
 
 
 def build_config_map(run: TrainingRun) -> JsonObject:
-    """The manifest of the run, without what only concerns the operator."""
+    """Build the ConfigMap that a run's pods mount."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -23,19 +23,20 @@ def build_config_map(run: TrainingRun) -> JsonObject:
 
 
 def build_manifest(run: TrainingRun) -> str:
-    """JSON, which is YAML too.
-
-    Metrics get our port where the run names none, so that there is something to scrape.
-    """
+    """Return the run's manifest as its nodes read it: JSON, which is YAML too."""
     # Fields that only the operator reads are left out, so that editing them touches no ConfigMap.
     spec = {
         key: value
         for key, value in get_map(run.raw, "spec").items()
         if key in _KEPT and value is not None
     }
+    # Metrics get our port where the run names none, so that there is something to scrape.
     for kind in ("training", "script"):
         if kind in spec:
-            metrics = {**get_map(spec[kind], "metrics"), "port": metrics_port(run)}
+            metrics = {
+                **get_map(spec[kind], "metrics"),
+                "port": metrics_port(run),
+            }
             spec[kind] = {**spec[kind], "metrics": metrics}
     manifest = {
         "apiVersion": names.API_VERSION,

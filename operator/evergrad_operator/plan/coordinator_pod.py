@@ -1,4 +1,4 @@
-"""The pod of a run's coordinator: the only authority on who trains."""
+"""The pod of a run's coordinator, which alone decides who trains."""
 
 from dataclasses import dataclass
 
@@ -29,17 +29,17 @@ from evergrad_operator.plan.token import (
 from evergrad_operator.spec import TrainingRun
 
 _MARGIN_SECONDS = 20
-"""From the time when a node leaves alone to the coordinator's end of patience."""
+"""Time from the moment when a node leaves by itself until the coordinator waits for it no longer."""
 _LINGER_SECONDS = 10**8
-"""It stays after the end, so that the operator can read how the run ended, until the operator deletes it."""
+"""Time that the coordinator stays after the end: the operator reads how the run ended, and deletes it."""
 
 
 @dataclass(frozen=True)
 class Epoch:
     """One coordinator pod in the life of a run.
 
-    ``expect``: nodes it waits for at the start. ``nothing_runs``: whether no group of before can be at work,
-    so that none is waited for.
+    ``expect``: number of nodes to wait for at the start. ``nothing_runs``: whether no earlier group can be at
+    work, so that none is waited for.
     """
 
     attempt: int
@@ -48,9 +48,14 @@ class Epoch:
 
 
 def build_coordinator_pod(
-    run: TrainingRun, memory: Memory, config: Config, epoch: Epoch, *, token: str
+    run: TrainingRun,
+    memory: Memory,
+    config: Config,
+    epoch: Epoch,
+    *,
+    token: str,
 ) -> JsonObject:
-    """The pod of one coordinator. ``token``: the run's."""
+    """Build the pod of one coordinator. ``token``: the run's."""
     template = run.spec.template
     metadata = build_metadata(run, names.coordinator_pod_name(run.name, epoch.attempt))
     labels, annotations = build_coordinator_metadata(run)
@@ -58,8 +63,12 @@ def build_coordinator_pod(
         **build_labels(run, role=names.ROLE_COORDINATOR),
         names.LABEL_ATTEMPT: str(epoch.attempt),
     }
+    # Ours come last: a template must not take a pod out of its run.
     metadata["labels"] = {**labels, **ours}
-    metadata["annotations"] = {**annotations, names.ANNOTATION_RESTART: str(memory.restart)}
+    metadata["annotations"] = {
+        **annotations,
+        names.ANNOTATION_RESTART: str(memory.restart),
+    }
     spec: JsonObject = {
         # A coordinator that crashes goes on from its state; one whose pod is lost is replaced by one of a
         # higher epoch.
@@ -74,20 +83,47 @@ def build_coordinator_pod(
         ),
         "imagePullSecrets": build_pull_secrets(run, config),
         "containers": [_build_container(run, memory, config, epoch)],
-        "volumes": [{"name": "evergrad-state", "emptyDir": {}}, build_token_volume(run, token)],
+        "volumes": [
+            {"name": "evergrad-state", "emptyDir": {}},
+            build_token_volume(run, token),
+        ],
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(spec)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": without_none(spec),
+    }
 
 
 def _build_container(
     run: TrainingRun, memory: Memory, config: Config, epoch: Epoch
 ) -> JsonObject:
+    """Build the coordinator's container, with its arguments."""
+    nodes = run.spec.nodes
+    arguments = [
+        *("--run", run.name),
+        *("--min", str(nodes.min)),
+        *("--max", str(nodes.largest)),
+        *("--expect", str(epoch.expect)),
+        *("--port", str(names.JOIN_PORT)),
+        *("--status-port", str(names.STATUS_PORT)),
+        *("--state", f"{names.STATE_PATH}/generation"),
+        *build_token_arguments(),
+        *("--epoch", str(epoch.attempt)),
+        *(("--nothing-runs",) if epoch.nothing_runs else ()),
+        *("--recovery", run.parsed.recovery),
+        *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
+        # The coordinator waits for a leaving node for a little longer than its pod has to leave.
+        *build_soft_limit(grace_seconds(run) + _MARGIN_SECONDS),
+        *("--linger", str(_LINGER_SECONDS)),
+    ]
     return {
         "name": names.CONTAINERS[names.ROLE_COORDINATOR],
         "image": memory.coordinator.image or config.operator_image,
         "imagePullPolicy": config.operator_image_pull_policy,
         "command": ["python", "-m", "evergrad_coordinator"],
-        "args": _build_arguments(run, epoch),
+        "args": arguments,
         "ports": [
             {"name": "join", "containerPort": names.JOIN_PORT, "protocol": "TCP"},
             {"name": "status", "containerPort": names.STATUS_PORT, "protocol": "TCP"},
@@ -114,24 +150,3 @@ def _build_container(
             build_token_mount(),
         ],
     }
-
-
-def _build_arguments(run: TrainingRun, epoch: Epoch) -> list[str]:
-    nodes = run.spec.nodes
-    return [
-        *("--run", run.name),
-        *("--min", str(nodes.min)),
-        *("--max", str(nodes.largest)),
-        *("--expect", str(epoch.expect)),
-        *("--port", str(names.JOIN_PORT)),
-        *("--status-port", str(names.STATUS_PORT)),
-        *("--state", f"{names.STATE_PATH}/generation"),
-        *build_token_arguments(),
-        *("--epoch", str(epoch.attempt)),
-        *(("--nothing-runs",) if epoch.nothing_runs else ()),
-        *("--recovery", run.parsed.recovery),
-        *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
-        # The coordinator waits for a leaving node for a little longer than its pod has to leave.
-        *build_soft_limit(grace_seconds(run) + _MARGIN_SECONDS),
-        *("--linger", str(_LINGER_SECONDS)),
-    ]

@@ -6,7 +6,8 @@ from evergrad_operator.spec import TrainingRun
 
 
 def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
-    """Evictions leave ``nodes.min`` nodes, or one less where there are no others: a drain is slowed down.
+    """Build the budget by which evictions leave ``nodes.min`` nodes, or one less where there are no others: a
+    drain is slowed down.
 
     None where that is no limit. ``maxUnavailable`` cannot be used: it asks for a scale subresource of the
     pods' owner.
@@ -20,8 +21,8 @@ def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
 
 
 def build_coordinator_budget(run: TrainingRun, *, is_needed: bool) -> JsonObject:
-    """While a group ends or begins its coordinator is not evicted; at any other time it may be, and a drain
-    goes on.
+    """Build the coordinator's budget: it is not evicted while a group ends or begins; at any other time a
+    drain goes on.
 
     A group that trains, or waits, is taken over by the next coordinator as it is. A budget that never allowed
     the eviction would hold up a drain, or the upgrade of a cluster, until the run's end.
@@ -34,7 +35,12 @@ def build_coordinator_budget(run: TrainingRun, *, is_needed: bool) -> JsonObject
     )
 
 
-def _build(run: TrainingRun, name: str, role: str, fewest: int) -> JsonObject:
+def _build(
+    run: TrainingRun,
+    name: str,
+    role: str,
+    fewest: int,
+) -> JsonObject:
     metadata = build_metadata(run, name)
     metadata["labels"] = build_labels(run)
     return {

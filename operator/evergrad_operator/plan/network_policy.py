@@ -1,4 +1,4 @@
-"""The NetworkPolicy of a run: its pods talk to each other, and are scraped; nobody else reaches them."""
+"""The NetworkPolicy of a run: its pods reach each other, and are scraped; no others reach them."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from evergrad_operator.spec import TrainingRun
 
 
 def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
-    """Ingress only; egress stays open.
+    """Build the policy, for ingress alone: egress stays open.
 
-    Between the run's pods all ports are: nobody knows those of collectives before.
+    All ports are open between the run's pods, because those of collectives are not known before.
     """
     own: dict[str, Any] = {"podSelector": {"matchLabels": {names.LABEL_RUN: run.name}}}
     operator: dict[str, Any] = {
@@ -27,8 +27,11 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
     scraped = [{"port": port, "protocol": "TCP"} for port in (metrics_port(run),) if port]
     ingress: list[dict[str, Any]] = [
         {"from": [own]},
-        # The operator asks the coordinator how far the run is.
-        {"from": [operator], "ports": [{"port": names.STATUS_PORT, "protocol": "TCP"}]},
+        # The operator polls the coordinator's status.
+        {
+            "from": [operator],
+            "ports": [{"port": names.STATUS_PORT, "protocol": "TCP"}],
+        },
     ]
     if config.metrics_from:
         # A coordinator serves its metrics beside its status, which asks for the run's token.
@@ -39,7 +42,10 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
             "values": list(config.metrics_from),
         }
         ingress.append(
-            {"from": [{"namespaceSelector": {"matchExpressions": [among]}}], "ports": scraped}
+            {
+                "from": [{"namespaceSelector": {"matchExpressions": [among]}}],
+                "ports": scraped,
+            }
         )
     elif scraped:
         ingress.append({"ports": scraped})

@@ -27,9 +27,9 @@ from evergrad_operator.plan.token import (
 from evergrad_operator.spec import TrainingRun
 
 GRACE_SECONDS: Final = 30
-"""From SIGTERM to the end of a pod, where neither the run nor its script says."""
+"""Time from SIGTERM to the end of a pod, where neither the run nor its script sets one."""
 _MARGIN_SECONDS: Final = 5
-"""For the supervisor to end after its workers, before the kubelet kills it."""
+"""Time for the supervisor to end after its workers, before the kubelet kills it."""
 _CACHES: Final = {
     "HOME": "/tmp",
     "USER": "evergrad",
@@ -39,14 +39,14 @@ _CACHES: Final = {
     "TORCHINDUCTOR_CACHE_DIR": "/tmp/.cache/torchinductor",
     "TRITON_CACHE_DIR": "/tmp/.cache/triton",
 }
-"""A user without a name or home, on a root that cannot be written."""
+"""Environment of a user without a name or home, on a root file system that cannot be written."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """Which node of a run a pod is to be.
+    """The node of a run that a pod is to be.
 
-    ``is_on_one_host``: where any of the run's pods is, all of them must be.
+    ``is_on_one_host``: whether all of the run's pods must be on the same host.
     """
 
     index: int
@@ -57,7 +57,7 @@ class Node:
 def build_node_pod(
     run: TrainingRun, memory: Memory, config: Config, node: Node, *, token: str
 ) -> JsonObject:
-    """The pod of one node. ``token``: the run's."""
+    """Build the pod of one node. ``token``: the run's."""
     template, grace = run.spec.template, grace_seconds(run)
     shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
     pod: JsonObject = {
@@ -86,26 +86,32 @@ def build_node_pod(
             *template.volumes,
         ],
     }
-    metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
-    ours = {names.LABEL_INDEX: str(node.index), names.LABEL_ATTEMPT: str(node.attempt)}
-    queue_labels, queue_annotations = _build_queue(run, memory, node.index)
+
     # Ours come last: a template must not take a pod out of its run.
+    metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
+    queue_labels, queue_annotations = _build_queue(run, memory, node.index)
     metadata["labels"] = {
         **build_user_labels(run),
         **queue_labels,
         **build_labels(run, role=names.ROLE_NODE),
-        **ours,
+        names.LABEL_INDEX: str(node.index),
+        names.LABEL_ATTEMPT: str(node.attempt),
     }
-    restart = {names.ANNOTATION_RESTART: str(memory.restart)}
-    metadata["annotations"] = {**template.annotations, **queue_annotations, **restart}
+    metadata["annotations"] = {
+        **template.annotations,
+        **queue_annotations,
+        names.ANNOTATION_RESTART: str(memory.restart),
+    }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(pod)}
 
 
 def _build_container(
     run: TrainingRun, memory: Memory, config: Config, *, index: int, grace: int
 ) -> JsonObject:
+    """Build the container that trains."""
     spec = run.spec
     port = metrics_port(run)
+    ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
     # The root file system cannot be written: everything that libraries cache goes to /tmp.
     env = merge_env(_CACHES, spec.template.env)
     return without_none(
@@ -122,9 +128,7 @@ def _build_container(
                 },
                 *env,
             ],
-            "ports": [{"name": "metrics", "containerPort": port, "protocol": "TCP"}]
-            if port
-            else [],
+            "ports": ports,
             "resources": without_none(
                 {
                     "requests": dict(spec.resources.requests),
@@ -151,8 +155,18 @@ def _build_container(
     )
 
 
-def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int) -> list[str]:
-    host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
+def _build_arguments(
+    run: TrainingRun,
+    config: Config,
+    *,
+    index: int,
+    grace: int,
+) -> list[str]:
+    """Build the arguments of ``evergrad``: the node of this index, on the run's volume."""
+    domain = config.cluster_domain or "svc"
+    host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{domain}"
+    # The kubelet would replace ``$(NAME)`` in the folder's name.
+    folder = escape(f"{contract.VOLUME_PATH}/{run.volume_path}")
     return [
         "node",
         f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
@@ -160,8 +174,8 @@ def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int
         *build_token_arguments(),
         *("--node", str(index)),
         *("--address", "$(EVERGRAD_POD_IP)"),
-        *("--run-directory", escape(f"{contract.VOLUME_PATH}/{run.volume_path}")),
-        *("--base-directory", escape(f"{contract.VOLUME_PATH}/{run.volume_path}")),
+        *("--run-directory", folder),
+        *("--base-directory", folder),
         *("--grace", str(grace)),
         *("--termination-log", names.TERMINATION_LOG),
     ]
@@ -170,30 +184,27 @@ def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int
 def _build_queue(
     run: TrainingRun, memory: Memory, index: int
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Labels and annotations for Kueue, whose groups of pods have a fixed size.
+    """Build labels and annotations for Kueue, whose groups of pods have a fixed size.
 
     The nodes a run cannot do without are one group, admitted together; each node above them is admitted
     alone, whenever there is room, and given back alone.
     """
-    if (
-        names.LABEL_QUEUE not in run.labels
-        or not memory.gang_size > 1
-        or index >= memory.gang_size
-    ):
+    is_queued = names.LABEL_QUEUE in run.labels
+    if not is_queued or memory.gang_size <= 1 or index >= memory.gang_size:
         return {}, {}
     group = f"{run.name}-{memory.gang}"
     annotations = {
         names.ANNOTATION_QUEUE_GROUP_SIZE: str(memory.gang_size),
         # Without it Kueue keeps quota and pods of a group that has failed, is suspended or is deleted. It is
-        # there from the beginning: after a deletion nobody may be left to add it. A group of which a pod
-        # lives takes replacements all the same.
+        # there from the beginning: after a deletion no operator may be left to add it. A group with a live
+        # pod takes replacements all the same.
         names.ANNOTATION_QUEUE_GROUP_RETRIABLE: "false",
     }
     return {names.LABEL_QUEUE_GROUP: group}, annotations
 
 
 def grace_seconds(run: TrainingRun) -> int:
-    """From SIGTERM to the time when a node leaves alone."""
+    """Return the seconds from SIGTERM until a node leaves by itself."""
     given, script = run.spec.template.termination_grace_period_seconds, run.spec.script
     if script is None:
         return (given or GRACE_SECONDS) - _MARGIN_SECONDS
@@ -201,6 +212,6 @@ def grace_seconds(run: TrainingRun) -> int:
 
 
 def metrics_port(run: TrainingRun) -> int:
-    """Where a node serves its metrics; 0 where the run asked for any free port."""
+    """Return the port on which a node serves its metrics; 0 where the run asked for any free port."""
     given = run.parsed.metrics_port
     return names.METRICS_PORT if given is None else given

@@ -6,8 +6,8 @@ from evergrad_operator.spec import TrainingRun
 
 
 def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
-    """It leads to the coordinator of ``attempt`` alone, so that an older one, cut off and alive, gets no new
-    traffic."""
+    """Build the Service that leads to the coordinator of ``attempt`` alone: an older one, cut off and alive,
+    gets no new nodes."""
     selector = {
         names.LABEL_RUN: run.name,
         names.LABEL_ROLE: names.ROLE_COORDINATOR,
@@ -26,7 +26,12 @@ def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
             # Nodes wait for a coordinator that is coming up: its name must resolve before it is ready.
             "publishNotReadyAddresses": True,
             "ports": [
-                {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
+                {
+                    "name": name,
+                    "port": port,
+                    "targetPort": name,
+                    "protocol": "TCP",
+                }
                 for name, port in ports
             ],
         },

@@ -1,6 +1,6 @@
 """The allowed part of a pod template, as it is added to a node's pod.
 
-That it is allowed, the manifest's rules have checked.
+The manifest's rules have checked that it is allowed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ _OF_NODES: Final = (
     "container.apparmor.security.beta.kubernetes.io/",
     "container.seccomp.security.alpha.kubernetes.io/",
 )
-"""Beginnings of what a template's metadata ask for a pod that trains: a place in a queue or gang, a network
+"""Prefixes of labels and annotations that are for a pod that trains: a place in a queue or gang, a network
 device, a port to scrape, a profile for a container of this name. The coordinator has none of these."""
 
 
 def build_user_labels(run: TrainingRun) -> dict[str, str]:
-    """The template's labels, those of the run that are passed on, and a gang's where another scheduler was
-    named."""
+    """Build the labels that come from the user: the template's, those of the run that are passed on, and a
+    gang's where another scheduler is named."""
     template = run.spec.template
     # A scheduler that was named is taken to be one that knows gangs.
     gang = {names.LABEL_GANG: run.name} if template.scheduler_name else {}
@@ -38,23 +38,37 @@ def build_user_labels(run: TrainingRun) -> dict[str, str]:
 def build_scheduling(
     run: TrainingRun, *, is_on_one_host: bool = False, avoided: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The template's part of a pod's spec, but for tolerations, volumes and secrets, and what the run's
-    volume demands.
+    """Build the template's part of a pod's spec, but for tolerations, volumes and secrets, and the affinity
+    that the run's volume demands.
 
     ``avoided``: hosts that the pod should keep away from if it can.
     """
     template = run.spec.template
-    affinity = (
-        _avoid(run.spec.template.affinity, avoided) if avoided else run.spec.template.affinity
-    )
-    # Without a selector a constraint counts no pod at all, which nobody means.
-    ours = {
-        "labelSelector": {
-            "matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: names.ROLE_NODE}
-        }
+    affinity: Mapping[str, Any] = template.affinity
+    # A wish and no requirement: where there are no other hosts, the pod runs all the same. By the field,
+    # because a host's label may differ from its name; the API server takes one value of a field at a time.
+    if avoided:
+        nodes = dict(affinity.get("nodeAffinity") or {})
+        wished = nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
+        others = [
+            {
+                "key": "metadata.name",
+                "operator": "NotIn",
+                "values": [host],
+            }
+            for host in avoided
+        ]
+        wish = {"weight": 100, "preference": {"matchFields": others}}
+        nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [*wished, wish]
+        affinity = {**affinity, "nodeAffinity": nodes}
+
+    # A requirement: the host of the run's other pods. The first pod may go anywhere.
+    of_run = {
+        names.LABEL_RUN: run.name,
+        names.LABEL_ROLE: names.ROLE_NODE,
     }
+    ours = {"labelSelector": {"matchLabels": of_run}}
     if is_on_one_host:
-        # A requirement: the host of the run's other pods. The first pod may go anywhere.
         between = dict(affinity.get("podAffinity") or {})
         required = between.get("requiredDuringSchedulingIgnoredDuringExecution") or ()
         between["requiredDuringSchedulingIgnoredDuringExecution"] = [
@@ -65,6 +79,7 @@ def build_scheduling(
     return {
         "nodeSelector": dict(template.node_selector),
         "affinity": affinity,
+        # Without a selector a constraint counts no pod at all, which nobody means.
         "topologySpreadConstraints": [
             {**ours, **constraint} for constraint in template.topology_spread_constraints
         ],
@@ -74,48 +89,31 @@ def build_scheduling(
     }
 
 
-def _avoid(affinity: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, Any]:
-    """``affinity`` and, as a wish, none of ``hosts``: where there are no others, the pod runs all the same.
-
-    By the field, because a host's label may differ from its name; the API server takes one value of a field
-    at a time.
-    """
-    nodes = dict(affinity.get("nodeAffinity") or {})
-    wished = nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
-    others = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in hosts]
-    wish = {"weight": 100, "preference": {"matchFields": others}}
-    nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [*wished, wish]
-    return {**affinity, "nodeAffinity": nodes}
-
-
 def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:
-    """Where the coordinator may be: where the nodes may, because the template says which hosts are the run's,
-    and of which kind.
+    """Build the coordinator's part of a pod's spec: it may run on the hosts on which the nodes may, because
+    the template says which hosts are the run's, and of which kind.
 
-    Rules of the template about pods among each other stay with the nodes: the coordinator keeps away from
-    nothing.
+    Rules of the template about pods among each other are for the nodes alone.
     """
     template = run.spec.template
-    placement = {
-        key: template.affinity[key] for key in ("nodeAffinity",) if template.affinity.get(key)
-    }
+    placement = template.affinity.get("nodeAffinity")
     return {
         "nodeSelector": dict(template.node_selector),
-        "affinity": placement,
+        "affinity": {"nodeAffinity": placement} if placement else {},
         "priorityClassName": template.priority_class_name,
     }
 
 
 def build_coordinator_metadata(run: TrainingRun) -> tuple[dict[str, str], dict[str, str]]:
-    """The template's labels and annotations that the coordinator bears, too, such as those that keep sidecars
-    out of a pod.
-
-    A label by which the template's own constraints count pods is left out, or the coordinator would take a
-    node's host or zone.
-    """
+    """Build the labels and annotations of the template that the coordinator has, too, such as those that keep
+    sidecars out of a pod."""
     template = run.spec.template
-    between = [template.affinity.get("podAffinity"), template.affinity.get("podAntiAffinity")]
-    # The coordinator is no node: rules of the template that count pods must not count it.
+    between = [
+        template.affinity.get("podAffinity"),
+        template.affinity.get("podAntiAffinity"),
+    ]
+    # The coordinator is no node: with a label by which the template's own constraints count pods it would
+    # take a node's host or zone.
     counted = _find_selected([*between, *template.topology_spread_constraints])
     labels = {
         key: value
@@ -131,7 +129,7 @@ def build_coordinator_metadata(run: TrainingRun) -> tuple[dict[str, str], dict[s
 
 
 def _find_selected(value: Any) -> set[str]:
-    """Keys of labels that the selectors anywhere in ``value`` look at."""
+    """Find the keys of labels in the selectors anywhere in ``value``."""
     if isinstance(value, (list, tuple)):
         return {key for item in value for key in _find_selected(item)}
     if not isinstance(value, Mapping):
@@ -139,18 +137,18 @@ def _find_selected(value: Any) -> set[str]:
     found = {key for item in value.values() for key in _find_selected(item)}
     found.update(get_map(value, "matchLabels"))
     found.update(get_text(one, "key") for one in get_maps(value, "matchExpressions"))
-    return found | {
-        key for name in ("matchLabelKeys", "mismatchLabelKeys") for key in value.get(name) or ()
-    }
+    for name in ("matchLabelKeys", "mismatchLabelKeys"):
+        found.update(value.get(name) or ())
+    return found
 
 
 def merge_env(
     ours: dict[str, str], given: tuple[Mapping[str, Any], ...]
 ) -> list[Mapping[str, Any]]:
-    """Our defaults first, so that the user's variables may refer to them; one that the user sets is the
-    user's."""
+    """Return our defaults and the user's variables; one that the user sets is the user's."""
     theirs = {variable.get("name") for variable in given}
-    return [
-        *({"name": name, "value": value} for name, value in ours.items() if name not in theirs),
-        *given,
+    defaults = [
+        {"name": name, "value": value} for name, value in ours.items() if name not in theirs
     ]
+    # Defaults come first, so that the user's variables may refer to them.
+    return [*defaults, *given]

@@ -1,4 +1,4 @@
-"""The Secret with a run's token: what its nodes, its coordinator and the operator show each other."""
+"""The Secret with a run's token, by which its nodes, its coordinator and the operator prove who they are."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ _VOLUME: Final = "evergrad-token"
 
 
 def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
-    """The Secret, which goes with its run.
+    """Build the Secret, which is deleted with its run.
 
     It is only ever created: the operator may not read or change Secrets of runs.
     """
@@ -19,22 +19,29 @@ def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
         "kind": "Secret",
         "metadata": build_metadata(run, names.token_secret_name(run.name, token)),
         "type": "Opaque",
-        # The kubelet need not watch an immutable Secret, and nobody can swap a token under living pods.
+        # The kubelet need not watch an immutable Secret, and no token is replaced under live pods.
         "immutable": True,
         "stringData": {names.TOKEN_KEY: token},
     }
 
 
 def build_token_volume(run: TrainingRun, token: str) -> JsonObject:
-    """The volume of a pod that holds the token."""
-    return {"name": _VOLUME, "secret": {"secretName": names.token_secret_name(run.name, token)}}
+    """Build the volume of a pod that holds the token."""
+    return {
+        "name": _VOLUME,
+        "secret": {"secretName": names.token_secret_name(run.name, token)},
+    }
 
 
 def build_token_mount() -> JsonObject:
-    """Where a container finds it."""
-    return {"name": _VOLUME, "mountPath": names.TOKEN_PATH, "readOnly": True}
+    """Build the mount of that volume in a container."""
+    return {
+        "name": _VOLUME,
+        "mountPath": names.TOKEN_PATH,
+        "readOnly": True,
+    }
 
 
 def build_token_arguments() -> tuple[str, str]:
-    """The arguments by which coordinator and node find it."""
+    """Return the arguments that name the token's file, of a coordinator or node."""
     return "--token-file", f"{names.TOKEN_PATH}/{names.TOKEN_KEY}"
