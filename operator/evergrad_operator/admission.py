@@ -1,4 +1,4 @@
-"""The validating webhook's answer to one request: what ``evergrad validate`` would say of the object. Pure.
+"""The validating webhook's answer to one request: the problems that ``evergrad validate`` finds. Pure.
 
 A denial's causes carry one problem each, so that kubectl prints path, reason and remedy a line, as for the
 schema's own errors.
@@ -23,7 +23,7 @@ stopped."""
 
 
 def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tuple[Problem, ...]:
-    """Why ``new`` may not be stored, in place of ``old``; empty if it may.
+    """Find the reasons why ``new`` may not be stored in place of ``old``; empty if it may.
 
     A problem that an older version accepted is no reason to refuse a change of something else.
     """
@@ -37,7 +37,7 @@ def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tupl
         if start and not metadata.get("name"):
             new = {**new, "metadata": {**metadata, "name": f"{start}xxxxx"}}
         return problems_of(new)
-    # Labels, annotations and owners are the API server's matter; so is what stands in the spec unchanged.
+    # Labels, annotations and owners are the API server's concern, and so are unchanged fields of the spec.
     before, after = (
         {
             key: value
@@ -57,43 +57,63 @@ def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tupl
 
 
 def review(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The AdmissionReview that answers ``raw``."""
+    """Return the AdmissionReview that answers ``raw``."""
     request = get_map(raw, "request")
     old = request.get("oldObject")
     problems = find_problems(
         get_map(request, "object"), old if isinstance(old, Mapping) else None
     )
-    return _answer(get_text(request, "uid"), problems, name=get_text(request, "name"))
+    return _answer(
+        get_text(request, "uid"),
+        problems,
+        name=get_text(request, "name"),
+    )
 
 
 def deny_depth(uid: str) -> dict[str, Any]:
-    """The AdmissionReview that refuses an object which lies in itself too often for this program to read."""
+    """Return the AdmissionReview that refuses an object nested too deeply for this program to read."""
     why = "hundreds of mappings or lists lie in one another"
     return _answer(
-        uid, (Problem("spec", "is nested too deeply", why, "Write it flatter"),), name=""
+        uid,
+        (
+            Problem(
+                "spec",
+                "is nested too deeply",
+                why,
+                "Write it flatter",
+            ),
+        ),
+        name="",
     )
 
 
 def _answer(uid: str, problems: tuple[Problem, ...], *, name: str) -> dict[str, Any]:
+    """Return the AdmissionReview that lets an object without problems pass."""
     response: dict[str, Any] = {"uid": uid, "allowed": not problems}
     if problems:
-        response["status"] = _build_status(problems, name=name)
-    return {"apiVersion": REVIEW_VERSION, "kind": "AdmissionReview", "response": response}
-
-
-def _build_status(problems: tuple[Problem, ...], *, name: str) -> dict[str, Any]:
-    causes = [
-        {
-            "reason": "FieldValueInvalid",
-            "field": problem.path,
-            "message": str(problem).removeprefix(f"{problem.path}: "),
+        # kubectl prints the path of each cause itself.
+        causes = [
+            {
+                "reason": "FieldValueInvalid",
+                "field": problem.path,
+                "message": str(problem).removeprefix(f"{problem.path}: "),
+            }
+            for problem in problems
+        ]
+        response["status"] = {
+            "status": "Failure",
+            "code": _UNPROCESSABLE,
+            "reason": "Invalid",
+            "message": list_problems(problems, most=_LONGEST_MESSAGE),
+            "details": {
+                "group": API_GROUP,
+                "kind": KIND,
+                "name": name,
+                "causes": causes,
+            },
         }
-        for problem in problems
-    ]
     return {
-        "status": "Failure",
-        "code": _UNPROCESSABLE,
-        "reason": "Invalid",
-        "message": list_problems(problems, most=_LONGEST_MESSAGE),
-        "details": {"group": API_GROUP, "kind": KIND, "name": name, "causes": causes},
+        "apiVersion": REVIEW_VERSION,
+        "kind": "AdmissionReview",
+        "response": response,
     }

@@ -1,4 +1,4 @@
-"""Does what a plan says, step by step, and returns what came of each step.
+"""Carries out a plan, step by step, and returns the result of each step.
 
 A step that is refused, or not answered, stops neither the other steps nor the status that explains it. Only a
 lost lease is raised: nothing may be written any more then.
@@ -30,14 +30,14 @@ from evergrad_operator.refusals import Refusals, Step
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS
 
 APPLY_SECONDS: Final = 30.0
-"""For all steps of a plan together, so that a pass has time left to write what was not done.
+"""Longest time of all steps of a plan together: a pass has time left to write what was not done.
 
-A webhook may take as long.
+A single webhook may take as long.
 """
 TOKEN_SECONDS: Final = 30.0
-"""Between two POSTs of the Secret of a run whose pods have a host and do not start.
+"""Seconds between two POSTs of the Secret of a run whose pods have a host and do not start.
 
-It exists, unless somebody deleted it.
+The Secret exists, unless somebody has deleted it.
 """
 _NOT_AS_EXPECTED: Final = 412
 
@@ -49,7 +49,7 @@ class Cluster(Protocol):
     """
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
-        """The object, or None."""
+        """Get one object; None where there is none."""
 
     async def list_all(
         self,
@@ -60,10 +60,10 @@ class Cluster(Protocol):
         name: str = "",
         metadata_only: bool = False,
     ) -> tuple[list[Raw], int]:
-        """Objects, and the version of the list."""
+        """List objects; return them and the version of the list."""
 
     async def create(self, body: Raw, *, is_brief: bool = False) -> Raw:
-        """A new object; ``is_brief``: only its metadata are answered."""
+        """Create an object. ``is_brief``: the answer has only its metadata."""
 
     async def apply(
         self,
@@ -73,10 +73,16 @@ class Cluster(Protocol):
         manager: str = names.FIELD_MANAGER,
         is_brief: bool = False,
     ) -> Raw:
-        """The whole intent, by server-side apply."""
+        """Apply the whole intent, server-side."""
 
-    async def merge(self, kind: Kind, namespace: str, name: str, patch: Raw) -> Raw:
-        """A JSON merge patch."""
+    async def merge(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        patch: Raw,
+    ) -> Raw:
+        """Apply a JSON merge patch."""
 
     async def delete(
         self,
@@ -87,7 +93,7 @@ class Cluster(Protocol):
         uid: str | None = None,
         grace: int | None = None,
     ) -> bool:
-        """End one object; False if it was gone."""
+        """Delete one object; False if it was gone."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class ApplyResult:
 
 
 def list_steps(plan: Plan) -> Iterator[Step]:
-    """All steps of a plan."""
+    """List all steps of a plan."""
     if plan.claim is not None:
         yield _step_of("apply", plan.claim)
     if plan.token is not None:
@@ -115,12 +121,22 @@ def list_steps(plan: Plan) -> Iterator[Step]:
         yield _BOUNDS_STEP
 
 
-def is_pod_work_due(plan: Plan, refusals: Refusals, *, generation: int, now: float) -> bool:
-    """Whether something is to be ended, or a pod made, at once; not when what was refused is tried again."""
-    waiting = partial(refusals.find_waiting, generation=generation, now=now)
+def is_pod_work_due(
+    plan: Plan,
+    refusals: Refusals,
+    *,
+    generation: int,
+    now: float,
+) -> bool:
+    """Whether an object is to be deleted, or a pod made, at once; False while a refusal holds."""
+    waiting = partial(
+        refusals.find_waiting,
+        generation=generation,
+        now=now,
+    )
     if any(waiting(("delete", end.kind, end.name)) is None for end in plan.delete):
         return True
-    # Pods are asked for in this order; what refuses the first one, such as a quota, refuses the others.
+    # Pods are created in this order; a quota that refuses the first one refuses the others, too.
     for body in plan.create:
         failure = waiting(_step_of("create", body))
         if failure is None or _concerns_all_pods(failure):
@@ -155,8 +171,10 @@ class Applier:
     async def apply(
         self, key: Key, seen: Observation, plan: Plan, applied: Applied
     ) -> list[ApplyResult]:
-        """Claim, token, other children, ends, then new pods and Services, then bounds; a result for each step
-        that was due."""
+        """Apply claim, token and other children, delete, then create pods and Services, then post bounds.
+
+        Returns a result for each step that was due.
+        """
         work = _Work(key, seen, applied, asyncio.get_running_loop().time() + APPLY_SECONDS)
 
         # The claim carries the record of who uses the volume: without it, no pod may write there.
@@ -175,8 +193,8 @@ class Applier:
             token = plan.token
 
             async def create_token() -> None:
-                # That it exists already is as well. No watch and no list shows it, so that nothing is
-                # remembered of it.
+                # A Secret that exists already is the run's own: its name follows from the token. No watch
+                # and no list shows it, so that it is not put into the cache.
                 try:
                     await self._cluster.create(token, is_brief=True)
                 except ApiError as error:
@@ -184,12 +202,13 @@ class Applier:
                         raise
 
             results.append(await self._try(work, _step_of("create", token), create_token))
-            # A quota that is used up refuses also what exists already; where pods were made before, it does,
-            # most likely.
+            # A quota that is used up refuses also a Secret that exists already, as it most likely does where
+            # pods were made before.
             has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0
         pods = plan.create if has_record and has_token else ()
 
-        # The ConfigMap stands before the pods that mount it, and ends come before new pods need their room.
+        # The ConfigMap is applied before the pods that mount it, and pods are deleted before new ones need
+        # their room.
         children = [body for body in plan.apply if body["kind"] != SERVICE.kind]
         services = [body for body in plan.apply if body["kind"] == SERVICE.kind]
         results += await _gather(self._put(work, body) for body in children)
@@ -204,13 +223,8 @@ class Applier:
         # Bounds come last: a coordinator that does not answer must hold up neither a lost pod's replacement
         # nor an end.
         if plan.bounds is not None:
-            results.append(
-                await self._try(
-                    work,
-                    _BOUNDS_STEP,
-                    partial(self._coordinators.post_bounds, key, plan.bounds),
-                )
-            )
+            post_bounds = partial(self._coordinators.post_bounds, key, plan.bounds)
+            results.append(await self._try(work, _BOUNDS_STEP, post_bounds))
         return results
 
     # ---- one step ------------------------------------------------------------------------------------------
@@ -218,12 +232,16 @@ class Applier:
     async def _try(
         self, work: _Work, step: Step, act: Callable[[], Awaitable[Any]]
     ) -> ApplyResult:
-        """Do it, unless it was refused a moment ago; whatever is refused or not answered is remembered and
+        """Try a step, unless it was refused a moment ago; a refusal, or no answer, is remembered and
         returned."""
         refusals, generation = work.applied.refusals, work.seen.run.generation
-        # A step that was refused a moment ago is not asked again: at 1,000 runs under a quota the API
-        # server would hear nothing else.
-        held = refusals.find_waiting(step, generation=generation, now=self._clock())
+        # A step that was refused a moment ago is not tried again: at 1,000 runs under a quota the API server
+        # would be asked nothing else.
+        held = refusals.find_waiting(
+            step,
+            generation=generation,
+            now=self._clock(),
+        )
         if held is not None:
             return ApplyResult(step, held, is_tried=False)
         try:
@@ -237,26 +255,36 @@ class Applier:
             if step[:2] == ("create", POD.kind) and failure.status == 0:
                 work.applied.is_in_doubt = True  # it may have been made all the same
             asked = error.retry_after if isinstance(error, ApiError) else None
-            refusals.note(failure, generation=generation, at_least=asked or 0.0)
+            refusals.note(
+                failure,
+                generation=generation,
+                at_least=asked or 0.0,
+            )
             return ApplyResult(step, failure)
         refusals.clear(step)
         return ApplyResult(step)
 
     async def _put_claim(self, body: Raw, plan: Plan) -> None:
+        """Apply the claim with the run's record, after records of runs that are gone are off it."""
         metadata = body["metadata"]
         if plan.stale_records:
             # A merge patch takes a field from whoever owns it, and with its last field its manager goes from
             # the object.
             patch = {"metadata": {"annotations": dict.fromkeys(plan.stale_records)}}
-            await self._cluster.merge(CLAIM, metadata["namespace"], metadata["name"], patch)
+            await self._cluster.merge(
+                CLAIM,
+                metadata["namespace"],
+                metadata["name"],
+                patch,
+            )
         stored = await self._cluster.apply(
             body, manager=plan.claim_manager or names.FIELD_MANAGER
         )
         self._cache.see(CLAIMS, {**stored, "kind": CLAIM.kind})
 
     async def _put(self, work: _Work, body: Raw) -> ApplyResult:
-        """A child that is no pod: applied where it is known to be the run's, else created, so that nobody
-        else loses one."""
+        """Apply a child that is no pod, where it is known to be the run's, else create it: an object of
+        somebody else is never taken over."""
 
         async def put() -> None:
             name = str(body["kind"]), str(body["metadata"]["name"])
@@ -275,12 +303,17 @@ class Applier:
         return await self._try(work, _step_of("apply", body), put)
 
     async def _end(self, work: _Work, end: Deletion) -> ApplyResult:
+        """Delete one object, and forget a pod that is gone already."""
         kind = KINDS[end.kind]
 
         async def delete() -> None:
             namespace, uid = work.key[0], end.uid or None
             was_there = await self._cluster.delete(
-                kind, namespace, end.name, uid=uid, grace=end.grace_seconds
+                kind,
+                namespace,
+                end.name,
+                uid=uid,
+                grace=end.grace_seconds,
             )
             if not was_there and kind is POD and end.uid:
                 # Its end came in a gap of the watch.
@@ -293,8 +326,8 @@ class Applier:
     # ---- pods ----------------------------------------------------------------------------------------------
 
     async def _create_all(self, work: _Work, bodies: Sequence[Raw]) -> list[ApplyResult]:
-        # The coordinator and one node alone, the others together: a quota that refuses one is not asked about
-        # each.
+        """Create pods, the coordinator and one node alone, the others together."""
+        # A quota that refuses one is not asked about each.
         results: list[ApplyResult] = []
         for body in bodies[:2]:
             results.append(await self._create(work, body))
@@ -311,7 +344,7 @@ class Applier:
                     "metadata": stored["metadata"],
                     "status": {"phase": "Pending"},
                 }
-            # An answer that was lost: the pod may have been made by the try before.
+            # The answer to an earlier try may have been lost: then the pod exists already.
             except ApiError as error:
                 stored = await self._find_own(work, body, error)
             self._cache.see(PODS, stored)
@@ -319,16 +352,19 @@ class Applier:
         return await self._try(work, _step_of("create", body), create)
 
     async def _find_own(self, work: _Work, body: Raw, error: ApiError) -> Raw:
-        """The run's own object that has this name, where that is why its creation was refused.
+        """Return the run's own object of this name, if its creation was refused because of that one.
 
-        Raises ApiError else.
+        Raises ApiError otherwise.
         """
         if error.status != 409 or error.reason != "AlreadyExists":
             raise error
         kind, name = KINDS[body["kind"]], str(body["metadata"]["name"])
         # A list by name, since the operator has no right to get single pods.
         found, _ = await self._cluster.list_all(
-            kind, work.key[0], name=name, metadata_only=kind is not POD
+            kind,
+            work.key[0],
+            name=name,
+            metadata_only=kind is not POD,
         )
         own = next((raw for raw in found if owns(work.seen.run.uid, raw)), None)
         if own is not None:
@@ -354,19 +390,41 @@ _BOUNDS_STEP: Final = ("post", "Coordinator", "bounds")
 def describe_failure(
     step: Step, error: OperatorError | TimeoutError, *, at: float
 ) -> ApplyFailure:
-    """A step that was refused, or not answered, as policies see it."""
+    """Describe a step that was refused, or not answered, for the policies."""
     verb, kind, name = step
     if isinstance(error, ApiError):
         return ApplyFailure(
-            kind, name, error.status, error.reason, error.message, at=at, verb=verb
+            kind,
+            name,
+            error.status,
+            error.reason,
+            error.message,
+            at=at,
+            verb=verb,
         )
     if isinstance(error, TimeoutError):
-        return ApplyFailure(kind, name, 0, "Timeout", "no answer in time", at=at, verb=verb)
-    return ApplyFailure(kind, name, 0, BOUNDS_NOT_TAKEN, str(error), at=at, verb=verb)
+        return ApplyFailure(
+            kind,
+            name,
+            0,
+            "Timeout",
+            "no answer in time",
+            at=at,
+            verb=verb,
+        )
+    return ApplyFailure(
+        kind,
+        name,
+        0,
+        BOUNDS_NOT_TAKEN,
+        str(error),
+        at=at,
+        verb=verb,
+    )
 
 
 def _concerns_all_pods(failure: ApplyFailure) -> bool:
-    """Whether what refuses one pod refuses the others, too, as a quota or a webhook does: only a name is a
+    """Whether the refusal of one pod is one of the others, too, as a quota's or a webhook's: only a name is a
     pod's own."""
     return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
 
@@ -376,7 +434,7 @@ def _step_of(verb: str, body: Raw) -> Step:
 
 
 async def _gather(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """All of it, whatever fails; what is raised, a lost lease or a defect, is raised when all is done."""
+    """Await all of it, whatever fails; an exception, a lost lease or a defect, is raised when all is done."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

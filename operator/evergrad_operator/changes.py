@@ -11,9 +11,9 @@ from evergrad_operator.spec import TrainingRun
 
 
 def is_edited(observation: Observation) -> bool:
-    """Return whether a typed run that has begun has a generation that no status was written for.
+    """Return whether a typed run that has begun was edited since its last status.
 
-    Only then the manifest that its pods have is worth a request.
+    Only then is the manifest that its pods have worth a request.
     """
     run, memory = observation.run, observation.status
     seen = get_int(get_map(run.raw, "status"), "observedGeneration")
@@ -31,11 +31,11 @@ def is_edited(observation: Observation) -> bool:
 def compare_settings(applied: str, run: TrainingRun) -> AppliedSettings | None:
     """Compare the manifest in the run's ConfigMap with the one that the run asks for now.
 
-    None where today's models cannot read the former as a typed run: an older version wrote it, or
-    somebody else.
+    None where today's models cannot read the former as a typed run: an older version wrote it, or another
+    writer.
     """
     try:
-        # Both may be of an earlier version's spelling, which this one reads once more.
+        # Both may be in an earlier version's spelling, which is read here as it is when a run is parsed.
         texts = (applied, build_manifest(run))
         manifests = [with_plain_numbers(json.loads(text))[0] for text in texts]
         before, after = (read_object(one) for one in manifests)

@@ -1,4 +1,4 @@
-"""Which runs keep their files on which claim, and whose folders there overlap."""
+"""An index of runs by the claim that they keep their files on, and of overlapping folders there."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,38 +20,38 @@ class ClaimIndex:
         not exist."""
         # A run may be edited to another claim while it is refused: it leaves the one and comes to the
         # other.
-        before, after = (claim_of(old) if old else None), (claim_of(new) if new else None)
+        before = claim_of(old) if old else None
+        after = claim_of(new) if new else None
         if before != after and before is not None:
             users = self._users.get((key[0], before), {})
             users.pop(key, None)
+            # An index of claims without runs would grow for as long as the operator lives.
             if not users:
                 self._users.pop((key[0], before), None)
         if new is not None and after is not None:
             self._users.setdefault((key[0], after), {})[key] = find_place(new)[1]
 
     def users_of(self, namespace: str, claim: str) -> frozenset[Key]:
-        """The runs that keep their files on this claim."""
+        """Return the runs that keep their files on this claim."""
         return frozenset(self._users.get((namespace, claim), ()))
 
     def neighbours_of(self, raw: Raw) -> tuple[Key, ...]:
-        """Other runs whose folders overlap with the run's."""
+        """Return other runs whose folders overlap with the run's."""
         claim, path = find_place(raw)
-        key = str(raw["metadata"].get("namespace", "")), str(raw["metadata"].get("name", ""))
+        metadata = raw["metadata"]
+        key = str(metadata.get("namespace", "")), str(metadata.get("name", ""))
         users = self._users.get((key[0], claim), {})
-        return tuple(
-            sorted(
-                user for user, other in users.items() if user != key and overlap(path, other)
-            )
-        )
+        found = [user for user, other in users.items() if user != key and overlap(path, other)]
+        return tuple(sorted(found))
 
 
 def claim_of(raw: Raw) -> str:
-    """The claim that a raw run keeps its files on: the existing one it names, else its own."""
+    """Return the claim that a raw run keeps its files on: the existing one it names, else its own."""
     return existing_claim(raw) or str(raw["metadata"]["name"])
 
 
 def existing_claim(raw: Raw) -> str | None:
-    """The existing claim that a raw run names."""
+    """Return the existing claim that a raw run names; None for a claim of its own."""
     storage = (raw.get("spec") or {}).get("storage")
     name = storage.get("claimName") if isinstance(storage, Mapping) else None
     return name if isinstance(name, str) else None

@@ -15,14 +15,20 @@ from evergrad_operator.times import format_time, parse_time
 _SHORT: Final = 256
 """Longest message of a condition that only repeats another's, in bytes."""
 _ON_ITS_WAY: Final = frozenset(
-    {Phase.PENDING, Phase.STARTING, Phase.RESTARTING, Phase.SUSPENDING, Phase.WAITING}
+    {
+        Phase.PENDING,
+        Phase.STARTING,
+        Phase.RESTARTING,
+        Phase.SUSPENDING,
+        Phase.WAITING,
+    }
 )
 _WITHOUT_PODS: Final = frozenset({Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED})
 
 
 @dataclass(frozen=True)
 class _Said:
-    """One condition but for its times. ``status``: None is Unknown."""
+    """One condition without its times. ``status``: None is Unknown."""
 
     status: bool | None
     reason: str
@@ -32,16 +38,14 @@ class _Said:
 def build_conditions(
     observation: Observation, decision: Decision, *, now: float, progress_timeout: float
 ) -> list[dict[str, Any]]:
-    """The list on the wire.
+    """Build the list of conditions, as it is on the wire.
 
     A condition's transition time is kept as long as its status is. ``now``: seconds since 1970.
     """
     old = {get_text(one, "type"): one for one in observation.status.conditions}
-    phase, is_blocked, short = (
-        decision.phase,
-        decision.is_blocked,
-        keep_start(decision.message, _SHORT),
-    )
+    phase, is_blocked = decision.phase, decision.is_blocked
+    short = keep_start(decision.message, _SHORT)
+
     # A run that somebody suspended is as it was asked to be: tools that wait for Ready, such as Flux, would
     # wait for ever.
     is_as_asked = phase == Phase.SUSPENDED and decision.reason == Reason.SUSPENDED
@@ -53,7 +57,9 @@ def build_conditions(
         unreachable = _Said(False, Reason.NOTHING_IN_THE_WAY)
     else:
         unreachable = _Said(True, silence.reason, silence.text)
+
     not_suspended = Reason.SUSPENDING if phase == Phase.SUSPENDING else Reason.NOT_SUSPENDED
+    was_ready = old.get(Condition.READY, {})
     said = {
         Condition.READY: _Said(is_ready, decision.reason, short),
         Condition.COMPLETE: _say_end(decision, Phase.COMPLETE, Reason.NOT_COMPLETE),
@@ -63,10 +69,11 @@ def build_conditions(
         else _Said(False, not_suspended),
         Condition.PODS_READY: _say_pods(observation, decision),
         Condition.PROGRESSING: _say_progressing(
-            decision, old.get(Condition.READY, {}), now=now, timeout=progress_timeout
+            decision, was_ready, now=now, timeout=progress_timeout
         ),
         Condition.CHECKPOINT_HEALTHY: _say_checkpoint(decision),
         Condition.COORDINATOR_UNREACHABLE: unreachable,
+        # Tools that take Stalled for a failure would report what heals by itself: it is for a person alone.
         Condition.STALLED: _Said(True, decision.reason, short)
         if is_blocked or phase == Phase.FAILED
         else _Said(False, Reason.NOTHING_IN_THE_WAY),
@@ -84,24 +91,41 @@ def build_conditions(
 def build_refused_conditions(
     raw: Mapping[str, Any], message: str, *, now: float
 ) -> list[dict[str, Any]]:
-    """Conditions of a run whose spec cannot be read: it is not ready, nothing goes on, and a person must act;
-    the rest stays."""
+    """Build the conditions of a run whose spec cannot be read: it is not ready, nothing goes on, and a person
+    must act; the rest stays."""
     generation = get_int(get_map(raw, "metadata"), "generation") or 0
     said = {
-        Condition.READY: _Said(False, Reason.INVALID_SPEC, keep_start(message, _SHORT)),
+        Condition.READY: _Said(
+            False,
+            Reason.INVALID_SPEC,
+            keep_start(message, _SHORT),
+        ),
         Condition.STALLED: _Said(True, Reason.INVALID_SPEC, message),
         Condition.RECONCILING: _Said(False, Reason.INVALID_SPEC),
     }
     old = {get_text(one, "type"): one for one in get_maps(get_map(raw, "status"), "conditions")}
-    told = {
-        kind.value: _build(kind, one, old.get(kind, {}), generation=generation, now=now)
+    new = {
+        kind.value: _build(
+            kind,
+            one,
+            old.get(kind, {}),
+            generation=generation,
+            now=now,
+        )
         for kind, one in said.items()
     }
-    return [*(told.pop(kind, dict(one)) for kind, one in old.items()), *told.values()]
+    # Each keeps its place in the list, because a list in another order is another status to write.
+    kept = [new.pop(kind, dict(one)) for kind, one in old.items()]
+    return [*kept, *new.values()]
 
 
 def _build(
-    kind: Condition, said: _Said, old: Mapping[str, Any], *, generation: int, now: float
+    kind: Condition,
+    said: _Said,
+    old: Mapping[str, Any],
+    *,
+    generation: int,
+    now: float,
 ) -> dict[str, Any]:
     status = "Unknown" if said.status is None else str(said.status)
     since = get_text(old, "lastTransitionTime") if old.get("status") == status else ""
@@ -116,60 +140,76 @@ def _build(
 
 
 def _say_end(decision: Decision, phase: Phase, otherwise: Reason) -> _Said:
+    """Return whether the run is over in this phase."""
     if decision.phase != phase:
         return _Said(False, otherwise)
-    # As it was said at the end: what is added later, such as a hint, is for ``status.message``.
+    # The message of the end itself: hints that are added later are for ``status.message``.
     finish = decision.memory.finish
-    return _Said(True, decision.reason, finish.message if finish else decision.message)
+    return _Said(
+        True,
+        decision.reason,
+        finish.message if finish else decision.message,
+    )
 
 
 def _say_pods(observation: Observation, decision: Decision) -> _Said:
+    """Return how many of the nodes train."""
     if decision.phase in _WITHOUT_PODS:
         return _Said(False, Reason.NO_PODS)
     ready, nodes = decision.memory.training.ready, observation.run.spec.nodes
     if decision.phase != Phase.RUNNING:
-        return _Said(False, decision.reason, keep_start(decision.message, _SHORT))
+        return _Said(
+            False,
+            decision.reason,
+            keep_start(decision.message, _SHORT),
+        )
     if ready >= nodes.largest:
-        return _Said(True, Reason.ALL_READY, f"{ready} of {nodes.largest} nodes train")
-    return _Said(False, Reason.SOME_READY, keep_start(decision.message, _SHORT))
+        return _Said(
+            True,
+            Reason.ALL_READY,
+            f"{ready} of {nodes.largest} nodes train",
+        )
+    return _Said(
+        False,
+        Reason.SOME_READY,
+        keep_start(decision.message, _SHORT),
+    )
 
 
 def _say_progressing(
-    decision: Decision, was_ready: Mapping[str, Any], *, now: float, timeout: float
+    decision: Decision,
+    was_ready: Mapping[str, Any],
+    *,
+    now: float,
+    timeout: float,
 ) -> _Said:
-    """``was_ready``: the condition Ready as it stands.
-
-    Time in which no group was up is no time without a step.
-    """
+    """Return whether steps advance. ``was_ready``: the condition Ready in the last status."""
     training = decision.memory.training
-    ready_since = (
-        parse_time(was_ready.get("lastTransitionTime"))
-        if was_ready.get("status") == "True"
-        else None
-    )
     if decision.phase != Phase.RUNNING:
         return _Said(False, decision.reason)
     if training.step is None or training.updated_at is None:
         return _Said(None, Reason.NO_STEP_YET)
-    if now - max(training.updated_at, now if ready_since is None else ready_since) > timeout:
-        since = format_time(training.updated_at)
-        return _Said(
-            False,
-            Reason.NO_STEPS,
-            f"no step since {since}. See the logs of node 0, and kubectl top pods",
-        )
+
+    # Time in which no group was up is no time without a step.
+    ready_since = None
+    if was_ready.get("status") == "True":
+        ready_since = parse_time(was_ready.get("lastTransitionTime"))
+    since = max(training.updated_at, now if ready_since is None else ready_since)
+    if now - since > timeout:
+        at = format_time(training.updated_at)
+        text = f"no step since {at}. See the logs of node 0, and kubectl top pods"
+        return _Said(False, Reason.NO_STEPS, text)
     return _Said(True, Reason.STEPS_ADVANCE)
 
 
 def _say_checkpoint(decision: Decision) -> _Said:
-    memory = decision.memory
-    failure = memory.last_failure
-    if memory.budget.failures and failure is not None and failure.cause == PodCause.VOLUME_FULL:
-        return _Said(
-            False, Reason.VOLUME_FULL, "the volume is full: enlarge the PersistentVolumeClaim"
-        )
-    return (
-        _Said(None, Reason.NO_CHECKPOINT_YET)
-        if memory.training.checkpoint_step is None
-        else _Said(True, Reason.CHECKPOINT_SAVED)
-    )
+    """Return whether checkpoints can be saved, as far as anything has shown it."""
+    memory, failure = decision.memory, decision.memory.last_failure
+    # Only a failure without progress since: a later checkpoint shows that there is room again.
+    is_full = failure is not None and failure.cause == PodCause.VOLUME_FULL
+    if is_full and memory.budget.failures:
+        text = "the volume is full: enlarge the PersistentVolumeClaim"
+        return _Said(False, Reason.VOLUME_FULL, text)
+    if memory.training.checkpoint_step is None:
+        return _Said(None, Reason.NO_CHECKPOINT_YET)
+    return _Said(True, Reason.CHECKPOINT_SAVED)

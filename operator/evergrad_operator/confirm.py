@@ -1,4 +1,5 @@
-"""Asks the API server what there is, before pods are made or ended: the informer cache is only a hint."""
+"""Lists a run's objects on the API server before pods are made or deleted: the informer cache is only a
+hint."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -21,7 +22,7 @@ from evergrad_operator.refusals import Step
 from evergrad_operator.store import CHILDREN, CLAIMS, PODS
 
 READ_SECONDS: Final = 15.0
-"""Longest time for what is looked at before pods are made: a pass has time left to write why it could not."""
+"""Longest time of each of these reads: a pass has time left to write why it could not go on."""
 
 
 class Confirmer:
@@ -39,19 +40,31 @@ class Confirmer:
         self._claims_seen_at: dict[Key, float] = {}
 
     async def confirm(self, work: Pass, plan: Plan) -> bool:
-        """List what the plan rests on; whether pods may be made and ended now."""
+        """List the objects that the plan rests on; return whether pods may be made and ended now."""
         key, applied = work.key, work.hints.applied
+        selector = f"{names.LABEL_RUN}={key[1]}"
 
         async def look() -> None:
-            selector = f"{names.LABEL_RUN}={key[1]}"
             pods, version = await self._cluster.list_all(POD, key[0], selector=selector)
-            # What the list has is taken in before what it lacks is dropped: a pod may have been made anew.
+            # Listed pods are added before missing ones are dropped: a pod may have been made anew.
             for pod in pods:
                 self._cache.see(PODS, pod)
             for pod in find_vanished(self._cache.pods(key), pods, version=version):
                 self._cache.forget(PODS, pod)
-            if plan.create:
-                await self._list_children(key)
+            # New pods need the ConfigMap and the Service; no watch shows that somebody has deleted one.
+            for kind in (CONFIG_MAP, SERVICE) if plan.create else ():
+                children = self._cache.children(key).items()
+                known = [child for (of, _), child in children if of == kind.kind]
+                if not known:
+                    continue
+                found, version = await self._cluster.list_all(
+                    kind,
+                    key[0],
+                    selector=selector,
+                    metadata_only=True,
+                )
+                for child in find_vanished(known, found, version=version):
+                    self._cache.forget(CHILDREN, child)
 
         # A run without a status, a pod or an open question has no pods, and a list is spared. If a pod of its
         # name exists all the same, creating ours is refused, and the pass after it looks.
@@ -68,7 +81,9 @@ class Confirmer:
         """
         async with asyncio.timeout(READ_SECONDS):
             found, _ = await self._cluster.list_all(
-                CONFIG_MAP, key[0], name=names.config_name(key[1])
+                CONFIG_MAP,
+                key[0],
+                name=names.config_name(key[1]),
             )
         data = (get_map(raw, "data") for raw in found if owns(uid, raw))
         return next((get_text(one, names.CONFIG_FILE) for one in data), None)
@@ -76,7 +91,7 @@ class Confirmer:
     async def look_at_claim(self, work: Pass, *, oldest: float) -> bool:
         """Fetch the existing claim that the run names, unless it was seen less than ``oldest`` seconds ago.
 
-        No watch shows it, so that all runs that name it share what is fetched. False if that failed.
+        No watch shows it, so that all runs that name it share one answer. False if there was none.
         """
         namespace, name = work.key[0], existing_claim(work.raw)
         if name is None:
@@ -97,10 +112,20 @@ class Confirmer:
         return await self._read(work, step, look)
 
     async def _read(self, work: Pass, step: Step, look: Callable[[], Awaitable[None]]) -> bool:
-        """Whether the API server answered. If not, the refusal is noted like that of a write, so that the
-        status names it and the step waits for its turn."""
+        """Whether the API server answered.
+
+        If not, the refusal is noted like that of a write, so that the status names it and the step waits for
+        its turn.
+        """
         refusals, generation = work.refusals, work.generation
-        if refusals.find_waiting(step, generation=generation, now=self._clock()) is not None:
+        if (
+            refusals.find_waiting(
+                step,
+                generation=generation,
+                now=self._clock(),
+            )
+            is not None
+        ):
             return False
         try:
             async with asyncio.timeout(READ_SECONDS):
@@ -112,17 +137,3 @@ class Confirmer:
             return False
         refusals.clear(step)
         return True
-
-    async def _list_children(self, key: Key) -> None:
-        """New pods need the ConfigMap and the Service; no watch shows that somebody has deleted one."""
-        selector = f"{names.LABEL_RUN}={key[1]}"
-        for kind in (CONFIG_MAP, SERVICE):
-            children = self._cache.children(key).items()
-            known = [child for (of, _), child in children if of == kind.kind]
-            if not known:
-                continue
-            found, version = await self._cluster.list_all(
-                kind, key[0], selector=selector, metadata_only=True
-            )
-            for child in find_vanished(known, found, version=version):
-                self._cache.forget(CHILDREN, child)

@@ -9,7 +9,7 @@ from evergrad_operator.observe import Record
 
 
 class Action(StrEnum):
-    """What to do with a run as a whole: the kinds of a decision."""
+    """The kinds of a decision about a run as a whole."""
 
     RUN = "Run"
     """Have coordinator and nodes."""
@@ -25,7 +25,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many nodes train, and how many failures are borne: for POST /bounds of the coordinator."""
+    """Numbers of nodes that may train and of allowed failures, for POST /bounds of the coordinator."""
 
     min: int
     max: int

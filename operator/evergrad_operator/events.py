@@ -10,7 +10,7 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.raw import get_int, get_map, get_maps, get_text
 
 _MOST_ENDS: Final = 3
-"""Ends of pods that are told one by one; more at once are told together."""
+"""Ends of pods that get an event each; more at once share one."""
 _MOST_CHANGES: Final = 8
 """Changed fields that one event names."""
 _WARNINGS: Final = frozenset(
@@ -53,15 +53,74 @@ class Event:
     once: str = ""
 
 
-def derive_events(
-    old_status: Mapping[str, Any], new_status: Mapping[str, Any]
-) -> tuple[Event, ...]:
-    """Derive the events of a change of status; none for what an event has said before."""
-    return (
-        *_tell_ends(old_status, new_status),
-        *_tell_bounds_and_checkpoint(old_status, new_status),
-        *_tell_transition(old_status, new_status),
-    )
+def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event, ...]:
+    """Derive the events of a change from the status ``old`` to ``new``.
+
+    None repeats what an earlier event has reported.
+    """
+    events = list(_derive_ends(old, new))
+    before, after = get_map(old, "nodes"), get_map(new, "nodes")
+    least, most = get_int(after, "min"), get_int(after, "max")
+    if before and (get_int(before, "min"), get_int(before, "max")) != (least, most):
+        events.append(
+            Event(
+                "Normal",
+                "NodesChanged",
+                f"nodes: min {least}, max {most}",
+            )
+        )
+
+    # The first checkpoint only: the others are in the run's own events.
+    step = get_int(get_map(new, "checkpoint"), "step")
+    if step is not None and get_int(get_map(old, "checkpoint"), "step") is None:
+        text = f"the first checkpoint is of step {step}"
+        events.append(Event("Normal", Reason.CHECKPOINT_SAVED, text))
+
+    # The transition comes last: the ends of pods explain it. A run that was made a moment ago starts, as is
+    # to be expected.
+    phase, reason = get_text(new, "phase"), get_text(new, "reason")
+    has_moved = (get_text(old, "phase"), get_text(old, "reason")) != (phase, reason)
+    is_first_start = not old and phase == Phase.STARTING
+    if has_moved and not is_first_start:
+        # Warnings are for what a person may have to act upon; everything else is Normal.
+        is_bad = phase == Phase.FAILED or reason in _WARNINGS
+        text = get_text(new, "message") or phase
+        events.append(
+            Event(
+                "Warning" if is_bad else "Normal",
+                reason or phase,
+                text,
+            )
+        )
+    return tuple(events)
+
+
+def _derive_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+    """Derive an event for each pod that has ended since, or one for many."""
+    known = {
+        (get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")
+    }
+    ends = [
+        (get_text(one, "pod"), get_text(one, "cause"), get_int(one, "exitCode"))
+        for one in get_maps(new, "attempts")
+    ]
+    fresh = [
+        (pod, cause, code)
+        for pod, cause, code in ends
+        if (pod, cause) not in known and cause not in _QUIET_CAUSES
+    ]
+    # A large run may lose all its pods at once: one event each would push others' events out of etcd.
+    if len(fresh) > _MOST_ENDS:
+        causes = ", ".join(sorted({cause for _, cause, _ in fresh}))
+        yield Event(
+            "Warning",
+            "PodsEnded",
+            f"{len(fresh)} pods and more ended: {causes}",
+        )
+        return
+    for pod, cause, code in fresh:
+        how = "" if code is None else f" with exit code {code}"
+        yield Event("Warning", cause, f"pod {pod} ended{how}")
 
 
 def describe_edit(observation: Observation) -> Event | None:
@@ -83,54 +142,3 @@ def describe_edit(observation: Observation) -> Event | None:
     status = get_map(observation.run.raw, "status")
     once = f"{get_int(status, 'observedGeneration')}/{applied.changes_hash}"
     return Event("Normal", "SettingsChanged", text, once)
-
-
-def _tell_transition(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
-    phase, reason = get_text(new, "phase"), get_text(new, "reason")
-    if (get_text(old, "phase"), get_text(old, "reason")) == (phase, reason):
-        return
-    if not old and phase == Phase.STARTING:
-        return  # a run that was made a moment ago starts, as everybody expects
-    # Warnings are for what a person may have to act upon; everything else is Normal.
-    is_bad = phase == Phase.FAILED or reason in _WARNINGS
-    yield Event(
-        "Warning" if is_bad else "Normal", reason or phase, get_text(new, "message") or phase
-    )
-
-
-def _tell_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
-    known = {
-        (get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")
-    }
-    fresh = [
-        one
-        for one in get_maps(new, "attempts")
-        if (get_text(one, "pod"), get_text(one, "cause")) not in known
-    ]
-    told = [one for one in fresh if get_text(one, "cause") not in _QUIET_CAUSES]
-    if len(told) > _MOST_ENDS:
-        causes = sorted({get_text(one, "cause") for one in told})
-        yield Event(
-            "Warning", "PodsEnded", f"{len(told)} pods and more ended: {', '.join(causes)}"
-        )
-        return
-    for one in told:
-        code = get_int(one, "exitCode")
-        how = "" if code is None else f" with exit code {code}"
-        yield Event("Warning", get_text(one, "cause"), f"pod {get_text(one, 'pod')} ended{how}")
-
-
-def _tell_bounds_and_checkpoint(
-    old: Mapping[str, Any], new: Mapping[str, Any]
-) -> Iterator[Event]:
-    before, after = get_map(old, "nodes"), get_map(new, "nodes")
-    pairs = [(get_int(one, "min"), get_int(one, "max")) for one in (before, after)]
-    if before and pairs[0] != pairs[1]:
-        yield Event("Normal", "NodesChanged", f"nodes: min {pairs[1][0]}, max {pairs[1][1]}")
-
-    # The first checkpoint only: the others are in the run's own events.
-    step = get_int(get_map(new, "checkpoint"), "step")
-    if step is not None and get_int(get_map(old, "checkpoint"), "step") is None:
-        yield Event(
-            "Normal", Reason.CHECKPOINT_SAVED, f"the first checkpoint is of step {step}"
-        )

@@ -1,5 +1,5 @@
-"""Expectations: versions that the API server has answered and a watch has yet to show, which say how far a
-watch is behind."""
+"""Expectations: versions that the API server has answered and a watch has yet to show; their age is the delay
+of the watch."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ class Expectation:
 
 
 class Expectations:
-    """The versions that the watches of ``resources`` owe. A version that a watch has already shown is owed
-    by nobody.
+    """The versions that the watches of ``resources`` owe; one that a watch has already shown is not owed.
 
     An answer may come before or after the watch event of the same change: a LIST that shows nothing new, an
     apply that changes nothing and an answer that is read late must leave no mark, or the watch counts as
@@ -61,7 +60,7 @@ class Expectations:
         self._expected.pop((resource, uid), None)
 
     def lag(self) -> Mapping[str, float]:
-        """Seconds that the watch of each resource is behind; 0 when it owes nothing."""
+        """Return the seconds that the watch of each resource is behind; 0 when it owes nothing."""
         now = self._clock()
         # Each watch is as far behind as its oldest debt.
         ages = dict.fromkeys(sorted(self._resources), 0.0)

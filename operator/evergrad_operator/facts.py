@@ -1,4 +1,4 @@
-"""Raw runs → what is exported of them as metrics. Pure."""
+"""Raw runs → the facts about them that are exported as metrics. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class RunFacts:
 
 
 def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many runs there are in each phase, however long they have been over."""
+    """Count the runs in each phase, however long they have been over."""
     counts = {phase.value: 0 for phase in Phase}
     for raw in runs:
         phase = _phase(raw)
@@ -39,40 +39,41 @@ def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 def read_runs(
     runs: Mapping[tuple[str, str], Mapping[str, Any]], *, now: float
 ) -> tuple[RunFacts, ...]:
-    """Facts of all runs that are not long over. ``now``: epoch seconds."""
-    # A thousand finished runs would be ten thousand series for ever.
-    facts = (_read_run(key, raw) for key, raw in runs.items())
-    return tuple(
-        fact
-        for fact in facts
-        if fact.completed_at is None or now - fact.completed_at < FINISHED_SECONDS
-    )
+    """Return the facts of all runs that are not long over. ``now``: epoch seconds."""
+    facts = []
+    for (namespace, name), raw in runs.items():
+        status = _mapping(raw, "status")
+        phase = _phase(raw)
+        # A thousand finished runs would be ten thousand series for ever.
+        is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
+        completed_at = parse_time(status.get("completionTime")) if is_over else None
+        if completed_at is not None and now - completed_at >= FINISHED_SECONDS:
+            continue
 
-
-def _read_run(key: tuple[str, str], raw: Mapping[str, Any]) -> RunFacts:
-    status = _mapping(raw, "status")
-    progress, restarts = (
-        _mapping(status, "progress"),
-        _mapping(_mapping(status, "restarts"), "byCause"),
-    )
-    step, total = progress.get("step"), progress.get("totalSteps")
-    phase = _phase(raw)
-    is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
-    return RunFacts(
-        namespace=key[0],
-        name=key[1],
-        phase=phase,
-        restarts={
+        # A status may be written by anybody who may patch it, so that nothing in it is taken for granted.
+        progress = _mapping(status, "progress")
+        step, total = progress.get("step"), progress.get("totalSteps")
+        share = None
+        if isinstance(step, int) and isinstance(total, int) and total > 0:
+            share = step / total
+        restarts = _mapping(_mapping(status, "restarts"), "byCause")
+        counted = {
             str(cause): count for cause, count in restarts.items() if isinstance(count, int)
-        },
-        created_at=parse_time(_mapping(raw, "metadata").get("creationTimestamp")),
-        started_at=parse_time(status.get("startTime")),
-        completed_at=parse_time(status.get("completionTime")) if is_over else None,
-        progress=step / total
-        if isinstance(step, int) and isinstance(total, int) and total > 0
-        else None,
-        progressed_at=parse_time(progress.get("updatedAt")),
-    )
+        }
+        facts.append(
+            RunFacts(
+                namespace=namespace,
+                name=name,
+                phase=phase,
+                restarts=counted,
+                created_at=parse_time(_mapping(raw, "metadata").get("creationTimestamp")),
+                started_at=parse_time(status.get("startTime")),
+                completed_at=completed_at,
+                progress=share,
+                progressed_at=parse_time(progress.get("updatedAt")),
+            )
+        )
+    return tuple(facts)
 
 
 def _phase(raw: Mapping[str, Any]) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 
 Check = Callable[[], str | None]
-"""A check: says what is wrong, or None."""
+"""A check: returns what is wrong, or None."""
 
 
 class HealthServer:
     """Answers 200 with ``ok``, or 503 with what is wrong.
 
-    ``live``: a restart would help; ``ready``: it does its work.
+    ``live``: checks that a restart would mend; ``ready``: checks that the operator does its work.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class HealthServer:
         self._runner: web.AppRunner | None = None
 
     async def listen(self, host: str, port: int) -> int:
-        """Begin to serve; the port. Raises OSError."""
+        """Begin to serve; return the port. Raises OSError."""
         app = web.Application()
         app.router.add_get("/healthz", _report(self._live))
-        # A process that stands still is not ready either.
+        # A process that hangs is not ready either.
         app.router.add_get("/readyz", _report((*self._live, *self._ready)))
 
         async def answer_metrics(_: web.Request) -> web.Response:
@@ -46,7 +46,10 @@ class HealthServer:
 
         app.router.add_get("/metrics", answer_metrics)
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, shutdown_timeout=1.0
+            app,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=1.0,
         )
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()

@@ -1,5 +1,5 @@
-"""Names of images and what the kubelet says it runs: which digest a run keeps to, and whether two pods run
-the same. Pure.
+"""Names of images, as asked for and as the kubelet reports them: the digest that a run keeps to, and whether
+two pods run the same image. Pure.
 
 A tag may be moved while a run trains. The image that its first pod runs is the one for all its pods:
 
@@ -25,8 +25,7 @@ _DOCKER_HUB: Final = "docker.io"
 
 
 def pin_image(image: str, image_id: str) -> str:
-    """The reference by digest that asks for just what ``image_id`` names; empty where there is none that can
-    be pulled."""
+    """Return the reference by digest to just the image of ``image_id``; empty where none can be pulled."""
     repository, _, digest = _SCHEME.sub("", image_id).partition("@")
     asked = _find_repository(image)
     if "@" in image or not _DIGEST.fullmatch(digest) or repository != asked:
@@ -37,8 +36,11 @@ def pin_image(image: str, image_id: str) -> str:
 
 def is_same_image(one: str, other: str) -> bool:
     """Whether two image IDs may be of one image. IDs of two kinds cannot be compared and pass."""
-    (kind, digest), (other_kind, other_digest) = _parse_id(one), _parse_id(other)
-    return digest == other_digest or kind != other_kind or not digest or not other_digest
+    kind, digest = _parse_id(one)
+    other_kind, other_digest = _parse_id(other)
+    if not digest or not other_digest or kind != other_kind:
+        return True
+    return digest == other_digest
 
 
 def _parse_id(image_id: str) -> tuple[str, str]:
@@ -55,8 +57,8 @@ def _strip_tag(image: str) -> str:
 
 
 def _find_repository(image: str) -> str:
-    """The repository in full, as container runtimes write it: with registry, and ``library`` where Docker Hub
-    means it."""
+    """Return the repository in full, as container runtimes write it: with registry, and with ``library`` for
+    an official image of Docker Hub."""
     repository = _strip_tag(image.partition("@")[0])
     first, slash, rest = repository.partition("/")
     # A bare name is an official image of Docker Hub.

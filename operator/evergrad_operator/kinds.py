@@ -1,4 +1,4 @@
-"""Where objects of each kind live on the API server, as a table, so that no request is spent on discovery."""
+"""The paths of objects of each kind on the API server, as a table, so that discovery costs no request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ Raw = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """Where objects of one kind live."""
+    """One kind of object, with its API version and its plural in paths."""
 
     kind: str
     version: str
     plural: str
 
     def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
-        """The URL's path. Without a namespace: of the whole cluster."""
+        """Return the URL's path, of the whole cluster where no namespace is given."""
         parts = ["api" if "/" not in self.version else "apis", self.version]
         parts += ["namespaces", quote(namespace, safe="")] if namespace else []
         parts += [part for part in (self.plural, quote(name, safe=""), subresource) if part]

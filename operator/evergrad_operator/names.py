@@ -1,4 +1,4 @@
-"""Names that others see: labels, annotations, children, ports, paths, conditions, reasons and phases.
+"""Names that others rely on: labels, annotations, children, ports, paths, conditions, reasons and phases.
 
 Pure.
 """
@@ -33,7 +33,7 @@ ANNOTATION_HASH: Final = f"{LABEL_PREFIX}applied-hash"
 ANNOTATION_RESTART: Final = f"{LABEL_PREFIX}restart"
 """On pods: the restart they belong to. Pods of an older one are replaced."""
 CLAIM_ANNOTATION_PREFIX: Final = f"run.{LABEL_PREFIX}"
-"""On a PVC, followed by a run's name: what that run keeps there."""
+"""Prefix of an annotation of a PVC, followed by a run's name: the record of that run."""
 
 LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 LABEL_QUEUE_PRIORITY: Final = "kueue.x-k8s.io/priority-class"
@@ -42,7 +42,7 @@ ANNOTATION_QUEUE_GROUP_SIZE: Final = "kueue.x-k8s.io/pod-group-total-count"
 ANNOTATION_QUEUE_GROUP_RETRIABLE: Final = "kueue.x-k8s.io/retriable-in-group"
 LABEL_GANG: Final = "scheduling.x-k8s.io/pod-group"
 PROPAGATED_LABELS: Final = (LABEL_QUEUE, LABEL_QUEUE_PRIORITY)
-"""Labels of a run that its node pods get; no others do."""
+"""Labels of a run that its node pods get, and no other pods."""
 
 # ---- places ------------------------------------------------------------------------------------------------
 
@@ -59,32 +59,32 @@ FIELD_MANAGER: Final = "evergrad-operator"
 
 
 def node_pod_name(run: str, index: int, attempt: int) -> str:
-    """The pod of a node, from 0, in one of its attempts, from 0."""
+    """Name the pod of a node, from 0, in one of its attempts, from 0."""
     return f"{run}-{index}-{attempt}"
 
 
 def coordinator_pod_name(run: str, attempt: int) -> str:
-    """The pod of the coordinator in one of its attempts, from 0."""
+    """Name the pod of the coordinator in one of its attempts, from 0."""
     return f"{run}-coordinator-{attempt}"
 
 
 def coordinator_service_name(run: str) -> str:
-    """Where the nodes find their coordinator."""
+    """Name the Service by which nodes find their coordinator."""
     return f"{run}-coordinator"
 
 
 def coordinator_budget_name(run: str) -> str:
-    """The coordinator's PodDisruptionBudget. No run has a dot in its name, so that it is no other run's."""
+    """Name the coordinator's PodDisruptionBudget, which no run can have: names of runs have no dot."""
     return f"{run}.coordinator"
 
 
 def config_name(run: str) -> str:
-    """The ConfigMap with the run as its nodes read it."""
+    """Name the ConfigMap with the run as its nodes read it."""
     return f"{run}-config"
 
 
 def token_secret_name(run: str, token: str) -> str:
-    """The Secret with a run's token.
+    """Name the Secret with a run's token.
 
     The name follows the token, so that a namesake's Secret is never taken for this one.
     """
@@ -92,12 +92,12 @@ def token_secret_name(run: str, token: str) -> str:
 
 
 def claim_annotation(run: str) -> str:
-    """Under which a PVC says what ``run`` keeps there."""
+    """Name the annotation of a PVC with the record of ``run``."""
     return f"{CLAIM_ANNOTATION_PREFIX}{run}"
 
 
 def claim_field_manager(run: str) -> str:
-    """Who applies to a PVC: runs may share one, and each owns its own annotation."""
+    """Name the field manager that applies a run's record: runs may share a PVC, and each owns its own."""
     return f"{FIELD_MANAGER}-{run}"
 
 
@@ -120,7 +120,7 @@ class Condition(StrEnum):
 
 
 class Phase(StrEnum):
-    """A run in one word, for people. Derived; nothing is decided by it."""
+    """A run in one word, for people. Derived; no decision rests on it."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -155,7 +155,7 @@ class Reason(StrEnum):
     """Fewer nodes than ``nodes.min`` are there."""
     COORDINATOR_LOST = "CoordinatorLost"
     """The coordinator is being replaced; training goes on meanwhile."""
-    # Somebody has to do something, and the run goes on by itself then.
+    # Obstacles: the run goes on by itself once they are gone.
     IMAGE_PULL_FAILED = "ImagePullFailed"
     """An image cannot be pulled."""
     UNSCHEDULABLE = "Unschedulable"
@@ -169,13 +169,13 @@ class Reason(StrEnum):
     INVALID_OBJECT = "InvalidObject"
     """The API server calls an object invalid."""
     NAME_TAKEN = "NameTaken"
-    """Somebody else has an object of a name that the run needs."""
+    """An object of a name that the run needs belongs to somebody else."""
     WEBHOOK_FAILED = "WebhookFailed"
     """An admission webhook does not answer."""
     API_UNAVAILABLE = "ApiUnavailable"
     """The API server does not answer, or not now."""
     COORDINATOR_UNREACHABLE = "CoordinatorUnreachable"
-    """The operator gets no answer of the coordinator."""
+    """The coordinator does not answer the operator."""
     COORDINATOR_UNAUTHORIZED = "CoordinatorUnauthorized"
     """The coordinator does not take the operator's token."""
     BOUNDS_NOT_TAKEN = "BoundsNotTaken"
@@ -189,11 +189,11 @@ class Reason(StrEnum):
     VOLUME_LOST = "VolumeLost"
     """The PVC's volume is gone."""
     VOLUME_RECORD_REFUSED = "VolumeRecordRefused"
-    """The run's note on its PVC cannot be written, so that no pod is made."""
+    """The run's record on its PVC cannot be written, so that no pod is made."""
     START_ERROR = "StartError"
     """A container cannot be created or started."""
     INVALID_SPEC = "InvalidSpec"
-    """The run says something that the operator does not allow."""
+    """The run has a value that the operator does not allow."""
     OUTDATED_SPEC = "OutdatedSpec"
     """An event alone: the run is spelled as only an earlier version accepts."""
     DELETING = "Deleting"
@@ -202,7 +202,7 @@ class Reason(StrEnum):
     COMPLETE = "Complete"
     """All steps are done."""
     ALREADY_COMPLETE = "AlreadyComplete"
-    """The volume says that this run was complete before."""
+    """This run was complete before, by its record on the volume."""
     USER_ERROR = "UserError"
     """Wrong configuration or data."""
     WORKER_CRASH = "WorkerCrash"
@@ -251,4 +251,4 @@ class Reason(StrEnum):
     UP_TO_DATE = "UpToDate"
     """The newest generation of the run is being acted upon."""
     NOTHING_IN_THE_WAY = "NothingInTheWay"
-    """Nobody has to do anything."""
+    """No user action is required."""

@@ -1,4 +1,4 @@
-"""Raw objects of a run → one Observation, all that is decided rests on. Pure."""
+"""Raw objects of a run → one Observation, on which every decision rests. Pure."""
 
 import hashlib
 import json
@@ -35,9 +35,11 @@ MAX_RECORD: Final = 4096
 
 @dataclass(frozen=True)
 class ApplyFailure:
-    """A step that the API server refused at the last reconcile that tried. ``status``: HTTP, 0 without an
-    answer. ``at``: seconds since 1970. ``verb``: create, apply, delete, get, list, or post for what the
-    coordinator is told."""
+    """A step that the API server refused at the last reconcile that tried.
+
+    ``status``: HTTP, 0 without an answer. ``at``: seconds since 1970. ``verb``: create, apply, delete, get,
+    list, or post for a request to the coordinator.
+    """
 
     kind: str
     name: str
@@ -50,7 +52,7 @@ class ApplyFailure:
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure a coordinator names as the root cause."""
+    """The failure that a coordinator names as the root cause."""
 
     cause: str
     node: str
@@ -93,7 +95,7 @@ class Progress:
 
 
 UNREACHABLE_SECONDS: Final = 60.0
-"""A coordinator that has not answered for so long is called unreachable: starting it takes a few seconds."""
+"""Silence after which a coordinator is called unreachable: starting it takes a few seconds."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Silence:
 
 @dataclass(frozen=True)
 class Record:
-    """A run's place on a PVC, as the PVC says. ``created_at``: seconds since 1970, 0 where unknown."""
+    """A run's record on a PVC: its folder and recipe. ``created_at``: seconds since 1970, 0 where unknown."""
 
     run: str
     path: str
@@ -173,8 +175,8 @@ class Other:
 class AppliedSettings:
     """The settings that a run's pods were given, as its ConfigMap has them.
 
-    ``hash``: of what nodes must have alike. ``changes``: every field that the run has otherwise now, as
-    "path: old → new".
+    ``hash``: of the settings that all nodes must share. ``changes``: every field that differs in the run now,
+    as "path: old → new".
     """
 
     hash: str
@@ -202,7 +204,7 @@ class Observation:
     progress: Progress | None
     failures: tuple[ApplyFailure, ...]
     claim_users: frozenset[str] | None = None
-    """Names of all runs that keep their files on the claim; None where nobody knows."""
+    """Names of all runs that keep their files on the claim; None where they are not known."""
     silence: Silence | None = None
     applied: AppliedSettings | None = None
     """None but for a run that has been edited since its last status and whose ConfigMap can be read."""
@@ -211,14 +213,9 @@ class Observation:
     def unreachable(self) -> Silence | None:
         """The silence of the coordinator that serves the run now, if it has lasted."""
         silence, live = self.silence, self.live_coordinator
-        is_its_own = (
-            silence is not None and live is not None and live.attempt == silence.attempt
-        )
-        return (
-            silence
-            if is_its_own and silence is not None and silence.seconds >= UNREACHABLE_SECONDS
-            else None
-        )
+        if silence is None or live is None or live.attempt != silence.attempt:
+            return None
+        return silence if silence.seconds >= UNREACHABLE_SECONDS else None
 
     @property
     def live_coordinator(self) -> PodState | None:
@@ -239,8 +236,8 @@ def observe(
     progress: Progress | None = None,
     failures: Sequence[ApplyFailure] = (),
 ) -> Observation:
-    """One Observation. ``others``: runs of the namespace. ``children``: live objects by kind and name, the
-    PVC among them.
+    """Observe a run. ``others``: runs of the namespace. ``children``: live objects by kind and name, the PVC
+    among them.
 
     Pods of other owners, runs on other PVCs and records that cannot be read are passed over.
     """
@@ -255,28 +252,37 @@ def observe(
     )
     owned = (parse_pod(raw) for raw in labelled if owns(run.uid, raw))
     states = [state for state in owned if state is not None]
+    # Policies rely on this order: the newest attempt of a node is its last pod.
     states.sort(key=lambda pod: (pod.index, pod.attempt))
     status = parse_memory(get_map(run.raw, "status"))
-    nodes = (pod for pod in states if pod.role == names.ROLE_NODE)
+    nodes = tuple(
+        judge_image(pod, status.image_id, restart=status.restart)
+        for pod in states
+        if pod.role == names.ROLE_NODE
+    )
+
+    # The claim may be the user's, and have no owner.
+    hashes = {
+        key: get_text(get_map(raw, "metadata", "annotations"), names.ANNOTATION_HASH)
+        for key, raw in children.items()
+        if raw is claim or owns(run.uid, raw)
+    }
+    overlapping = (_parse_other(raw, run) for raw in others)
     return Observation(
         run=run,
         status=status,
-        nodes=tuple(judge_image(pod, status.image_id, restart=status.restart) for pod in nodes),
+        nodes=nodes,
         coordinators=tuple(pod for pod in states if pod.role == names.ROLE_COORDINATOR),
         claim=None if claim is None else _parse_claim(claim),
-        others=tuple(other for raw in others if (other := _parse_other(raw, run)) is not None),
-        hashes={
-            key: get_text(get_map(raw, "metadata", "annotations"), names.ANNOTATION_HASH)
-            for key, raw in children.items()
-            if raw is claim or owns(run.uid, raw)
-        },
+        others=tuple(other for other in overlapping if other is not None),
+        hashes=hashes,
         progress=progress,
         failures=tuple(failures),
     )
 
 
 def build_record(record: Record) -> str:
-    """A run's record as the PVC carries it: compact JSON."""
+    """Return a run's record as the PVC carries it: compact JSON."""
     content = {
         "path": record.path,
         "recipe": record.recipe,
@@ -293,18 +299,31 @@ def build_record(record: Record) -> str:
 
 
 def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
-    """``GET /status`` of the coordinator pod of ``attempt``.
+    """Parse the answer to ``GET /status`` of the coordinator pod of ``attempt``.
 
-    Raises ProgressError for what no coordinator says.
+    Raises ProgressError for an answer that is no coordinator's.
     """
     nodes = raw.get("nodes")
     if not isinstance(nodes, Mapping) or not isinstance(raw.get("phase"), str):
         raise ProgressError(
             f"coordinator {attempt}: /status has no phase or no nodes. Is another program on its port?"
         )
+
     # Everything that an answer holds is bounded: the port may be another program's, and a status that is
     # too large is refused.
-    failure = raw.get("lastFailure")
+    failure = get_map(raw, "lastFailure")
+    last_failure = None
+    if isinstance(raw.get("lastFailure"), Mapping):
+        last_failure = Failure(
+            cause=get_text(failure, "cause")[:64],
+            node=get_text(failure, "node")[:128],
+            rank=get_natural(failure, "rank", most=_MAX_COUNT),
+            step=get_natural(failure, "step"),
+            exit_code=get_int(failure, "exitCode", most=2**31 - 1),
+            message=get_text(failure, "message")[: 4 * MAX_MESSAGE],
+            seconds_ago=get_float(failure, "secondsAgo", least=0, most=_MAX_SECONDS) or 0.0,
+        )
+    restarts = _counters(raw, "restarts")
     return Progress(
         attempt=attempt,
         phase=raw["phase"][:64],
@@ -323,25 +342,11 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         tokens_per_second=get_float(raw, "tokensPerSecond", least=0, most=_MAX_VALUE),
         eta_seconds=get_float(raw, "etaSeconds", least=0, most=_MAX_SECONDS),
         checkpoint_step=get_natural(raw, "checkpointStep"),
-        restarts={key: int(value) for key, value in _counters(raw, "restarts").items()},
+        restarts={key: int(value) for key, value in restarts.items()},
         lost_seconds=_counters(raw, "lostSeconds"),
-        last_failure=_parse_failure(failure) if isinstance(failure, Mapping) else None,
-        failures_without_progress=(get_natural(failure, "withoutProgress") or 0)
-        if isinstance(failure, Mapping)
-        else 0,
+        last_failure=last_failure,
+        failures_without_progress=get_natural(failure, "withoutProgress") or 0,
         updated_seconds_ago=get_float(raw, "updatedSecondsAgo", least=0, most=_MAX_SECONDS),
-    )
-
-
-def _parse_failure(raw: Mapping[str, Any]) -> Failure:
-    return Failure(
-        cause=get_text(raw, "cause")[:64],
-        node=get_text(raw, "node")[:128],
-        rank=get_natural(raw, "rank", most=_MAX_COUNT),
-        step=get_natural(raw, "step"),
-        exit_code=get_int(raw, "exitCode", most=2**31 - 1),
-        message=get_text(raw, "message")[: 4 * MAX_MESSAGE],
-        seconds_ago=get_float(raw, "secondsAgo", least=0, most=_MAX_SECONDS) or 0.0,
     )
 
 
@@ -349,19 +354,22 @@ def _parse_failure(raw: Mapping[str, Any]) -> Failure:
 
 
 def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
+    """Parse a PVC with the records that runs have left on it."""
     metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
     annotations = {
         key: value
         for key, value in get_map(metadata, "annotations").items()
         if isinstance(value, str)
     }
-    records = {
-        record.run: record
-        for key, value in annotations.items()
-        if key.startswith(names.CLAIM_ANNOTATION_PREFIX)
-        and (record := _parse_record(key.removeprefix(names.CLAIM_ANNOTATION_PREFIX), value))
-        is not None
-    }
+    records = {}
+    for key, value in annotations.items():
+        if key.startswith(names.CLAIM_ANNOTATION_PREFIX):
+            run = key.removeprefix(names.CLAIM_ANNOTATION_PREFIX)
+            record = _parse_record(run, value)
+            if record is not None:
+                records[run] = record
+
+    # Other fields are the API server's own: applying them again could change the claim.
     kept = ("accessModes", "resources", "storageClassName")
     return ClaimState(
         name=get_text(metadata, "name"),
@@ -375,6 +383,10 @@ def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
 
 @lru_cache(maxsize=8192)
 def _parse_record(run: str, text: str) -> Record | None:
+    """Parse a record; None for a text that is none.
+
+    Cached, because each pass of each run on a claim reads the records of all others there.
+    """
     try:
         raw = json.loads(text) if len(text) <= MAX_RECORD else None
     except ValueError:
@@ -394,36 +406,37 @@ def _parse_record(run: str, text: str) -> Record | None:
 
 
 def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:
-    """Only names, place and age are needed, so that another run's mistakes are not this one's.
-
-    None: out of this one's way.
-    """
+    """Parse another run; None where its folder does not overlap with this one's."""
+    # Only names, place and age are read, so that another run's mistakes are not this one's.
     metadata = get_map(raw, "metadata")
     name = get_text(metadata, "name")
     claim, path = find_place(raw)
-    if (
-        not name
-        or name == run.name
-        or claim != run.claim_name
-        or not overlap(path, run.volume_path)
-    ):
+    if not name or name == run.name:
         return None
+    if claim != run.claim_name or not overlap(path, run.volume_path):
+        return None
+
     # A run that was refused for its folder keeps nothing there.
     finish = parse_memory(get_map(raw, "status")).finish
     is_out = finish is not None and finish.reason == names.Reason.OUTPUT_CONFLICT
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     return Other(
-        name=name, uid=get_text(metadata, "uid"), path=path, created_at=created, is_out=is_out
+        name=name,
+        uid=get_text(metadata, "uid"),
+        path=path,
+        created_at=created,
+        is_out=is_out,
     )
 
 
 def find_place(raw: Mapping[str, Any]) -> tuple[str, str]:
-    """The claim that a raw run keeps its files on, and the folder there."""
-    name, storage = get_text(get_map(raw, "metadata"), "name"), get_map(raw, "spec", "storage")
+    """Return the claim that a raw run keeps its files on, and the folder there."""
+    name = get_text(get_map(raw, "metadata"), "name")
+    storage = get_map(raw, "spec", "storage")
     path = get_text(storage, "path") or name
-    return get_text(storage, "claimName") or name, "/".join(
-        part for part in path.split("/") if part not in ("", ".")
-    )
+    # Two spellings of one folder must not pass for two folders.
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    return get_text(storage, "claimName") or name, "/".join(parts)
 
 
 def overlap(one: str, other: str) -> bool:
@@ -432,16 +445,13 @@ def overlap(one: str, other: str) -> bool:
 
 
 def owns(uid: str, raw: Mapping[str, Any]) -> bool:
-    """Whether the object belongs to the run of this uid.
-
-    One that only bears the right name is somebody else's.
-    """
-    return any(
-        one.get("uid") == uid for one in get_maps(get_map(raw, "metadata"), "ownerReferences")
-    )
+    """Whether the object belongs to the run of this uid; one that only has the right name does not."""
+    owners = get_maps(get_map(raw, "metadata"), "ownerReferences")
+    return any(one.get("uid") == uid for one in owners)
 
 
 def _counters(raw: Mapping[str, Any], key: str) -> dict[str, float]:
+    """Read counters by cause, as many and as large as a status can hold."""
     values = get_map(raw, key)
     pairs = [(str(cause)[:LONGEST_CAUSE], get_float(values, cause)) for cause in values]
     return {

@@ -6,69 +6,72 @@ from evergrad_operator.raw import get_float
 
 
 def pack_counts(counts: Iterable[int]) -> str:
-    """One whole number a node, repeated ones together: ``0x4,1,-1x2``. Some bytes a node at most."""
+    """Pack one whole number a node, repeated ones together: ``0x4,1,-1x2``. Some bytes a node at most."""
     groups: list[list[int]] = []
     for count in counts:
         if groups and groups[-1][0] == count:
             groups[-1][1] += 1
         else:
             groups.append([count, 1])
-    return ",".join(str(count) if times == 1 else f"{count}x{times}" for count, times in groups)
+    parts = [str(count) if times == 1 else f"{count}x{times}" for count, times in groups]
+    return ",".join(parts)
 
 
 def unpack_counts(text: str) -> tuple[int, ...]:
-    """The inverse of ``pack_counts``; nothing for what it never wrote."""
+    """Unpack the numbers of ``pack_counts``; none of a text that it did not write."""
     found: list[int] = []
     for part in text.split(",") if text else ():
         count, _, times = part.partition("x")
-        if (
-            not count.removeprefix("-").isdecimal()
-            or not (times.isdecimal() or not times)
-            # A status may be written by anybody who may patch it: a count must not become a list of
-            # millions.
-            or len(times) > 4
-        ):
+        is_count = count.removeprefix("-").isdecimal()
+        # A status may be written by anybody who may patch it: a count must not become a list of millions.
+        is_number_of_times = not times or (times.isdecimal() and len(times) <= 4)
+        if not is_count or not is_number_of_times:
             return ()
         found += [int(count)] * int(times or 1)
     return tuple(found)
 
 
 def pack_ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers from 0, neighbours together: ``0-3,7``."""
+    """Pack whole numbers from 0, neighbours together: ``0-3,7``."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    return ",".join(
-        str(first) if first == last else f"{first}-{last}" for first, last in ranges
-    )
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    return ",".join(parts)
 
 
 def unpack_ranges(text: str) -> tuple[int, ...]:
-    """The inverse of ``pack_ranges``; nothing for what it never wrote."""
+    """Unpack the numbers of ``pack_ranges``; none of a text that it did not write."""
     found: list[int] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
+        last = last or first
         # Bounded, as counts are.
-        if not first.isdecimal() or not (last or first).isdecimal() or len(last or first) > 5:
+        if not first.isdecimal() or not last.isdecimal() or len(last) > 5:
             return ()
-        found += range(int(first), int(last or first) + 1)
+        found += range(int(first), int(last) + 1)
     return tuple(found)
 
 
 def format_rate(rate: float) -> str:
-    """Three digits or so and a unit: ``41.2k``. ``parse_rate`` and this again give the same text."""
+    """Write about three digits and a unit: ``41.2k``. A rate that is parsed again has the same text."""
     # A number that rounding would carry into the next size is written in that one.
-    for least, size, unit in ((999.95e6, 1e9, "G"), (999.95e3, 1e6, "M"), (999.5, 1e3, "k")):
+    sizes = (
+        (999.95e6, 1e9, "G"),
+        (999.95e3, 1e6, "M"),
+        (999.5, 1e3, "k"),
+    )
+    for least, size, unit in sizes:
         if rate >= least:
             return f"{rate / size:.1f}{unit}"
     return f"{rate:.0f}" if rate >= 9.95 else f"{rate:.1f}"
 
 
 def parse_rate(text: str) -> float | None:
-    """The inverse of ``format_rate``, as far as its digits go; None for what it never wrote."""
+    """Parse the text of ``format_rate``, as far as its digits go; None for a text that it did not write."""
     size = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:], 1.0)
     number = get_float({"": text if size == 1.0 else text[:-1]}, "")
     return None if number is None else number * size

@@ -1,4 +1,4 @@
-"""A raw pod → what the policies need to know of it, and why it ended. Pure."""
+"""A raw pod → the facts that policies need, and the cause of its end. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -50,23 +50,28 @@ _PULL: Final = frozenset(
     }
 )
 _NOT_STARTED: Final = frozenset(
-    {"StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError"}
+    {
+        "StartError",
+        "ContainerCannotRun",
+        "RunContainerError",
+        "CreateContainerError",
+    }
 )
 _NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
-"""How the container ended is lost, as after its node's reboot: the kubelet's word, and the container
-runtime's."""
+"""Reasons, of the kubelet and of the container runtime, of an end that was not seen, as after a host's
+reboot."""
 _NO_SPACE: Final = re.compile(
     r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|\d [KMGTP]?i?B are free and",
     re.IGNORECASE,
 )
 _STOPPED: Final = frozenset({ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED})
 _BY_ITSELF: Final = frozenset({ExitCode.USER_ERROR, ExitCode.INTERNAL})
-"""Exit codes of a node that ended by itself, whose word for the kind of trouble counts."""
+"""Exit codes of a node that ended by itself, which names the kind of trouble itself."""
 
 
 @dataclass(frozen=True)
 class PodEnd:
-    """How a pod's container ended; ``exit_code`` is None where nobody saw it.
+    """The end of a pod's container. ``exit_code``: None where the end was not seen.
 
     ``at``: seconds since 1970, if known.
     """
@@ -79,7 +84,7 @@ class PodEnd:
 
 @dataclass(frozen=True)
 class _LastWords:
-    """A container's own account of its end. ``kind``: as the trainer told it, None where it told nothing."""
+    """A container's own account of its end. ``kind``: as the trainer reported it; None for no report."""
 
     exit_code: int | None
     kind: ErrorKind | None
@@ -91,9 +96,9 @@ class _LastWords:
 class PodState:
     """One pod of a run. Times in seconds since 1970.
 
-    ``started_at``: when its own container began to run; None where it does not. ``gone_by``: for a pod that
-    is being deleted, when its grace is over. ``end`` is set once its own container has ended for good,
-    whatever the pod's phase. ``has_sidecar``: a container still runs in a pod that is over: one that somebody
+    ``started_at``: the start of its own container; None where it does not run. ``gone_by``: the end of its
+    grace, for a pod that is being deleted. ``end`` is set once its own container has ended for good, whatever
+    the pod's phase. ``has_sidecar``: a container still runs in a pod that is over: one that somebody
     has injected, or one of a wrong image. ``waiting_reason`` and ``waiting_message``: why its container does
     not run, as the kubelet or the scheduler says. ``image``: what was asked for; ``image_id``: what its
     container runs, as the kubelet names it.
@@ -123,12 +128,12 @@ class PodState:
 
     @property
     def is_live(self) -> bool:
-        """Whether it trains or may come to it."""
+        """Whether it trains or may still come to train."""
         return self.end is None and not self.is_deleting
 
     @property
     def is_over(self) -> bool:
-        """Whether its place may be taken in the records: it has ended, or it is on its way out."""
+        """Whether its end can be recorded: it has ended, or it is being deleted."""
         return not self.is_live
 
     @property
@@ -143,23 +148,21 @@ class PodState:
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
-    """The pod, or None where its labels are not those of a run's pod."""
+    """Parse a pod; None where its labels are not those of a run's pod."""
     metadata, status = get_map(raw, "metadata"), get_map(raw, "status")
     labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
     role, attempt = labels.get(names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
-    if (
-        role not in (names.ROLE_NODE, names.ROLE_COORDINATOR)
-        or attempt is None
-        or index is None
-    ):
+    is_of_run = role in (names.ROLE_NODE, names.ROLE_COORDINATOR)
+    if not is_of_run or attempt is None or index is None:
         return None
 
-    # Who ended the pod, as Kubernetes notes it before it does so.
-    marks = [one for one in get_maps(status, "conditions") if _is_true(one, "DisruptionTarget")]
-    disruption = (
-        _BY_DISRUPTION.get(str(marks[0].get("reason")), PodCause.EVICTED) if marks else None
-    )
+    # Kubernetes notes what ends a pod before it does so.
+    conditions = get_maps(status, "conditions")
+    marks = [one for one in conditions if _is_true(one, "DisruptionTarget")]
+    disruption = None
+    if marks:
+        disruption = _BY_DISRUPTION.get(str(marks[0].get("reason")), PodCause.EVICTED)
 
     # Our own container is found by its name: a mesh or an agent may have injected others, and the kubelet
     # sorts them by name.
@@ -185,8 +188,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         is_deleting=deleting is not None,
         gone_by=parse_time(deleting),
         is_running=end is None and "running" in get_map(container, "state"),
-        is_ready=end is None
-        and any(_is_true(one, "Ready") for one in get_maps(status, "conditions")),
+        is_ready=end is None and any(_is_true(one, "Ready") for one in conditions),
         end=end,
         has_sidecar=any("running" in get_map(one, "state") for one in others),
         disruption=disruption,
@@ -200,21 +202,16 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
 
 
 def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:
-    """The pod; one that runs another image than the others of its ``restart`` counts as over, and goes.
+    """Return the pod; one that runs another image than the others of its ``restart`` counts as over.
 
-    ``image_id``: what the first of them ran, empty where nobody knows. A group of two images would train two
-    programs.
+    ``image_id``: the image of the first of them, empty where it is not known. A group of two images would
+    train two programs.
     """
     # A pod that asked for a digest runs it. Its host may name the image by another: one image can have
     # several manifests.
     is_by_digest = "@" in pod.image
-    if (
-        not image_id
-        or not pod.is_running
-        or pod.restart != restart
-        or is_by_digest
-        or is_same_image(image_id, pod.image_id)
-    ):
+    is_compared = pod.is_running and pod.restart == restart and not is_by_digest
+    if not image_id or not is_compared or is_same_image(image_id, pod.image_id):
         return pod
     text = (
         f"on host {pod.node_name} {pod.image} is {pod.image_id}, where the run's first pod ran {image_id}. "
@@ -230,12 +227,10 @@ def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:
 
 
 def describe_cause(pod: PodState) -> PodCause:
-    """Why a pod that is over ended.
-
-    One that was deleted without a sign of anybody's hand was deleted by somebody.
-    """
+    """Return why a pod that is over ended."""
     if pod.end is not None:
         return pod.end.cause
+    # A pod that is being deleted without a mark of Kubernetes was deleted by a person or a tool.
     return pod.disruption or PodCause.DELETED
 
 
@@ -246,27 +241,37 @@ def _find_end(
     *,
     is_deleting: bool,
 ) -> PodEnd | None:
+    """Return how the pod's own container ended; None while it may run."""
     phase = status.get("phase")
     terminated = get_map(container, "state", "terminated")
     code = terminated.get("exitCode")
-    # A container that fails is started again where the policy says so, as the coordinator's; a node's never
-    # is. The phase says nothing of ours where a sidecar was injected: the pod is Running for as long as that
-    # one runs.
+    # A coordinator's container that fails is started again by the kubelet; a node's never is. The phase does
+    # not show the end of ours where a sidecar was injected: the pod is Running for as long as that one runs.
     is_for_good = bool(terminated) and (
         container.get("name") != names.CONTAINERS[names.ROLE_COORDINATOR] or code == 0
     )
     if phase not in ("Succeeded", "Failed") and not is_for_good:
         return None
-    # The trainer's last words, or what the kubelet took from the log in their place.
-    kind, text = decode_termination(
-        str(terminated.get("message") or status.get("message") or "")
-    )
+
+    # The trainer's last words, or the end of the log that the kubelet took in their place.
+    message = str(terminated.get("message") or status.get("message") or "")
+    kind, text = decode_termination(message)
     exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
-    words = _LastWords(exit_code, kind, text.strip(), str(terminated.get("reason") or ""))
+    words = _LastWords(
+        exit_code,
+        kind,
+        text.strip(),
+        str(terminated.get("reason") or ""),
+    )
     if phase == "Succeeded" and exit_code is None:
         cause = PodCause.DONE
     else:
-        cause = _find_cause(words, status, disruption, is_deleting=is_deleting)
+        cause = _find_cause(
+            words,
+            status,
+            disruption,
+            is_deleting=is_deleting,
+        )
     return PodEnd(
         cause,
         exit_code,
@@ -282,32 +287,32 @@ def _find_cause(
     *,
     is_deleting: bool,
 ) -> PodCause:
-    """Find the cause: the process's own word counts most, then who ended it, then the bare exit code."""
+    """Find the cause: the process's own words count most, then the sign of what ended it, then the bare exit
+    code."""
     pod_reason, exit_code = str(status.get("reason") or ""), words.exit_code
     is_environment = words.kind is ErrorKind.ENVIRONMENT and exit_code in _BY_ITSELF
     if exit_code == ExitCode.DONE:
         return PodCause.DONE
     if exit_code == ExitCode.USER_ERROR and not is_environment:
         return PodCause.USER_ERROR
-    # From here on the order is by how certain a sign is: the kernel, Kubernetes' own mark, the kubelet's
-    # word.
+
+    # From here on the most certain sign comes first: the kernel's, Kubernetes' mark, the kubelet's reason.
     if words.reason == "OOMKilled":
         return PodCause.OUT_OF_MEMORY
     if disruption is not None:
         return disruption
+    if pod_reason.startswith("OutOf"):
+        return PodCause.REFUSED_BY_NODE
     if pod_reason:
-        return (
-            PodCause.REFUSED_BY_NODE
-            if pod_reason.startswith("OutOf")
-            else _BY_POD_REASON.get(pod_reason, PodCause.EVICTED)
-        )
+        return _BY_POD_REASON.get(pod_reason, PodCause.EVICTED)
     if is_deleting:
         return PodCause.DELETED
     if exit_code in _STOPPED:
         return PodCause.STOPPED
     if words.reason in _NOT_STARTED:
         return PodCause.START_ERROR
-    # Nobody saw how the process ended: its host is taken to be lost.
+
+    # The end of the process was not seen: its host is taken to be lost.
     if exit_code is None or words.reason in _NOT_WITNESSED:
         return PodCause.NODE_LOST
     if _NO_SPACE.search(words.text):
@@ -316,17 +321,15 @@ def _find_cause(
 
 
 def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[str, str]:
-    """Reason and message: the kubelet's for the container, else the scheduler's for the pod."""
+    """Return reason and message: the kubelet's for the container, else the scheduler's for the pod."""
     waiting = get_map(container, "state", "waiting")
     if waiting.get("reason"):
-        return str(waiting["reason"]), keep_start(
-            str(waiting.get("message") or ""), MAX_MESSAGE
-        )
+        message = str(waiting.get("message") or "")
+        return str(waiting["reason"]), keep_start(message, MAX_MESSAGE)
     for condition in get_maps(status, "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return str(condition.get("reason") or "Unschedulable"), keep_start(
-                str(condition.get("message") or ""), MAX_MESSAGE
-            )
+            reason, message = condition.get("reason"), str(condition.get("message") or "")
+            return str(reason or "Unschedulable"), keep_start(message, MAX_MESSAGE)
     return "", ""
 
 
@@ -335,6 +338,6 @@ def _is_true(condition: Mapping[str, Any], kind: str) -> bool:
 
 
 def _number(value: Any) -> int | None:
-    return (
-        int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else None
-    )
+    """Read a label's number; None for any other text. Bounded, because anybody may set a label."""
+    is_number = isinstance(value, str) and value.isdecimal() and len(value) < 10
+    return int(value) if is_number else None

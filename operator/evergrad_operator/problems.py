@@ -22,7 +22,7 @@ def list_problems(problems: Sequence[Problem], *, most: int = LONGEST_LIST) -> s
         kept += 1
     if kept == len(texts):
         return " ".join(texts)
-    # One problem that alone is too long is cut, because a status without any says nothing.
+    # A single problem that is too long is cut, because a status without any explains nothing.
     shown = texts[:kept] or [
         texts[0].encode()[: most - _ROOM_FOR_COUNT].decode(errors="ignore") + "…"
     ]

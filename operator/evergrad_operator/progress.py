@@ -1,8 +1,7 @@
-"""Asks the coordinators of running runs how far they are, and tells them new bounds. Over plain HTTP to the
-pods' addresses.
+"""Polls the coordinators of running runs for their status, and posts new bounds to them. Over plain HTTP to
+the pods' addresses.
 
-Whatever answers there is not trusted: size, time and number are bounded, and what cannot be read counts as no
-answer.
+Answers are not trusted: size, time and number are bounded, and one that cannot be read counts as none.
 """
 
 import asyncio
@@ -34,19 +33,16 @@ _FAST_CHANGES = (
     "updatedSecondsAgo",
     "lostSeconds",
 )
-
-
 SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)
-"""Seconds of silence at which a run is looked at: it may be that its coordinator is gone, and no watch has
-told of it."""
+"""Seconds of silence at which a run is looked at: its coordinator may be gone, and no watch has shown it."""
 _JUST_AFTER: Final = 0.1
 _NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
 @dataclass(frozen=True)
 class PollSettings:
-    """Seconds between two questions to one coordinator, for one answer; how many are asked at a time, and in
-    a second at most."""
+    """Bounds of polling: seconds between two polls of one coordinator and for one answer; polls at a time,
+    and in a second."""
 
     every: float = 5.0
     timeout: float = 3.0
@@ -78,7 +74,7 @@ class _Followed:
 
     Between two polls of many coordinators minutes may pass.
     """
-    told: float = 0.0
+    reported: float = 0.0
     """The last of ``SILENCES`` that was news."""
     error: OperatorError | None = None
 
@@ -86,7 +82,7 @@ class _Followed:
 class Coordinators:
     """The coordinators that are followed, and their answers.
 
-    ``on_news`` hears of each, and if it is more than progress.
+    ``on_news`` is called for each that is news, with whether it is more than progress.
     """
 
     def __init__(
@@ -99,12 +95,20 @@ class Coordinators:
         self._settings, self._clock = settings or PollSettings(), clock
         self.on_news: Callable[[Key, bool], None] = on_news or (lambda key, is_urgent: None)
         self.on_failure: Callable[[str], None] = lambda cause: None
-        """Is told of each poll that failed: timeout, refused, unreachable, unauthorized or bad_answer."""
+        """Called for each failed poll with its cause: timeout, refused, unreachable, unauthorized or
+        bad_answer."""
         self._followed: dict[Key, _Followed] = {}
         self._queue: WorkQueue[Key] = WorkQueue(backoff=Backoff(1.0, 30.0), clock=clock)
 
-    def follow(self, key: Key, address: str, attempt: int, *, token: str) -> None:
-        """Ask the coordinator at this address from now on, and no other one of the run.
+    def follow(
+        self,
+        key: Key,
+        address: str,
+        attempt: int,
+        *,
+        token: str,
+    ) -> None:
+        """Poll the coordinator at this address from now on, and no other one of the run.
 
         ``token``: the run's.
         """
@@ -115,70 +119,78 @@ class Coordinators:
             self._queue.add(key)
 
     def leave(self, key: Key) -> None:
-        """Ask the run's coordinator no more."""
+        """Stop polling the run's coordinator."""
         if self._followed.pop(key, None) is not None:
             self._queue.drop(key)
 
     def answer(self, key: Key) -> Answer | None:
-        """The newest answer of the coordinator that is followed."""
+        """Return the newest answer of the coordinator that is followed."""
         followed = self._followed.get(key)
         return followed.answer if followed else None
 
     def silence(self, key: Key) -> Silence | None:
-        """How long the coordinator that is followed has not answered; None if it has."""
+        """Return the silence of the coordinator that is followed; None if it answers."""
         followed = self._followed.get(key)
         if followed is None or followed.silent_since is None or followed.error is None:
             return None
-        # The host of the pod itself has not answered where nothing came back at all.
-        cause, failed = _name_cause(followed.error), followed.error.__cause__
+        reason = Reason.COORDINATOR_UNREACHABLE
+        if _name_cause(followed.error) == "unauthorized":
+            reason = Reason.COORDINATOR_UNAUTHORIZED
+
+        # Where nothing came back at all, the host of the pod may be lost. Where most coordinators are silent,
+        # it may be the operator that is cut off.
+        failed = followed.error.__cause__
+        has_no_way = isinstance(failed, OSError) and failed.errno in _NO_WAY
         silent = sum(one.silent_since is not None for one in self._followed.values())
         return Silence(
             attempt=followed.attempt,
             seconds=self._clock() - followed.silent_since,
-            reason=Reason.COORDINATOR_UNAUTHORIZED
-            if cause == "unauthorized"
-            else Reason.COORDINATOR_UNREACHABLE,
+            reason=reason,
             message=str(followed.error),
             has_answered=followed.has_answered,
-            has_timed_out=isinstance(failed, TimeoutError)
-            or (isinstance(failed, OSError) and failed.errno in _NO_WAY),
+            has_timed_out=has_no_way or isinstance(failed, TimeoutError),
             is_alone=2 * silent <= len(self._followed) or len(self._followed) == 1,
         )
 
     async def run(self) -> None:
-        """Ask, until cancelled."""
+        """Poll until cancelled."""
         await self._queue.run(self._poll, workers=self._settings.at_once)
 
     async def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop all polls."""
         await self._queue.close(seconds=0.0)
 
     async def ask(self, key: Key) -> None:
-        """Have a new answer now, if the run's coordinator gives one; nobody is told of it."""
+        """Poll the run's coordinator now; its answer causes no news, because a pass waits for it."""
         followed = self._followed.get(key)
         if followed is not None:
             with contextlib.suppress(OperatorError):
                 self._take_answer(followed, await self._read_status(key, followed))
 
     async def post_bounds(self, key: Key, bounds: Bounds) -> None:
-        """Tell the run's coordinator how many nodes may train, and how many failures are borne.
+        """Post to the run's coordinator how many nodes may train, and how many failures are borne.
 
         Raises OperatorError.
         """
         followed = self._followed.get(key)
         if followed is None:
             raise OperatorError(
-                f"{key[0]}/{key[1]}: no coordinator is running that could be told the new bounds"
+                f"{key[0]}/{key[1]}: no coordinator is running that could take the new bounds"
             )
         body = json.dumps(
-            {"min": bounds.min, "max": bounds.max, "maxFailures": bounds.max_failures}
+            {
+                "min": bounds.min,
+                "max": bounds.max,
+                "maxFailures": bounds.max_failures,
+            }
         ).encode()
         status, answer = await self._request(followed, "POST", "/bounds", body)
         if status != 200:
+            said = answer[:200].decode("utf-8", "replace").strip()
             raise OperatorError(
-                f"{key[0]}/{key[1]}: the coordinator refuses the new bounds: "
-                f"{answer[:200].decode('utf-8', 'replace').strip()}"
+                f"{key[0]}/{key[1]}: the coordinator refuses the new bounds: {said}"
             )
+        # The next answer has the new bounds, without which they would be posted again.
         self._queue.add(key)
 
     async def _poll(self, key: Key) -> float | None:
@@ -188,40 +200,33 @@ class Coordinators:
         try:
             answer = await self._read_status(key, followed)
         except OperatorError as error:
-            # One that was left meanwhile, as its run was deleted, is not asked again, and its silence is no
+            # One that was left meanwhile, as its run was deleted, is not polled again, and its silence is no
             # news.
-            return (
-                self._note_failure(key, followed, error)
-                if self._followed.get(key) is followed
-                else None
-            )
+            if self._followed.get(key) is not followed:
+                return None
+            return self._note_failure(key, followed, error)
+
         # The run may have another coordinator by now, whose answers this one's must not replace.
         if self._followed.get(key) is not followed:
             return None
-        old, was_told = followed.answer, followed.told > 0
+        old, was_silent = followed.answer, followed.reported > 0
         self._take_answer(followed, answer)
-        # A pass costs more than a question: only news cause one, and mere progress a late one.
-        if old is None or was_told or old.raw != answer.raw:
-            is_urgent = (
-                old is None
-                or was_told
-                or _without_progress(old.raw) != _without_progress(answer.raw)
-            )
+        # A pass costs more than a poll: only news cause one, and mere progress a late one.
+        if old is None or was_silent:
+            self.on_news(key, True)
+        elif old.raw != answer.raw:
+            is_urgent = _without_progress(old.raw) != _without_progress(answer.raw)
             self.on_news(key, is_urgent)
         return max(self._settings.every, self._slowest)
 
     def _take_answer(self, followed: _Followed, answer: Answer) -> None:
         followed.answer, followed.has_answered = answer, True
-        followed.failures, followed.silent_since, followed.told, followed.error = (
-            0,
-            None,
-            0.0,
-            None,
-        )
+        followed.failures, followed.error = 0, None
+        followed.silent_since, followed.reported = None, 0.0
 
     def _note_failure(self, key: Key, followed: _Followed, error: OperatorError) -> float:
-        """Remember the silence, tell of it when it reaches another of ``SILENCES``; seconds until the next
-        question."""
+        """Note the silence, which is news when it reaches another of ``SILENCES``; return the seconds until
+        the next poll."""
         log.debug("%s", error)
         self.on_failure(_name_cause(error))
         now = self._clock()
@@ -229,25 +234,26 @@ class Coordinators:
         followed.silent_since = now if followed.silent_since is None else followed.silent_since
         silence = now - followed.silent_since
 
-        # After a minute of silence the answer is no longer one: what it says may be long over.
+        # After a minute of silence the last answer is dropped: it may be long out of date.
         if silence >= UNREACHABLE_SECONDS:
             followed.answer = None
         reached = max((one for one in SILENCES if one <= silence), default=0.0)
-        if reached > followed.told:
-            followed.told = reached
+        if reached > followed.reported:
+            followed.reported = reached
             self.on_news(key, True)
 
+        # One lost answer is most often an accident: the second poll shows it.
         if followed.failures == 1:
             return 1.0
-        # Those that fell silent together are not asked together again and again, but none is found
-        # unreachable late.
-        pause = max(
-            min(30.0, 2.0 ** min(followed.failures - 1, 5)), self._slowest
-        ) * random.uniform(0.7, 1.3)
-        return min((pause, *(one - silence + _JUST_AFTER for one in SILENCES if one > silence)))
+        # Those that fell silent together are not polled together again and again.
+        pause = max(min(30.0, 2.0 ** min(followed.failures - 1, 5)), self._slowest)
+        pause *= random.uniform(0.7, 1.3)
+        # A later poll would report a silence late.
+        marks = [one - silence + _JUST_AFTER for one in SILENCES if one > silence]
+        return min((pause, *marks))
 
     async def _read_status(self, key: Key, followed: _Followed) -> Answer:
-        """Raises OperatorError for anything that is no status."""
+        """Ask for the status once. Raises OperatorError for any answer that is none."""
         status, data = await self._request(followed, "GET", "/status", b"")
         try:
             raw = json.loads(data) if status == 200 else None
@@ -261,13 +267,16 @@ class Coordinators:
 
     @property
     def _slowest(self) -> float:
-        """Seconds in which all that are followed can be asked once."""
+        """Seconds in which all that are followed can be polled once."""
         return len(self._followed) / self._settings.per_second
 
     async def _request(
         self, followed: _Followed, method: str, path: str, body: bytes
     ) -> tuple[int, bytes]:
-        """One request a connection, as the coordinator serves them: status and body. Raises OperatorError."""
+        """Send one request on a connection of its own, as the coordinator serves them.
+
+        Returns status and body. Raises OperatorError.
+        """
         address = followed.address
         # By hand: a thousand connections a few seconds apart are not worth a pool, and nothing of the
         # answer may be unbounded.
@@ -318,7 +327,7 @@ class Coordinators:
 
 
 def _name_cause(error: OperatorError) -> str:
-    """Few values: it is a label."""
+    """Return the kind of a failed poll, of few values: it is a label of a metric."""
     cause = error.__cause__
     if isinstance(error, UnauthorizedError):
         return "unauthorized"
