@@ -18,7 +18,8 @@ def refuse_if_taken(context: ReconcileContext) -> ReconcileContext | None:
     The older run stays.
     """
     run, own = context.run, find_own_record(context)
-    text, remedy = None, TRAIN_ON
+    text: str | None = None
+    remedy = TRAIN_ON
     # A complete run never trains again, and one that is made anew and asks for more steps cannot go on with
     # it. It is not reported as complete either: the steps are not there.
     if own is not None and own.uid != run.uid and own.path == run.volume_path:
