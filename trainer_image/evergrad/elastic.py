@@ -5,7 +5,6 @@ SIGTERM, and ``may_commit`` is always True. See docs/elastic-scripts.md.
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,11 +15,20 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from evergrad.node_messages import (
+    CODEC,
+    MAX_LINE_BYTES,
+    CommitAnswer,
+    CommitRequest,
+    Guard,
+    NodeMessage,
+    Report,
+    Stopping,
+)
 from evergrad.node_state import (
     DIRECTORY_VARIABLE,
     GENERATION_VARIABLE,
     LEASE_LOST,
-    MAX_LINE_BYTES,
     SOCKET_NAME,
     STOP_SECONDS_VARIABLE,
     NodeState,
@@ -134,19 +142,12 @@ class _Worker:
             with contextlib.suppress(Exception):
                 print(f"evergrad: report(): {left_out[name]}", file=sys.stderr, flush=True)
         rank = os.environ.get("RANK", "")
-        line = _line(
-            {
-                "type": "report",
-                "generation": self.generation,
-                "rank": int(rank) if rank.isdecimal() else None,
-                **found,
-            }
-        )
+        rank_number = int(rank) if rank.isdecimal() else None
         try:
             # Never waits: a node that is slow must not slow the training down.
             if self._reports is None:
                 self._reports = self.connect(waits=False)
-            self._reports.sendall(line)
+            self._reports.sendall(CODEC.encode(Report(self.generation, rank_number, **found)))
         except BlockingIOError:
             pass  # the node is behind: a later report says more than this one
         except OSError:
@@ -170,10 +171,12 @@ class _Worker:
         try:
             with self.connect() as connection, connection.makefile("rb") as answers:
                 connection.settimeout(_ANSWER_SECONDS)
-                connection.sendall(_line({"type": "commit", "generation": self.generation}))
-                return json.loads(answers.readline(MAX_LINE_BYTES)).get("granted") is True
+                connection.sendall(CODEC.encode(CommitRequest(self.generation)))
+                answer = CODEC.decode(answers.readline(MAX_LINE_BYTES))
+        # ValueError: the node has hung up, or what it says is no message.
         except (OSError, ValueError):
             return False
+        return isinstance(answer, CommitAnswer) and answer.granted
 
     def connect(self, *, waits: bool = True) -> socket.socket:
         """A connection to the node's socket.
@@ -220,7 +223,7 @@ class _Guard:
             # The node then lets a change of the group that can wait do so: this worker stops in order.
             with contextlib.suppress(OSError):
                 self._connection = worker.connect()
-            self._tell("guard")
+            self._tell(Guard(worker.generation))
             threading.Thread(target=self._watch, name="evergrad-guard", daemon=True).start()
 
     def should_stop(self) -> bool:
@@ -231,7 +234,7 @@ class _Guard:
         self._is_told = self._is_asked.is_set() or (state is not None and state.is_draining)
         if self._is_told:
             # Otherwise the node would take the end of this script for the end of training.
-            self._tell("stopping")
+            self._tell(Stopping(self._worker.generation))
         return self._is_told
 
     def _take_signal(self) -> None:
@@ -259,12 +262,10 @@ class _Guard:
         )
         os.register_at_fork(after_in_child=leave_child)
 
-    def _tell(self, kind: str) -> None:
+    def _tell(self, message: NodeMessage) -> None:
         if self._connection is not None:
             with contextlib.suppress(OSError):
-                self._connection.sendall(
-                    _line({"type": kind, "generation": self._worker.generation})
-                )
+                self._connection.sendall(CODEC.encode(message))
 
     def _drain_pipe(self) -> None:
         try:
@@ -307,10 +308,6 @@ class _Guard:
 def _leave(code: int, why: str) -> None:
     os.write(2, f"evergrad: {why}; leaving with exit code {code}\n".encode())
     os._exit(code)
-
-
-def _line(message: dict[str, object]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 _lock = threading.Lock()

@@ -32,8 +32,6 @@ LEASE_LOST = 79
 """Exit code of a worker whose node has lost its lease: nobody has asked it to stop."""
 RECORD_NAME = "board"
 SOCKET_NAME = "socket"
-MAX_LINE_BYTES = 4096
-"""Longest line a worker may send over the socket, with its newline."""
 
 _MAGIC = b"EVB1"
 _HEAD = struct.Struct("<4sI")

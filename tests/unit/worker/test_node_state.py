@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from evergrad import node_state
+from evergrad.node_messages import CODEC, KINDS, MAX_LINE_BYTES, Report
 from evergrad.node_state import (
     RECORD_NAME,
     SOCKET_NAME,
@@ -23,11 +24,15 @@ from evergrad.node_state import (
     encode_node_state,
     read_node_state,
 )
+from evergrad.report_values import FIELDS
 from evergrad_trainer.worker.node_state import NodeStateServer
 
 NOTICE = NodeState(
     newest_generation=7, own_generation=6, contact=12.5, lease_seconds=10.0, is_draining=True
 )
+
+GRANTED: dict[str, object] = {"type": "answer", "granted": True}
+REFUSED: dict[str, object] = {"type": "answer", "granted": False}
 
 
 def run_with_server(
@@ -124,7 +129,7 @@ def test_a_report_reaches_the_node_as_it_was_sent(tmp_path: Path) -> None:
             {"type": "report", "step": 3, "loss": 0.5},
             {"type": "commit", "generation": 6},
         )
-        assert answer == {"granted": True}
+        assert answer == GRANTED
         assert reports == [{"step": 3, "loss": 0.5}]
 
     run_with_server(tmp_path, body)
@@ -135,18 +140,44 @@ def test_a_report_reaches_the_node_as_it_was_sent(tmp_path: Path) -> None:
 )
 def test_a_report_of_odd_values_costs_its_sender_nothing(tmp_path: Path, text: str) -> None:
     async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
-        assert await ask(
-            tmp_path, text.encode() + b"\n", {"type": "commit", "generation": 6}
-        ) == {"granted": True}
+        assert (
+            await ask(tmp_path, text.encode() + b"\n", {"type": "commit", "generation": 6})
+            == GRANTED
+        )
         assert len(reports) == 1
 
     run_with_server(tmp_path, body)
 
 
+def test_fields_that_the_node_does_not_know_are_passed_over(tmp_path: Path) -> None:
+    async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
+        newer = {"step": 3, "totalSteps": 9, "epoch": 1, "tags": {"a": [1]}}
+        answer = await ask(
+            tmp_path,
+            {"type": "report", **newer},
+            {"type": "commit", "generation": 6, "reason": "end of an epoch"},
+        )
+        assert answer == GRANTED
+        assert reports == [{"step": 3, "total_steps": 9}]
+
+    run_with_server(tmp_path, body)
+
+
+def test_a_report_has_the_values_that_the_helper_reads() -> None:
+    given = dict.fromkeys(FIELDS, 1)
+    report = CODEC.decode(CODEC.encode(Report(6, 0, **given)))
+    assert isinstance(report, Report)
+    assert report.values == {"generation": 6, "rank": 0, **given}
+
+
+def test_each_kind_of_message_has_a_name_of_its_own() -> None:
+    assert [kind.TYPE for kind in KINDS] == ["report", "commit", "answer", "guard", "stopping"]
+
+
 def test_only_the_running_generation_may_commit(tmp_path: Path) -> None:
     async def body(_: NodeStateServer, __: list[dict[str, object]]) -> None:
-        assert await ask(tmp_path, {"type": "commit", "generation": 5}) == {"granted": False}
-        assert await ask(tmp_path, {"type": "commit", "generation": 6}) == {"granted": True}
+        assert await ask(tmp_path, {"type": "commit", "generation": 5}) == REFUSED
+        assert await ask(tmp_path, {"type": "commit", "generation": 6}) == GRANTED
 
     run_with_server(tmp_path, body)
 
@@ -158,15 +189,17 @@ def test_only_the_running_generation_may_commit(tmp_path: Path) -> None:
         b"[]\n",
         b"{}\n",
         b'{"type": "other"}\n',
+        b'{"type": "answer", "granted": true}\n',
+        b'{"type": "guard"}\n',
         b'{"type": "commit", "generation": "6"}\n',
         b"[" * 3000 + b"\n",
-        b"x" * 3 * node_state.MAX_LINE_BYTES,
+        b"x" * 3 * MAX_LINE_BYTES,
     ],
 )
 def test_nonsense_ends_its_own_connection_and_no_other(tmp_path: Path, nonsense: bytes) -> None:
     async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
         assert await ask(tmp_path, nonsense) == {}
-        assert await ask(tmp_path, {"type": "commit", "generation": 6}) == {"granted": True}
+        assert await ask(tmp_path, {"type": "commit", "generation": 6}) == GRANTED
         assert reports == []
 
     run_with_server(tmp_path, body)

@@ -1,23 +1,30 @@
 """The node's end of its state file and socket: what workers of user scripts see of their node, and how they
 report where they are.
 
-One way is the record of ``evergrad.node_state``; the other a Unix socket that takes JSON lines: ``report``
-(no answer), ``commit`` (answered by ``{"granted": …}``), ``guard`` (this worker stops in order; true while
-the connection lives) and ``stopping`` (it knows that it was asked to).
+One way is the record of ``evergrad.node_state``; the other a Unix socket that takes the messages of
+``evergrad.node_messages``.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from evergrad.node_messages import (
+    CODEC,
+    MAX_LINE_BYTES,
+    CommitAnswer,
+    CommitRequest,
+    Guard,
+    NodeMessage,
+    Report,
+    Stopping,
+)
 from evergrad.node_state import (
     DIRECTORY_VARIABLE,
     GENERATION_VARIABLE,
-    MAX_LINE_BYTES,
     RECORD_NAME,
     SOCKET_NAME,
     NodeState,
@@ -134,38 +141,32 @@ class NodeStateServer:
                 )
                 return
             while line := await reader.readline():
-                await self._handle(line, writer)
-        except (OSError, ValueError, RecursionError, asyncio.CancelledError) as error:
-            # ValueError is a line beyond the limit, or no message. The loop's end cancels us: nothing is left
-            # to do.
-            if isinstance(error, ValueError | RecursionError):
+                await self._handle(CODEC.decode(line), writer)
+        except (OSError, ValueError, asyncio.CancelledError) as error:
+            # ValueError is a line beyond the limit, or no message: the sender, which may wait for an answer,
+            # learns of it by the end of its connection. The loop's end cancels us: nothing is left to do.
+            if isinstance(error, ValueError):
                 _log.warning("a worker's message was not understood: %s", error)
         finally:
             self._connections.discard(writer)
             self._guarded.pop(writer, None)
             writer.close()
 
-    async def _handle(self, line: bytes, writer: asyncio.StreamWriter) -> None:
-        message = json.loads(line)
-        kind = message.pop("type", None) if isinstance(message, dict) else None
-        if kind == "report":
-            # Its values are read by the listener: one that is no number must not cost the others.
-            self._on_report(message)
-        elif kind in ("commit", "guard", "stopping"):
-            generation = message.get("generation")
-            if type(generation) is not int:
-                raise ValueError(f"{kind} without a generation")
-            if kind == "guard":
-                self._guarded[writer] = generation
-                return
-            if kind == "stopping":
-                self._stopped_generation = max(self._stopped_generation, generation)
-                return
-            granted = await self._may_commit(generation)
-            writer.write(json.dumps({"granted": granted}).encode() + b"\n")
-            await writer.drain()
-        else:
-            raise ValueError(f"unknown kind {kind!r}")
+    async def _handle(self, message: NodeMessage, writer: asyncio.StreamWriter) -> None:
+        match message:
+            case Report():
+                # Its values are read by the listener: one that is no number must not cost the others.
+                self._on_report(message.values)
+            case Guard():
+                self._guarded[writer] = message.generation
+            case Stopping():
+                self._stopped_generation = max(self._stopped_generation, message.generation)
+            case CommitRequest():
+                granted = await self._may_commit(message.generation)
+                writer.write(CODEC.encode(CommitAnswer(granted)))
+                await writer.drain()
+            case CommitAnswer():
+                raise ValueError("only a node sends an answer")
 
 
 async def _stop_listening(server: asyncio.Server) -> None:
