@@ -15,13 +15,13 @@ from evergrad_operator.settings import parse_settings
 EXIT_SETTINGS = 64
 DEEPEST: Final = 40_000
 """Recursion limit. An API server keeps objects of 10,000 levels, each of which costs Python's JSON one call
-and a copy two: with less, one such object would keep kopf and us from reading the list it is in."""
+and a copy two. With a lower limit, kopf and our client could not read any list that holds such an object."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until asked to stop.
+    """Run until asked to stop, and return the exit code.
 
-    Exit code 0: asked to; 1: to be started again; 64: settings or surroundings are wrong.
+    0: it was asked to stop; 1: it is to be started again; 64: settings or surroundings are wrong.
     """
     sys.setrecursionlimit(DEEPEST)
     settings = parse_settings(sys.argv[1:] if arguments is None else arguments, os.environ)

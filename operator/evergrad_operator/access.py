@@ -1,4 +1,4 @@
-"""Checks at start that the operator may do its work: missing rights look like a hang later."""
+"""Checks at the start that the operator may do its work: missing rights would look like a hang later."""
 
 import asyncio
 from collections.abc import Sequence

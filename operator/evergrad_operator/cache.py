@@ -17,11 +17,11 @@ from evergrad_operator.slim import Raw
 from evergrad_operator.store import CLAIMS, PODS, RUNS, Store, place_of
 
 _TOMBSTONE_SECONDS = 600.0
-"""Time for which an object that was deleted is not taken in again from an answer that is older."""
+"""Time for which an older answer cannot bring a deleted object back."""
 
 
 class InformerCache:
-    """The cluster as it looked when last heard of. Everything is kept by the run it belongs to."""
+    """The cluster as it was last seen. Every object is kept under the run that it belongs to."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,26 +54,35 @@ class InformerCache:
 
     def others(self, key: Key) -> Sequence[Raw]:
         """Return other runs whose folders on the same claim overlap with the run's."""
-        raw, runs = self.run(key), self.store.runs
-        return (
-            tuple(runs[other] for other in self.claim_index.neighbours_of(raw)) if raw else ()
-        )
+        raw = self.run(key)
+        runs = self.store.runs
+        if raw is None:
+            return ()
+        return tuple(runs[other] for other in self.claim_index.neighbours_of(raw))
 
     # ---- taking in -----------------------------------------------------------------------------------------
 
     def see(
-        self, resource: str, raw: Raw, *, is_deleted: bool = False, is_watched: bool = False
+        self,
+        resource: str,
+        raw: Raw,
+        *,
+        is_deleted: bool = False,
+        is_watched: bool = False,
     ) -> tuple[Key, ...]:
-        """Take in one object, unless something newer is known; the runs it concerns.
+        """Take in one object, unless something newer is known. Returns the runs that it concerns.
 
-        ``is_watched``: a watch has shown it; else it is an answer that the watch has yet to show.
+        ``is_watched``: a watch has shown it; otherwise it is an answer that the watch has yet to show.
         """
         metadata = raw.get("metadata") or {}
-        identity, version = str(metadata.get("uid", "")), _version(metadata)
+        identity = str(metadata.get("uid", ""))
+        version = _version(metadata)
 
         # An answer may be read after the watch has shown the object's end.
         if identity in self._tombstones and not is_deleted:
             return ()
+
+        # Expectations come before every comparison: also a version that is known already is owed no more.
         if is_deleted:
             self._tombstones[identity] = self._clock()
             self.expectations.forget(resource, identity)
@@ -82,16 +91,18 @@ class InformerCache:
         else:
             self.expectations.expect(resource, identity, version)
 
+        # Compare it with the object that is known under its name, which may be another one.
         keys = self._concerned(resource, raw)
         known = self.store.find(resource, raw)
         is_same = known is not None and known["metadata"].get("uid") == identity
-        if known is not None and not is_same and is_deleted:
-            return ()  # the end of an object whose name a newer one has
-        newest = 0 if known is None or not is_same else _version(known["metadata"])
-        if not is_deleted and newest >= version > 0:
-            # The watch shows a version that an answer of the API server has brought before: no news.
-            return ()
-        if known is not None and not is_same:
+        if known is not None and is_same and not is_deleted:
+            if _version(known["metadata"]) >= version > 0:
+                # The watch shows a version that an answer of the API server has brought before: no news.
+                return ()
+        elif known is not None and not is_same:
+            if is_deleted:
+                # A newer object has the name by now.
+                return ()
             self.expectations.forget(resource, str(known["metadata"].get("uid", "")))
 
         if is_deleted:
@@ -102,49 +113,66 @@ class InformerCache:
             self.store.put(resource, raw)
 
         # Runs whose folders overlap with this one's wait for its end, or for its leaving the folder.
-        if resource == RUNS and (
-            known is None
-            or not is_same
-            or is_deleted
-            or _what_neighbours_see(known) != _what_neighbours_see(raw)
-        ):
-            keys = (*keys, *self.claim_index.neighbours_of(raw))
-        return keys
+        if resource != RUNS:
+            return keys
+        is_unchanged = (
+            known is not None
+            and is_same
+            and not is_deleted
+            and _what_neighbours_see(known) == _what_neighbours_see(raw)
+        )
+        return keys if is_unchanged else (*keys, *self.claim_index.neighbours_of(raw))
 
     def replace(
-        self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]
+        self,
+        resource: str,
+        raws: Iterable[Raw],
+        *,
+        version: int,
+        covers: Callable[[str], bool],
     ) -> set[Key]:
-        """Take in a whole list that is as of ``version`` and drop what it lacks; the runs that this concerns.
+        """Take in a whole list as of ``version``, drop what it lacks, and return the runs that this concerns.
 
         ``covers``: whether the list spans a namespace. Objects that are newer than the list stay.
         """
         raws = list(raws)
         changed: set[Key] = set()
         for raw in raws:
-            identity = str(raw["metadata"].get("uid", ""))
+            metadata = raw["metadata"]
             known = self.store.find(resource, raw)
-            if (
-                known is None
-                or known["metadata"].get("uid") != identity
-                or _version(known["metadata"]) < _version(raw["metadata"])
-            ):
+            # Taken in again, a version that is known would be owed by the watch, which has shown it already.
+            is_known = (
+                known is not None
+                and known["metadata"].get("uid") == str(metadata.get("uid", ""))
+                and _version(known["metadata"]) >= _version(metadata)
+            )
+            if not is_known:
                 changed.update(self.see(resource, raw))
         return changed | self.prune(resource, raws, version=version, covers=covers)
 
     def prune(
-        self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]
+        self,
+        resource: str,
+        raws: Iterable[Raw],
+        *,
+        version: int,
+        covers: Callable[[str], bool],
     ) -> set[Key]:
-        """Drop what a list as of ``version`` lacks; the runs that this concerns.
+        """Drop what a list as of ``version`` lacks, and return the runs that this concerns.
 
-        Only metadata of what the list has are needed.
+        The list may hold metadata alone.
         """
         changed: set[Key] = set()
         for known in find_vanished(self.store.all(resource), raws, version=version):
-            if covers(str(known["metadata"].get("namespace", ""))):
-                changed.update(self._concerned(resource, known))
-                if resource == RUNS:
-                    changed.update(self.claim_index.neighbours_of(known))
-                self._remove(resource, known)
+            if not covers(str(known["metadata"].get("namespace", ""))):
+                continue
+            changed.update(self._concerned(resource, known))
+            # The runs in the same folder are found before the run leaves the index.
+            if resource == RUNS:
+                changed.update(self.claim_index.neighbours_of(known))
+            self._remove(resource, known)
+
+        # Tombstones are dropped with every list, at the latest a resync's, or they would pile up for ever.
         oldest = self._clock() - _TOMBSTONE_SECONDS
         self._tombstones = {
             identity: since for identity, since in self._tombstones.items() if since >= oldest
@@ -152,15 +180,18 @@ class InformerCache:
         return changed
 
     def forget(self, resource: str, raw: Raw) -> None:
-        """Drop an object that the API server does not know any more, unless its name has a new one by now."""
+        """Drop an object that the API server does not know any more, unless a new one has its name by now."""
         known = self.store.find(resource, raw)
-        if known is not None and known["metadata"].get("uid") == raw["metadata"].get("uid"):
+        if known is None:
+            return
+        if known["metadata"].get("uid") == raw["metadata"].get("uid"):
             self._remove(resource, known)
 
     def _remove(self, resource: str, raw: Raw) -> None:
         self.expectations.forget(resource, str(raw["metadata"].get("uid", "")))
         if resource == RUNS:
-            self.claim_index.update(place_of(raw), self.run(place_of(raw)), None)
+            place = place_of(raw)
+            self.claim_index.update(place, self.run(place), None)
         self.store.remove(resource, raw)
 
     def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:
@@ -168,7 +199,8 @@ class InformerCache:
         namespace, name = place_of(raw)
         if resource == RUNS:
             return ((namespace, name),)
-        owner = (raw["metadata"].get("labels") or {}).get(names.LABEL_RUN)
+        labels = raw["metadata"].get("labels") or {}
+        owner = labels.get(names.LABEL_RUN)
         keys = {(namespace, str(owner))} if owner else set()
         if resource == CLAIMS:
             # All runs that keep their files on a claim wait for it, whoever made it.
@@ -176,16 +208,22 @@ class InformerCache:
         return tuple(keys)
 
 
-def find_vanished(known: Iterable[Raw], listed: Iterable[Raw], *, version: int) -> list[Raw]:
+def find_vanished(
+    known: Iterable[Raw],
+    listed: Iterable[Raw],
+    *,
+    version: int,
+) -> list[Raw]:
     """Return those of ``known`` that a list as of ``version`` lacks.
 
-    Objects that are newer than the list may have come since.
+    Objects that are newer than the list may have come since, and are no proof of anything.
     """
-    uids = {raw["metadata"].get("uid") for raw in listed}
+    listed_uids = {raw["metadata"].get("uid") for raw in listed}
     return [
         raw
         for raw in known
-        if raw["metadata"].get("uid") not in uids and _version(raw["metadata"]) <= version
+        if raw["metadata"].get("uid") not in listed_uids
+        and _version(raw["metadata"]) <= version
     ]
 
 
@@ -200,6 +238,6 @@ def _what_neighbours_see(raw: Raw) -> Any:
 
 
 def _version(metadata: Raw) -> int:
-    """Return the resource version as a number; 0 where it is none, so that whatever comes later wins."""
+    """Return the resource version as a number; 0 where it is none, so that any later object wins."""
     text = str(metadata.get("resourceVersion", ""))
     return int(text) if text.isdecimal() else 0

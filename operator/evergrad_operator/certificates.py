@@ -1,8 +1,8 @@
 """The webhook's certificate: made, judged and renewed. Values in, values out; the only module that imports
 cryptography.
 
-The API server trusts what stands in the webhook's ``caBundle``, and nothing else; so the authority is our
-own, signs one name, and its key lies beside the serving key in one Secret of the operator's namespace.
+The API server trusts only the authorities in the webhook's ``caBundle``. The authority can therefore be our
+own: it signs for one Service, and its key is beside the serving key in one Secret of that namespace.
 """
 
 import base64
@@ -21,8 +21,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 AUTHORITY_DAYS: Final = 3650
 SERVING_DAYS: Final = 365
 _RENEWED_AT: Final = 1 / 3
-"""Share of its life that a certificate still has when it is renewed: months, in which many things may be
-broken."""
+"""Share of its life that a certificate still has when it is renewed: an operator that is broken for months
+does not end the webhook."""
 _SKEW: Final = timedelta(hours=1)
 """Clocks of other machines may be behind: a certificate is valid from a little before it was made."""
 _FIELDS: Final = ("ca.crt", "ca.key", "tls.crt", "tls.key")
@@ -30,10 +30,7 @@ _FIELDS: Final = ("ca.crt", "ca.key", "tls.crt", "tls.key")
 
 @dataclass(frozen=True)
 class Bundle:
-    """PEM texts.
-
-    ``authority``: what clients trust, newest first; its key is empty where another makes the certificates.
-    """
+    """PEM texts. ``authority``: the certificates that clients trust, newest first."""
 
     authority: bytes
     authority_key: bytes
@@ -42,7 +39,7 @@ class Bundle:
 
 
 def read_bundle(data: Mapping[str, Any]) -> Bundle | None:
-    """The bundle in a Secret's ``data``; None where it is not whole."""
+    """Return the bundle in a Secret's ``data``; None where it is not whole."""
     try:
         values = [base64.b64decode(data[name], validate=True) for name in _FIELDS]
     except (KeyError, TypeError, ValueError, binascii.Error):
@@ -51,33 +48,46 @@ def read_bundle(data: Mapping[str, Any]) -> Bundle | None:
 
 
 def write_bundle(bundle: Bundle) -> dict[str, str]:
-    """``data`` of the Secret."""
-    values = (bundle.authority, bundle.authority_key, bundle.certificate, bundle.key)
+    """Return the ``data`` of the Secret."""
+    values = (
+        bundle.authority,
+        bundle.authority_key,
+        bundle.certificate,
+        bundle.key,
+    )
     return {
         name: base64.b64encode(value).decode()
         for name, value in zip(_FIELDS, values, strict=True)
     }
 
 
-def renew(bundle: Bundle | None, names: Sequence[str], *, now: datetime) -> Bundle | None:
-    """A bundle to take the place of this one; None while it is good for ``names``.
+def renew(
+    bundle: Bundle | None,
+    names: Sequence[str],
+    *,
+    now: datetime,
+) -> Bundle | None:
+    """Return a bundle to take the place of this one, or None while it is good for ``names``.
 
-    A new authority stands before the old one, which stays trusted: other replicas may still serve what it has
-    signed.
+    A new authority is put before the old one, which stays trusted: other replicas may still serve a
+    certificate that it has signed.
     """
-    # The authority outlives the serving certificates, so that the API server is told a new one rarely.
+    # The authority outlives many serving certificates, so that a new one is rarely registered.
     authorities, key = _read_authority(bundle)
-    is_new = key is None or _is_due(authorities[0], now)
-    if (
-        not is_new
+    is_trusted = key is not None and not _is_due(authorities[0], now)
+    is_good = (
+        is_trusted
         and bundle is not None
         and _is_good(bundle.certificate, authorities[0], names, now)
-    ):
+    )
+    if is_good:
         return None
-    # One authority before is kept: replicas that have not looked yet serve what it signed.
-    if key is None or is_new:
+
+    # Only the newest of the old authorities is kept: all before it have signed nothing that is still served.
+    if key is None or not is_trusted:
         key = ec.generate_private_key(ec.SECP256R1())
         authorities = [_sign_authority(key, now), *authorities[:1]]
+
     # A new key with each certificate: an old one that leaked ends with its certificate.
     serving_key = ec.generate_private_key(ec.SECP256R1())
     certificate = _sign_serving(serving_key, key, authorities[0], names, now)
@@ -98,37 +108,34 @@ def _read_authority(
         key = serialization.load_pem_private_key(bundle.authority_key, None)
         authorities = x509.load_pem_x509_certificates(bundle.authority)
         is_its_own = authorities[0].public_key() == key.public_key()
-    except Exception:  # noqa: BLE001 - whatever is wrong with it: another one is made
+    except Exception:  # noqa: BLE001 - the Secret may hold anything: a new authority is made
         return [], None
     # A certificate that a foreign key signs is never trusted, and would be made anew at each look.
-    return (
-        (authorities, key)
-        if is_its_own and isinstance(key, ec.EllipticCurvePrivateKey)
-        else ([], None)
-    )
+    if not is_its_own or not isinstance(key, ec.EllipticCurvePrivateKey):
+        return [], None
+    return authorities, key
 
 
 def _is_good(
-    pem: bytes, authority: x509.Certificate, names: Sequence[str], now: datetime
+    pem: bytes,
+    authority: x509.Certificate,
+    names: Sequence[str],
+    now: datetime,
 ) -> bool:
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         certificate.verify_directly_issued_by(authority)
-        found = certificate.extensions.get_extension_for_class(
-            x509.SubjectAlternativeName
-        ).value
-    except Exception:  # noqa: BLE001 - whatever is wrong with it: another one is made
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except Exception:  # noqa: BLE001 - the Secret may hold anything: a new certificate is made
         return False
-    return found.get_values_for_type(x509.DNSName) == list(names) and not _is_due(
-        certificate, now
-    )
+    # A namespace or Service of another name, as after a restore elsewhere, needs a new certificate.
+    has_names = extension.value.get_values_for_type(x509.DNSName) == list(names)
+    return has_names and not _is_due(certificate, now)
 
 
 def _is_due(certificate: x509.Certificate, now: datetime) -> bool:
-    end, life = (
-        certificate.not_valid_after_utc,
-        certificate.not_valid_after_utc - certificate.not_valid_before_utc,
-    )
+    end = certificate.not_valid_after_utc
+    life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     return end - now < life * _RENEWED_AT
 
 
@@ -148,11 +155,12 @@ def _sign_authority(key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Cert
         encipher_only=False,
         decipher_only=False,
     )
+    # It may sign servers' certificates, but no further authorities.
+    constraints = x509.BasicConstraints(ca=True, path_length=0)
     builder = _builder(name, name, key, now, days=AUTHORITY_DAYS)
-    builder = builder.add_extension(
-        x509.BasicConstraints(ca=True, path_length=0), critical=True
-    )
-    return builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
+    builder = builder.add_extension(constraints, critical=True)
+    builder = builder.add_extension(usage, critical=True)
+    return builder.sign(key, hashes.SHA256())
 
 
 def _sign_serving(
@@ -162,14 +170,17 @@ def _sign_serving(
     names: Sequence[str],
     now: datetime,
 ) -> x509.Certificate:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    # X.509 allows a common name 64 characters. Clients compare the alternative names, which hold them all.
+    common_name = x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])
+    alternatives = [x509.DNSName(name) for name in names]
+    constraints = x509.BasicConstraints(ca=False, path_length=None)
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+
+    subject = x509.Name([common_name])
     builder = _builder(subject, authority.subject, key, now, days=SERVING_DAYS)
-    for extension, is_critical in (
-        (x509.BasicConstraints(ca=False, path_length=None), True),
-        (x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), False),
-        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
-    ):
-        builder = builder.add_extension(extension, critical=is_critical)
+    builder = builder.add_extension(constraints, critical=True)
+    builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+    builder = builder.add_extension(usage, critical=False)
     return builder.sign(authority_key, hashes.SHA256())
 
 
@@ -186,9 +197,10 @@ def _builder(
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
     )
-    builder = builder.serial_number(x509.random_serial_number())
-    return builder.not_valid_before(now - _SKEW).not_valid_after(now + timedelta(days=days))
+    builder = builder.not_valid_before(now - _SKEW)
+    return builder.not_valid_after(now + timedelta(days=days))
 
 
 def _pem(certificate: x509.Certificate) -> bytes:
@@ -205,5 +217,5 @@ def _private_pem(key: Any) -> bytes:
 
 
 def utc_now() -> datetime:
-    """This moment."""
+    """Return this moment, in UTC."""
     return datetime.now(UTC)

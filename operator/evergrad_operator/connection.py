@@ -33,13 +33,13 @@ class Connection:
     _loader: InClusterConfigLoader | None = field(default=None, repr=False)
 
     def build_client(self) -> ApiClient:
-        """A client; to be closed."""
+        """Build a client, which is to be closed."""
         client = ApiClient(self.configuration)
         client.user_agent = "evergrad-operator"
         return client
 
     def expire_token(self) -> None:
-        """The API server does not take the token: it is read from its file again before the next request."""
+        """Have the token read from its file again before the next request: the API server has refused it."""
         if self._loader is not None:
             self._loader.token_expires_at = datetime.datetime.now()
 
@@ -63,21 +63,24 @@ class Connection:
 async def connect(
     environ: Mapping[str, str], *, service_account: Path = SERVICE_ACCOUNT
 ) -> Connection:
-    """The connection of a pod, or, outside a cluster, of ``$KUBECONFIG`` or ~/.kube/config.
+    """Return the connection of a pod, or, outside a cluster, of ``$KUBECONFIG`` or ~/.kube/config.
 
     Raises SettingsError.
     """
     configuration = Configuration()
     configuration.trace_configs = [build_trace()]
-    # Else each request asks a thread for proxies and ~/.netrc; a kubeconfig's own proxy is taken all the
-    # same.
+    # Otherwise each request would ask a thread for proxies and ~/.netrc. A kubeconfig's own proxy is used all
+    # the same.
     configuration.client_session_kwargs = {"trust_env": False}
     loader = None
     try:
         # $KUBECONFIG wins also in a pod, as for kubectl.
         if environ.get("KUBERNETES_SERVICE_HOST") and not environ.get("KUBECONFIG"):
-            files = str(service_account / "token"), str(service_account / "ca.crt")
-            loader = InClusterConfigLoader(*files, environ=dict(environ))
+            loader = InClusterConfigLoader(
+                str(service_account / "token"),
+                str(service_account / "ca.crt"),
+                environ=dict(environ),
+            )
             loader.load_and_set(configuration)
         else:
             path = environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")

@@ -1,4 +1,4 @@
-"""kopf's part: it watches and delivers; every handler only hands on what it got. kopf decides nothing and
+"""kopf's part: it watches and delivers events; every handler only passes them on. kopf decides nothing and
 writes nothing."""
 
 from collections.abc import Callable, Collection, Iterable
@@ -23,28 +23,29 @@ from evergrad_operator.store import CLAIMS, PODS, RUNS
 OLDEST: Final = (1, 45, 2)
 NEWEST: Final = (2,)
 Sink = Callable[[str, Raw, str | None], None]
-"""Takes in one object: resource, the object, and the event's type: None for one of a list, which never says
-what is gone."""
+"""Takes in one object: resource, the object, and the event's type. The type is None for an object of a list,
+which never shows what is gone."""
 
 
 class NoDiffBase(AnnotationsDiffBaseStorage):
-    """Keeps no copy of objects, and spares the making of one at every event: no handler asks what changed."""
+    """Keeps no copy of objects, and saves making one at every event: no handler asks what changed."""
 
     def build(self, *, body: Any, extra_fields: Iterable[Any] | None = None) -> Any:
-        """Nothing."""
+        """Return nothing."""
         return {}
 
     def fetch(self, *, body: Any) -> Any:
-        """Nothing."""
+        """Return nothing."""
         return None
 
     def store(self, *, body: Any, patch: Any, essence: Any) -> None:
-        """Nowhere."""
+        """Store nothing."""
 
 
 def check_kopf(version: str) -> None:
-    """Raises SettingsError unless kopf is of a version whose dead watches end the process."""
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    """Raise SettingsError unless kopf is of a version whose dead watches end the process."""
+    parts = version.split(".")[:3]
+    numbers = tuple(int(part) for part in parts if part.isdecimal())
     if not OLDEST <= numbers < NEWEST:
         raise SettingsError(
             f"kopf {version} is installed, but kopf>=1.45.2,<2 is needed. Install requirements/operator.txt."
@@ -52,7 +53,7 @@ def check_kopf(version: str) -> None:
 
 
 def build_settings(namespaces: Collection[str]) -> OperatorSettings:
-    """kopf's settings, for all that is not its default."""
+    """Build kopf's settings, where they differ from its defaults."""
     settings = OperatorSettings()
     # No scan of CRDs and namespaces: it needs rights that a namespaced operator lacks, and retries 403s for a
     # minute.
@@ -87,7 +88,7 @@ def build_registry(
     on_start: Callable[[], Any],
     on_stop: Callable[[], Any],
 ) -> OperatorRegistry:
-    """All handlers. ``on_start`` and ``on_stop`` are coroutine functions around all watching."""
+    """Build all handlers. ``on_start`` and ``on_stop``: coroutine functions, called around all watching."""
     registry = OperatorRegistry()
     group, version = API_VERSION.split("/")
 
@@ -118,7 +119,7 @@ def build_registry(
 
 
 def describe_kopf() -> str:
-    """kopf's version."""
+    """Return kopf's version."""
     from importlib import metadata
 
     return metadata.version("kopf")

@@ -18,18 +18,21 @@ from evergrad_operator.transport import (
     Transport,
 )
 
-_APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
+_APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-"""An answer that is small: most of what is stored is what was sent."""
+"""Asks for an answer of metadata alone: the rest of a stored object is mostly what was sent."""
 _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _PAGE_SIZE: Final = "500"
+"""Objects in one page of a list, as kubectl asks for."""
 _MANAGED = {"fieldManager": FIELD_MANAGER}
 
 
 class Kube:
     """Verbs on objects.
 
-    All raise ApiError for what is refused or not answered; writes that are fenced off, LeaseLostError.
+    All raise ApiError for a request that is refused or not answered, and LeaseLostError for a write that is
+    not allowed without the lease.
     """
 
     def __init__(
@@ -80,21 +83,32 @@ class Kube:
         if name:
             query["fieldSelector"] = f"metadata.name={name}"
 
-        # Pages bound the API server's memory and ours; all of them are as of one version.
+        # Pages bound the API server's memory and ours. The continue token keeps them all at one version.
         items: list[Raw] = []
         while True:
-            page = await self._transport.send(
-                Request(
-                    "GET", kind, kind.path(namespace), "list", query=dict(query), accept=accept
-                )
+            request = Request(
+                "GET",
+                kind,
+                kind.path(namespace),
+                "list",
+                query=dict(query),
+                accept=accept,
             )
+            page = await self._transport.send(request)
+            # The items of a list carry no kind, by which the cache tells a run's children apart.
             items += [{**item, "kind": kind.kind} for item in page.get("items") or ()]
             metadata = page.get("metadata") or {}
             if not metadata.get("continue"):
                 return items, int(metadata.get("resourceVersion") or 0)
             query["continue"] = metadata["continue"]
 
-    async def create(self, body: Raw, *, is_fenced: bool = True, is_brief: bool = False) -> Raw:
+    async def create(
+        self,
+        body: Raw,
+        *,
+        is_fenced: bool = True,
+        is_brief: bool = False,
+    ) -> Raw:
         """Create an object and return it as it was stored; ``is_brief``: only its metadata.
 
         ApiError 409: one of that name exists.
@@ -121,8 +135,10 @@ class Kube:
         manager: str = FIELD_MANAGER,
         is_brief: bool = False,
     ) -> Raw:
-        """Apply the complete intent of ``manager`` server-side, by force; the object as it was stored, or its
-        metadata."""
+        """Apply the complete intent of ``manager`` server-side, and return the object as it was stored.
+
+        ``is_brief``: only its metadata. Fields of other managers are taken over by force.
+        """
         kind, namespace = _locate(body)
         return await self._transport.send(
             Request(
@@ -137,8 +153,14 @@ class Kube:
             )
         )
 
-    async def merge(self, kind: Kind, namespace: str, name: str, patch: Raw) -> Raw:
-        """Send a JSON merge patch; metadata of the object as it was stored."""
+    async def merge(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        patch: Raw,
+    ) -> Raw:
+        """Send a JSON merge patch, and return the metadata of the object as it was stored."""
         return await self._transport.send(
             Request(
                 "PATCH",
@@ -153,7 +175,7 @@ class Kube:
         )
 
     async def replace(self, body: Raw, *, is_fenced: bool = True) -> Raw:
-        """Replace the whole object, if its resourceVersion is still the newest. ApiError 409: it is not."""
+        """Replace the whole object if its resourceVersion is still the newest. ApiError 409: it is not."""
         kind, namespace = _locate(body)
         return await self._transport.send(
             Request(
@@ -176,9 +198,9 @@ class Kube:
         uid: str | None = None,
         grace: int | None = None,
     ) -> bool:
-        """Delete one object, and no other of the same name; False if it was gone.
+        """Delete one object, but no other of the same name. Returns False if it was gone.
 
-        ``grace``: seconds, None for the object's own.
+        ``grace``: seconds until it is killed, or None for the object's own.
         """
         options: dict[str, Any] = {
             "kind": "DeleteOptions",
@@ -201,12 +223,19 @@ class Kube:
         return True
 
     async def may(
-        self, verb: str, kind: Kind, *, namespace: str | None, subresource: str = ""
+        self,
+        verb: str,
+        kind: Kind,
+        *,
+        namespace: str | None,
+        subresource: str = "",
     ) -> bool:
         """Return whether this process may do ``verb``, as the API server sees it."""
+        group, slash, _ = kind.version.partition("/")
         asked = {
             "verb": verb,
-            "group": kind.version.partition("/")[0] if "/" in kind.version else "",
+            # The core API has a version and no group.
+            "group": group if slash else "",
             "resource": kind.plural,
             "subresource": subresource,
             "namespace": namespace or "",
@@ -218,7 +247,14 @@ class Kube:
         }
         # A standby, which has no lease, asks too.
         path = ACCESS_REVIEW.path(None)
-        request = Request("POST", ACCESS_REVIEW, path, "create", body=body, is_fenced=False)
+        request = Request(
+            "POST",
+            ACCESS_REVIEW,
+            path,
+            "create",
+            body=body,
+            is_fenced=False,
+        )
         answer = await self._transport.send(request)
         return bool((answer.get("status") or {}).get("allowed"))
 

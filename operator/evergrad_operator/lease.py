@@ -20,22 +20,22 @@ from evergrad_operator.kube import Kube
 
 log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 1.0
+"""Time by which the holder stops writing before the lease can be taken: a request may still be on its way."""
 
 
 def monotonic() -> float:
-    """Seconds that go on while the process, or the machine, is stopped."""
-    return (
-        time.clock_gettime(time.CLOCK_BOOTTIME)
-        if hasattr(time, "CLOCK_BOOTTIME")
-        else time.monotonic()
-    )
+    """Return seconds that go on while the process, or the machine, is stopped."""
+    # CLOCK_MONOTONIC stands still while a machine sleeps, and a lease would seem held after it.
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
 
 
 @dataclass(frozen=True)
 class LeaseSettings:
-    """Which lease, who asks for it, and for how many seconds a renewal is good.
+    """The lease, the identity that asks for it, and the seconds for which a renewal is good.
 
-    Renewed every third of that.
+    It is renewed every third of that time.
     """
 
     namespace: str
@@ -45,30 +45,33 @@ class LeaseSettings:
 
 
 class LeaseGate:
-    """Held or not. ``remaining`` is what every write asks."""
+    """One lease, held or not. Every write asks ``remaining``."""
 
     def __init__(
         self, settings: LeaseSettings, *, clock: Callable[[], float] = monotonic
     ) -> None:
-        self._settings, self._clock = settings, clock
+        self._settings = settings
+        self._clock = clock
         self._held_until = float("-inf")
         self._seen: tuple[str, float] = ("", 0.0)
         self.on_change: Callable[[bool], None] = lambda is_held: None
 
     def remaining(self) -> float:
-        """Seconds for which this process holds the lease for sure; none or fewer: not at all."""
+        """Return the seconds for which this process surely holds the lease; 0 or less: it does not."""
         return self._held_until - self._clock()
 
     async def acquire(self, kube: Kube) -> None:
-        """Wait until the lease is ours."""
-        told = False
-        # Eight looks in the time of a lease: a successor is found soon after it ends.
+        """Wait until this process holds the lease."""
+        # Eight tries in the time of a lease: one that has ended is taken soon.
+        is_logged = False
         while not await self._try(kube):
-            if not told:
+            if not is_logged:
                 log.info(
-                    "waiting for the lease %s/%s", self._settings.namespace, self._settings.name
+                    "waiting for the lease %s/%s",
+                    self._settings.namespace,
+                    self._settings.name,
                 )
-                told = True
+                is_logged = True
             await asyncio.sleep(self._settings.seconds / 8)
         log.info(
             "holding the lease %s/%s as %s",
@@ -79,49 +82,59 @@ class LeaseGate:
         self.on_change(True)
 
     async def keep(self, kube: Kube) -> None:
-        """Renew until that fails for too long. Raises LeaseLostError then."""
+        """Renew the lease until that fails for too long. Raises LeaseLostError then."""
         while True:
-            await asyncio.sleep(max(0.0, min(self._settings.seconds / 3, self.remaining())))
             # A renewal that fails is tried again while the lease still holds: two thirds of its time are
-            # for that.
-            if self.remaining() <= 0 or not await self._try(kube):
-                if self.remaining() > 0:
-                    await asyncio.sleep(self._settings.seconds / 15)
-                    continue
-                self._held_until = float("-inf")
-                self.on_change(False)
-                raise LeaseLostError
+            # left for that.
+            pause = min(self._settings.seconds / 3, self.remaining())
+            await asyncio.sleep(max(0.0, pause))
+            if self.remaining() > 0 and await self._try(kube):
+                continue
+            if self.remaining() > 0:
+                await asyncio.sleep(self._settings.seconds / 15)
+                continue
+
+            self._held_until = float("-inf")
+            self.on_change(False)
+            raise LeaseLostError
 
     async def release(self, kube: Kube) -> None:
-        """Give it back, so that the next one need not wait. Nothing may be written afterwards."""
-        # First nothing may be written any more, then others may know of it.
-        is_held, self._held_until = self.remaining() > 0, float("-inf")
+        """Give the lease back, so that the next holder need not wait. Nothing may be written afterwards."""
+        # Writes are stopped first: the next holder may begin as soon as it sees the lease without one.
+        is_held = self.remaining() > 0
+        self._held_until = float("-inf")
         self.on_change(False)
         if not is_held:
             return
         try:
-            raw = await kube.get(LEASE, self._settings.namespace, self._settings.name)
-            if (
-                raw is not None
-                and (raw.get("spec") or {}).get("holderIdentity") == self._settings.identity
-            ):
-                spec = {**raw["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
-                await kube.replace({**raw, "spec": spec}, is_fenced=False)
+            raw = await kube.get(
+                LEASE,
+                self._settings.namespace,
+                self._settings.name,
+            )
+            if raw is None:
+                return
+            spec = raw.get("spec") or {}
+            if spec.get("holderIdentity") == self._settings.identity:
+                free = {**spec, "holderIdentity": "", "leaseDurationSeconds": 1}
+                await kube.replace({**raw, "spec": free}, is_fenced=False)
         except ApiError as error:
             log.info("the lease was not given back: %s", error)
 
     async def _try(self, kube: Kube) -> bool:
-        """Take or renew it; whether that worked. What the API server does not answer counts as not."""
+        """Take or renew the lease, and return whether that worked. A request without an answer did not."""
         try:
             async with asyncio.timeout(self._settings.seconds / 2):
                 return await self._take(kube)
         except (ApiError, TimeoutError) as error:
-            if not isinstance(error, ApiError) or error.status not in (409,):
+            # A conflict is the ordinary answer to the slower of two candidates.
+            if not isinstance(error, ApiError) or error.status != 409:
                 log.warning("the lease could not be taken or renewed: %s", error)
             return False
 
     async def _take(self, kube: Kube) -> bool:
         raw = await kube.get(LEASE, self._settings.namespace, self._settings.name)
+
         # Time counts from before the write is sent: others count from when they see it.
         asked = self._clock()
         if raw is None:
@@ -129,16 +142,18 @@ class LeaseGate:
         else:
             # Another's lease is stale once it has not been renewed for its whole duration, as seen from here:
             # its own times are of another clock.
-            spec, now = raw.get("spec") or {}, self._clock()
+            spec = raw.get("spec") or {}
             version = str(raw["metadata"].get("resourceVersion", ""))
             if self._seen[0] != version:
-                self._seen = version, now
+                self._seen = version, asked
             duration = float(spec.get("leaseDurationSeconds") or self._settings.seconds)
-            is_stale = now - self._seen[1] > duration
+            is_stale = asked - self._seen[1] > duration
             holder = spec.get("holderIdentity") or ""
-            if holder and holder != self._settings.identity and not is_stale:
+            is_free = not holder or holder == self._settings.identity
+            if not is_free and not is_stale:
                 self._held_until = float("-inf")
                 return False
+
             # Replaced only if nobody was quicker: the version is the one that was looked at.
             await kube.replace(self._build(raw), is_fenced=False)
         self._held_until = asked + self._settings.seconds - MARGIN_SECONDS
@@ -148,17 +163,29 @@ class LeaseGate:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         old: Raw = (raw or {}).get("spec") or {}
         is_ours = old.get("holderIdentity") == self._settings.identity
+        transitions = int(old.get("leaseTransitions") or 0)
+        # A lease that is made anew has had no other holder.
+        if raw is not None and not is_ours:
+            transitions += 1
         spec: dict[str, Any] = {
             "holderIdentity": self._settings.identity,
             "leaseDurationSeconds": max(1, round(self._settings.seconds)),
             "acquireTime": old.get("acquireTime") if is_ours else now,
             "renewTime": now,
-            "leaseTransitions": int(old.get("leaseTransitions") or 0)
-            + (raw is not None and not is_ours),
+            "leaseTransitions": transitions,
         }
-        metadata = (raw or {}).get("metadata") or {
+        metadata = {
             "name": self._settings.name,
             "namespace": self._settings.namespace,
         }
+        if raw is not None:
+            # With the version that was read: the API server then refuses the slower of two writers.
+            metadata = raw["metadata"]
+        # Managed fields are large and the API server's own: sent back, they would have to be right.
         kept = {key: value for key, value in metadata.items() if key != "managedFields"}
-        return {"apiVersion": LEASE.version, "kind": LEASE.kind, "metadata": kept, "spec": spec}
+        return {
+            "apiVersion": LEASE.version,
+            "kind": LEASE.kind,
+            "metadata": kept,
+            "spec": spec,
+        }

@@ -10,27 +10,27 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON, its traceback too."""
+        """Return the record as JSON, with its traceback."""
+        moment = datetime.fromtimestamp(record.created, UTC)
         line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(
-                timespec="milliseconds"
-            ),
+            "time": moment.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
+        # Names of users' runs and files stay readable where a collector shows the raw line.
         return json.dumps(line, ensure_ascii=False)
 
 
 def set_up_logging(level: str, form: str) -> None:
-    """Log to standard error. kopf's own lines only from warnings on: it tells of every object it sees."""
+    """Log to standard error, as text or JSON."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("kopf").setLevel(
-        max(logging.WARNING, logging.getLevelName(level.upper()))
-    )
+    # kopf logs every object that it sees, and asyncio every slow callback.
+    wanted = logging.getLevelName(level.upper())
+    logging.getLogger("kopf").setLevel(max(logging.WARNING, wanted))
     logging.getLogger("asyncio").setLevel(logging.WARNING)

@@ -18,10 +18,11 @@ from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps
 from evergrad_operator.times import format_time, parse_time
 
 MAX_ENDS: Final = 10
+"""Ends of pods that the status lists: enough to see a pattern, and a small part of its 16 KiB."""
 MAX_CAUSES: Final = 16
 LONGEST_CAUSE: Final = 32
 MAX_HOSTS: Final = 8
-"""Hosts that are remembered for their faults: a node that is to keep away from more has nowhere to go."""
+"""Hosts that are remembered for their faults: a node that avoids more of them might fit nowhere."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class EndRecord:
 
 @dataclass(frozen=True)
 class LastFailure:
-    """The newest failure and its root cause. ``rank`` and ``step`` are None where nobody said them."""
+    """The newest failure and its root cause. ``rank`` and ``step`` are None where nothing reported them."""
 
     cause: str
     node: int | None
@@ -61,9 +62,9 @@ class Finish:
 class Budget:
     """Failures in a row without progress. Times in seconds since 1970.
 
-    ``step`` and ``checkpoint_step``: newest when the last one was counted; beyond them is progress.
-    ``short_lives``: free ends in a row of pods that had hardly begun. Until ``retry_at`` no replacement is
-    made.
+    ``step`` and ``checkpoint_step``: the newest when the last failure was counted; newer ones are progress.
+    ``short_lives``: free ends in a row of pods that had hardly begun. No replacement is made before
+    ``retry_at``.
     """
 
     failures: int = 0
@@ -76,11 +77,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class HostFaults:
-    """Ends that speak against a host or a moment, not against the run. Times in seconds since 1970.
+    """Ends of pods whose cause is a host or a moment, not the run. Times in seconds since 1970.
 
-    ``hosts``: how often each had one; the host of the last one comes last. ``nodes``: those that have not
-    been well since; until ``retry_at`` they get no pod. ``in_a_row``: how often some node had one since all
-    were well. ``at``: when the youngest pod was made that was there as the last one was counted.
+    ``hosts``: number of faults of each host; the host of the last fault comes last. ``nodes``: those that
+    have not been well since their fault; they get no pod before ``retry_at``. ``in_a_row``: faults since all
+    nodes were well. ``at``: creation time of the youngest pod that existed when the last fault was counted.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
@@ -105,10 +106,10 @@ class InputError:
 
 @dataclass(frozen=True)
 class Coordinator:
-    """The newest coordinator pod that was made (-1: none so far), and what it has already told.
+    """The newest coordinator pod that was made (-1: none so far), and its counters as last read.
 
-    ``is_recorded``: its end is counted. ``restarts`` and ``lost_seconds``: its counters as last read, which
-    begin at 0 with each.
+    ``is_recorded``: its end is counted. ``restarts`` and ``lost_seconds``: counters that begin at 0 with each
+    coordinator pod.
     """
 
     attempt: int = -1
@@ -122,8 +123,8 @@ class Coordinator:
 class Training:
     """The training itself, as last known. Times in seconds since 1970.
 
-    ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first told
-    of.
+    ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first
+    reported.
     """
 
     generation: int | None = None
@@ -147,10 +148,10 @@ class Memory:
     ``restart_nonce``, ``settings_hash``: those acted upon. ``stop_reason``: why the run itself has stopped,
     empty if it has not. ``has_formed``: a group has been up since the run was started, resumed or restarted.
     ``input_errors``: the exit codes 64 before that. ``gang_size``: nodes that a queue admits together, 0
-    before the first pod; ``gang``: which such group. ``phase``, ``reason`` and ``message``: what people were
-    told last. ``image``: what was asked for; ``image_id``: what the first pod of this restart ran, as its
-    kubelet names it; ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash
-    of the edited fields that an event named last.
+    before the first pod; ``gang``: the number of that group. ``phase``, ``reason`` and ``message``: as last
+    shown. ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this
+    restart; ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the
+    edited fields that an event named last.
     """
 
     is_known: bool = False
@@ -187,11 +188,11 @@ class Memory:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the run itself has stopped, and waits for somebody to take it on."""
+        """Whether the run itself has stopped, and waits for a person to resume it."""
         return bool(self.stop_reason)
 
     def attempt_of(self, index: int) -> int:
-        """Highest attempt made of a node, -1 for none."""
+        """Return the highest attempt made of a node, -1 for none."""
         return self.attempts[index] if index < len(self.attempts) else -1
 
     def has_recorded(self, index: int, attempt: int) -> bool:
@@ -201,15 +202,15 @@ class Memory:
 
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
-    """The memory in a run's ``status``.
+    """Return the memory in a run's ``status``.
 
     Values that are missing or not understood count as unknown: a status may be lost.
     """
+    # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
-    # Texts under ``memory`` are the operator's own; the rest is what people read, and read back here.
     gang = unpack_counts(get_text(notes, "gang"))
-    # An older release noted only that the run had stopped; then it was on request.
+    # An older release noted only that the run had stopped, which then was always on request.
     stopped = get_text(notes, "stopped")
     stop_reason = Reason.STOPPED.value if stopped == "true" else stopped
     if stop_reason not in (Reason.STOPPED, Reason.NON_FINITE):
@@ -263,19 +264,20 @@ def _parse_finish(
     status: Mapping[str, Any], conditions: Iterable[Mapping[str, Any]]
 ) -> Finish | None:
     for condition in conditions:
-        if (
-            condition.get("type") in (Condition.COMPLETE, Condition.FAILED)
-            and condition.get("status") == "True"
-        ):
-            phase = Phase.COMPLETE if condition["type"] == Condition.COMPLETE else Phase.FAILED
-            at = (
-                parse_time(status.get("completionTime"))
-                or parse_time(condition.get("lastTransitionTime"))
-                or 0.0
-            )
-            return Finish(
-                phase, get_text(condition, "reason"), get_text(condition, "message"), at
-            )
+        kind = condition.get("type")
+        is_final = kind in (Condition.COMPLETE, Condition.FAILED)
+        if not is_final or condition.get("status") != "True":
+            continue
+        # A status that an earlier release or a person wrote may lack the completion time.
+        at = parse_time(status.get("completionTime"))
+        if not at:
+            at = parse_time(condition.get("lastTransitionTime"))
+        return Finish(
+            phase=Phase.COMPLETE if kind == Condition.COMPLETE else Phase.FAILED,
+            reason=get_text(condition, "reason"),
+            message=get_text(condition, "message"),
+            at=at or 0.0,
+        )
     return None
 
 
@@ -291,7 +293,8 @@ def _parse_coordinator(raw: Mapping[str, Any], notes: Mapping[str, Any]) -> Coor
 
 
 def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
-    step, checkpoint = get_int(raw, "step"), get_int(shown, "checkpointStep")
+    step = get_int(raw, "step")
+    checkpoint = get_int(shown, "checkpointStep")
     return Budget(
         failures=get_int(shown, "withoutProgress") or 0,
         step=-1 if step is None else step,
@@ -303,16 +306,14 @@ def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
 
 
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
-    hosts = raw.get("hosts")
-    pairs = (
-        [one for one in hosts if isinstance(one, list) and len(one) == 2]
-        if isinstance(hosts, list)
-        else []
-    )
+    hosts = [
+        (str(host), count)
+        for host, count in _list_pairs(raw, "hosts")
+        if isinstance(count, int)
+    ]
     return HostFaults(
-        hosts=tuple((str(host), count) for host, count in pairs if isinstance(count, int))[
-            -MAX_HOSTS:
-        ],
+        # The newest come last, and are the ones that are kept.
+        hosts=tuple(hosts[-MAX_HOSTS:]),
         nodes=frozenset(unpack_ranges(nodes)),
         in_a_row=get_int(raw, "inARow") or 0,
         at=parse_time(raw.get("at")) or 0.0,
@@ -321,15 +322,19 @@ def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
 
 
 def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[InputError, ...]:
-    said = raw.get("said")
-    pairs = (
-        [one for one in said if isinstance(one, list) and len(one) == 2]
-        if isinstance(said, list)
-        else []
-    )
-    return tuple(InputError(node, str(host)) for node, host in pairs if isinstance(node, int))[
-        -MAX_HOSTS:
+    errors = [
+        InputError(node, str(host))
+        for node, host in _list_pairs(raw, "said")
+        if isinstance(node, int)
     ]
+    return tuple(errors[-MAX_HOSTS:])
+
+
+def _list_pairs(raw: Mapping[str, Any], key: str) -> list[Any]:
+    found = raw.get(key)
+    if not isinstance(found, list):
+        return []
+    return [one for one in found if isinstance(one, list) and len(one) == 2]
 
 
 def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
@@ -363,7 +368,7 @@ def _parse_training(status: Mapping[str, Any]) -> Training:
 
 
 def _unpack(notes: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A mapping that was written as one text."""
+    """Return a mapping that was written as one text, empty where it is not readable."""
     try:
         value = json.loads(get_text(notes, key) or "{}")
     except (ValueError, RecursionError):
@@ -372,21 +377,46 @@ def _unpack(notes: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _parse_counters(raw: Mapping[str, Any]) -> dict[str, int]:
-    # Bounded, since whatever is read here is written again.
-    pairs = ((str(key)[:LONGEST_CAUSE], get_int(raw, key)) for key in raw)
-    return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])
+    # Bounded, since every value that is read here is written again.
+    found: dict[str, int] = {}
+    for key in raw:
+        value = get_int(raw, key)
+        if value is not None and len(found) < MAX_CAUSES:
+            found[str(key)[:LONGEST_CAUSE]] = value
+    return found
 
 
 # ---- to the wire -------------------------------------------------------------------------------------------
 
 
 def build_memory(memory: Memory) -> dict[str, Any]:
-    """The parts of the status that ``parse_memory`` reads, but for what people read too. Nothing that is a
-    default.
+    """Build the parts of the status that only ``parse_memory`` needs. Defaults are left out.
 
     Values that mean nothing to people are kept apart, as texts under ``memory``.
     """
-    budget, coordinator = memory.budget, memory.coordinator
+    budget = memory.budget
+    coordinator = memory.coordinator
+    failure = memory.last_failure
+    shown_failure: dict[str, Any] = {}
+    if failure is not None:
+        shown_failure = {
+            "cause": failure.cause,
+            "node": failure.node,
+            "rank": failure.rank,
+            "step": failure.step,
+            "exitCode": failure.exit_code,
+            "message": failure.message,
+            "at": _time(failure.at),
+        }
+    ends = [
+        {
+            "pod": one.pod,
+            "cause": one.cause,
+            "exitCode": one.exit_code,
+            "at": _time(one.at),
+        }
+        for one in memory.ends
+    ]
     found: dict[str, Any] = {
         "image": memory.image,
         "recipeHash": memory.recipe_hash,
@@ -404,11 +434,8 @@ def build_memory(memory: Memory) -> dict[str, Any]:
             "withoutProgress": budget.failures,
             "checkpointStep": budget.checkpoint_step if budget.checkpoint_step >= 0 else None,
         },
-        "attempts": [
-            {"pod": one.pod, "cause": one.cause, "exitCode": one.exit_code, "at": _time(one.at)}
-            for one in memory.ends
-        ],
-        "lastFailure": _build_failure(memory.last_failure),
+        "attempts": ends,
+        "lastFailure": shown_failure,
         "memory": _build_notes(memory),
     }
     cleaned: dict[str, Any] = without_empty(found)
@@ -416,7 +443,8 @@ def build_memory(memory: Memory) -> dict[str, Any]:
 
 
 def _build_notes(memory: Memory) -> dict[str, str | None]:
-    budget, coordinator = memory.budget, memory.coordinator
+    budget = memory.budget
+    coordinator = memory.coordinator
     rest = {
         "step": budget.step if budget.step >= 0 else None,
         "at": _time(budget.at),
@@ -454,29 +482,15 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
 
 
 def _pack(values: Mapping[str, Any]) -> str:
-    # Sorted and compact: the same values give the same text, or each pass would write the status.
+    # Sorted: the same values give the same text, or each pass would write the status anew.
     kept = without_empty(values)
     return json.dumps(kept, sort_keys=True, separators=(",", ":")) if kept else ""
 
 
-def _build_failure(failure: LastFailure | None) -> dict[str, Any] | None:
-    if failure is None:
-        return None
-    return {
-        "cause": failure.cause,
-        "node": failure.node,
-        "rank": failure.rank,
-        "step": failure.step,
-        "exitCode": failure.exit_code,
-        "message": failure.message,
-        "at": _time(failure.at),
-    }
-
-
 def without_empty(value: Any) -> Any:
-    """Without what says nothing: None, empty texts, lists and mappings, at any depth."""
+    """Return ``value`` without None and without empty texts, lists and mappings, at any depth."""
+    # A status has little room: a value that equals its default is not written.
     if isinstance(value, Mapping):
-        # A status has little room: what is a default is not written.
         cleaned = {key: without_empty(item) for key, item in value.items()}
         return {
             key: item

@@ -1,6 +1,6 @@
 """The operator's own metrics, made from the catalogue: evergrad_coordinator.metrics.OPERATOR.
 
-Those of runs are read off the informer cache, so that none outlives its run.
+Metrics of runs are read off the informer cache at each scrape, so that none outlives its run.
 """
 
 import platform
@@ -43,9 +43,10 @@ class Facts:
 
 
 class Metrics:
-    """Everything that is counted while it happens."""
+    """Metrics that are counted as things happen, in a registry of their own."""
 
     def __init__(self) -> None:
+        # A second series for each counter, with its time of creation, would double the scrape for nothing.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         build = self._gauge("build_info")
@@ -73,7 +74,13 @@ class Metrics:
         for result in ("success", "requeue", "error"):
             self.reconciles.labels(result)
 
-    def observe_request(self, verb: str, resource: str, code: str, seconds: float) -> None:
+    def observe_request(
+        self,
+        verb: str,
+        resource: str,
+        code: str,
+        seconds: float,
+    ) -> None:
         """Count one request to the API server."""
         self.api_requests.labels(verb, resource, code).inc()
         self.api_seconds.labels(verb, resource).observe(seconds)
@@ -84,11 +91,21 @@ class Metrics:
 
     def _counter(self, name: str) -> Counter:
         one = _CATALOGUE[name]
-        return Counter(one.exported, _help(one), one.labels, registry=self.registry)
+        return Counter(
+            one.exported,
+            _help(one),
+            one.labels,
+            registry=self.registry,
+        )
 
     def _gauge(self, name: str) -> Gauge:
         one = _CATALOGUE[name]
-        return Gauge(one.exported, _help(one), one.labels, registry=self.registry)
+        return Gauge(
+            one.exported,
+            _help(one),
+            one.labels,
+            registry=self.registry,
+        )
 
     def _histogram(self, name: str) -> Histogram:
         one = _CATALOGUE[name]
@@ -104,7 +121,7 @@ class FactsCollector:
         self.facts = facts
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: names are fixed, and a scrape costs too much to learn them."""
+        """Return nothing: the names are fixed, and a scrape would be too much work to learn them."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -120,26 +137,31 @@ class FactsCollector:
             ("runs", facts.phases),
         ):
             yield _gauge_family(name, {(key,): value for key, value in values.items()})
-        yield from _collect_runs(facts.runs)
 
-
-def _collect_runs(runs: Iterable[RunFacts]) -> Iterable[Metric]:
-    entry = _CATALOGUE["run_restarts_total"]
-    restarts = CounterMetricFamily(entry.exported, _help(entry), labels=entry.labels)
-    phase, ratio = _gauge_family("run_phase"), _gauge_family("run_progress_ratio")
-    times = [_gauge_family(f"run_{name}_timestamp_seconds") for name in _TIMES]
-    for run in runs:
-        who = (run.namespace, run.name)
-        phase.add_metric((*who, run.phase), 1)
-        for cause, count in run.restarts.items():
-            restarts.add_metric((*who, cause), count)
-        moments = (run.created_at, run.started_at, run.completed_at, run.progressed_at)
-        for family, at in zip(times, moments, strict=True):
-            if at is not None:
-                family.add_metric(who, at)
-        if run.progress is not None:
-            ratio.add_metric(who, run.progress)
-    yield from (phase, restarts, *times, ratio)
+        # One family each for all runs: Prometheus takes a family only once in a scrape.
+        entry = _CATALOGUE["run_restarts_total"]
+        restarts = CounterMetricFamily(entry.exported, _help(entry), labels=entry.labels)
+        phase = _gauge_family("run_phase")
+        ratio = _gauge_family("run_progress_ratio")
+        times = [_gauge_family(f"run_{name}_timestamp_seconds") for name in _TIMES]
+        for run in facts.runs:
+            labels = (run.namespace, run.name)
+            phase.add_metric((*labels, run.phase), 1)
+            for cause, count in run.restarts.items():
+                restarts.add_metric((*labels, cause), count)
+            moments = (
+                run.created_at,
+                run.started_at,
+                run.completed_at,
+                run.progressed_at,
+            )
+            # A time that has not come yet has no sample: 0 would be a date in 1970.
+            for family, at in zip(times, moments, strict=True):
+                if at is not None:
+                    family.add_metric(labels, at)
+            if run.progress is not None:
+                ratio.add_metric(labels, run.progress)
+        yield from (phase, restarts, *times, ratio)
 
 
 def _gauge_family(

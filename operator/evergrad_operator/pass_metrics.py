@@ -1,4 +1,4 @@
-"""Counts and logs what came of a pass over a run."""
+"""Counts and logs the results of a pass over a run."""
 
 import logging
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from evergrad_operator import names
 from evergrad_operator.apply import ApplyResult
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
-from evergrad_operator.kinds import POD, Raw
+from evergrad_operator.kinds import POD
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.observe import ApplyFailure, Observation
@@ -17,12 +17,9 @@ _NEW_POD = ("create", POD.kind)
 
 
 def list_created(results: Sequence[ApplyResult]) -> tuple[str, ...]:
-    """Return the names of the pods that now exist."""
-    return tuple(
-        result.step[2]
-        for result in results
-        if result.step[:2] == _NEW_POD and result.failure is None
-    )
+    """Return the names of the pods that this pass has created."""
+    done = [result.step for result in results if result.failure is None]
+    return tuple(name for verb, kind, name in done if (verb, kind) == _NEW_POD)
 
 
 def note_results(
@@ -34,14 +31,35 @@ def note_results(
     results: Sequence[ApplyResult],
     now: float,
 ) -> None:
-    """Count new pods, and steps that were refused; one that was not tried again is not counted again."""
+    """Count refused steps, and measure how long new nodes have waited for their pods.
+
+    A replacement has waited since the end of the pod before it, a run's first pod since the run was made.
+    """
+    # A step that waits for its retry was counted when it was refused.
     for result in results:
         if result.is_tried and result.failure is not None:
             note_failure(metrics, key, result.failure)
+
     created = frozenset(list_created(results))
     for body in plan.create:
-        if body["metadata"]["name"] in created:
-            _count_pod(metrics, seen, body, now)
+        labels = body["metadata"].get("labels") or {}
+        is_node = labels.get(names.LABEL_ROLE) == names.ROLE_NODE
+        if not is_node or body["metadata"]["name"] not in created:
+            continue
+
+        index = int(labels[names.LABEL_INDEX])
+        ends = [
+            pod.end.at
+            for pod in seen.nodes
+            if pod.index == index and pod.end is not None and pod.end.at is not None
+        ]
+        if ends:
+            metrics.recovery_seconds.observe(max(0.0, now - max(ends)))
+            continue
+        # One node stands for all, and only at its first attempt: later groups wait for other reasons.
+        is_first = index == 0 and labels.get(names.LABEL_ATTEMPT) == "0"
+        if is_first and not seen.nodes:
+            metrics.queue_seconds.observe(max(0.0, now - seen.run.created_at))
 
 
 def note_failure(metrics: Metrics, key: Key, failure: ApplyFailure) -> None:
@@ -60,7 +78,8 @@ def note_failure(metrics: Metrics, key: Key, failure: ApplyFailure) -> None:
 
 
 def note_error(metrics: Metrics, key: Key, error: Exception) -> None:
-    """Count and log what ended a whole pass. The reason is a label, so that it has few values."""
+    """Count and log an error that has ended a whole pass."""
+    # The reason is a label of a metric, and must have few values.
     if isinstance(error, ApiError):
         reason = error.reason if error.status else "Unreachable"
     elif isinstance(error, LeaseLostError):
@@ -71,24 +90,10 @@ def note_error(metrics: Metrics, key: Key, error: Exception) -> None:
         reason = "OperatorError" if isinstance(error, OperatorError) else "Defect"
     metrics.reconcile_errors.labels(reason).inc()
     if reason == "Defect":
-        log.error("%s/%s: a defect of the operator; please report it", *key, exc_info=error)
+        log.error(
+            "%s/%s: a defect of the operator; please report it",
+            *key,
+            exc_info=error,
+        )
     else:
         log.warning("%s/%s: %s", *key, str(error) or "took too long")
-
-
-def _count_pod(metrics: Metrics, seen: Observation, body: Raw, now: float) -> None:
-    """Measure how long a node waited for its pod: a replacement since the end of the last one, the run's very
-    first since the run was made."""
-    labels = body["metadata"].get("labels") or {}
-    if labels.get(names.LABEL_ROLE) != names.ROLE_NODE:
-        return
-    index = int(labels[names.LABEL_INDEX])
-    ends = [
-        pod.end.at
-        for pod in seen.nodes
-        if pod.index == index and pod.end is not None and pod.end.at is not None
-    ]
-    if ends:
-        metrics.recovery_seconds.observe(max(0.0, now - max(ends)))
-    elif not seen.nodes and index == 0 and labels.get(names.LABEL_ATTEMPT) == "0":
-        metrics.queue_seconds.observe(max(0.0, now - seen.run.created_at))

@@ -1,4 +1,4 @@
-"""One pass over one run, and what is remembered of the run between two passes."""
+"""One pass over one run, and the hints about the run that are kept between two passes."""
 
 from dataclasses import dataclass, field
 
@@ -12,15 +12,15 @@ from evergrad_operator.refusals import Refusals, Step
 class Applied:
     """Hints about a run's steps between two passes.
 
-    All of it may be lost: it only saves writes and tries.
+    All of them may be lost: they only save writes and tries.
     """
 
     refusals: Refusals = field(default_factory=Refusals)
     versions: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Resource versions that our own applies led to: another one means that somebody has touched
-    the object."""
+    """Resource versions that our own applies led to: another one means that somebody has changed the
+    object."""
     is_in_doubt: bool = False
-    """Whether there may be a pod that the cache does not have: the answer to its creation never came."""
+    """Whether a pod may exist that the cache does not have: the answer to its creation never came."""
     token_posted_at: float = float("-inf")
 
 
@@ -28,14 +28,13 @@ class Applied:
 class Hints:
     """Hints about a run between two passes.
 
-    All of it may be lost: it only saves writes and tries. Everything that decisions rest on is in the run's
-    status.
+    All of them may be lost: they only save writes and tries. Decisions rest on the run's status alone.
     """
 
     applied: Applied = field(default_factory=Applied)
     progress_written_at: float | None = None
-    told: set[str] = field(default_factory=set)
-    """Texts of events that are written once for each process."""
+    posted: set[str] = field(default_factory=set)
+    """Texts of events that are posted once for each process."""
     silence_listed: float = 0.0
     """Seconds that the coordinator had been silent when the run's pods were listed for it."""
     ends: frozenset[str] = frozenset()
@@ -50,7 +49,7 @@ class Pass:
     raw: Raw
     hints: Hints
     applied: AppliedSettings | None = None
-    """The settings of the pods, once they were asked for."""
+    """The settings of the pods, once they were fetched."""
 
     @property
     def refusals(self) -> Refusals:

@@ -12,11 +12,10 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 _SPARE_ENTRIES = 64
+"""Entries that may be superseded before the heap is cleared of them: a small queue is not worth the work."""
 Process = Callable[[K], Awaitable[float | None]]
-"""Works on one key; seconds after which the key shall come again, or None.
-
-Raises to be tried again after a back-off.
-"""
+"""Works on one key and returns the seconds until the key is due again, or None. An exception makes it due
+after a back-off."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +27,16 @@ class Backoff:
     longest: float = 60.0
 
     def delay(self, failures: int) -> float:
-        """Seconds to wait after so many failures in a row, one at least."""
-        return float(
-            min(self.longest, self.first * 2.0 ** min(failures - 1, 40))
-        ) * random.uniform(0.5, 1.0)
+        """Return the seconds to wait after this many failures in a row, at least one."""
+        # The exponent is bounded: a key that fails for days would overflow a float.
+        doubled = self.first * 2.0 ** min(failures - 1, 40)
+        return min(self.longest, doubled) * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """The queue at one moment: keys that are due, seconds that the oldest of them waits and that the
-    slowest worker works."""
+    """The queue at one moment: keys that are due, seconds that the oldest of them has waited, and seconds
+    that the slowest worker has worked."""
 
     depth: int
     oldest_age: float
@@ -47,10 +46,10 @@ class QueueState:
 
 
 class WorkQueue(Generic[K]):
-    """Keys that are due, or will be. ``spacing``: seconds between the end of work on a key and its next
-    start.
+    """Keys that are due, now or later. ``spacing``: least seconds between the end of work on a key and its
+    next start.
 
-    A key that is added while it is worked on comes again afterwards; of several due times the earliest
+    A key that is added while it is worked on becomes due again afterwards. The earliest of several due times
     counts.
     """
 
@@ -61,7 +60,9 @@ class WorkQueue(Generic[K]):
         spacing: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._backoff, self._spacing, self._clock = backoff or Backoff(), spacing, clock
+        self._backoff = backoff or Backoff()
+        self._spacing = spacing
+        self._clock = clock
         self._due: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._num_pushed = 0
@@ -70,21 +71,41 @@ class WorkQueue(Generic[K]):
         self._failures: dict[K, int] = {}
         self._last_end: dict[K, float] = {}
         self._dropped: set[K] = set()
-        """Keys that were dropped while they are worked on: of their end nothing is kept."""
+        """Keys that were dropped while they are worked on: nothing is kept of their end."""
         self._wake = asyncio.Event()
         self._is_closed = False
 
     def add(self, key: K, *, after: float = 0.0) -> None:
-        """Let ``key`` come in ``after`` seconds, or earlier if it was to come earlier."""
+        """Make ``key`` due in ``after`` seconds, unless it is due earlier."""
         if self._is_closed:
             return
         self._num_added += 1
+
         # A key that was just worked on waits a moment: events of one change come in bursts.
-        due = max(self._clock() + after, self._last_end.get(key, 0.0) + self._spacing)
-        if due < self._due.get(key, float("inf")):
-            self._due[key] = due
-            if key not in self._active:
-                self._push(key, due)
+        earliest = self._last_end.get(key, 0.0) + self._spacing
+        due = max(self._clock() + after, earliest)
+        if due >= self._due.get(key, float("inf")):
+            return
+        self._due[key] = due
+        # A key that is worked on gets its place in the heap at the end of that work.
+        if key in self._active:
+            return
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (due, self._num_pushed, key))
+
+        # An entry that an earlier time has superseded leaves only at the heap's head. One that is due in a
+        # week, pushed anew by each pass of a run with a deadline, would stay for that week: at most as many
+        # entries as there are keys may be superseded.
+        if len(self._heap) > 2 * len(self._due) + _SPARE_ENTRIES:
+            kept = {
+                entry[2]: entry
+                for entry in self._heap
+                if self._due.get(entry[2]) == entry[0] and entry[2] not in self._active
+            }
+            self._heap = list(kept.values())
+            heapq.heapify(self._heap)
+        if self._heap[0][2] == key:
+            self._wake.set()
 
     def drop(self, key: K) -> None:
         """Forget everything about a key that does not exist any more.
@@ -98,23 +119,23 @@ class WorkQueue(Generic[K]):
             self._dropped.add(key)
 
     def failures(self, key: K) -> int:
-        """How often in a row work on the key has failed."""
+        """Return how often in a row work on the key has failed."""
         return self._failures.get(key, 0)
 
     def observe(self) -> QueueState:
-        """The queue now."""
+        """Return the queue's state at this moment."""
+        # A key that is worked on waits for nothing but its own end, which ``longest_work`` measures.
         now = self._clock()
         ready = [
             now - due
             for key, due in self._due.items()
             if due <= now and key not in self._active
         ]
+        works = [now - started for started, _ in self._active.values()]
         return QueueState(
             depth=len(ready),
             oldest_age=max(ready, default=0.0),
-            longest_work=max(
-                (now - started for started, _ in self._active.values()), default=0.0
-            ),
+            longest_work=max(works, default=0.0),
             added=self._num_added,
             failing=len(self._failures),
         )
@@ -124,13 +145,11 @@ class WorkQueue(Generic[K]):
         while not self._is_closed:
             self._wake.clear()
             while len(self._active) < workers and (key := self._pop()) is not None:
-                started = self._clock()
-                self._active[key] = (
-                    started,
-                    asyncio.create_task(self._work(process, key), name=f"work on {key}"),
-                )
-            # Until the next key is due, or something is added or done. While every worker is busy, only the
-            # end of one matters.
+                task = asyncio.create_task(self._work(process, key), name=f"work on {key}")
+                self._active[key] = (self._clock(), task)
+
+            # Wait until the next key is due, or something is added or done. While every worker is busy, only
+            # the end of one matters.
             seconds: float | None = None
             if self._heap and len(self._active) < workers:
                 seconds = max(0.0, self._heap[0][0] - self._clock())
@@ -139,7 +158,7 @@ class WorkQueue(Generic[K]):
                     await self._wake.wait()
 
     async def close(self, *, seconds: float) -> None:
-        """Start nothing new; wait for what is being worked on, at most so long, then cancel it."""
+        """Start nothing new, wait at most ``seconds`` for the work under way, then cancel the rest."""
         self._is_closed = True
         self._wake.set()
         tasks = [task for _, task in self._active.values()]
@@ -150,8 +169,8 @@ class WorkQueue(Generic[K]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, process: Process[K], key: K) -> None:
-        # Whatever goes wrong with one key is that key's own: it comes again later. ``process`` reports its
-        # errors itself.
+        # A failure concerns one key alone, which becomes due again later. ``process`` reports its errors
+        # itself.
         delay: float | None = None
         try:
             delay = await process(key)
@@ -164,42 +183,26 @@ class WorkQueue(Generic[K]):
             if key not in self._dropped:
                 self._last_end[key] = self._clock()
             self._dropped.discard(key)
+
             # A time that was added while the work went on counts from its end, or from its own time if that
             # is later.
             waiting = self._due.pop(key, None)
             # After a failure only the backoff counts: news must not turn it into a busy loop.
-            if self.failures(key) and delay is not None:
-                self.add(key, after=delay)
-            else:
-                delays = [
-                    wait
-                    for wait in (delay, None if waiting is None else waiting - self._clock())
-                    if wait is not None
-                ]
-                if delays:
-                    self.add(key, after=min(delays))
-            self._num_added -= bool(delay is not None or waiting is not None)
-            self._wake.set()
+            has_failed = self.failures(key) > 0 and delay is not None
+            delays = [] if delay is None else [delay]
+            if waiting is not None and not has_failed:
+                delays.append(waiting - self._clock())
+            if delays:
+                self.add(key, after=min(delays))
 
-    def _push(self, key: K, due: float) -> None:
-        self._num_pushed += 1
-        heapq.heappush(self._heap, (due, self._num_pushed, key))
-        # An entry that an earlier time has superseded leaves only at the heap's head. One that is due in a
-        # week, pushed anew by each pass of a run with a deadline, would stay for that week: at most as many
-        # as there are keys may be superseded.
-        if len(self._heap) > 2 * len(self._due) + _SPARE_ENTRIES:
-            kept = [
-                entry
-                for entry in self._heap
-                if self._due.get(entry[2]) == entry[0] and entry[2] not in self._active
-            ]
-            self._heap = list({entry[2]: entry for entry in kept}.values())
-            heapq.heapify(self._heap)
-        if self._heap[0][2] == key:
+            # The metric counts what others added, not that a key was taken up again.
+            if delay is not None or waiting is not None:
+                self._num_added -= 1
+            # A worker is free now, whatever became of the key.
             self._wake.set()
 
     def _pop(self) -> K | None:
-        """The next key that is due and not worked on.
+        """Take the next key that is due and not worked on; None if there is none.
 
         An entry that an earlier time has superseded is passed over.
         """

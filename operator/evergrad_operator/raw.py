@@ -1,4 +1,4 @@
-"""Reads of raw objects that never fail: what is missing or of another type counts as absent. Pure."""
+"""Reads of raw objects that never fail: a value that is missing or of another type counts as absent. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -9,16 +9,18 @@ NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 def get_map(raw: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """The mapping at ``path``, or an empty one."""
+    """Return the mapping at ``path``, or an empty one."""
+    # Nearly all mappings are dicts, and asking an abstract class takes longer than all else here.
     value: Any = raw
     for key in path:
-        # Nearly all are dicts, and asking an abstract class takes longer than all else here.
-        value = value.get(key) if type(value) is dict or isinstance(value, Mapping) else None
-    return value if type(value) is dict or isinstance(value, Mapping) else NOTHING
+        is_map = type(value) is dict or isinstance(value, Mapping)
+        value = value.get(key) if is_map else None
+    is_map = type(value) is dict or isinstance(value, Mapping)
+    return value if is_map else NOTHING
 
 
 def get_maps(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """The mappings in the list ``key``."""
+    """Return the mappings in the list ``key``."""
     value = raw.get(key)
     if not isinstance(value, (list, tuple)):
         return []
@@ -26,25 +28,36 @@ def get_maps(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def get_text(raw: Mapping[str, Any], key: str) -> str:
-    """The text ``key``, or an empty one."""
+    """Return the text ``key``, or an empty one."""
     value = raw.get(key)
     return value if isinstance(value, str) else ""
 
 
-def get_int(raw: Mapping[str, Any], key: str, *, most: int = 2**63 - 1) -> int | None:
-    """The whole number ``key``, of at most this size."""
+def get_int(
+    raw: Mapping[str, Any],
+    key: str,
+    *,
+    most: int = 2**63 - 1,
+) -> int | None:
+    """Return the whole number ``key``, of a size of at most ``most``."""
     value = raw.get(key)
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and -most <= value <= most
-        else None
-    )
+    # Python takes a bool for a number; JSON does not.
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if -most <= value <= most else None
 
 
-def get_natural(raw: Mapping[str, Any], key: str, *, most: int = 2**53) -> int | None:
-    """The whole number ``key``, from 0 to ``most``."""
+def get_natural(
+    raw: Mapping[str, Any],
+    key: str,
+    *,
+    most: int = 2**53,
+) -> int | None:
+    """Return the whole number ``key``, from 0 to ``most``."""
     value = get_int(raw, key, most=most)
-    return None if value is None or value < 0 else value
+    if value is None or value < 0:
+        return None
+    return value
 
 
 def get_float(
@@ -54,7 +67,7 @@ def get_float(
     least: float = float("-inf"),
     most: float = float("inf"),
 ) -> float | None:
-    """The finite number ``key``, which may be written as a text, within these bounds."""
+    """Return the finite number ``key``, which may be written as a text, within these bounds."""
     value = raw.get(key)
     if isinstance(value, str):
         try:
@@ -63,6 +76,7 @@ def get_float(
             return None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
+    # JSON bounds no integer, but a float does.
     try:
         number = float(value)
     except OverflowError:
@@ -71,12 +85,18 @@ def get_float(
 
 
 def keep_end(text: str, most: int) -> str:
-    """The end of ``text``, where the cause of a failure stands, within so many bytes of UTF-8; what is no
-    text becomes ``?``."""
+    """Return the end of ``text``, which names the cause of a failure, within ``most`` bytes of UTF-8.
+
+    Characters that UTF-8 cannot express become ``?``.
+    """
     data = text.encode("utf-8", errors="replace")
-    return data.decode() if len(data) <= most else data[-most:].decode("utf-8", errors="ignore")
+    if len(data) <= most:
+        return data.decode()
+    # The cut may go through a character, whose rest is dropped.
+    return data[-most:].decode("utf-8", errors="ignore")
 
 
 def keep_start(text: str, most: int) -> str:
-    """The beginning of ``text`` within so many bytes of UTF-8."""
-    return text.encode("utf-8", errors="replace")[:most].decode("utf-8", errors="ignore")
+    """Return the beginning of ``text`` within ``most`` bytes of UTF-8."""
+    data = text.encode("utf-8", errors="replace")
+    return data[:most].decode("utf-8", errors="ignore")

@@ -10,18 +10,18 @@ from evergrad_manifest.script import Script
 
 
 def hash_spelling(training: Mapping[str, Any] | None, script: Script | None) -> str:
-    """Return the SHA-256 of the recipe or script as the run says it, 64 hex digits.
+    """Return the SHA-256 of the recipe or script as the run spells it, 64 hex digits.
 
-    Older versions wrote it into records of runs on their volumes, so that it must not change.
+    Older versions wrote it into the records of runs on their volumes. It must therefore never change.
     """
+    # Operational sections do not change what is trained, and were never part of the hash.
     if training is not None:
-        return hash_json(
-            {
-                key: value
-                for key, value in training.items()
-                if value is not None and key not in OPERATIONAL_SECTIONS
-            }
-        )
+        kept = {
+            key: value
+            for key, value in training.items()
+            if value is not None and key not in OPERATIONAL_SECTIONS
+        }
+        return hash_json(kept)
     if script is None:
         return ""
     return hash_json(

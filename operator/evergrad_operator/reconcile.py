@@ -1,6 +1,6 @@
 """One run, level-triggered: observe → decide → plan → apply → one status write.
 
-Nothing here knows which event came.
+No event is an argument: a pass that was cut short between two writes is simply repeated.
 """
 
 import asyncio
@@ -46,18 +46,19 @@ from evergrad_operator.status_writer import StatusWriter
 
 log = logging.getLogger(__name__)
 RECONCILE_SECONDS: Final = 60.0
-"""Longest time of one pass: a worker of the queue is not held for ever."""
+"""Longest time of one pass: a run whose requests hang must not keep a worker of the queue for ever."""
 CLAIM_SECONDS: Final = 30.0
-"""Time for which an existing claim, which no watch shows, is taken to be as it was seen."""
+"""Age up to which a claim that no watch covers, such as a user's own, is trusted without another request."""
 SILENCE_SECONDS: Final = 15.0
-"""Silence of a coordinator after which its pod is looked for: what vanishes in a gap of a watch causes no
-event."""
+"""Silence of a coordinator after which its pod is looked for: an object that vanishes in a gap of a watch
+causes no event."""
 _BY_ITSELF: Final = frozenset(ExitCode)
+"""Exit codes that a node's own process chooses; one that was killed returns others."""
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """A run at one moment: what is seen of it, the decision, and the objects that this means."""
+    """A run at one moment: the observation, the decision, and the objects that should exist."""
 
     seen: Observation
     decision: Decision
@@ -65,7 +66,7 @@ class Assessment:
 
 
 class Reconciler:
-    """Makes of each run what it asks for. ``clock``: epoch seconds."""
+    """Brings each run to the state that its spec asks for. ``clock``: epoch seconds."""
 
     def __init__(
         self,
@@ -77,8 +78,10 @@ class Reconciler:
         config: Config,
         metrics: Metrics,
     ) -> None:
-        self._cache, self._coordinators = cache, coordinators
-        self._config, self._metrics = config, metrics
+        self._cache = cache
+        self._coordinators = coordinators
+        self._config = config
+        self._metrics = metrics
         self._hints: dict[Key, Hints] = {}
         self._specs = SpecCache()
         self.clock: Callable[[], float] = time.time
@@ -89,22 +92,41 @@ class Reconciler:
         def now() -> float:
             return self.clock()
 
-        self._confirmer = Confirmer(cluster, cache=cache, metrics=metrics, clock=now)
-        self._applier = Applier(cluster, cache=cache, coordinators=coordinators, clock=now)
+        self._confirmer = Confirmer(
+            cluster,
+            cache=cache,
+            metrics=metrics,
+            clock=now,
+        )
+        self._applier = Applier(
+            cluster,
+            cache=cache,
+            coordinators=coordinators,
+            clock=now,
+        )
         self.statuses = StatusWriter(
             cluster, cache=cache, recorder=recorder, metrics=metrics, clock=now
         )
 
     async def reconcile(self, key: Key) -> float | None:
-        """Work on one run; seconds until it has to be looked at again.
+        """Work on one run, and return the seconds until its next pass, or None if only news causes one.
 
-        Raises for what a later try may mend.
+        Raises for faults that a later try may mend.
         """
         started = time.perf_counter()
         result = "success"
         try:
+            raw = self._cache.run(key)
+            if raw is None:
+                # The run is gone. Anything still kept under its name would stay as long as this process.
+                self._hints.pop(key, None)
+                self._specs.forget(key)
+                self._coordinators.leave(key)
+                self.on_forget(key)
+                return None
+
             async with asyncio.timeout(RECONCILE_SECONDS):
-                delay = await self._reconcile(key)
+                delay = await self._reconcile(key, raw)
             result = "success" if delay is None else "requeue"
             return delay
         except Exception as error:
@@ -115,14 +137,10 @@ class Reconciler:
             self._metrics.reconciles.labels(result).inc()
             self._metrics.reconcile_seconds.observe(time.perf_counter() - started)
 
-    async def _reconcile(self, key: Key) -> float | None:
-        raw = self._cache.run(key)
-        if raw is None:
-            self._forget(key)
-            return None
-
-        # Observe, decide and plan from what is known.
-        work = Pass(key, raw, self._hints.setdefault(key, Hints()))
+    async def _reconcile(self, key: Key, raw: Raw) -> float | None:
+        # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
+        hints = self._hints.setdefault(key, Hints())
+        work = Pass(key, raw, hints)
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
         try:
             found = self._assess(work)
@@ -131,127 +149,118 @@ class Reconciler:
         if found.seen.status.finish is None and not found.seen.run.is_deleting:
             # Nobody edits a run that is over, or on its way out.
             await self.statuses.warn_of_spelling(work, found.seen.run.parsed.outdated)
+
+        # Ask for what no watch shows, and assess again only if there was something to ask.
         is_news = await self._ask_about_ends(work, found.seen)
         if is_edited(found.seen):
-            # Before the ConfigMap is applied anew it still has what the pods have.
+            # Before the ConfigMap is applied anew it still has the settings of the pods.
             run = found.seen.run
             manifest = await self._confirmer.fetch_manifest(key, run.uid)
             settings = None if manifest is None else compare_settings(manifest, run)
-            work, is_news = replace(work, applied=settings), True
+            work = replace(work, applied=settings)
+            is_news = True
         if is_news:
             found = self._assess(work)
         await self.statuses.announce_edit(work, found.seen)
 
-        # The cache is a hint: before a pod is created or ended, the API server says what there is.
-        is_confirmed = self._is_look_due(work, found) and await self._confirmer.confirm(
-            work, found.plan
-        )
+        # The cache is a hint: before a pod is created or deleted, the API server is asked which pods exist.
+        is_confirmed = False
+        if self._is_look_due(work, found):
+            is_confirmed = await self._confirmer.confirm(work, found.plan)
         if is_confirmed:
             work = replace(work, raw=self._cache.run(key) or work.raw)
             found = self._assess(work)
 
         # A step that is refused does not hold up the others. It is reported in this same pass, and tried
         # again after a pause of its own.
-        seen, decision, plan, known = found.seen, found.decision, found.plan, work.hints.applied
+        seen = found.seen
+        decision = found.decision
+        plan = found.plan
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
-        results = await self._applier.apply(key, seen, doable, known)
+        refusals = hints.applied.refusals
+        results = await self._applier.apply(key, seen, doable, hints.applied)
         note_results(self._metrics, key, seen, plan=doable, results=results, now=self.clock())
-        known.refusals.keep(frozenset(list_steps(plan)))
-        if known.refusals.failures() != seen.failures:
-            # Only what was refused is new: a fresh look would take pods that this pass ended for lost ones.
-            seen = replace(seen, failures=known.refusals.failures())
+        refusals.keep(frozenset(list_steps(plan)))
+        if refusals.failures() != seen.failures:
+            # Only the refusals are new: a fresh look would take pods that this pass ended for lost ones.
+            seen = replace(seen, failures=refusals.failures())
             decision = decide(seen, self._config, self.clock())
         self._follow(key, seen)
 
+        # The time of the next retry is read before the status is written: a retry that falls due during the
+        # write would otherwise count as one that waits behind another step, and cause no pass.
+        retry_after = refusals.seconds_to_next(self.clock())
+        token_after = None if plan.token is None else TOKEN_SECONDS
+
         # One write of the status at the end, so that no half of a pass is ever seen.
-        delays = (
-            decision.requeue_after,
-            known.refusals.seconds_to_next(self.clock()),
-            None if plan.token is None else TOKEN_SECONDS,
-            await self.statuses.write(
-                work, seen, decision, Outcome(created=list_created(results))
-            ),
-        )
+        outcome = Outcome(created=list_created(results))
+        write_after = await self.statuses.write(work, seen, decision, outcome)
+        delays = (decision.requeue_after, retry_after, token_after, write_after)
         return min((delay for delay in delays if delay is not None), default=None)
 
     # ---- observe, decide, plan: values in, values out ------------------------------------------------------
 
     def _assess(self, work: Pass) -> Assessment:
         """Return what is seen of the run now, and what follows from it. Raises SpecError."""
-        key, raw = work.key, work.raw
+        key = work.key
+        parsed = self._specs.parse(work.raw)
+
+        # An unreadable answer of its coordinator must not keep a run from being looked after.
+        answer = self._coordinators.answer(key)
+        progress: Progress | None = None
+        if answer is not None:
+            try:
+                progress = parse_progress(answer.raw, attempt=answer.attempt)
+            except OperatorError as error:
+                log.warning("%s/%s: %s", *key, error)
+
         observed = observe(
-            self._specs.parse(raw),
+            parsed,
             pods=self._cache.pods(key),
             others=self._cache.others(key),
-            children=self._children(work),
-            progress=self._progress(key),
+            children=_list_children(self._cache, work),
+            progress=progress,
             failures=work.refusals.failures(),
         )
-        users = self._cache.claim_index.users_of(key[0], claim_of(raw))
+        users = self._cache.claim_index.users_of(key[0], claim_of(work.raw))
         seen = replace(
             observed,
             claim_users=frozenset(name for _, name in users),
             silence=self._coordinators.silence(key),
             applied=work.applied,
         )
+
         decision = decide(seen, self._config, self.clock())
         token = self.token_of(seen.run.uid)
-        return Assessment(
-            seen, decision, plan_children(seen, decision, self._config, token=token)
-        )
-
-    def _children(self, work: Pass) -> Mapping[tuple[str, str], Raw]:
-        """Return the run's claim and other children by kind and name."""
-        key, raw = work.key, work.raw
-        found: dict[tuple[str, str], Raw] = {}
-        claim = self._cache.claim(key[0], claim_of(raw))
-        if claim is not None:
-            found[CLAIM.kind, claim_of(raw)] = claim
-        for name, child in self._cache.children(key).items():
-            metadata = child["metadata"]
-            version = work.hints.applied.versions.get(name)
-            if version is not None and version != metadata.get("resourceVersion"):
-                # Somebody else has changed it since our last apply: without the hash of what was applied, it
-                # is applied again.
-                annotations = dict(metadata.get("annotations") or {})
-                annotations.pop(names.ANNOTATION_HASH, None)
-                child = {**child, "metadata": {**metadata, "annotations": annotations}}
-            found[name] = child
-        return found
-
-    def _progress(self, key: Key) -> Progress | None:
-        answer = self._coordinators.answer(key)
-        if answer is None:
-            return None
-        try:
-            return parse_progress(answer.raw, attempt=answer.attempt)
-        except OperatorError as error:
-            # A coordinator that talks nonsense must not keep its run from being looked after.
-            log.warning("%s/%s: %s", *key, error)
-            return None
+        plan = plan_children(seen, decision, self._config, token=token)
+        return Assessment(seen, decision, plan)
 
     def _is_look_due(self, work: Pass, found: Assessment) -> bool:
-        """Whether the API server is asked what there is.
+        """Whether this pass asks the API server which pods exist.
 
-        A pass in which nothing is tried, such as one of a run that waits for its quota, asks for nothing.
+        A pass that tries nothing, such as one of a run that waits for its quota, asks for nothing.
         """
         # The coordinator may be silent because it is gone, and its watch had a gap. A list is due each time
         # the silence has doubled, so that a coordinator that is silent for hours costs few lists.
-        hints, silence = work.hints, found.seen.silence
+        hints = work.hints
+        silence = found.seen.silence
         seconds = silence.seconds if silence is not None else 0.0
         is_silent = seconds >= max(SILENCE_SECONDS, 2.0 * hints.silence_listed)
-        if is_silent or seconds < SILENCE_SECONDS:
-            hints.silence_listed = seconds if is_silent else 0.0
+        if is_silent:
+            hints.silence_listed = seconds
+        elif seconds < SILENCE_SECONDS:
+            hints.silence_listed = 0.0
+
         # A list that was refused is tried again also where nothing needs it any more, or its refusal would
         # stay in the status for ever.
-        generation = found.seen.run.generation
-        return (
-            is_silent
-            or work.refusals.has(step_of_list(work.key))
-            or is_pod_work_due(
-                found.plan, work.refusals, generation=generation, now=self.clock()
-            )
+        is_refused = work.refusals.has(step_of_list(work.key))
+        is_work_due = is_pod_work_due(
+            found.plan,
+            work.refusals,
+            generation=found.seen.run.generation,
+            now=self.clock(),
         )
+        return is_silent or is_refused or is_work_due
 
     # ---- the run's coordinator -----------------------------------------------------------------------------
 
@@ -262,15 +271,16 @@ class Reconciler:
         if not running:
             self._coordinators.leave(key)
             return
-        # Two may run for a moment: the newer one is the run's.
+
+        # Two may run for a moment while one replaces the other: the newer one is the run's.
         newest = max(running, key=lambda pod: pod.attempt)
         token = self.token_of(seen.run.uid)
         self._coordinators.follow(key, newest.ip, newest.attempt, token=token)
 
     async def _ask_about_ends(self, work: Pass, seen: Observation) -> bool:
-        """Ask the coordinator anew when nodes have ended by themselves: it has the cause and the last step.
+        """Ask the coordinator anew when nodes have ended by themselves, and return whether it was asked.
 
-        Whether it was asked.
+        Its last answer is from before the end, and lacks the cause and the last step.
         """
         ends = frozenset(
             pod.uid
@@ -284,11 +294,26 @@ class Reconciler:
             await self._coordinators.ask(work.key)
         return is_new
 
-    def _forget(self, key: Key) -> None:
-        self._hints.pop(key, None)
-        self._specs.forget(key)
-        self._coordinators.leave(key)
-        self.on_forget(key)
+
+def _list_children(cache: InformerCache, work: Pass) -> Mapping[tuple[str, str], Raw]:
+    """Return the run's claim and other children by kind and name."""
+    found: dict[tuple[str, str], Raw] = {}
+    claim_name = claim_of(work.raw)
+    claim = cache.claim(work.key[0], claim_name)
+    if claim is not None:
+        found[CLAIM.kind, claim_name] = claim
+
+    for name, child in cache.children(work.key).items():
+        metadata = child["metadata"]
+        version = work.hints.applied.versions.get(name)
+        if version is not None and version != metadata.get("resourceVersion"):
+            # Somebody else has changed it since our last apply, and left the hash of what was applied as it
+            # was. Without that hash it is applied again.
+            annotations = dict(metadata.get("annotations") or {})
+            annotations.pop(names.ANNOTATION_HASH, None)
+            child = {**child, "metadata": {**metadata, "annotations": annotations}}
+        found[name] = child
+    return found
 
 
 def _refuse_token(uid: str) -> str:

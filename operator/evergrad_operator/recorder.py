@@ -1,5 +1,5 @@
-"""Kubernetes events about runs: what repeats is counted on one object, and a crash loop stays
-below fifteen."""
+"""Kubernetes events about runs: repeated ones are counted on one object, and a crash loop makes fewer than
+fifteen."""
 
 import hashlib
 import logging
@@ -19,18 +19,24 @@ COMPONENT: Final = "evergrad-operator"
 MAX_MESSAGE: Final = 1024
 MAX_REMEMBERED: Final = 4096
 _DISTINCT = 2
-"""Different messages of one reason that get events of their own; further ones share one, whose message is the
-newest."""
+"""Different messages of one reason that get events of their own. All further ones share one event, which
+shows the newest."""
 
 
 class Poster(Protocol):
-    """What is needed of the API server."""
+    """The part of the API server that events need; ``Kube`` is one. All raise ApiError."""
 
     async def create(self, body: Raw) -> Raw:
-        """A new object."""
+        """Create an object."""
 
-    async def merge(self, kind: Kind, namespace: str, name: str, patch: Raw) -> Raw:
-        """A JSON merge patch."""
+    async def merge(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        patch: Raw,
+    ) -> Raw:
+        """Send a JSON merge patch."""
 
 
 @dataclass
@@ -42,7 +48,7 @@ class _Posted:
 
 
 class Recorder:
-    """Posts events. One that cannot be posted is only logged: nothing depends on events."""
+    """Posts events. One that cannot be posted is only logged: no decision depends on events."""
 
     def __init__(
         self,
@@ -51,23 +57,31 @@ class Recorder:
         clock: Callable[[], float] = time.time,
         on_post: Callable[[str], None] = lambda action: None,
     ) -> None:
-        self._poster, self._clock, self._on_post = poster, clock, on_post
+        self._poster = poster
+        self._clock = clock
+        self._on_post = on_post
         self._posted: OrderedDict[tuple[str, str, str], _Posted] = OrderedDict()
         self._messages: OrderedDict[tuple[str, str], set[str]] = OrderedDict()
         self._born = f"{clock():.3f}"
 
     async def record(
-        self, run: Raw, kind: str, reason: str, message: str, *, once: str = ""
+        self,
+        run: Raw,
+        kind: str,
+        reason: str,
+        message: str,
+        *,
+        once: str = "",
     ) -> None:
-        """Post an event of ``reason`` (``kind``: Normal or Warning) at the raw run.
+        """Post an event of this ``reason`` about the raw run. ``kind``: Normal or Warning.
 
-        ``once``: a key of the event, which is not posted again under this key, whichever process asks. Only
-        those that share an object with others may be, by a process that has started in between.
+        ``once``: a key under which the event is posted only once, whichever process asks. Only an event that
+        shares its object with others may be posted again, by a process that has started in between.
         """
         message = message[:MAX_MESSAGE]
         uid = str(run["metadata"].get("uid", ""))
-        # Events that say the same are counted on one object. So are all further ones of a reason that has
-        # said many different things: a flood of objects would push others' events out of etcd.
+        # Events with one message are counted on one object, and so are all further messages of a reason that
+        # has had several: a flood of objects would push others' events out of etcd.
         digest = hashlib.sha256((once or message).encode()).hexdigest()[:16]
         known = self._messages.setdefault((uid, reason), set())
         if digest in known or len(known) < _DISTINCT:
@@ -98,14 +112,19 @@ class Recorder:
                 log.warning("the event %s could not be posted: %s", reason, error)
 
     async def _create(
-        self, slot: tuple[str, str, str], run: Raw, kind: str, message: str, once: str
+        self,
+        slot: tuple[str, str, str],
+        run: Raw,
+        kind: str,
+        message: str,
+        once: str,
     ) -> None:
-        metadata, now = run["metadata"], format_time(self._clock())
-        # Part of the name is when this operator started: it cannot know what an earlier one has counted. An
+        metadata = run["metadata"]
+        now = format_time(self._clock())
+        # Part of the name is when this operator started: it cannot continue the count of an earlier one. An
         # event that is posted once has its key there instead, so that an earlier operator's has this name.
-        digest = hashlib.sha256("\n".join((*slot, once or self._born)).encode()).hexdigest()[
-            :16
-        ]
+        identity = "\n".join((*slot, once or self._born))
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         name, namespace = f"{metadata['name']}.{digest}", metadata.get("namespace", "")
         body = {
             "apiVersion": EVENT.version,

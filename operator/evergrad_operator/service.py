@@ -47,7 +47,8 @@ class Service:
     """One operator process."""
 
     def __init__(self, settings: Settings, connection: Connection) -> None:
-        self._settings, self._connection = settings, connection
+        self._settings = settings
+        self._connection = connection
         self.metrics = metrics = Metrics()
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[Any]] = []
@@ -94,7 +95,7 @@ class Service:
         )
         self.reconciler.on_forget = self.queue.drop
         self.reconciler.statuses.on_missing = self.sync.expect_gap
-        self._webhook = self._build_webhook() if settings.webhook else None
+        self._webhook = _build_webhook(settings, self.kube, self.gate, metrics)
 
         # Health and metrics.
         self.vitals = Vitals(queue=self.queue, cache=self.cache, gate=self.gate)
@@ -107,19 +108,20 @@ class Service:
         )
 
     async def run(self) -> int:
-        """Run until asked to stop; the exit code: 0 asked to, 1 for what a new start may mend."""
+        """Run until asked to stop; the exit code is 0, or 1 for a fault that a new start may mend."""
+        # A signal only asks for the end: writes under way are finished, and the lease is given back.
         loop = asyncio.get_running_loop()
-        # A stop is asked for, never forced: what is being written comes to its end, and the lease is given
-        # back.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+
+        # Health comes before everything that may take long, or the kubelet would restart a slow start.
         port = await self._health.listen(self._settings.host, self._settings.port)
         log.info("serving /healthz, /readyz and /metrics on port %d", port)
         try:
             await check_access(self.kube, self._settings.scopes)
             self._spawn("event loop lag", self.vitals.measure_lag(self.metrics))
+            # The webhook starts before the lease is held: a standby answers, too.
             if self._webhook is not None:
-                # Before the lease: a standby answers, too.
                 self._spawn("webhook", self._webhook.run())
             if await self._lead():
                 await self._serve()
@@ -127,16 +129,18 @@ class Service:
             self._fault = error
         finally:
             await self._close()
+
         if self._fault is not None:
             log.error("ends: %s", str(self._fault) or type(self._fault).__name__)
         return 0 if self._fault is None else 1
 
     async def _lead(self) -> bool:
-        """Wait until this process may write; False if it was asked to stop before."""
+        """Wait until this process may write, and return False if it was asked to stop before."""
         gate = self.gate
         if not isinstance(gate, LeaseGate):
             self.metrics.leader.set(1)
             return not self._stop.is_set()
+
         # A standby is ready, too: the chart's rollout waits for readiness, and the old leader leaves only
         # after it.
         gate.on_change = lambda is_held: self.metrics.leader.set(int(is_held))
@@ -149,8 +153,12 @@ class Service:
 
     async def _serve(self) -> None:
         """Fill the cache, then work until the stop."""
-        # The tokens of all runs are derived from one key; only the process that leads makes it.
-        key = await load_key(self.kube, self._settings.key_namespace, self._settings.key_name)
+        # The tokens of all runs are derived from one key. Its Secret is made only by the process that leads.
+        key = await load_key(
+            self.kube,
+            self._settings.key_namespace,
+            self._settings.key_name,
+        )
         self.reconciler.token_of = partial(derive_token, key)
 
         # No pass begins before everything is listed: a run whose pods are not known yet would be given new
@@ -162,11 +170,12 @@ class Service:
         for run in self.cache.store.known():
             self.queue.add(run)
 
-        # The objects of the cache stay for long: looking through it again and again costs time at every
-        # collection.
+        # The cache lives as long as the process: frozen, it is not searched again at every collection.
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
+
+        # All of these work beside the watches, and end with them.
         reconcile = self.reconciler.reconcile
         self._spawn("queue", self.queue.run(reconcile, workers=self._settings.workers))
         self._spawn("progress", self.coordinators.run())
@@ -180,10 +189,19 @@ class Service:
         async def start() -> None:
             self.vitals.is_synced = True
 
-        namespaces = self._settings.namespaces
+        async def drain() -> None:
+            # kopf cancels every task that it finds at its end. Passes under way are let finish before.
+            await self.queue.close(seconds=3.0)
+            await self.coordinators.close()
+            await self._health.close()
+
         registry = build_registry(
-            self.sync.take, self._connection, on_start=start, on_stop=self._drain
+            self.sync.take,
+            self._connection,
+            on_start=start,
+            on_stop=drain,
         )
+        namespaces = self._settings.namespaces
         try:
             await kopf.operator(
                 registry=registry,
@@ -193,18 +211,11 @@ class Service:
                 stop_flag=self._stop,
             )
         except Exception as error:  # noqa: BLE001
-            # A watch that died, a login that failed: the process ends, and the next start lists everything
-            # anew.
+            # A watch that died or a login that failed ends the process: its next start lists everything anew.
             self._fault = self._fault or error
 
-    async def _drain(self) -> None:
-        """Let what is being worked on come to its end before kopf cancels what it finds."""
-        await self.queue.close(seconds=3.0)
-        await self.coordinators.close()
-        await self._health.close()
-
     async def _close(self) -> None:
-        # Whatever writes ends before the lease is released: the next holder may begin at once.
+        # Everything that writes ends before the lease is released: the next holder may begin at once.
         await self.queue.close(seconds=1.0)
         await self.coordinators.close()
         for task in self._tasks:
@@ -212,6 +223,8 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if isinstance(self.gate, LeaseGate):
             await self.gate.release(self._lease_kube)
+
+        # The connections close last: the release still needs one.
         if self._webhook is not None:
             await self._webhook.close()
         await self._health.close()
@@ -234,24 +247,6 @@ class Service:
             on_unauthorized=self._connection.expire_token,
         )
 
-    def _build_webhook(self) -> Webhook:
-        settings, reviews = self._settings, self.metrics.reviews
-        called = WebhookSettings(
-            host=settings.host,
-            port=settings.webhook_port,
-            namespace=settings.key_namespace,
-            service=settings.webhook_service,
-            secret=settings.webhook_secret,
-            configuration=settings.webhook_configuration,
-            files=settings.webhook_files,
-            is_early=settings.webhook_early,
-        )
-        webhook = Webhook(called, self.kube, leads=lambda: self.gate.remaining() > 0)
-        webhook.on_review = lambda is_allowed: reviews.labels(
-            "allowed" if is_allowed else "denied"
-        ).inc()
-        return webhook
-
     def _spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
         """Start work beside the rest; its failure ends the process."""
 
@@ -265,8 +260,9 @@ class Service:
         self._tasks.append(task)
 
     async def _unless_stopped(self, work: Awaitable[None]) -> bool:
-        """Whether ``work`` came to its end before the process was asked to stop. Raises what it raises."""
-        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        """Wait for ``work`` or the stop, and return whether the work came first. Raises what it raises."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -274,6 +270,7 @@ class Service:
                 return not self._stop.is_set()
             return False
         finally:
+            # Both are awaited, so that nothing of the work goes on beside the end of the process.
             for one in (task, stop):
                 one.cancel()
                 with contextlib.suppress(asyncio.CancelledError, ApiError):
@@ -284,13 +281,44 @@ def _build_gate(settings: Settings) -> LeaseGate | OpenGate:
     if not settings.lease:
         return OpenGate()
     lease = LeaseSettings(
-        settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds
+        settings.lease_namespace,
+        settings.lease_name,
+        settings.identity,
+        settings.lease_seconds,
     )
     return LeaseGate(lease)
 
 
+def _build_webhook(
+    settings: Settings,
+    kube: Kube,
+    gate: Gate,
+    metrics: Metrics,
+) -> Webhook | None:
+    if not settings.webhook:
+        return None
+    # Its Service and Secret are beside the installation's key, in the operator's own namespace.
+    called = WebhookSettings(
+        host=settings.host,
+        port=settings.webhook_port,
+        namespace=settings.key_namespace,
+        service=settings.webhook_service,
+        secret=settings.webhook_secret,
+        configuration=settings.webhook_configuration,
+        files=settings.webhook_files,
+        is_early=settings.webhook_early,
+    )
+
+    def count_review(is_allowed: bool) -> None:
+        metrics.reviews.labels("allowed" if is_allowed else "denied").inc()
+
+    webhook = Webhook(called, kube, leads=lambda: gate.remaining() > 0)
+    webhook.on_review = count_review
+    return webhook
+
+
 async def run_operator(settings: Settings, environ: Mapping[str, str]) -> int:
-    """Build and run one operator. Raises SettingsError for what no new start mends."""
+    """Build and run one operator. Raises SettingsError for mistakes that no new start mends."""
     check_kopf(describe_kopf())
     connection = await connect(environ)
     return await Service(settings, connection).run()

@@ -74,13 +74,14 @@ _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("log-level", "info", "debug, info, warning or error"),
     ("log-format", "text", "text or json"),
 )
-"""Name, default and help of the options of this process; the default's type is the option's."""
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+"""Name, default and help of the options of this process. An option has the type of its default."""
+_TRUE: Final = ("1", "true", "yes", "on")
+_FALSE: Final = ("0", "false", "no", "off", "")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How this process runs. ``namespaces``: those it serves, none for all. Times in seconds."""
+    """Settings of this process. ``namespaces``: those it serves, none for all. Times in seconds."""
 
     namespaces: tuple[str, ...]
     config: Config
@@ -119,12 +120,13 @@ class Settings:
 
 
 def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """The settings. Raises SystemExit with a message for what cannot be."""
+    """Return the settings. Raises SystemExit with a message for arguments that are wrong."""
     parser = build_parser(environ)
     parsed = parser.parse_args(arguments)
-    namespaces = tuple(
-        dict.fromkeys(name for entry in parsed.namespace for name in entry.split(",") if name)
-    )
+
+    # A namespace that is given twice would be listed, and its runs be looked at, twice.
+    given = ",".join(parsed.namespace).split(",")
+    namespaces = tuple(dict.fromkeys(name for name in given if name))
     if bool(namespaces) == parsed.all_namespaces:
         parser.error("give either --namespace, once or more, or --all-namespaces")
     lease_namespace = parsed.lease_namespace or environ.get("POD_NAMESPACE", "")
@@ -132,22 +134,25 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
         parser.error(
             "--lease-namespace: say where the lease is, or set POD_NAMESPACE; --no-lease does without"
         )
-    # Without a lease, as in a trial outside of a cluster, it is a namespace in which there are rights, if any
-    # is named.
-    key_namespace = parsed.key_namespace or lease_namespace or (*namespaces, "default")[0]
+    # Without a lease, as in a trial outside a cluster, the key is in a namespace where there are rights.
+    first_namespace = namespaces[0] if namespaces else "default"
+    key_namespace = parsed.key_namespace or lease_namespace or first_namespace
+
     config = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
     config = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in config.items()
     }
+    # Network policies admit the operator by its namespace.
     if not config["operator_namespace"]:
         config["operator_namespace"] = environ.get("POD_NAMESPACE", "")
-    # Unique among processes that may run at the same time; a pod's containers never do.
-    identity = (
-        f"{environ['POD_NAME']}_{environ.get('POD_UID', '')}"
-        if environ.get("POD_NAME")
-        else f"{socket.gethostname()}_{secrets.token_hex(4)}"
-    )
+
+    # Unique among processes that may run at the same time, which two containers of one pod never do. A
+    # container that is restarted therefore takes its own lease again at once.
+    identity = f"{socket.gethostname()}_{secrets.token_hex(4)}"
+    if environ.get("POD_NAME"):
+        identity = f"{environ['POD_NAME']}_{environ.get('POD_UID', '')}"
+
     derived = {"namespaces", "config", "identity", "lease_namespace", "key_namespace"}
     own = {field.name for field in dataclasses.fields(Settings)} - derived
     return Settings(
@@ -192,7 +197,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def _describe_fields(kind: type) -> dict[str, str]:
-    """Docstring of each field of a dataclass, which Python keeps in the source alone.
+    """Return the docstring of each field of a dataclass, which Python keeps only in the source.
 
     Raises KeyError where one is missing.
     """
@@ -216,7 +221,7 @@ def _add_option(
     *,
     is_required: bool = False,
 ) -> None:
-    """Add one option of the default's type; a tuple is repeatable."""
+    """Add one option of its default's type. An option whose default is a tuple is repeatable."""
     variable = PREFIX + name.upper().replace("-", "_")
     given = environ.get(variable)
     if isinstance(default, bool):
@@ -227,10 +232,18 @@ def _add_option(
             f"--{name}", action=argparse.BooleanOptionalAction, default=switch, help=text
         )
     elif isinstance(default, tuple):
-        values = list(default) if given is None else [part for part in given.split(",") if part]
+        values = list(default)
+        if given is not None:
+            values = [part for part in given.split(",") if part]
         parser.add_argument(f"--{name}", action="append", default=values, help=text)
     else:
         kind = str if default is None else type(default)
         value = default if given is None else given
         needs = is_required and not value
-        parser.add_argument(f"--{name}", type=kind, default=value, required=needs, help=text)
+        parser.add_argument(
+            f"--{name}",
+            type=kind,
+            default=value,
+            required=needs,
+            help=text,
+        )

@@ -1,4 +1,4 @@
-"""Reduces raw objects to what the operator ever reads of them: at 1,000 runs the whole takes five times the
+"""Reduces raw objects to the parts that the operator reads: at 1,000 runs whole objects take five times the
 memory. Pure."""
 
 import sys
@@ -21,31 +21,39 @@ _POD_STATUS_LEFT_OUT: Final = (
 _METADATA_LEFT_OUT: Final = ("managedFields", "ownerReferences", "selfLink")
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 _LONGEST_SHARED: Final = 40
-"""Longest text that is interned: names, phases and reasons repeat, messages do not."""
+"""Length below which a text is interned: names, phases and reasons repeat, messages do not."""
 
 
 def slim_run(raw: Raw) -> Raw:
-    """Return a run without what only the API server and kubectl need, cut where it is nested too deeply."""
-    # Before anything walks into it: at the recursion limit one such run would end the passes of all.
-    rest = cut_deep({key: value for key, value in raw.items() if key != "metadata"})
-    return {**rest, "metadata": slim_metadata(raw)}
+    """Return a run without the parts that only the API server and kubectl need, cut where it is nested too
+    deeply."""
+    # Cut before other code walks into it: at the recursion limit one such run would end the passes of all.
+    rest = {key: value for key, value in raw.items() if key != "metadata"}
+    return {**cut_deep(rest), "metadata": slim_metadata(raw)}
 
 
 def slim_pod(raw: Raw) -> Raw:
-    """Return the parts of a pod that are ever read."""
-    spec, status = raw.get("spec") or {}, raw.get("status") or {}
+    """Return the parts of a pod that are read."""
+    spec = raw.get("spec") or {}
+    status = raw.get("status") or {}
     kept = {key: spec[key] for key in _POD_SPEC if key in spec}
     kept["containers"] = [
         {key: item[key] for key in ("name", "image") if key in item}
         for item in spec.get("containers") or ()
     ]
+    # The pods of one run have nearly everything alike, of which one copy is kept.
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
-    return {"metadata": slim_metadata(raw), "spec": share(kept), "status": share(seen)}
+    return {
+        "metadata": slim_metadata(raw),
+        "spec": share(kept),
+        "status": share(seen),
+    }
 
 
 def slim(raw: Raw, keys: Sequence[str]) -> Raw:
     """Return an object's metadata and the named parts of it."""
-    return {**{key: raw[key] for key in keys if key in raw}, "metadata": slim_metadata(raw)}
+    kept = {key: raw[key] for key in keys if key in raw}
+    return {**kept, "metadata": slim_metadata(raw)}
 
 
 def slim_metadata(raw: Raw) -> Raw:
@@ -53,9 +61,11 @@ def slim_metadata(raw: Raw) -> Raw:
     metadata = {
         key: value for key, value in raw["metadata"].items() if key not in _METADATA_LEFT_OUT
     }
-    if _LAST_APPLIED in (metadata.get("annotations") or {}):
+    # kubectl's copy is as large as the object itself.
+    annotations = metadata.get("annotations") or {}
+    if _LAST_APPLIED in annotations:
         metadata["annotations"] = {
-            key: value for key, value in metadata["annotations"].items() if key != _LAST_APPLIED
+            key: value for key, value in annotations.items() if key != _LAST_APPLIED
         }
     owners = raw["metadata"].get("ownerReferences")
     if owners:
@@ -64,10 +74,10 @@ def slim_metadata(raw: Raw) -> Raw:
 
 
 def share(value: Any) -> Any:
-    """Return the same value with one copy of every key and short text in the whole process."""
+    """Return an equal value whose keys and short texts exist only once in the whole process."""
     if type(value) is str:
         return sys.intern(value) if len(value) < _LONGEST_SHARED else value
-    # Nearly all are dicts, and asking an abstract class takes longer than all else here.
+    # Nearly all mappings are dicts, and asking an abstract class takes longer than all else here.
     if type(value) is dict or isinstance(value, Mapping):
         return {
             sys.intern(key) if type(key) is str else key: share(item)

@@ -1,7 +1,7 @@
 """A raw TrainingRun, as the API server has it → the manifest's own models, and every problem it has. Pure.
 
-The models, their defaults and their rules are the manifest's, as everywhere; here stands only what Kubernetes
-adds to a run.
+The models, their defaults and their rules are the manifest's, as everywhere. This module adds only the parts
+that Kubernetes adds to a run.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _FIXED: Final = (
     *(f"spec.{field}" for field in FIXED),
     *(f"spec.training.{section}" for section in RECIPE_SECTIONS),
 )
-"""Where nothing changes any more once a run has begun."""
+"""Paths that are fixed once a run has begun."""
 _OUT_OF_THE_VOLUME: Final = "spec.storage.path"
 
 
@@ -40,7 +40,7 @@ class ParsedSpec:
     and large."""
 
     spec: Spec
-    """``training`` is always None; ``is_typed`` tells which kind of run it is."""
+    """``training`` is always None; ``is_typed`` distinguishes the two kinds of run."""
     is_typed: bool
     is_whole: bool
     """Whether every field could be read.
@@ -48,22 +48,22 @@ class ParsedSpec:
     If not, something in the recipe is unreadable.
     """
     problems: tuple[Problem, ...]
-    """All that ``evergrad validate`` would find, but for what is outdated."""
+    """All problems that ``evergrad validate`` would find, except outdated spellings."""
     outdated: tuple[Problem, ...]
     """Spellings that an earlier version accepted and this one reads once more, each with its remedy."""
     recovery: Recovery
     metrics_port: int | None
     """Port of a node's metrics; None where the run names none, 0 for any free one."""
     recipe_hash: str
-    """Hash of what the recipe means, as checkpoints carry it: the horizon is left out. Empty for a run that
-    is not whole."""
+    """Hash of the recipe's meaning, as checkpoints carry it: the horizon is left out. Empty for a run that is
+    not whole."""
     spelling_hash: str
-    """Hash of the recipe as it is written: records of older versions have it."""
+    """Hash of the recipe as it is spelt: records of older versions have it."""
     total_steps: int | None
     """Steps that the horizon asks for; None for a script, and for a horizon that depends on the data."""
     settings_hash: str
-    """Hash of what nodes must have alike while they train together; empty for a script, and for a recipe
-    that is unreadable."""
+    """Hash of the settings that nodes must share while they train together; empty for a script, and for a
+    recipe that is unreadable."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class TrainingRun:
         return "/".join(part for part in path.split("/") if part not in ("", "."))
 
     def find_obstacles(self, *, has_begun: bool) -> tuple[Problem, ...]:
-        """Problems for which no pod is made. ``has_begun``: a generation of the run was found valid before.
+        """Return the problems for which no pod is made. ``has_begun``: an earlier generation was found valid.
 
-        Fields that a run keeps once it has begun cannot be corrected any more, so that a rule which came
-        with a later version of the operator is not held against it.
+        Fields that are fixed once a run has begun cannot be corrected any more. A rule that came with a later
+        version of the operator is therefore not held against them.
         """
         if not has_begun or not self.parsed.is_whole:
             return self.parsed.problems
@@ -118,14 +118,14 @@ class TrainingRun:
 
 
 def parse_run(raw: Mapping[str, Any], parsed: ParsedSpec | None = None) -> TrainingRun:
-    """The run in ``raw``. ``parsed``: its spec, where that is known already.
+    """Return the run in ``raw``. ``parsed``: its spec, where that is known already.
 
     Raises SpecError where the envelope cannot be read.
     """
     metadata = get_map(raw, "metadata")
     found = parse_spec(raw) if parsed is None else parsed
     if found.outdated:
-        # The nodes read it from the ConfigMap, and are of this version where they are new.
+        # The nodes read the spec from the ConfigMap, and new ones are of this version: they get its spelling.
         raw = {**raw, "spec": with_plain_numbers(manifest_of(raw))[0]["spec"]}
     return TrainingRun(
         name=get_text(metadata, "name"),
@@ -150,32 +150,33 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
     run, found = check_run(manifest)
     outdated: tuple[Problem, ...] = ()
     if run is None:
-        # Written for an earlier version, perhaps: such a run goes on. Where this does not make it a run, the
-        # problems stay those of the file's own words, as evergrad validate reports them.
+        # It may be written for an earlier version, and such a run goes on. Where the newer spelling does not
+        # make it readable, its problems are reported in the file's own words, as evergrad validate does.
         manifest, named = with_plain_numbers(manifest)
         again, left = check_run(manifest) if named else (None, found)
         if again is not None:
-            run, found, outdated = again, left, named
-    problems, raw_spec = at_most(found), get_map(manifest, "spec")
+            run = again
+            found = left
+            outdated = named
+    problems = at_most(found)
+    raw_spec = get_map(manifest, "spec")
+
     training = None if run is None else run.spec.training
-    # As it was written: the hash stands in the records of older versions.
+    # As the user has spelt it: records of older versions have the hash of that.
     raw_training = get_map(raw, "spec").get("training")
     if run is not None:
         spec = run.spec.model_copy(update={"training": None})
     else:
-        # The recipe is the nodes' alone: without it a run can still be explained, suspended and deleted.
+        # Only the nodes need the recipe: without it a run can still be explained, suspended and deleted.
         try:
             envelope = {key: value for key, value in raw_spec.items() if key != "training"}
             spec = Spec.model_validate(without_nulls(envelope, Spec))
         except ValidationError:
             raise SpecError(problems) from None
-    metrics = (
-        training.metrics
-        if training is not None
-        else spec.script.metrics
-        if spec.script
-        else None
-    )
+
+    metrics = spec.script.metrics if spec.script else None
+    if training is not None:
+        metrics = training.metrics
     return ParsedSpec(
         spec=spec,
         is_typed=raw_training is not None,
@@ -188,7 +189,8 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
         recipe_hash="" if run is None else config_hash(run),
         total_steps=None if training is None else steps_without_data(training),
         spelling_hash=hash_spelling(
-            raw_training if isinstance(raw_training, Mapping) else None, spec.script
+            raw_training if isinstance(raw_training, Mapping) else None,
+            spec.script,
         ),
     )
 
@@ -203,10 +205,11 @@ class SpecCache:
         self._parsed: dict[Key, tuple[str, int, ParsedSpec]] = {}
 
     def parse(self, raw: Mapping[str, Any]) -> TrainingRun:
-        """The run in ``raw``. Raises SpecError, which is not kept: the next generation may mend it."""
+        """Return the run in ``raw``. Raises SpecError, which is not kept: the next generation may mend it."""
         metadata = get_map(raw, "metadata")
         key = get_text(metadata, "namespace"), get_text(metadata, "name")
-        uid, generation = get_text(metadata, "uid"), get_int(metadata, "generation") or 0
+        uid = get_text(metadata, "uid")
+        generation = get_int(metadata, "generation") or 0
         known = self._parsed.get(key)
         # A run that was deleted and made again has another uid and may have the same generation.
         if known is None or known[:2] != (uid, generation) or not uid:
@@ -215,5 +218,5 @@ class SpecCache:
         return parse_run(raw, known[2])
 
     def forget(self, key: Key) -> None:
-        """Drop what is known of a run that is gone."""
+        """Drop the spec of a run that is gone."""
         self._parsed.pop(key, None)

@@ -17,11 +17,11 @@ from evergrad_operator.raw import get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_duration, format_time, parse_time
 
 PROGRESS_SECONDS: Final = 10.0
-"""Between two writes that only tell of progress."""
+"""Seconds between two writes in which only progress differs."""
 COUNTS_SECONDS: Final = 1.0
-"""Between two writes that only count pods: those of a run start one after the other."""
+"""Seconds between two writes in which only counts of pods differ: a run's pods start one after another."""
 PROGRESS_TIMEOUT_SECONDS: Final = 900.0
-"""Without a step for so long a training group counts as stalled."""
+"""Time without a step after which a training group counts as stalled."""
 _PROGRESS: Final = ("progress", "checkpoint", "lostSeconds")
 
 
@@ -34,16 +34,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WriteDecision:
-    """Whether the status is to be written now; if not, ``after`` so many seconds (None: no need)."""
+    """Whether the status is written now; if not, ``after``: seconds until then, or None for not at all."""
 
     write: bool
     after: float | None = None
 
 
 def build_status(
-    observation: Observation, decision: Decision, outcome: Outcome, now: float
+    observation: Observation,
+    decision: Decision,
+    outcome: Outcome,
+    now: float,
 ) -> dict[str, Any]:
-    """The whole ``status``, at most 16 KiB. ``now``: seconds since 1970."""
+    """Build the whole ``status``, at most 16 KiB. ``now``: seconds since 1970."""
     run = observation.run
     memory = _note_created(decision, outcome, run.name)
 
@@ -51,44 +54,64 @@ def build_status(
     live = [pod for pod in observation.nodes if pod.is_live]
     running = sum(pod.is_running for pod in live)
     is_at_rest = decision.action in (Action.STOP, Action.CLEAN) or memory.finish is not None
-    ready = 0 if is_at_rest and not running else min(memory.training.ready, running)
-    memory = replace(memory, training=replace(memory.training, ready=ready))
-    shown = replace(decision, memory=memory)
-    built, saved_at = build_memory(memory), memory.training.checkpoint_at
+    ready = min(memory.training.ready, running)
+    if is_at_rest and not running:
+        ready = 0
+    training = replace(memory.training, ready=ready)
+    memory = replace(memory, training=training)
+
     # All problems of a file are shown at once, wherever that is possible.
     is_invalid = decision.reason == names.Reason.INVALID_SPEC
     longest = LONGEST_LIST if is_invalid else MAX_MESSAGE
     # A run that is over needs no nodes: none is missing.
     summary = None if memory.finish else f"{ready}/{run.spec.nodes.largest}"
-    nodes = {"summary": summary, "min": run.spec.nodes.min, "max": run.spec.nodes.largest}
+    saved_at = training.checkpoint_at
+    nodes = {
+        "summary": summary,
+        "min": run.spec.nodes.min,
+        "max": run.spec.nodes.largest,
+    }
     status = {
         "observedGeneration": run.generation,
         "phase": decision.phase.value,
         "reason": str(decision.reason),
         "message": keep_start(decision.message, longest),
-        **built,
-        "nodes": {**nodes, "ready": ready, "running": running},
-        "progress": _build_progress(memory.training, is_running=not is_at_rest),
+        **build_memory(memory),
+        "nodes": {
+            **nodes,
+            "ready": ready,
+            "running": running,
+        },
+        "progress": _build_progress(training, is_running=not is_at_rest),
         "checkpoint": {
-            "step": memory.training.checkpoint_step,
+            "step": training.checkpoint_step,
             "savedAt": None if saved_at is None else format_time(saved_at),
         },
     }
     cleaned: dict[str, Any] = without_empty(status)
+    # Conditions come from the same memory as the rest, or the two would contradict each other.
     cleaned["conditions"] = build_conditions(
-        observation, shown, now=now, progress_timeout=PROGRESS_TIMEOUT_SECONDS
+        observation,
+        replace(decision, memory=memory),
+        now=now,
+        progress_timeout=PROGRESS_TIMEOUT_SECONDS,
     )
     return cleaned
 
 
-def build_refused_status(raw: Mapping[str, Any], message: str, now: float) -> dict[str, Any]:
-    """The status of a run whose spec cannot be read: what stands there, with the reason.
+def build_refused_status(
+    raw: Mapping[str, Any],
+    message: str,
+    now: float,
+) -> dict[str, Any]:
+    """Build the status of a run whose spec cannot be read: its present one, with the reason.
 
     A run that is over stays as it is.
     """
     old = get_map(raw, "status")
     if get_text(old, "phase") in (names.Phase.COMPLETE, names.Phase.FAILED):
         return dict(old)
+
     text = keep_start(message, LONGEST_LIST)
     conditions = build_refused_conditions(raw, text, now=now)
     return {
@@ -102,41 +125,55 @@ def build_refused_status(raw: Mapping[str, Any], message: str, now: float) -> di
 
 
 def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
-    """Pods that were made a moment ago are known, so that their loss before the next look is noticed."""
-    memory, created = decision.memory, frozenset(outcome.created)
-    # Written in the same pass as the pods are made: an operator that dies right after it finds them in its
-    # list.
-    attempts, recorded = list(memory.attempts), set(memory.recorded)
+    """Return the memory with the pods of this pass, so that their loss before the next look is noticed."""
+    memory = decision.memory
+    created = frozenset(outcome.created)
+
+    # Only pods that were really made count: the number of one that was refused is used again.
+    attempts = list(memory.attempts)
+    recorded = set(memory.recorded)
     for index, number in decision.nodes_to_create:
         if names.node_pod_name(run, index, number) in created:
             attempts += [-1] * (index + 1 - len(attempts))
             attempts[index] = number
             recorded.discard(index)
-    coordinator, attempt = memory.coordinator, decision.coordinator_attempt
+
+    # A new coordinator's counters begin at 0: those of the one before are already in the run's own.
+    coordinator = memory.coordinator
+    attempt = decision.coordinator_attempt
     if attempt is not None and names.coordinator_pod_name(run, attempt) in created:
         coordinator = Coordinator(attempt, coordinator.image)
     return replace(
-        memory, attempts=tuple(attempts), recorded=frozenset(recorded), coordinator=coordinator
+        memory,
+        attempts=tuple(attempts),
+        recorded=frozenset(recorded),
+        coordinator=coordinator,
     )
 
 
 def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
-    step, total, eta = training.step, training.total_steps, training.eta_seconds
-    has_both = step is not None and total
-    return {
+    step = training.step
+    total = training.total_steps
+    loss = training.loss
+    rate = training.tokens_per_second
+    # A run that is suspended or over has no end to come.
+    eta = training.eta_seconds if is_running else None
+    shown: dict[str, Any] = {
         "generation": training.generation,
         "step": step,
         "totalSteps": total,
-        "summary": f"{step}/{total}" if has_both else str(step) if step is not None else None,
-        "percent": min(100, 100 * step // total) if step is not None and total else None,
-        "loss": f"{training.loss:.3f}" if training.loss is not None else None,
-        "tokensPerSecond": format_rate(training.tokens_per_second)
-        if training.tokens_per_second is not None
-        else None,
-        "eta": format_duration(eta) if eta is not None and is_running else None,
-        "etaSeconds": int(eta) if eta is not None and is_running else None,
+        "summary": None if step is None else str(step),
+        "loss": None if loss is None else f"{loss:.3f}",
+        "tokensPerSecond": None if rate is None else format_rate(rate),
+        "eta": None if eta is None else format_duration(eta),
+        "etaSeconds": None if eta is None else int(eta),
         "updatedAt": format_time(training.updated_at) if training.updated_at else None,
     }
+    if step is not None and total:
+        shown["summary"] = f"{step}/{total}"
+        # The horizon may be edited to one that the run has already passed.
+        shown["percent"] = min(100, 100 * step // total)
+    return shown
 
 
 def should_write(
@@ -146,30 +183,37 @@ def should_write(
     now: float,
     last_progress_write: float | None,
 ) -> WriteDecision:
-    """Whether ``new`` goes out now. Only progress differs: at most every 10 s; only counts of pods: every
-    second.
+    """Decide whether ``new`` is written now.
 
+    Progress alone is written every 10 s at most, counts of pods every second, everything else at once.
     ``last_progress_write``: when a status was written last, in seconds since 1970.
     """
     if dict(old) == dict(new):
         return WriteDecision(False)
-    # At 1,000 runs the API server carries a write a run every ten seconds, and not one a step.
-    # Three kinds of difference: progress alone, counts of pods as well, and everything else, which is
-    # written at once.
-    before, after = _without_progress(old), _without_progress(new)
-    pause = PROGRESS_SECONDS if before == after else COUNTS_SECONDS
-    if before != after and _without_counts(before) != _without_counts(after):
-        return WriteDecision(True)
+
+    # The API server can carry a write every ten seconds for each of 1,000 runs, but not one for every step.
+    pause = PROGRESS_SECONDS
+    before = _without_progress(old)
+    after = _without_progress(new)
+    if before != after:
+        pause = COUNTS_SECONDS
+        if _without_counts(before) != _without_counts(after):
+            return WriteDecision(True)
+
     last = last_progress_write
     if last is None:
-        # The operator has just started: what stands there was written at this time, or later.
+        # The operator has just started: the present status was written at this time, or later.
         last = parse_time(get_text(get_map(old, "progress"), "updatedAt"))
     left = 0.0 if last is None else last + pause - now
-    return WriteDecision(True) if left <= 0 else WriteDecision(False, min(left, pause))
+    if left <= 0:
+        return WriteDecision(True)
+    # A clock that was set back must not hold up the write for longer than one pause.
+    return WriteDecision(False, min(left, pause))
 
 
 def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
     nodes = get_map(status, "nodes")
+    # Messages hold counts, too; the reasons beside them do not.
     conditions = [{**condition, "message": ""} for condition in get_maps(status, "conditions")]
     return {
         **status,
@@ -181,7 +225,7 @@ def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in status.items() if key not in _PROGRESS}
-    # The coordinator's own count of lost seconds runs with the time, too.
+    # The coordinator's own count of lost seconds grows with the time, too.
     rest["memory"] = {
         key: value
         for key, value in get_map(status, "memory").items()

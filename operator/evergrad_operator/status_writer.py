@@ -22,6 +22,7 @@ from evergrad_operator.store import RUNS
 
 log = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 5.0
+"""Delay of the pass after a conflict: the watch shows the newer run long before."""
 
 
 class StatusWriter:
@@ -36,16 +37,24 @@ class StatusWriter:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        self._cluster, self._cache, self._recorder = cluster, cache, recorder
-        self._metrics, self._clock = metrics, clock
+        self._cluster = cluster
+        self._cache = cache
+        self._recorder = recorder
+        self._metrics = metrics
+        self._clock = clock
         self.on_missing: Callable[[], None] = lambda: None
-        """Called when a run that is known seems not to exist."""
+        """Called when the API server finds no run where the cache has one."""
 
     async def write(
-        self, work: Pass, seen: Observation, decision: Decision, outcome: Outcome
+        self,
+        work: Pass,
+        seen: Observation,
+        decision: Decision,
+        outcome: Outcome,
     ) -> float | None:
-        """Write the status if it differs; seconds after which it may be written where it must not be yet."""
-        now, old = self._clock(), work.raw.get("status") or {}
+        """Write the status if it differs. Returns the seconds until a write that is not allowed yet."""
+        now = self._clock()
+        old = work.raw.get("status") or {}
         new = build_status(seen, decision, outcome, now)
         last = work.hints.progress_written_at
         # Most passes change nothing, and end here.
@@ -55,11 +64,12 @@ class StatusWriter:
         retry, is_written = await self._store(work, new)
         if not is_written:
             return retry
+
         work.hints.progress_written_at = now
         if _step(old) is None and _step(new) is not None:
             self._metrics.startup_seconds.observe(max(0.0, now - seen.run.created_at))
 
-        # Events follow the write: one that was told of a status that was refused would be told again.
+        # Events follow the write: one of a status that was refused would be posted again with the next try.
         for event in derive_events(old, new):
             await self._recorder.record(work.raw, event.type, event.reason, event.message)
         return write.after
@@ -78,14 +88,19 @@ class StatusWriter:
     async def refuse(self, work: Pass, error: SpecError) -> float | None:
         """Report a spec that cannot be read: once as an event, and in the status.
 
-        A new generation comes with its own event.
+        Nothing is tried again: a corrected spec is a new generation, which causes a pass by itself.
         """
         text = str(error)
-        if text not in work.hints.told:
-            work.hints.told.add(text)
+        if text not in work.hints.posted:
+            work.hints.posted.add(text)
             self._metrics.reconcile_errors.labels("InvalidSpec").inc()
             log.warning("%s/%s: %s", *work.key, text)
-            await self._recorder.record(work.raw, "Warning", names.Reason.INVALID_SPEC, text)
+            await self._recorder.record(
+                work.raw,
+                "Warning",
+                names.Reason.INVALID_SPEC,
+                text,
+            )
         status = build_refused_status(work.raw, text, self._clock())
         if status == (work.raw.get("status") or {}):
             return None
@@ -93,44 +108,63 @@ class StatusWriter:
         return retry
 
     async def warn_of_spelling(self, work: Pass, outdated: Sequence[Problem]) -> None:
-        """Report, once for each process, what only an earlier version accepts: the run goes on."""
+        """Report, once for each process, spellings that only an earlier version accepts: the run goes on."""
         if not outdated:
             return
         # An event holds a kibibyte.
         listed = list_problems(outdated, most=900)
         text = f"The run goes on, but its next edit must correct: {listed}"
-        if text not in work.hints.told:
-            work.hints.told.add(text)
-            await self._recorder.record(work.raw, "Warning", names.Reason.OUTDATED_SPEC, text)
+        if text not in work.hints.posted:
+            work.hints.posted.add(text)
+            await self._recorder.record(
+                work.raw,
+                "Warning",
+                names.Reason.OUTDATED_SPEC,
+                text,
+            )
 
     async def _store(self, work: Pass, status: Raw) -> tuple[float | None, bool]:
-        """Seconds after which it is to be tried again, if at all, and whether it is stored.
+        """Store the status. Returns the seconds until it is tried again, if at all, and whether it is stored.
 
         Raises ApiError.
         """
-        (namespace, name), metadata = work.key, work.raw["metadata"]
+        (namespace, name) = work.key
+        metadata = work.raw["metadata"]
         body = {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
-            "metadata": {"name": name, "namespace": namespace, "uid": metadata["uid"]},
+            "metadata": {
+                "name": name,
+                "namespace": namespace,
+                "uid": metadata["uid"],
+            },
             "status": status,
         }
         try:
-            stored = await self._cluster.apply(body, subresource="status", is_brief=True)
+            stored = await self._cluster.apply(
+                body,
+                subresource="status",
+                is_brief=True,
+            )
         except ApiError as error:
             if error.status == 404:
-                # The run is gone, perhaps in a gap of the watch, which then shows no event of it. This answer
-                # is no proof, a list is: an API server that has just started knows no custom resources.
+                # The run is gone, perhaps in a gap of the watch, which then shows no event of it. Only a list
+                # proves it: an API server that has just started answers 404 for every custom resource.
                 self.on_missing()
                 return None, False
             if error.status == 409:
-                # Another run of the same name, or somebody was quicker.
+                # Another run has taken the name, or somebody was quicker: the cache is behind.
                 return _RETRY_SECONDS, False
             raise
         self._metrics.status_writes.inc()
-        # The spec of another generation is not known yet: the watch brings it.
+        # The answer has metadata alone. Where its generation is newer, its spec is not known here yet, and
+        # the watch brings both.
         if stored["metadata"].get("generation") == metadata.get("generation"):
-            updated = {**work.raw, "metadata": stored["metadata"], "status": status}
+            updated = {
+                **work.raw,
+                "metadata": stored["metadata"],
+                "status": status,
+            }
             self._cache.see(RUNS, updated)
         return None, True
 

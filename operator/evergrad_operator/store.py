@@ -15,17 +15,18 @@ CHILDREN: Final = "children"
 
 
 class Store:
-    """Objects as they were last seen, reduced to what is read of them. It judges no version."""
+    """Objects as they were last seen, reduced to the parts that are read. The cache judges their versions."""
 
     def __init__(self) -> None:
         self.runs: dict[Key, Raw] = {}
         self.claims: dict[Key, Raw] = {}
         self._groups: dict[str, dict[Key, dict[Any, Raw]]] = {PODS: {}, CHILDREN: {}}
-        """Pods by name and other children by kind and name, under the run that they name."""
+        """Pods by name and other children by kind and name, under the run that their label names."""
 
     def pods(self, key: Key) -> Sequence[Raw]:
         """Return the run's pods, slimmed."""
-        return tuple(self._groups[PODS].get(key, {}).values())
+        group = self._groups[PODS].get(key, {})
+        return tuple(group.values())
 
     def children(self, key: Key) -> Mapping[tuple[str, str], Raw]:
         """Return the run's other children by kind and name: metadata is all that is kept of them."""
@@ -34,15 +35,21 @@ class Store:
     def known(self) -> set[Key]:
         """Return every run that exists, and every one that still has pods or children."""
         # A run that is gone is looked at once more, until nothing of it is left to forget.
-        return {*self.runs, *self._groups[PODS], *self._groups[CHILDREN]}
+        return {
+            *self.runs,
+            *self._groups[PODS],
+            *self._groups[CHILDREN],
+        }
 
     def count(self) -> Mapping[str, int]:
         """Count the objects of each resource."""
+        pods = self._groups[PODS].values()
+        children = self._groups[CHILDREN].values()
         return {
             RUNS: len(self.runs),
-            PODS: sum(map(len, self._groups[PODS].values())),
+            PODS: sum(map(len, pods)),
             CLAIMS: len(self.claims),
-            CHILDREN: sum(map(len, self._groups[CHILDREN].values())),
+            CHILDREN: sum(map(len, children)),
         }
 
     def find(self, resource: str, raw: Raw) -> Raw | None:
@@ -51,7 +58,8 @@ class Store:
             return self.runs.get(place_of(raw))
         if resource == CLAIMS:
             return self.claims.get(place_of(raw))
-        return self._groups[resource].get(_owner_of(raw), {}).get(_name_in(resource, raw))
+        group = self._groups[resource].get(_owner_of(raw), {})
+        return group.get(_name_in(resource, raw))
 
     def put(self, resource: str, raw: Raw) -> None:
         """Keep an object in the place of the one that has its name."""
@@ -60,9 +68,10 @@ class Store:
         elif resource == CLAIMS:
             self.claims[place_of(raw)] = slim(raw, ("spec", "status"))
         else:
-            kept = slim_pod(raw) if resource == PODS else slim(raw, ("kind",))
             group = self._groups[resource].setdefault(_owner_of(raw), {})
-            group[_name_in(resource, raw)] = kept
+            name = _name_in(resource, raw)
+            # Of other children a hash and a version are compared: their specs would only take memory.
+            group[name] = slim_pod(raw) if resource == PODS else slim(raw, ("kind",))
 
     def remove(self, resource: str, raw: Raw) -> None:
         """Drop the object that has this one's name."""
@@ -85,7 +94,8 @@ class Store:
         elif resource == CLAIMS:
             # Claims that the user made bear no label of ours; each is fetched by its name.
             for claim in self.claims.values():
-                if names.LABEL_RUN in (claim["metadata"].get("labels") or {}):
+                labels = claim["metadata"].get("labels") or {}
+                if names.LABEL_RUN in labels:
                     yield claim
         else:
             for group in self._groups[resource].values():
@@ -95,15 +105,20 @@ class Store:
 def place_of(raw: Raw) -> Key:
     """Return the namespace and name of an object."""
     metadata = raw["metadata"]
-    return str(metadata.get("namespace", "")), str(metadata.get("name", ""))
+    namespace = str(metadata.get("namespace", ""))
+    return namespace, str(metadata.get("name", ""))
 
 
 def _owner_of(raw: Raw) -> Key:
     metadata = raw["metadata"]
-    owner = (metadata.get("labels") or {}).get(names.LABEL_RUN, "")
-    return str(metadata.get("namespace", "")), str(owner)
+    namespace = str(metadata.get("namespace", ""))
+    labels = metadata.get("labels") or {}
+    return namespace, str(labels.get(names.LABEL_RUN, ""))
 
 
 def _name_in(resource: str, raw: Raw) -> Any:
     name = str(raw["metadata"].get("name", ""))
-    return name if resource == PODS else (str(raw.get("kind", "")), name)
+    if resource == PODS:
+        return name
+    # A run's other children are of several kinds and may share one name.
+    return str(raw.get("kind", "")), name

@@ -27,18 +27,18 @@ from evergrad_operator.store import CHILDREN, CLAIMS, PODS, RUNS
 
 log = logging.getLogger(__name__)
 PRUNE_SECONDS: Final = 10.0
-"""Time between two looks at what vanished in gaps of watches. The objects of one list are shown over some
-time."""
+"""Time between two searches for objects that vanished in gaps of watches. kopf shows the objects of one list
+over some time, and a search for each of them would list everything as often."""
 _LATE_SECONDS: Final = 30.0
-"""A watch that owes a version for so long may owe it of an object that is gone."""
+"""A watch that has owed a version for this long may owe it for an object that is gone."""
 _WATCHED: Final = ((RUNS, RUN, ""), (PODS, POD, LABEL_RUN), (CLAIMS, CLAIM, LABEL_RUN))
-"""Resource, kind and label selector of what kopf watches."""
+"""Resource, kind and label selector of each watch of kopf's."""
 _CHILDREN: Final = (CONFIG_MAP, SERVICE, BUDGET, NETWORK_POLICY)
-"""Also kinds that are switched off: children that were made before are taken away."""
+"""Kinds that are switched off are listed, too: children from before are to be deleted."""
 
 
 class CacheSync:
-    """Brings news into the cache, and the runs that they concern into the queue."""
+    """Brings news into the cache, and the runs that the news concern into the queue."""
 
     def __init__(
         self,
@@ -49,14 +49,17 @@ class CacheSync:
         scopes: Sequence[str | None],
         resync_seconds: float,
     ) -> None:
-        self._kube, self._cache, self._queue = kube, cache, queue
-        self._scopes, self._resync_seconds = scopes, resync_seconds
+        self._kube = kube
+        self._cache = cache
+        self._queue = queue
+        self._scopes = scopes
+        self._resync_seconds = resync_seconds
         self._is_listed_anew = asyncio.Event()
         self.on_event: Callable[[str], None] = lambda resource: None
-        """Called with its resource for every event of a watch."""
+        """Called for every event of a watch, with the watch's resource."""
 
     def take(self, resource: str, raw: Raw, kind: str | None) -> None:
-        """Take in what a watch shows. ``kind``: None where kopf has listed anew, at the start and after a
+        """Take in one event of a watch. ``kind`` is None where kopf has listed anew, at the start and after a
         gap."""
         self.on_event(resource)
         if kind is None:
@@ -69,18 +72,27 @@ class CacheSync:
         self._is_listed_anew.set()
 
     async def resync(self) -> None:
-        """List everything: what the watches lost comes, and what is gone goes. Raises ApiError."""
+        """List everything, take in what the watches lost, and drop what is gone. Raises ApiError."""
         for scope in self._scopes:
             covers = partial(_is_within, scope)
             changed: set[Key] = set()
             for resource, kind, selector in _WATCHED:
-                raws, version = await self._kube.list_all(kind, scope, selector=selector)
+                raws, version = await self._kube.list_all(
+                    kind,
+                    scope,
+                    selector=selector,
+                )
                 changed |= self._cache.replace(resource, raws, version=version, covers=covers)
 
             # All kinds of children are one resource of the cache, so that one list of them all is compared.
             # It is as old as its oldest part.
             lists = [
-                await self._kube.list_all(kind, scope, selector=LABEL_RUN, metadata_only=True)
+                await self._kube.list_all(
+                    kind,
+                    scope,
+                    selector=LABEL_RUN,
+                    metadata_only=True,
+                )
                 for kind in _CHILDREN
             ]
             found = [raw for raws, _ in lists for raw in raws]
@@ -89,33 +101,38 @@ class CacheSync:
             self._add(changed)
 
     async def keep_synced(self) -> None:
-        """List everything again and again."""
+        """Resync at a steady pace, for ever."""
         while True:
-            # Operators of several clusters that were started together part.
+            # The time varies: operators that were started together must not list everything at once.
             await asyncio.sleep(self._resync_seconds * random.uniform(0.9, 1.1))
             try:
                 await self.resync()
             except ApiError as error:
                 log.warning("the resync comes later: %s", error)
-            # Every run is looked at once in each period, spread, so that none waits behind all others.
+
+            # Every run is looked at once in each period. The looks are spread, or all runs would wait in one
+            # queue.
             for key in self._cache.store.known():
                 self._queue.add(key, after=random.uniform(0.0, self._resync_seconds / 4))
 
     async def keep_pruned(self) -> None:
-        """Drop what vanished in a gap of a watch, also of the one at the start: kopf lists anew and shows
-        only what is left.
+        """Drop objects that vanished in a gap of a watch, or before its start, for ever.
 
-        All resources are looked at whatever list was new: one that is empty by now shows nothing at all.
+        kopf lists anew after a gap, and shows only the objects that are left. All resources are searched,
+        whichever list was new: a list that is empty by now shows nothing at all.
         """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PRUNE_SECONDS):
                     await self._is_listed_anew.wait()
-            # A watch may be silent without having been listed anew: then the versions that it owes tell.
+
+            # A watch may be silent without having been listed anew: then it still owes versions.
             is_late = max(self._cache.expectations.lag().values()) > _LATE_SECONDS
             if not self._is_listed_anew.is_set() and not is_late:
                 continue
-            # An object that is shown later than this belongs to another list, and is looked at once more.
+
+            # Cleared before the lists: an event that is shown from here on may belong to a newer gap, which
+            # these lists do not cover.
             self._is_listed_anew.clear()
             try:
                 for scope in self._scopes:
@@ -124,9 +141,13 @@ class CacheSync:
                         found, version = await self._kube.list_all(
                             kind, scope, selector=selector, metadata_only=True
                         )
-                        self._add(
-                            self._cache.prune(resource, found, version=version, covers=covers)
+                        gone = self._cache.prune(
+                            resource,
+                            found,
+                            version=version,
+                            covers=covers,
                         )
+                        self._add(gone)
             except ApiError as error:
                 log.warning("what vanished in a gap of a watch is looked for later: %s", error)
                 self._is_listed_anew.set()

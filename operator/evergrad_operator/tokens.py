@@ -20,38 +20,60 @@ log = logging.getLogger(__name__)
 KEY_BYTES: Final = 32
 _FIELD: Final = "key"
 _TRIES: Final = 3
-"""Another operator may create the key, or a person delete it, between a look and a write; more often than
-this is no race."""
+"""Another operator may create the key, or a person delete it, between a read and a write. If that happens
+more often than this, it is no race."""
 
 
 class KeyStore(Protocol):
     """The part of the API server that reading the key needs; ``Kube`` is one. All raise ApiError."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
-        """The object, or None."""
+        """Return the object, or None."""
 
-    async def create(self, body: Raw, *, is_fenced: bool = True, is_brief: bool = False) -> Raw:
-        """A new object. ApiError 409: one of that name exists."""
+    async def create(
+        self,
+        body: Raw,
+        *,
+        is_fenced: bool = True,
+        is_brief: bool = False,
+    ) -> Raw:
+        """Create an object. ApiError 409: one of that name exists."""
 
 
 def derive_token(key: bytes, uid: str) -> str:
-    """The token of the run with this uid, 64 hex digits."""
+    """Return the token of the run with this uid, 64 hex digits."""
     return hmac.new(key, uid.encode(), hashlib.sha256).hexdigest()
 
 
 async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
-    """The installation's key, from its Secret, which is created where there is none.
+    """Return the installation's key from its Secret, which is created where there is none.
 
     Replicas that start together agree: the first Secret counts. Raises SettingsError for a Secret that holds
     no key, ApiError.
     """
-    # Replicas race here: whoever is refused with 409 reads what the other has made.
+    # Two writers may race here: the one that is refused with 409 reads the other's key.
     for _ in range(_TRIES):
         try:
             raw = await store.get(SECRET, namespace, name)
             if raw is not None:
                 return _parse_key(raw, namespace, name)
-            await store.create(_build_key_secret(namespace, name), is_brief=True)
+
+            # The Secret has no owner: the tokens of runs at work are derived from it also while the operator
+            # is being installed anew.
+            key = base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
+            body = {
+                "apiVersion": SECRET.version,
+                "kind": SECRET.kind,
+                "metadata": {
+                    "name": name,
+                    "namespace": namespace,
+                    "labels": {LABEL_MANAGED_BY: MANAGED_BY},
+                },
+                "type": "Opaque",
+                "immutable": True,
+                "data": {_FIELD: key},
+            }
+            await store.create(body, is_brief=True)
             log.info("made the installation's key, Secret %s/%s", namespace, name)
         except ApiError as error:
             if error.status == 403:
@@ -69,33 +91,16 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
 
 
 def _parse_key(raw: Raw, namespace: str, name: str) -> bytes:
+    data = raw.get("data") or {}
     try:
-        key = base64.b64decode((raw.get("data") or {}).get(_FIELD) or "", validate=True)
+        key = base64.b64decode(data.get(_FIELD) or "", validate=True)
     except (binascii.Error, TypeError, ValueError):
         key = b""
     # A short key is refused, and not padded: every token of the installation rests on it.
     if len(key) < KEY_BYTES:
         raise SettingsError(
             f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, "
-            "from which the tokens of runs are "
-            "derived. Delete it, so that the operator makes one; runs at work then need a new "
-            "spec.restartNonce."
+            "from which the tokens of runs are derived. Delete it, so that the operator makes one; "
+            "runs at work then need a new spec.restartNonce."
         )
     return key
-
-
-def _build_key_secret(namespace: str, name: str) -> Raw:
-    """A Secret that nobody owns: the tokens of runs at work rest on it, also while the operator is being
-    installed anew."""
-    return {
-        "apiVersion": SECRET.version,
-        "kind": SECRET.kind,
-        "metadata": {
-            "name": name,
-            "namespace": namespace,
-            "labels": {LABEL_MANAGED_BY: MANAGED_BY},
-        },
-        "type": "Opaque",
-        "immutable": True,
-        "data": {_FIELD: base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()},
-    }

@@ -26,10 +26,10 @@ _SPREAD = 0.3
 
 
 class Gate(Protocol):
-    """Says whether this process may write now."""
+    """Decides whether this process may write now."""
 
     def remaining(self) -> float:
-        """Seconds for which writing is allowed for sure; none or fewer: not at all."""
+        """Return the seconds for which writing is surely allowed; 0 or less: it is not."""
 
 
 class OpenGate:
@@ -46,7 +46,7 @@ Observer = Callable[[str, str, str, float], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one client: requests under way, seconds for one, tries, seconds between the first two."""
+    """Bounds of one client: requests under way, seconds for one, tries, and seconds between two tries."""
 
     in_flight: int = 32
     request_seconds: float = 15.0
@@ -73,7 +73,9 @@ class Request:
     @property
     def url(self) -> str:
         """Path and query."""
-        return self.path + (f"?{urlencode(self.query)}" if self.query else "")
+        if not self.query:
+            return self.path
+        return f"{self.path}?{urlencode(self.query)}"
 
 
 _fence: ContextVar[Gate | None] = ContextVar("fence", default=None)
@@ -88,7 +90,7 @@ def check_gate(gate: Gate) -> float:
 
 
 def build_trace() -> aiohttp.TraceConfig:
-    """Build what the client's ``trace_configs`` must contain for writes to be fenced to the last moment."""
+    """Build the trace for the client's ``trace_configs`` that checks the lease as a write is sent."""
 
     async def check_fence(*_: Any) -> None:
         # A request may have waited for a connection for longer than the lease was good, or the process may
@@ -115,12 +117,15 @@ class Transport:
         observer: Observer,
         on_unauthorized: Callable[[], None],
     ) -> None:
-        self._client, self._gate, self._limits = client, gate, limits
-        self._observer, self._on_unauthorized = observer, on_unauthorized
+        self._client = client
+        self._gate = gate
+        self._limits = limits
+        self._observer = observer
+        self._on_unauthorized = on_unauthorized
         self._slots = asyncio.Semaphore(limits.in_flight)
 
     async def send(self, request: Request) -> Raw:
-        """Send a request until it is answered for good; the parsed answer."""
+        """Send a request until its answer is final, and return that answer, parsed."""
         limits = self._limits
         pauses = (
             min(limits.longest_pause, limits.first_pause * 3**number)
@@ -137,10 +142,11 @@ class Transport:
                     pause = next(pauses, None)
                 if pause is None:
                     raise
+
                 # The server may ask for a longer pause; it is bounded, since a pass over a run waits here.
-                longest = 4 * self._limits.longest_pause
-                spread = pause * random.uniform(1 - _SPREAD, 1 + _SPREAD)
-                wait = spread if error.retry_after is None else min(error.retry_after, longest)
+                wait = pause * random.uniform(1 - _SPREAD, 1 + _SPREAD)
+                if error.retry_after is not None:
+                    wait = min(error.retry_after, 4 * limits.longest_pause)
             await asyncio.sleep(wait)
 
     async def close(self) -> None:
@@ -148,7 +154,8 @@ class Transport:
         await self._client.close()
 
     async def _try_once(self, request: Request) -> Raw:
-        method, url = request.method, request.url
+        method = request.method
+        url = request.url
         gate = self._gate if request.is_fenced and method != "GET" else None
         headers = {
             "Accept": request.accept,
@@ -161,7 +168,8 @@ class Transport:
 
         # The gate is asked once a slot is free, not before: waiting for one takes time of the lease.
         async with self._slots:
-            started, code = time.perf_counter(), "error"
+            started = time.perf_counter()
+            code = "error"
             seconds = self._limits.request_seconds
             if gate is not None:
                 seconds = min(seconds, check_gate(gate))
@@ -177,11 +185,11 @@ class Transport:
                 code = str(answer.status)
                 data = await answer.read()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                # A write that was not answered in the lease's time may have been done: what follows observes
+                # A write that was not answered in the lease's time may have been done. The next pass observes
                 # anew.
-                text = (
-                    f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                )
+                text = type(error).__name__
+                if str(error):
+                    text = f"{text}: {error}"
                 raise ApiError(0, "Unreachable", f"{method} {url}: {text}") from error
             finally:
                 _fence.reset(reset)
@@ -203,15 +211,19 @@ def _parse_refusal(status: int, data: bytes, retry_after: str | None) -> ApiErro
     except ValueError:
         # A proxy before the API server answers in words of its own.
         parsed = None
-    details = parsed if isinstance(parsed, Mapping) else {}
-    message = str(details.get("message") or data[:500].decode("utf-8", "replace"))
-    causes: Sequence[Raw] = (details.get("details") or {}).get("causes") or ()
+    answer = parsed if isinstance(parsed, Mapping) else {}
+    message = answer.get("message") or data[:500].decode("utf-8", "replace")
+    details = answer.get("details") or {}
+    causes: Sequence[Raw] = details.get("causes") or ()
+
     # Retry-After may also be a date, which is not worth reading: our own pause is as good.
-    has_seconds = retry_after is not None and retry_after.strip().isdecimal()
+    seconds: float | None = None
+    if retry_after is not None and retry_after.strip().isdecimal():
+        seconds = float(retry_after)
     return ApiError(
         status,
-        str(details.get("reason") or ""),
-        message,
-        retry_after=float(retry_after) if retry_after is not None and has_seconds else None,
+        str(answer.get("reason") or ""),
+        str(message),
+        retry_after=seconds,
         causes=tuple(str(cause.get("reason", "")) for cause in causes),
     )

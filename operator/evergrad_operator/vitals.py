@@ -1,4 +1,4 @@
-"""How the operator is: whether it stands still, whether it is ready, and the facts that are exported."""
+"""The operator's health: whether work stands still, whether it is ready, and the facts that are exported."""
 
 import asyncio
 import time
@@ -13,22 +13,30 @@ from evergrad_operator.queue import WorkQueue
 from evergrad_operator.transport import Gate
 
 STALLED_SECONDS: Final = 100.0
-"""Longest time for which nothing moves before /healthz says so."""
+"""Time without any progress after which /healthz fails: longer than a pass may take."""
 _LAG_SECONDS: Final = 0.25
 
 
 class Vitals:
-    """Reads how the parts of the operator are; changes none."""
+    """Reads the state of the operator's parts, and changes none."""
 
-    def __init__(self, *, queue: WorkQueue[Key], cache: InformerCache, gate: Gate) -> None:
-        self._queue, self._cache, self._gate = queue, cache, gate
+    def __init__(
+        self,
+        *,
+        queue: WorkQueue[Key],
+        cache: InformerCache,
+        gate: Gate,
+    ) -> None:
+        self._queue = queue
+        self._cache = cache
+        self._gate = gate
         self.is_standing_by = False
         """Whether another process holds the lease."""
         self.is_synced = False
         """Whether the watches have begun."""
 
     def find_stall(self) -> str | None:
-        """Say what stands still, for /healthz: a restart of the process mends it. None: nothing does."""
+        """Describe, for /healthz, the work that stands still until a restart; None if all is well."""
         # Work and watches are judged by the longest wait: one run that hangs is enough.
         state = self._queue.observe()
         if max(state.longest_work, state.oldest_age) > STALLED_SECONDS:
@@ -47,21 +55,23 @@ class Vitals:
         return None
 
     def find_unready(self) -> str | None:
-        """Say why the process is not ready, for /readyz; None: it is, also while it stands by."""
+        """Describe, for /readyz, why the process is not ready; None if it is, also while it stands by."""
         if self.is_synced or self.is_standing_by:
             return None
         return "not in step with the API server yet"
 
     async def measure_lag(self, metrics: Metrics) -> None:
-        """Measure for ever how late the event loop is: everything else waits for it."""
+        """Measure, for ever, how late the event loop is: everything else waits for it."""
         while True:
             started = time.monotonic()
             await asyncio.sleep(_LAG_SECONDS)
-            metrics.loop_lag.observe(max(0.0, time.monotonic() - started - _LAG_SECONDS))
+            passed = time.monotonic() - started
+            metrics.loop_lag.observe(max(0.0, passed - _LAG_SECONDS))
 
     def read_facts(self) -> Facts:
-        """Return what is exported of the operator's insides at this moment."""
-        state, runs = self._queue.observe(), self._cache.runs()
+        """Return the facts about the operator's insides at this moment."""
+        state = self._queue.observe()
+        runs = self._cache.runs()
         return Facts(
             queue_depth=state.depth,
             queue_oldest_age=state.oldest_age,

@@ -2,11 +2,11 @@
 
 It is registered twice. As a validating webhook it has the last word. As a mutating one, which never changes
 anything, it is asked before the API server checks types and bounds itself, so that all problems of a file are
-told at once, in the words of ``evergrad validate``.
+reported at once, in the words of ``evergrad validate``.
 
 Every replica serves, also one that waits for the lease: an answer needs no right to write. Only the holder of
-the lease makes the certificate and tells the API server of it. Nothing here ends the operator: without its
-webhook a run is checked before its first pod.
+the lease makes the certificate and registers its authority with the API server. No fault of the webhook ends
+the operator: without it a run is checked before its first pod.
 """
 
 import asyncio
@@ -38,21 +38,21 @@ MAX_REQUEST_BYTES: Final = 8 * 2**20
 """An object has at most 1.5 MiB in etcd, and a request holds it twice, as JSON."""
 _UID: Final = re.compile(rb'"request":\s*\{\s*"uid":\s*"([0-9A-Za-z-]+)"')
 _START_BYTES: Final = 4096
-"""Where the API server writes the request's uid, before anything that a user has written."""
+"""Part of a request in which the API server writes its uid, before any text of the user's."""
 _AT_A_TIME: Final = 4
-"""Checks that run beside each other, in threads: a large file must not hold up the operator's own work."""
+"""Checks that run at the same time, in threads: a large file must not hold up the operator's own work."""
 _LOOK_SECONDS: Final = 60.0
-"""Between two looks at the certificate: another replica, or cert-manager, may have renewed it."""
+"""Time between two looks at the certificate: another replica, or cert-manager, may have renewed it."""
 _FIRST_LOOKS_SECONDS: Final = 2.0
-"""Between two looks while there is none: the holder of the lease makes one soon."""
+"""Time between two looks while there is none: the holder of the lease makes one soon."""
 
 
 @dataclass(frozen=True)
 class WebhookSettings:
-    """Where it serves, and how it is called.
+    """Address of the webhook's server, and the names of its objects.
 
-    ``files``: a folder with tls.crt and tls.key that another, such as cert-manager, keeps. ``is_early``: it
-    is registered as a mutating webhook, too.
+    ``files``: a folder with tls.crt and tls.key that another program, such as cert-manager, keeps.
+    ``is_early``: it is registered as a mutating webhook, too.
     """
 
     host: str
@@ -77,58 +77,77 @@ class Store(Protocol):
     """The part of the API server that the webhook needs; ``Kube`` is one. All raise ApiError."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
-        """The object, or None."""
+        """Return the object, or None."""
 
-    async def create(self, body: Raw, *, is_fenced: bool = True, is_brief: bool = False) -> Raw:
-        """A new object."""
+    async def create(
+        self,
+        body: Raw,
+        *,
+        is_fenced: bool = True,
+        is_brief: bool = False,
+    ) -> Raw:
+        """Create an object."""
 
     async def replace(self, body: Raw, *, is_fenced: bool = True) -> Raw:
-        """The whole object, if nobody has changed it meanwhile."""
+        """Replace the whole object, if nobody has changed it meanwhile."""
 
     async def apply(
-        self, body: Raw, *, subresource: str = "", manager: str = "", is_brief: bool = False
+        self,
+        body: Raw,
+        *,
+        subresource: str = "",
+        manager: str = "",
+        is_brief: bool = False,
     ) -> Raw:
-        """The complete intent of ``manager`` by server-side apply."""
+        """Apply the complete intent of ``manager`` server-side."""
 
 
 class Webhook:
-    """Serves until closed. ``leads``: whether this process may write now."""
+    """Serves until closed. ``leads``: returns whether this process may write now."""
 
     def __init__(
-        self, settings: WebhookSettings, store: Store, *, leads: Callable[[], bool]
+        self,
+        settings: WebhookSettings,
+        store: Store,
+        *,
+        leads: Callable[[], bool],
     ) -> None:
-        self._settings, self._store, self._leads = settings, store, leads
+        self._settings = settings
+        self._store = store
+        self._leads = leads
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._served: tuple[bytes, bytes] | None = None
         self._runner: web.AppRunner | None = None
         self._slots = asyncio.Semaphore(_AT_A_TIME)
-        self._said = ""
+        self._fault = ""
         self.port = 0
         self.on_review: Callable[[bool], None] = lambda is_allowed: None
 
     async def run(self) -> None:
-        """Serve as soon as there is a certificate, and keep that fresh. Never ends by itself."""
+        """Serve as soon as there is a certificate, and keep it fresh. Never ends by itself."""
         while True:
             try:
                 await self.look()
-                self._say("")
+                self._log_fault("")
             except (ApiError, LeaseLostError, OSError, ssl.SSLError) as error:
-                self._say(str(error) or type(error).__name__)
+                self._log_fault(str(error) or type(error).__name__)
             except Exception:
-                # Whatever stands in a Secret that others can write, runs go on without a webhook.
+                # A Secret that others can write may hold anything. Runs go on without a webhook.
                 log.exception(
                     "the webhook's certificate: a defect of the operator; please report it"
                 )
             await asyncio.sleep(_LOOK_SECONDS if self._served else _FIRST_LOOKS_SECONDS)
 
     async def look(self) -> None:
-        """Take the certificate as it is now; as holder of the lease also make it, and tell the API server."""
+        """Load the certificate as it is now, and listen. The holder of the lease also makes and registers
+        it."""
         pair: tuple[bytes, bytes] | None
         if self._settings.files:
-            # Another keeps the files; one may be there before the other.
+            # Another program keeps the files, and writes one before the other.
             folder = Path(self._settings.files)
-            certificate, key = folder / "tls.crt", folder / "tls.key"
+            certificate = folder / "tls.crt"
+            key = folder / "tls.key"
             if not (certificate.exists() and key.exists()):
                 raise OSError(f"{folder} has no tls.crt and tls.key yet")
             pair = certificate.read_bytes(), key.read_bytes()
@@ -136,6 +155,8 @@ class Webhook:
             pair = await self._keep_secret()
         if pair is None:
             return
+
+        # Loaded before the port is open: a connection without a certificate would only fail.
         if pair != self._served:
             self._load(*pair)
             self._served = pair
@@ -150,19 +171,26 @@ class Webhook:
     # ---- the certificate -----------------------------------------------------------------------------------
 
     async def _keep_secret(self) -> tuple[bytes, bytes] | None:
-        """The certificate of the Secret.
+        """Return the certificate and key in the Secret, or None.
 
-        The holder of the lease makes it, renews it in time, and says whom to trust.
+        The holder of the lease makes it, renews it in time, and registers its authority.
         """
         # Its import takes 12 MiB, which an operator without a webhook does not need.
         from evergrad_operator import certificates
 
         settings = self._settings
         raw = await self._store.get(SECRET, settings.namespace, settings.secret)
-        bundle = None if raw is None else certificates.read_bundle(raw.get("data") or {})
-        # Only the holder of the lease writes; the others serve what it has made.
+        bundle = None
+        if raw is not None:
+            bundle = certificates.read_bundle(raw.get("data") or {})
+
+        # Only the holder of the lease writes; the other replicas serve the certificate that it has made.
         if self._leads():
-            new = certificates.renew(bundle, settings.names, now=certificates.utc_now())
+            new = certificates.renew(
+                bundle,
+                settings.names,
+                now=certificates.utc_now(),
+            )
             if new is not None:
                 await self._write_secret(raw, certificates.write_bundle(new))
                 log.info(
@@ -171,22 +199,23 @@ class Webhook:
                     settings.secret,
                 )
                 bundle = new
+            # Registered at each look, not only after a renewal: an earlier try may have failed.
             if bundle is not None:
-                await self._tell_api_server(bundle.authority)
+                await self._register(bundle.authority)
         return None if bundle is None else (bundle.certificate, bundle.key)
 
     async def _write_secret(self, raw: Raw | None, data: dict[str, str]) -> None:
-        """Another that was quicker is found at the next look: both writes ask that nobody was."""
+        """Create or replace the Secret. A quicker writer causes 409 either way, and its Secret is read at the
+        next look."""
         metadata: Raw = {
             "name": self._settings.secret,
             "namespace": self._settings.namespace,
             "labels": {LABEL_MANAGED_BY: MANAGED_BY},
         }
         if raw is not None:
-            kept = {
-                key: value for key, value in raw["metadata"].items() if key != "managedFields"
-            }
-            metadata = {**metadata, **kept}
+            # The version that was read travels along, so that the API server compares it.
+            metadata |= raw["metadata"]
+            metadata.pop("managedFields", None)
         body = {
             "apiVersion": SECRET.version,
             "kind": SECRET.kind,
@@ -199,21 +228,25 @@ class Webhook:
         else:
             await self._store.replace(body)
 
-    async def _tell_api_server(self, authority: bytes) -> None:
-        """Nothing but one field is ours: the chart's others are not touched, and Helm leaves this
-        one alone."""
-        name, wanted = self._settings.configuration, base64.b64encode(authority).decode()
+    async def _register(self, authority: bytes) -> None:
+        """Write the authority into the webhook's configurations, for the API server to trust.
+
+        Only that one field is applied: the chart's others are not touched, and Helm leaves this one alone.
+        """
+        name = self._settings.configuration
+        wanted = base64.b64encode(authority).decode()
         for kind in (WEBHOOK, EARLY_WEBHOOK) if self._settings.is_early else (WEBHOOK,):
             raw = await self._store.get(kind, "", name)
             if raw is None:
                 raise OSError(
                     f"there is no {kind.kind} {name}; the chart makes it with webhook.enabled"
                 )
-            (hook,) = [
+            hooks = [
                 one for one in raw.get("webhooks") or () if one.get("name") == WEBHOOK_NAME
-            ] or [{}]
+            ]
+            client = (hooks[0].get("clientConfig") if hooks else None) or {}
             # Nothing is written where nothing differs: this is looked at every minute.
-            if (hook.get("clientConfig") or {}).get("caBundle") == wanted:
+            if client.get("caBundle") == wanted:
                 continue
             body = {
                 "apiVersion": kind.version,
@@ -224,17 +257,19 @@ class Webhook:
             await self._store.apply(body, manager=FIELD_MANAGER, is_brief=True)
 
     def _load(self, certificate: bytes, key: bytes) -> None:
-        """New connections get this certificate; OpenSSL reads it from a file alone.
+        """Serve this certificate on new connections.
 
-        Raises SSLError, and what is served stays, where one does not belong to the other, as when both files
-        are being replaced.
+        Raises SSLError where the key is another certificate's, as when both files are just being replaced.
+        The certificate before is then still served.
         """
+        # OpenSSL reads a certificate only from files.
         with tempfile.TemporaryDirectory(prefix="evergrad-webhook-") as scratch:
-            chain, private = Path(scratch) / "tls.crt", Path(scratch) / "tls.key"
+            chain = Path(scratch) / "tls.crt"
+            private = Path(scratch) / "tls.key"
             private.touch(mode=0o600)
             chain.write_bytes(certificate)
             private.write_bytes(key)
-            # A context that has refused a pair has already dropped the one before.
+            # A context that refuses a pair has already dropped the one before: a scratch context tries first.
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._context):
                 context.load_cert_chain(chain, private)
 
@@ -243,7 +278,12 @@ class Webhook:
     async def _listen(self) -> None:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post(PATH, self._answer)
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=1.0,
+        )
         await runner.setup()
         try:
             site = web.TCPSite(
@@ -253,7 +293,8 @@ class Webhook:
         except OSError:
             await runner.cleanup()
             raise
-        self._runner, self.port = runner, runner.addresses[0][1]
+        self._runner = runner
+        self.port = runner.addresses[0][1]
         log.info("serving the validating webhook on port %d", self.port)
 
     async def _answer(self, request: web.Request) -> web.Response:
@@ -270,20 +311,21 @@ class Webhook:
             return web.json_response(deny_depth("" if uid is None else uid[1].decode()))
         if not isinstance(raw, dict) or not isinstance(raw.get("request"), dict):
             return web.Response(status=400, text="the body is no AdmissionReview\n")
+
         # A thread has less room for recursion than this one: nothing deep goes there.
         for key in ("object", "oldObject"):
             raw["request"][key] = cut_deep(raw["request"].get(key))
-        # Validation takes milliseconds of processor: in a thread, and only so many at a time, or the event
-        # loop would wait.
+        # Validation takes milliseconds of processor. It runs in threads, a few at a time, or the event loop
+        # would wait for it.
         async with self._slots:
             answer = await asyncio.to_thread(review, raw)
         self.on_review(answer["response"]["allowed"])
         return web.json_response(answer)
 
-    def _say(self, text: str) -> None:
-        """Once for each fault: it is looked at every minute."""
-        if text and text != self._said:
+    def _log_fault(self, text: str) -> None:
+        """Log a fault, or its end, once: every look, each minute, reports it."""
+        if text and text != self._fault:
             log.warning("the webhook is not as it should be: %s", text)
-        elif self._said and not text:
+        elif self._fault and not text:
             log.info("the webhook is as it should be again")
-        self._said = text
+        self._fault = text
