@@ -14,7 +14,7 @@ from evergrad_operator.claim_index import ClaimIndex
 from evergrad_operator.expectations import Expectations
 from evergrad_operator.names import Key
 from evergrad_operator.slim import Raw
-from evergrad_operator.store import CLAIMS, PODS, RUNS, Store, place_of
+from evergrad_operator.store import CLAIMS, PODS, RUNS, Store, place_of, uid_of
 
 _TOMBSTONE_SECONDS = 600.0
 """Time for which an older answer cannot bring a deleted object back."""
@@ -25,7 +25,8 @@ class InformerCache:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._tombstones: dict[str, float] = {}
+        self._tombstones: dict[str, tuple[float, int]] = {}
+        """Time and version of the end of each object that is gone, by uid."""
         self.store = Store()
         self.claim_index = ClaimIndex()
         self.expectations = Expectations((RUNS, PODS), clock=clock)
@@ -78,32 +79,33 @@ class InformerCache:
         identity = str(metadata.get("uid", ""))
         version = _version(metadata)
 
-        # An answer may be read after the watch has shown the object's end.
-        if identity in self._tombstones and not is_deleted:
-            return ()
+        # An answer may be read after the watch has shown the object's end. One that is not older than the end
+        # is of an object that exists: a watch by label shows the loss of the label as an end, too.
+        if not is_deleted and identity in self._tombstones:
+            _, end = self._tombstones[identity]
+            if version < end:
+                return ()
+            del self._tombstones[identity]
 
         # Expectations come before every comparison: also a version that is known already is owed no more.
         if is_deleted:
-            self._tombstones[identity] = self._clock()
+            self._tombstones[identity] = (self._clock(), version)
             self.expectations.forget(resource, identity)
         elif is_watched:
             self.expectations.observe(resource, identity, version)
         else:
             self.expectations.expect(resource, identity, version)
 
-        # Compare it with the object that is known under its name, which may be another one.
         keys = self._concerned(resource, raw)
         known = self.store.find(resource, raw)
-        is_same = known is not None and known["metadata"].get("uid") == identity
-        if known is not None and is_same and not is_deleted:
-            if _version(known["metadata"]) >= version > 0:
-                # The watch shows a version that an answer of the API server has brought before: no news.
-                return ()
-        elif known is not None and not is_same:
-            if is_deleted:
-                # A newer object has the name by now.
-                return ()
-            self.expectations.forget(resource, str(known["metadata"].get("uid", "")))
+        is_same = known is not None and uid_of(known) == identity
+        if known is not None and not _is_news(known, raw, is_deleted=is_deleted):
+            # No watch will ever show the version of an older object of that name.
+            if not is_same:
+                self.expectations.forget(resource, identity)
+            return ()
+        if known is not None and not is_same:
+            self.expectations.forget(resource, uid_of(known))
 
         if is_deleted:
             self._remove(resource, raw)
@@ -115,13 +117,10 @@ class InformerCache:
         # Runs whose folders overlap with this one's wait for its end, or for its leaving the folder.
         if resource != RUNS:
             return keys
-        is_unchanged = (
-            known is not None
-            and is_same
-            and not is_deleted
-            and _what_neighbours_see(known) == _what_neighbours_see(raw)
-        )
-        return keys if is_unchanged else (*keys, *self.claim_index.neighbours_of(raw))
+        before = known if is_same and not is_deleted else None
+        if before is not None and _what_neighbours_see(before) == _what_neighbours_see(raw):
+            return keys
+        return (*keys, *self.claim_index.neighbours_of(raw))
 
     def replace(
         self,
@@ -143,7 +142,7 @@ class InformerCache:
             # Taken in again, a version that is known would be owed by the watch, which has shown it already.
             is_known = (
                 known is not None
-                and known["metadata"].get("uid") == str(metadata.get("uid", ""))
+                and uid_of(known) == uid_of(raw)
                 and _version(known["metadata"]) >= _version(metadata)
             )
             if not is_known:
@@ -171,24 +170,29 @@ class InformerCache:
             if resource == RUNS:
                 changed.update(self.claim_index.neighbours_of(known))
             self._remove(resource, known)
+            # An older list may still be on its way, and would bring the object back.
+            identity = uid_of(known)
+            self._tombstones[identity] = (self._clock(), version)
 
         # Tombstones are dropped with every list, at the latest a resync's, or they would pile up for ever.
         oldest = self._clock() - _TOMBSTONE_SECONDS
         self._tombstones = {
-            identity: since for identity, since in self._tombstones.items() if since >= oldest
+            identity: (since, end)
+            for identity, (since, end) in self._tombstones.items()
+            if since >= oldest
         }
         return changed
 
     def forget(self, resource: str, raw: Raw) -> None:
-        """Drop an object that the API server does not know any more, unless a new one has its name by now."""
+        """Drop an object that the API server no longer has, unless a new one has its name by now."""
         known = self.store.find(resource, raw)
         if known is None:
             return
-        if known["metadata"].get("uid") == raw["metadata"].get("uid"):
+        if uid_of(known) == uid_of(raw):
             self._remove(resource, known)
 
     def _remove(self, resource: str, raw: Raw) -> None:
-        self.expectations.forget(resource, str(raw["metadata"].get("uid", "")))
+        self.expectations.forget(resource, uid_of(raw))
         if resource == RUNS:
             place = place_of(raw)
             self.claim_index.update(place, self.run(place), None)
@@ -225,6 +229,17 @@ def find_vanished(
         if raw["metadata"].get("uid") not in listed_uids
         and _version(raw["metadata"]) <= version
     ]
+
+
+def _is_news(known: Raw, raw: Raw, *, is_deleted: bool) -> bool:
+    """Return whether an object, or its end, is newer than the object that is known under its name."""
+    version = _version(raw["metadata"])
+    newest = _version(known["metadata"])
+    if uid_of(known) == uid_of(raw):
+        # The watch often shows a version that an answer of the API server has brought before.
+        return is_deleted or version > newest or version == 0
+    # Two objects had this name one after the other, and the older one's end or version may come late.
+    return not is_deleted and (version >= newest or version == 0)
 
 
 def _what_neighbours_see(raw: Raw) -> Any:

@@ -75,11 +75,7 @@ def renew(
     # The authority outlives many serving certificates, so that a new one is rarely registered.
     authorities, key = _read_authority(bundle)
     is_trusted = key is not None and not _is_due(authorities[0], now)
-    is_good = (
-        is_trusted
-        and bundle is not None
-        and _is_good(bundle.certificate, authorities[0], names, now)
-    )
+    is_good = is_trusted and bundle is not None and _is_good(bundle, authorities[0], names, now)
     if is_good:
         return None
 
@@ -117,20 +113,23 @@ def _read_authority(
 
 
 def _is_good(
-    pem: bytes,
+    bundle: Bundle,
     authority: x509.Certificate,
     names: Sequence[str],
     now: datetime,
 ) -> bool:
     try:
-        certificate = x509.load_pem_x509_certificate(pem)
+        key = serialization.load_pem_private_key(bundle.key, None)
+        certificate = x509.load_pem_x509_certificate(bundle.certificate)
         certificate.verify_directly_issued_by(authority)
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except Exception:  # noqa: BLE001 - the Secret may hold anything: a new certificate is made
         return False
+    # OpenSSL takes no certificate with another's key: such a Secret would never be served.
+    is_its_own = certificate.public_key() == key.public_key()
     # A namespace or Service of another name, as after a restore elsewhere, needs a new certificate.
     has_names = extension.value.get_values_for_type(x509.DNSName) == list(names)
-    return has_names and not _is_due(certificate, now)
+    return is_its_own and has_names and not _is_due(certificate, now)
 
 
 def _is_due(certificate: x509.Certificate, now: datetime) -> bool:

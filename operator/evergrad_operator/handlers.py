@@ -99,9 +99,14 @@ def build_registry(
         return take
 
     # Raw events only: kopf's other handlers write annotations and finalizers to the user's objects.
-    kopf.on.event(group, version, RUNS, id=RUNS, registry=registry)(watch(RUNS))
-    kopf.on.event("", "v1", PODS, id=PODS, registry=registry)(watch(PODS))
-    kopf.on.event("", "v1", CLAIMS, id=CLAIMS, registry=registry)(watch(CLAIMS))
+    watched = (
+        (group, version, RUNS),
+        ("", "v1", PODS),
+        ("", "v1", CLAIMS),
+    )
+    for resource in watched:
+        plural = resource[2]
+        kopf.on.event(*resource, id=plural, registry=registry)(watch(plural))
 
     @kopf.on.login(registry=registry)
     async def log_in(**_: Any) -> ConnectionInfo:

@@ -484,7 +484,9 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
 def _pack(values: Mapping[str, Any]) -> str:
     # Sorted: the same values give the same text, or each pass would write the status anew.
     kept = without_empty(values)
-    return json.dumps(kept, sort_keys=True, separators=(",", ":")) if kept else ""
+    if not kept:
+        return ""
+    return json.dumps(kept, sort_keys=True, separators=(",", ":"))
 
 
 def without_empty(value: Any) -> Any:

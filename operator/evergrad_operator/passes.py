@@ -31,6 +31,8 @@ class Hints:
     All of them may be lost: they only save writes and tries. Decisions rest on the run's status alone.
     """
 
+    uid: str = ""
+    """The run that they are about: another one may take its name before any pass sees that it is gone."""
     applied: Applied = field(default_factory=Applied)
     progress_written_at: float | None = None
     posted: set[str] = field(default_factory=set)

@@ -43,6 +43,7 @@ from evergrad_operator.recorder import Recorder
 from evergrad_operator.spec import SpecCache
 from evergrad_operator.status import Outcome
 from evergrad_operator.status_writer import StatusWriter
+from evergrad_operator.store import uid_of
 
 log = logging.getLogger(__name__)
 RECONCILE_SECONDS: Final = 60.0
@@ -92,18 +93,8 @@ class Reconciler:
         def now() -> float:
             return self.clock()
 
-        self._confirmer = Confirmer(
-            cluster,
-            cache=cache,
-            metrics=metrics,
-            clock=now,
-        )
-        self._applier = Applier(
-            cluster,
-            cache=cache,
-            coordinators=coordinators,
-            clock=now,
-        )
+        self._confirmer = Confirmer(cluster, cache=cache, metrics=metrics, clock=now)
+        self._applier = Applier(cluster, cache=cache, coordinators=coordinators, clock=now)
         self.statuses = StatusWriter(
             cluster, cache=cache, recorder=recorder, metrics=metrics, clock=now
         )
@@ -117,11 +108,15 @@ class Reconciler:
         result = "success"
         try:
             raw = self._cache.run(key)
-            if raw is None:
-                # The run is gone. Anything still kept under its name would stay as long as this process.
+            known = self._hints.get(key)
+            if raw is None or (known is not None and known.uid != uid_of(raw)):
+                # The run is gone, and another may have its name already: to that one, refusals and progress
+                # would look like its own.
                 self._hints.pop(key, None)
-                self._specs.forget(key)
                 self._coordinators.leave(key)
+            if raw is None:
+                # Anything still kept under the name would stay as long as this process.
+                self._specs.forget(key)
                 self.on_forget(key)
                 return None
 
@@ -139,7 +134,7 @@ class Reconciler:
 
     async def _reconcile(self, key: Key, raw: Raw) -> float | None:
         # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
-        hints = self._hints.setdefault(key, Hints())
+        hints = self._hints.setdefault(key, Hints(uid_of(raw)))
         work = Pass(key, raw, hints)
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
         try:

@@ -91,7 +91,8 @@ class Recorder:
         while len(self._messages) > MAX_REMEMBERED:
             self._messages.popitem(last=False)
         slot = uid, reason, digest
-        # An event is never worth a failed pass: what cannot be posted is logged.
+
+        # An event is never worth a failed pass: one that cannot be posted is logged.
         posted = self._posted.get(slot)
         if posted is not None and once and posted.once == once:
             return
@@ -99,15 +100,22 @@ class Recorder:
             if posted is None:
                 await self._create(slot, run, kind, message, once)
             else:
-                posted.count, posted.once = posted.count + 1, once
-                patch = {"count": posted.count, "lastTimestamp": format_time(self._clock())}
-                if message != posted.message:
-                    patch["message"] = posted.message = message
+                posted.count += 1
+                posted.message = message
+                patch = {
+                    "count": posted.count,
+                    "message": message,
+                    "lastTimestamp": format_time(self._clock()),
+                }
                 namespace = run["metadata"].get("namespace", "")
                 await self._poster.merge(EVENT, namespace, posted.name, patch)
+                posted.once = once
                 self._on_post("counted")
         except ApiError as error:
-            self._posted.pop(slot, None)
+            # An event that has expired is created anew. After any other answer it may exist, and its name is
+            # taken: it keeps its count.
+            if error.status == 404:
+                self._posted.pop(slot, None)
             if error.status not in (403, 404):
                 log.warning("the event %s could not be posted: %s", reason, error)
 
@@ -125,7 +133,8 @@ class Recorder:
         # event that is posted once has its key there instead, so that an earlier operator's has this name.
         identity = "\n".join((*slot, once or self._born))
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        name, namespace = f"{metadata['name']}.{digest}", metadata.get("namespace", "")
+        name = f"{metadata['name']}.{digest}"
+        namespace = metadata.get("namespace", "")
         body = {
             "apiVersion": EVENT.version,
             "kind": EVENT.kind,
@@ -152,7 +161,9 @@ class Recorder:
             await self._poster.create(body)
             self._on_post("created")
         except ApiError as error:
-            if not once or error.reason != "AlreadyExists":
+            # The answer to an earlier try was lost, but it has created this very event; or, where the event is
+            # posted once, an earlier operator has.
+            if error.reason != "AlreadyExists":
                 raise
         self._posted[slot] = _Posted(name, 1, message, once)
         while len(self._posted) > MAX_REMEMBERED:

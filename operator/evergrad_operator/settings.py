@@ -138,11 +138,10 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
     first_namespace = namespaces[0] if namespaces else "default"
     key_namespace = parsed.key_namespace or lease_namespace or first_namespace
 
-    config = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
-    config = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in config.items()
-    }
+    config: dict[str, Any] = {}
+    for field in dataclasses.fields(Config):
+        value = getattr(parsed, field.name)
+        config[field.name] = tuple(value) if isinstance(value, list) else value
     # Network policies admit the operator by its namespace.
     if not config["operator_namespace"]:
         config["operator_namespace"] = environ.get("POD_NAMESPACE", "")
@@ -170,7 +169,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="evergrad-operator", description="Runs TrainingRuns on Kubernetes."
     )
-    given = [name for name in environ.get(f"{PREFIX}NAMESPACE", "").split(",") if name]
+    named = environ.get(f"{PREFIX}NAMESPACE", "").split(",")
+    given = [name for name in named if name]
     parser.add_argument_group("scope").add_argument(
         "--namespace",
         action="append",
@@ -208,7 +208,9 @@ def _describe_fields(kind: type) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
                 value=ast.Constant(value=str(text))
             ):
-                found[name] = " ".join(text.split()).rstrip(".").replace("%", "%%")
+                line = " ".join(text.split()).rstrip(".")
+                # argparse formats help texts with %.
+                found[name] = line.replace("%", "%%")
     return {field.name: found[field.name] for field in dataclasses.fields(kind)}
 
 

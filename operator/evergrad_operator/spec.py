@@ -100,7 +100,8 @@ class TrainingRun:
     def volume_path(self) -> str:
         """The run directory inside the PVC, without needless parts."""
         path = self.spec.storage.path or self.name
-        return "/".join(part for part in path.split("/") if part not in ("", "."))
+        parts = [part for part in path.split("/") if part not in ("", ".")]
+        return "/".join(parts)
 
     def find_obstacles(self, *, has_begun: bool) -> tuple[Problem, ...]:
         """Return the problems for which no pod is made. ``has_begun``: an earlier generation was found valid.

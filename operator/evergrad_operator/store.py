@@ -20,7 +20,10 @@ class Store:
     def __init__(self) -> None:
         self.runs: dict[Key, Raw] = {}
         self.claims: dict[Key, Raw] = {}
-        self._groups: dict[str, dict[Key, dict[Any, Raw]]] = {PODS: {}, CHILDREN: {}}
+        self._groups: dict[str, dict[Key, dict[Any, Raw]]] = {
+            PODS: {},
+            CHILDREN: {},
+        }
         """Pods by name and other children by kind and name, under the run that their label names."""
 
     def pods(self, key: Key) -> Sequence[Raw]:
@@ -70,7 +73,7 @@ class Store:
         else:
             group = self._groups[resource].setdefault(_owner_of(raw), {})
             name = _name_in(resource, raw)
-            # Of other children a hash and a version are compared: their specs would only take memory.
+            # Other children are only compared by hash and version: their specs would take memory for nothing.
             group[name] = slim_pod(raw) if resource == PODS else slim(raw, ("kind",))
 
     def remove(self, resource: str, raw: Raw) -> None:
@@ -107,6 +110,11 @@ def place_of(raw: Raw) -> Key:
     metadata = raw["metadata"]
     namespace = str(metadata.get("namespace", ""))
     return namespace, str(metadata.get("name", ""))
+
+
+def uid_of(raw: Raw) -> str:
+    """Return the uid of an object, empty where it has none."""
+    return str(raw["metadata"].get("uid", ""))
 
 
 def _owner_of(raw: Raw) -> Key:

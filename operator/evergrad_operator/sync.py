@@ -31,7 +31,11 @@ PRUNE_SECONDS: Final = 10.0
 over some time, and a search for each of them would list everything as often."""
 _LATE_SECONDS: Final = 30.0
 """A watch that has owed a version for this long may owe it for an object that is gone."""
-_WATCHED: Final = ((RUNS, RUN, ""), (PODS, POD, LABEL_RUN), (CLAIMS, CLAIM, LABEL_RUN))
+_WATCHED: Final = (
+    (RUNS, RUN, ""),
+    (PODS, POD, LABEL_RUN),
+    (CLAIMS, CLAIM, LABEL_RUN),
+)
 """Resource, kind and label selector of each watch of kopf's."""
 _CHILDREN: Final = (CONFIG_MAP, SERVICE, BUDGET, NETWORK_POLICY)
 """Kinds that are switched off are listed, too: children from before are to be deleted."""
@@ -65,7 +69,8 @@ class CacheSync:
         if kind is None:
             self.expect_gap()
         is_deleted = kind == "DELETED"
-        self._add(self._cache.see(resource, raw, is_deleted=is_deleted, is_watched=True))
+        concerned = self._cache.see(resource, raw, is_deleted=is_deleted, is_watched=True)
+        self._add(concerned)
 
     def expect_gap(self) -> None:
         """Note that something may have vanished unseen."""
@@ -113,7 +118,8 @@ class CacheSync:
             # Every run is looked at once in each period. The looks are spread, or all runs would wait in one
             # queue.
             for key in self._cache.store.known():
-                self._queue.add(key, after=random.uniform(0.0, self._resync_seconds / 4))
+                after = random.uniform(0.0, self._resync_seconds / 4)
+                self._queue.add(key, after=after)
 
     async def keep_pruned(self) -> None:
         """Drop objects that vanished in a gap of a watch, or before its start, for ever.

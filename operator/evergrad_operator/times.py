@@ -27,7 +27,12 @@ def format_time(seconds: float) -> str:
 def format_duration(seconds: float) -> str:
     """Return two units at most, as kubectl prints an age: ``12s``, ``3m20s``, ``5h12m``, ``2d4h``."""
     whole = max(0, int(seconds))
-    units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+    units = (
+        ("d", 86400),
+        ("h", 3600),
+        ("m", 60),
+        ("s", 1),
+    )
     for place, (unit, size) in enumerate(units):
         count, rest = divmod(whole, size)
         if not count:

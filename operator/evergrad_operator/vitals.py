@@ -44,13 +44,17 @@ class Vitals:
                 f"work stands still: {state.longest_work:.0f} s on one run, {state.oldest_age:.0f} s "
                 "waiting for a turn"
             )
-        # Before the watches have begun, the versions of the first list are owed by nobody.
+
+        # Before the watches have begun, nothing owes the versions of the first list.
         lags = self._cache.expectations.lag().items() if self.is_synced else ()
         late = [(resource, lag) for resource, lag in lags if lag > STALLED_SECONDS]
         if late:
             behind = ", ".join(f"{resource} by {lag:.0f} s" for resource, lag in late)
             return f"a watch is behind: {behind}"
-        if self.is_synced and isinstance(self._gate, LeaseGate) and self._gate.remaining() <= 0:
+
+        # Without its lease the process can write nothing, and should have ended by itself.
+        has_lease = isinstance(self._gate, LeaseGate)
+        if self.is_synced and has_lease and self._gate.remaining() <= 0:
             return "the lease is lost"
         return None
 

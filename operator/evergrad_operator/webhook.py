@@ -11,6 +11,7 @@ the operator: without it a run is checked before its first pod.
 
 import asyncio
 import base64
+import contextlib
 import json
 import logging
 import re
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiohttp import web
 
@@ -28,6 +29,9 @@ from evergrad_operator.admission import deny_depth, review
 from evergrad_operator.errors import ApiError, LeaseLostError
 from evergrad_operator.kinds import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind, Raw
 from evergrad_operator.names import LABEL_MANAGED_BY, MANAGED_BY
+
+if TYPE_CHECKING:
+    from evergrad_operator.certificates import Bundle
 
 log = logging.getLogger(__name__)
 PATH: Final = "/validate"
@@ -140,9 +144,7 @@ class Webhook:
             await asyncio.sleep(_LOOK_SECONDS if self._served else _FIRST_LOOKS_SECONDS)
 
     async def look(self) -> None:
-        """Load the certificate as it is now, and listen. The holder of the lease also makes and registers
-        it."""
-        pair: tuple[bytes, bytes] | None
+        """Serve the certificate as it is now. The holder of the lease also renews and registers it."""
         if self._settings.files:
             # Another program keeps the files, and writes one before the other.
             folder = Path(self._settings.files)
@@ -150,31 +152,9 @@ class Webhook:
             key = folder / "tls.key"
             if not (certificate.exists() and key.exists()):
                 raise OSError(f"{folder} has no tls.crt and tls.key yet")
-            pair = certificate.read_bytes(), key.read_bytes()
-        else:
-            pair = await self._keep_secret()
-        if pair is None:
+            await self._serve(certificate.read_bytes(), key.read_bytes())
             return
 
-        # Loaded before the port is open: a connection without a certificate would only fail.
-        if pair != self._served:
-            self._load(*pair)
-            self._served = pair
-        if self._runner is None:
-            await self._listen()
-
-    async def close(self) -> None:
-        """Stop serving."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    # ---- the certificate -----------------------------------------------------------------------------------
-
-    async def _keep_secret(self) -> tuple[bytes, bytes] | None:
-        """Return the certificate and key in the Secret, or None.
-
-        The holder of the lease makes it, renews it in time, and registers its authority.
-        """
         # Its import takes 12 MiB, which an operator without a webhook does not need.
         from evergrad_operator import certificates
 
@@ -184,49 +164,64 @@ class Webhook:
         if raw is not None:
             bundle = certificates.read_bundle(raw.get("data") or {})
 
-        # Only the holder of the lease writes; the other replicas serve the certificate that it has made.
-        if self._leads():
-            new = certificates.renew(
-                bundle,
-                settings.names,
-                now=certificates.utc_now(),
-            )
-            if new is not None:
-                await self._write_secret(raw, certificates.write_bundle(new))
-                log.info(
-                    "made the webhook's certificate, Secret %s/%s",
-                    settings.namespace,
-                    settings.secret,
-                )
-                bundle = new
-            # Registered at each look, not only after a renewal: an earlier try may have failed.
-            if bundle is not None:
-                await self._register(bundle.authority)
-        return None if bundle is None else (bundle.certificate, bundle.key)
+        # A new process answers with the certificate of the one before: neither a renewal nor a registration
+        # that fails may keep it from that.
+        if bundle is not None and self._served is None:
+            with contextlib.suppress(ssl.SSLError):
+                await self._serve(bundle.certificate, bundle.key)
 
-    async def _write_secret(self, raw: Raw | None, data: dict[str, str]) -> None:
-        """Create or replace the Secret. A quicker writer causes 409 either way, and its Secret is read at the
-        next look."""
-        metadata: Raw = {
-            "name": self._settings.secret,
-            "namespace": self._settings.namespace,
-            "labels": {LABEL_MANAGED_BY: MANAGED_BY},
-        }
-        if raw is not None:
-            # The version that was read travels along, so that the API server compares it.
-            metadata |= raw["metadata"]
-            metadata.pop("managedFields", None)
-        body = {
-            "apiVersion": SECRET.version,
-            "kind": SECRET.kind,
-            "metadata": metadata,
-            "type": "Opaque",
-            "data": data,
-        }
-        if raw is None:
-            await self._store.create(body, is_brief=True)
-        else:
-            await self._store.replace(body)
+        # Only the holder of the lease writes; the other replicas serve the certificate that it has made. A
+        # new one is served last: before its authority is registered, the API server trusts only the old one.
+        if self._leads():
+            bundle = await self._renew(raw, bundle)
+        if bundle is not None:
+            await self._serve(bundle.certificate, bundle.key)
+
+    async def close(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # ---- the certificate -----------------------------------------------------------------------------------
+
+    async def _renew(self, raw: Raw | None, bundle: "Bundle | None") -> "Bundle | None":
+        """Renew the certificate in time, register its authority, and return it.
+
+        ``raw``: the Secret as it was read, if there is one. A quicker writer causes 409, and its Secret is
+        read at the next look.
+        """
+        from evergrad_operator import certificates
+
+        settings = self._settings
+        now = certificates.utc_now()
+        new = certificates.renew(bundle, settings.names, now=now)
+        if new is not None:
+            body: dict[str, Any] = {
+                "apiVersion": SECRET.version,
+                "kind": SECRET.kind,
+                "metadata": {
+                    "name": settings.secret,
+                    "namespace": settings.namespace,
+                    "labels": {LABEL_MANAGED_BY: MANAGED_BY},
+                },
+                "type": "Opaque",
+                "data": certificates.write_bundle(new),
+            }
+            if raw is None:
+                await self._store.create(body, is_brief=True)
+            else:
+                # The version that was read travels along, so that the API server compares it.
+                metadata = {**body["metadata"], **raw["metadata"]}
+                metadata.pop("managedFields", None)
+                await self._store.replace({**body, "metadata": metadata})
+            name = f"{settings.namespace}/{settings.secret}"
+            log.info("made the webhook's certificate, Secret %s", name)
+
+        # Registered at each look, not only after a renewal: an earlier try may have failed.
+        kept = new or bundle
+        if kept is not None:
+            await self._register(kept.authority)
+        return kept
 
     async def _register(self, authority: bytes) -> None:
         """Write the authority into the webhook's configurations, for the API server to trust.
@@ -275,7 +270,15 @@ class Webhook:
 
     # ---- the server ----------------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
+    async def _serve(self, certificate: bytes, key: bytes) -> None:
+        """Serve this certificate from now on; listen if that has not begun. Raises SSLError and OSError."""
+        # Loaded before the port is open: a connection without a certificate would only fail.
+        if (certificate, key) != self._served:
+            self._load(certificate, key)
+            self._served = certificate, key
+        if self._runner is not None:
+            return
+
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post(PATH, self._answer)
         runner = web.AppRunner(
@@ -308,7 +311,8 @@ class Webhook:
             # report a webhook that fails.
             uid = _UID.search(body[:_START_BYTES])
             self.on_review(False)
-            return web.json_response(deny_depth("" if uid is None else uid[1].decode()))
+            found = "" if uid is None else uid[1].decode()
+            return web.json_response(deny_depth(found))
         if not isinstance(raw, dict) or not isinstance(raw.get("request"), dict):
             return web.Response(status=400, text="the body is no AdmissionReview\n")
 

@@ -68,6 +68,47 @@ def test_what_was_deleted_does_not_come_back_by_a_late_answer(cache: InformerCac
     assert cache.pods(KEY) == ()
 
 
+def test_an_object_that_was_pruned_does_not_come_back_by_an_older_list(
+    cache: InformerCache,
+) -> None:
+    cache.see(PODS, pod(version=10), is_watched=True)
+    cache.prune(PODS, [], version=50, covers=lambda namespace: True)
+    cache.replace(PODS, [pod(version=10)], version=40, covers=lambda namespace: True)
+    assert cache.pods(KEY) == ()
+
+
+def test_an_object_whose_label_was_taken_away_comes_back_when_the_label_does(
+    cache: InformerCache,
+) -> None:
+    cache.see(PODS, pod(version=10), is_watched=True)
+    # A watch by label shows an object that leaves it as deleted.
+    cache.see(PODS, pod(version=12), is_deleted=True, is_watched=True)
+    assert cache.see(PODS, pod(version=13, phase="Running"), is_watched=True) == (KEY,)
+    assert [one["metadata"]["uid"] for one in cache.pods(KEY)] == ["u1"]
+
+
+def test_a_claim_that_lost_its_label_is_still_the_runs_claim(cache: InformerCache) -> None:
+    claim = {
+        "metadata": {"name": "run", "namespace": "ns", "uid": "p", "resourceVersion": "12"},
+        "spec": {},
+        "status": {},
+    }
+    cache.see(CLAIMS, claim, is_deleted=True, is_watched=True)
+    cache.see(CLAIMS, claim)
+    assert cache.claim(*KEY) is not None
+
+
+def test_a_late_answer_about_an_older_namesake_is_no_news_and_no_watch_owes_it() -> None:
+    now = 0.0
+    cache = InformerCache(clock=lambda: now)
+    cache.see(RUNS, run(uid="new", version=20), is_watched=True)
+    assert cache.see(RUNS, run(uid="old", version=19)) == ()
+    found = cache.run(KEY)
+    assert found is not None and found["metadata"]["uid"] == "new"
+    now = 60.0
+    assert cache.expectations.lag()[RUNS] == 0.0
+
+
 def test_the_end_of_an_object_does_not_remove_its_namesake(cache: InformerCache) -> None:
     cache.see(RUNS, run(uid="new", version=20))
     cache.see(RUNS, run(uid="old", version=19), is_deleted=True, is_watched=True)

@@ -483,6 +483,31 @@ def test_a_quota_that_refuses_pods_is_told_and_asked_again_seldom_and_then_the_r
     assert simulation.status["reason"] != "QuotaExceeded"
 
 
+def test_a_run_that_takes_the_name_of_a_deleted_one_inherits_neither_refusals_nor_progress(
+    simulation: Simulation,
+) -> None:
+    def refuse(write: Write) -> None:
+        if write.plural == "pods" and "coordinator" not in write.name:
+            raise RefusedError(403, "Forbidden", "exceeded quota")
+
+    simulation.store.before = refuse
+    for _ in range(8):
+        simulation.reconcile()
+        simulation.start_pods()
+    simulation.train(step=7)
+    simulation.reconcile()
+    assert simulation.status["progress"]["step"] == 7
+    simulation.store.before = lambda write: None
+
+    # Nothing is reconciled between the two, and no time passes that a refused step waits for.
+    simulation.store.remove("trainingruns", *KEY)
+    simulation.create_run()
+    for _ in range(4):
+        simulation.reconcile()
+        assert "step" not in simulation.status.get("progress", {})
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
 def test_a_refused_run_does_not_come_again_at_once(simulation: Simulation) -> None:
     def refuse(write: Write) -> None:
         if write.plural == "pods":

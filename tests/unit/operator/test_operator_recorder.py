@@ -72,6 +72,48 @@ def test_an_event_that_expired_is_posted_anew() -> None:
     assert [event["count"] for event in store.list("events")] == [1]
 
 
+def test_an_event_whose_creation_was_not_answered_is_counted_on() -> None:
+    store = Store()
+    cluster = FakeCluster(store)
+
+    class Unanswered:
+        """The first creation is done without an answer, so that the next try finds the name taken."""
+
+        async def create(self, body: Any) -> Any:
+            await cluster.create(body)
+            return await cluster.create(body)
+
+        merge = staticmethod(cluster.merge)
+
+    async def main() -> None:
+        recorder = Recorder(Unanswered())
+        for _ in range(3):
+            await recorder.record(RUN, "Normal", "Training", "a")
+
+    asyncio.run(main())
+    assert [event["count"] for event in store.list("events")] == [3]
+
+
+def test_an_event_whose_count_was_not_answered_keeps_it() -> None:
+    store = Store()
+
+    def refuse(write: Any) -> None:
+        if write.verb == "patch":
+            raise RefusedError(500, "InternalError")
+
+    async def main() -> None:
+        recorder = Recorder(FakeCluster(store))
+        await recorder.record(RUN, "Normal", "Training", "a")
+        usual = store.before
+        store.before = refuse
+        await recorder.record(RUN, "Normal", "Training", "a")
+        store.before = usual
+        await recorder.record(RUN, "Normal", "Training", "a")
+
+    asyncio.run(main())
+    assert [event["count"] for event in store.list("events")] == [3]
+
+
 def test_a_message_is_bounded() -> None:
     (event,) = record(Store(), ("Normal", "Training", "x" * 5000))
     assert len(event["message"]) == 1024

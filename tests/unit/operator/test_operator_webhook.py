@@ -174,7 +174,10 @@ def test_a_new_authority_stands_before_the_old_one_which_other_replicas_still_se
     assert certificates.renew(second, NAMES, now=late) is None
 
 
-@pytest.mark.parametrize("broken", ["names", "key", "certificate", "authority"])
+@pytest.mark.parametrize(
+    "broken",
+    ["names", "key", "certificate", "serving key", "unreadable serving key", "authority"],
+)
 def test_what_is_of_no_use_is_made_anew(broken: str) -> None:
     bundle, other = (certificates.renew(None, NAMES, now=NOW) for _ in range(2))
     assert bundle is not None and other is not None
@@ -186,6 +189,10 @@ def test_what_is_of_no_use_is_made_anew(broken: str) -> None:
         data["ca.key"] = base64.b64encode(b"nonsense").decode()
     elif broken == "certificate":
         data["tls.crt"] = certificates.write_bundle(other)["tls.crt"]
+    elif broken == "serving key":
+        data["tls.key"] = certificates.write_bundle(other)["tls.key"]
+    elif broken == "unreadable serving key":
+        data["tls.key"] = base64.b64encode(b"nonsense").decode()
     else:
         del data["ca.crt"]
     assert certificates.renew(certificates.read_bundle(data), names, now=NOW) is not None
@@ -325,6 +332,25 @@ def test_a_standby_serves_what_the_holder_of_the_lease_has_made_and_writes_nothi
         assert store.writes == ["create", "apply", "replace", "apply"]
         await leader.close()
         await standby.close()
+
+    asyncio.run(run())
+
+
+def test_a_new_process_serves_the_certificate_of_the_one_before_though_nothing_can_be_written() -> (
+    None
+):
+    async def run() -> None:
+        store = Store()
+        before = make_webhook(store)
+        await before.look()
+        await before.close()
+        store.early = None
+        webhook = Webhook(replace(SETTINGS, is_early=True), store, leads=lambda: True)
+        with pytest.raises(OSError, match="there is no MutatingWebhookConfiguration"):
+            await webhook.look()
+        request = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
+        assert (await post(webhook, store.trusted, request))[0] == 200
+        await webhook.close()
 
     asyncio.run(run())
 
