@@ -189,7 +189,7 @@ class WorkQueue(Generic[K]):
             waiting = self._due.pop(key, None)
             # After a failure only the backoff counts: news must not turn it into a busy loop.
             has_failed = self.failures(key) > 0 and delay is not None
-            delays = [] if delay is None else [delay]
+            delays: list[float] = [] if delay is None else [delay]
             if waiting is not None and not has_failed:
                 delays.append(waiting - self._clock())
             if delays:

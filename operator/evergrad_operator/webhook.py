@@ -160,7 +160,7 @@ class Webhook:
 
         settings = self._settings
         raw = await self._store.get(SECRET, settings.namespace, settings.secret)
-        bundle = None
+        bundle: Bundle | None = None
         if raw is not None:
             bundle = certificates.read_bundle(raw.get("data") or {})
 
