@@ -279,7 +279,8 @@ def test_nothing_is_owed_of_what_is_gone(cache: InformerCache) -> None:
         PODS, [pod("run-2-0", uid="c", version=12)], version=20, covers=lambda namespace: True
     )
     assert cache.expectations.lag() == {PODS: 180.0, RUNS: 180.0}
-    cache.see(PODS, pod("run-2-0", uid="c", version=12), is_deleted=True, is_watched=True)
+    # An end has a version of its own, which is newer than every answer about the object.
+    cache.see(PODS, pod("run-2-0", uid="c", version=15), is_deleted=True, is_watched=True)
     cache.see(PODS, pod("run-2-0", uid="c", version=14))  # its answer comes after its end
     cache.see(
         RUNS, run(uid="new", version=21), is_watched=True
