@@ -161,8 +161,8 @@ class Recorder:
             await self._poster.create(body)
             self._on_post("created")
         except ApiError as error:
-            # The answer to an earlier try was lost, but it has created this very event; or, where the event is
-            # posted once, an earlier operator has.
+            # An earlier try whose answer was lost has created this very event, or, where it is posted once,
+            # an earlier operator has.
             if error.reason != "AlreadyExists":
                 raise
         self._posted[slot] = _Posted(name, 1, message, once)
