@@ -14,7 +14,15 @@ from evergrad_operator.packing import (
     unpack_counts,
     unpack_ranges,
 )
-from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps, get_text
+from evergrad_operator.raw import (
+    NOTHING,
+    get_float,
+    get_int,
+    get_map,
+    get_maps,
+    get_pairs,
+    get_text,
+)
 from evergrad_operator.times import format_time, parse_time
 
 MAX_ENDS: Final = 10
@@ -269,9 +277,8 @@ def _parse_finish(
         if not is_final or condition.get("status") != "True":
             continue
         # A status that an earlier release or a person wrote may lack the completion time.
-        at = parse_time(status.get("completionTime"))
-        if not at:
-            at = parse_time(condition.get("lastTransitionTime"))
+        moved_at = parse_time(condition.get("lastTransitionTime"))
+        at = parse_time(status.get("completionTime")) or moved_at
         return Finish(
             phase=Phase.COMPLETE if kind == Condition.COMPLETE else Phase.FAILED,
             reason=get_text(condition, "reason"),
@@ -307,9 +314,7 @@ def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
 
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
     hosts = [
-        (str(host), count)
-        for host, count in _list_pairs(raw, "hosts")
-        if isinstance(count, int)
+        (str(host), count) for host, count in get_pairs(raw, "hosts") if isinstance(count, int)
     ]
     return HostFaults(
         # The newest come last, and are the ones that are kept.
@@ -322,19 +327,9 @@ def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
 
 
 def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[InputError, ...]:
-    errors = [
-        InputError(node, str(host))
-        for node, host in _list_pairs(raw, "said")
-        if isinstance(node, int)
-    ]
+    pairs = get_pairs(raw, "said")
+    errors = [InputError(node, str(host)) for node, host in pairs if isinstance(node, int)]
     return tuple(errors[-MAX_HOSTS:])
-
-
-def _list_pairs(raw: Mapping[str, Any], key: str) -> list[Any]:
-    found = raw.get(key)
-    if not isinstance(found, list):
-        return []
-    return [one for one in found if isinstance(one, list) and len(one) == 2]
 
 
 def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:

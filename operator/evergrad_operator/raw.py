@@ -27,6 +27,14 @@ def get_maps(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     return [item for item in value if type(item) is dict or isinstance(item, Mapping)]
 
 
+def get_pairs(raw: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the lists of two in the list ``key``."""
+    value = raw.get(key)
+    if not isinstance(value, list):
+        return []
+    return [item for item in value if isinstance(item, list) and len(item) == 2]
+
+
 def get_text(raw: Mapping[str, Any], key: str) -> str:
     """Return the text ``key``, or an empty one."""
     value = raw.get(key)
