@@ -313,9 +313,8 @@ def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
 
 
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
-    hosts = [
-        (str(host), count) for host, count in get_pairs(raw, "hosts") if isinstance(count, int)
-    ]
+    pairs = get_pairs(raw, "hosts")
+    hosts = [(str(host), count) for host, count in pairs if isinstance(count, int)]
     return HostFaults(
         # The newest come last, and are the ones that are kept.
         hosts=tuple(hosts[-MAX_HOSTS:]),
@@ -479,9 +478,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
 def _pack(values: Mapping[str, Any]) -> str:
     # Sorted: the same values give the same text, or each pass would write the status anew.
     kept = without_empty(values)
-    if not kept:
-        return ""
-    return json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return json.dumps(kept, sort_keys=True, separators=(",", ":")) if kept else ""
 
 
 def without_empty(value: Any) -> Any:
