@@ -99,15 +99,14 @@ def execute(args: argparse.Namespace) -> int:
     is_alone = request.num_nodes is None and (num_workers == 1 or _is_launched())
     if is_alone and loaded.run.training.runtime.compile != "on":
         torch_private.delay_compiler()
+    num_nodes = request.num_nodes or 1
     asked = PlanRequest(
         loaded,
         directory,
         run_state,
         machine,
-        num_workers * (request.num_nodes or 1),
-        world_sizes=world_sizes_of(
-            loaded.run, num_workers=num_workers, num_nodes=request.num_nodes or 1
-        ),
+        num_workers * num_nodes,
+        world_sizes=world_sizes_of(loaded.run, num_workers=num_workers, num_nodes=num_nodes),
         stop_after_steps=request.stop_after_steps,
         ignores_preflight=request.ignores_preflight,
     )
@@ -115,10 +114,8 @@ def execute(args: argparse.Namespace) -> int:
         with sigterm_interrupts():
             plan = plan_session(asked)
     except KeyboardInterrupt:
-        print(
-            "stopped before the first step: there is nothing to save, and prepared data is kept",
-            file=sys.stderr,
-        )
+        what = "there is nothing to save, and prepared data is kept"
+        print(f"stopped before the first step: {what}", file=sys.stderr)
         return int(ExitCode.STOPPED_SAVED)
     if is_alone:
         return run_session(plan)
