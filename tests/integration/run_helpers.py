@@ -76,7 +76,8 @@ def fault(
     seconds: float = 0.05,
 ) -> Fault:
     """At the ``call``-th call (from 1) of ``at`` in ``rank`` (None: any): send a signal (``SIGTERM`` …),
-    ``sleep``, or ``hold``: stand still until the file ``go-on`` is in the experiment's folder.
+    ``sleep``, ``hold``: stand still until the file ``go-on`` is in the experiment's folder, or ``flip`` a bit
+    of a weight (at ``step``, once in an experiment).
 
     ``to``: this process (``self``) or the ``command``; a worker that a node supervises is asked to stop
     (SIGTERM) by way of the command in any case. ``call`` 0 means every call. After a signal the process
@@ -534,6 +535,18 @@ def _remember_place(scratch: Path) -> None:
     workers._worker_main, watchdog.start = watched_worker, watched_watchdog
 
 
+def _flip_once(stepper: Any) -> None:
+    """One bit of one weight that this rank holds, as a cosmic ray would."""
+    torch = importlib.import_module("torch")
+    flipped = Path("flipped")
+    if flipped.exists():
+        return
+    flipped.touch()
+    weight = next(iter(stepper._parts.model.parameters())).detach()
+    held = weight.to_local() if hasattr(weight, "to_local") else weight
+    held.view(-1).view(torch.int32)[7] ^= 1 << 21
+
+
 def _plan_fault(planned: Fault) -> None:
     """Put the fault before the function it belongs to; workers that are forked inherit it."""
     owner = importlib.import_module(planned["module"])
@@ -555,6 +568,8 @@ def _plan_fault(planned: Fault) -> None:
         if is_here and planned["call"] in (0, calls):
             if planned["action"] == "sleep":
                 time.sleep(planned["seconds"])
+            elif planned["action"] == "flip":
+                _flip_once(args[0])
             elif planned["action"] == "hold":
                 wait_until(Path("go-on").exists, what="the test has not let go of what it held")
             else:

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from run_helpers import (
+    DONE,
     STOPPED_SAVED,
     Experiment,
     assert_same_curve,
     assert_same_state,
+    checkpoints,
     curve,
+    fault,
     final_state,
     read_lines,
     recipe,
@@ -144,6 +147,36 @@ def test_sharding_trains_the_same_samples_with_the_same_losses(
         torch.allclose(value, sharded[key], rtol=1e-3, atol=1e-5)
         for key, value in whole.items()
     )
+
+
+COPIES = ("--workers", "4", "--set", SHARDED, "--set", "spec.training.runtime.shards=2")
+
+
+def test_two_copies_of_two_shards_train_the_same_samples_with_the_same_losses(
+    fast: Experiment,
+) -> None:
+    fast.run(*COPIES, directory="copies")
+    assert_same_curve(fast.at("1"), fast.at("copies"), exact=False)
+    whole, copies = final_state(fast.at("1")), final_state(fast.at("copies"))
+    assert whole.keys() == copies.keys()
+    assert all(
+        torch.allclose(value, copies[key], rtol=1e-3, atol=1e-5) for key, value in whole.items()
+    )
+
+
+def test_a_flipped_bit_of_one_of_two_copies_is_found_before_the_next_save_and_names_both_ranks(
+    fast: Experiment,
+) -> None:
+    # Rank 3 holds what rank 1 holds. Step 6 is saved; two copies cannot tell which of them is right.
+    flip = fault("step", call=5, action="flip", rank=3)
+    ended = fast.run(*COPIES, directory="flipped", faults=[flip], expect=None)
+    assert "the state after step 6 differs between ranks" in ended.err
+    assert "one of ranks 1 and 3 is wrong, and two cannot tell which" in ended.err
+    # Nothing of the wrong state was saved, and the run goes on from where the copies were equal.
+    if ended.code != DONE:
+        assert checkpoints(fast.at("flipped")) == [3]
+        fast.run(*COPIES, directory="flipped")
+    assert_same_curve(fast.at("1"), fast.at("flipped"), exact=False)
 
 
 @pytest.mark.parametrize(

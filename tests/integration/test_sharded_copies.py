@@ -17,13 +17,13 @@ from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.token_source import INPUT_IDS, LABELS
-from evergrad_trainer.errors import HostError
+from evergrad_trainer.errors import DivergedError, HostError
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.models.parallel import build_gradient_sum
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.opening import Opened
-from evergrad_trainer.training.build import Machinery, build_machinery
+from evergrad_trainer.training.build import Machinery, build_comparison, build_machinery
 from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
@@ -164,6 +164,34 @@ def test_two_copies_of_two_shards_train_as_one_copy_of_four_and_hold_twice_as_mu
         assert "4 workers cannot be cut into copies of 3" in found["refusal"]
     one, two = (sum(found["bytes"][index] for found in ranks) for index in (0, 1))
     assert 1.9 < two / one < 2.1
+
+
+def compare_after_a_flip(world: World, directory: Path) -> dict[str, Any]:
+    """What ranks of three copies say before and after a bit of rank 3 has flipped."""
+    machinery = build(world, directory, {"shards": 2})
+    train(machinery, world, steps=1)
+    compare = build_comparison(machinery, Membership(world))
+    compare(1)
+    if world.rank == 3:
+        weight: Any = next(machinery.model.parameters())
+        weight.detach().to_local().view(-1).view(torch.int32)[0] ^= 1 << 21
+    try:
+        compare(1)
+    except DivergedError as error:
+        return {"message": str(error), "ranks": error.ranks}
+    return {"message": "", "ranks": ()}
+
+
+def test_a_flipped_bit_of_one_of_three_copies_is_found_and_its_rank_is_named(
+    tmp_path: Path,
+) -> None:
+    ranks = processes.values(
+        processes.run_world(compare_after_a_flip, size=6, directory=tmp_path / "run")
+    )
+    for found in ranks:
+        assert list(found["ranks"]) == [3]
+        assert "the state after step 1 differs between ranks" in found["message"]
+        assert "by majority that of rank 3 is wrong" in found["message"]
 
 
 def save_and_hash(

@@ -90,6 +90,22 @@ def test_the_majority_of_those_that_held_the_state_is_right(
     assert find_suspects(values, holders=holders) == suspects
 
 
+@pytest.mark.parametrize(
+    ("values", "suspects"),
+    [
+        ([5, 8, 5, 8], ()),
+        ([5, 8, 5, 9], (1, 3)),
+        ([5, 8, 5, 8, 6, 8], (4,)),
+        ([5, 9, 5, 8, 6, 8], (1, 4)),
+    ],
+    ids=["parts differ", "two replicas cannot tell", "one of three", "one of each part"],
+)
+def test_a_rank_is_compared_with_those_that_hold_the_same_part_of_other_replicas(
+    values: list[int], suspects: tuple[int, ...]
+) -> None:
+    assert find_suspects(values, shards=2) == suspects
+
+
 class Ranks:
     """A world whose other ranks' numbers are given."""
 
@@ -115,6 +131,20 @@ def test_the_rank_whose_state_differs_is_named() -> None:
         DivergedError, match="one of ranks 0 and 1 is wrong, and two cannot tell which"
     ):
         compare_states(state, Ranks(own + 1), step=7)  # type: ignore[arg-type]
+
+
+def test_the_rank_whose_part_of_a_replica_differs_is_named() -> None:
+    state = make_state()
+    own = hash_state(state)
+    compare_states(state, Ranks(3, own, 3), step=7, shards=2)  # type: ignore[arg-type]
+    compare_states(state, Ranks(3, 4, 5), step=7, shards=4)  # type: ignore[arg-type]
+    with pytest.raises(DivergedError, match="by majority that of rank 3 is wrong") as raised:
+        compare_states(state, Ranks(3, own, 4, own, 3), step=7, shards=2)  # type: ignore[arg-type]
+    assert raised.value.ranks == (3,)
+    with pytest.raises(
+        DivergedError, match="one of ranks 1 and 3 is wrong, and two cannot tell which"
+    ):
+        compare_states(state, Ranks(3, own, 4), step=7, shards=2)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_was_fed_is_compared_with_its_source_alone() -> None:

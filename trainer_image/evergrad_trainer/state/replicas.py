@@ -2,7 +2,8 @@
 tensors.
 
 A flipped bit changes the number. A rank is named by the majority of those that held the state before; without
-a majority all are suspected, because nobody can tell who is right.
+a majority all are suspected, because nobody can tell who is right. Where ``shards`` ranks hold one replica
+together, each rank is compared with those that hold the same part of the other replicas: every ``shards``-th.
 """
 
 import hashlib
@@ -37,36 +38,48 @@ def hash_state(state: Mapping[str, torch.Tensor]) -> int:
     return int((total + 2**63) % 2**64) - 2**63
 
 
-def find_suspects(values: Sequence[int], *, holders: Collection[int] = ()) -> tuple[int, ...]:
+def find_suspects(
+    values: Sequence[int], *, holders: Collection[int] = (), shards: int = 1
+) -> tuple[int, ...]:
     """Ranks whose value is wrong.
 
-    The majority of ``holders`` (default: of all) is right; without one every rank is suspected.
+    The majority of ``holders`` (default: of all) is right; without one every rank is suspected. Both holds
+    for each of the ``shards`` parts by itself.
     """
-    if len(set(values)) <= 1:
-        return ()
-    voters = [rank for rank in range(len(values)) if not holders or rank in holders]
-    value, votes = Counter(values[rank] for rank in voters).most_common(1)[0]
-    if 2 * votes <= len(voters):
-        return tuple(range(len(values)))
-    return tuple(rank for rank, own in enumerate(values) if own != value)
+    suspects: list[int] = []
+    for part in range(shards):
+        ranks = range(part, len(values), shards)
+        if len({values[rank] for rank in ranks}) == 1:
+            continue
+        voters = [rank for rank in ranks if rank in holders] or list(ranks)
+        value, votes = Counter(values[rank] for rank in voters).most_common(1)[0]
+        has_majority = 2 * votes > len(voters)
+        suspects += [rank for rank in ranks if not has_majority or values[rank] != value]
+    return tuple(sorted(suspects))
 
 
 def compare_states(
-    state: Mapping[str, torch.Tensor], world: World, *, step: int, holders: Collection[int] = ()
+    state: Mapping[str, torch.Tensor],
+    world: World,
+    *,
+    step: int,
+    holders: Collection[int] = (),
+    shards: int = 1,
 ) -> None:
-    """Compare the states of all ranks after ``step``.
+    """Compare the states of all replicas after ``step``; ``state``: what this rank holds of its replica.
 
     All ranks call this. Raises DivergedError on all, or PeerLostError.
     """
-    if world.size == 1:
+    if world.size == shards:
+        # One replica: nobody holds the same.
         return
     # Collective: one number of each rank, whatever the size of the state.
     hashes = world.gather_integers(hash_state(state))
-    suspects = find_suspects(hashes, holders=holders)
+    suspects = find_suspects(hashes, holders=holders, shards=shards)
     if suspects:
+        what = f"the state after step {step}"
         raise DivergedError(
-            describe_difference(suspects, size=world.size, what=f"the state after step {step}"),
-            suspects,
+            describe_difference(suspects, size=world.size, what=what, shards=shards), suspects
         )
 
 
@@ -100,14 +113,19 @@ def compare_steps(steps: Sequence[int]) -> None:
         raise DivergedError(describe_difference(suspects, size=len(steps), what=what), suspects)
 
 
-def describe_difference(suspects: Sequence[int], *, size: int, what: str) -> str:
+def describe_difference(
+    suspects: Sequence[int], *, size: int, what: str, shards: int = 1
+) -> str:
     """The sentence that a person reads."""
-    if len(suspects) == size:
-        who = (
-            "one of ranks 0 and 1 is wrong, and two cannot tell which"
-            if size == 2
-            else "no majority of ranks agrees"
-        )
+    # All ranks that hold one part are suspected: no majority of them agrees.
+    undecided = [
+        rank for rank in suspects if set(range(rank % shards, size, shards)) <= set(suspects)
+    ]
+    if undecided:
+        who = "no majority of ranks agrees"
+        if len(undecided) == 2:
+            one, other = undecided
+            who = f"one of ranks {one} and {other} is wrong, and two cannot tell which"
         return f"replicas: {what} differs between ranks; {who}. Training goes back to the newest checkpoint."
     ranks = ", ".join(map(str, suspects))
     who = (

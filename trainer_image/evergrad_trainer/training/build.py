@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.derive import slots_per_step
 from evergrad_manifest.errors import Problem
@@ -66,6 +67,8 @@ class Machinery:
     optimizer: torch.optim.AdamW
     loss_of: LossOf
     is_sharded: bool
+    shards: int
+    """How many ranks hold one copy of the state together."""
     autocast: Callable[[], AbstractContextManager[object]]
     registry: Registry
     frozen: Mapping[str, str]
@@ -76,6 +79,13 @@ class Machinery:
     def state(self) -> dict[str, torch.Tensor]:
         """The live tensors a checkpoint holds."""
         return self.registry.tensors()
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of them."""
+        return {
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in self.state().items()
+        }
 
 
 def build_machinery(
@@ -131,6 +141,7 @@ def build_machinery(
         optimizer=optimizer,
         loss_of=build_loss(opened, modules, should_compile=is_whole),
         is_sharded=is_sharded,
+        shards=(runtime.shards or world.size) if is_sharded else 1,
         autocast=_autocast(runtime.precision, device),
         registry=_register(modules, model, optimizer, build_again),
         frozen=hash_frozen(modules),
@@ -231,11 +242,15 @@ def _recompute_blocks(modules: Modules, *, is_selective: bool) -> None:
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
-    """What compares the replicas' states after a step; nothing to compare where each rank holds a part of its
-    own."""
-    if machinery.is_sharded:
-        return lambda step: None
-    return lambda step: compare_states(machinery.state(), membership.world, step=step)
+    """What compares the replicas' states after a step."""
+
+    def compare(step: int) -> None:
+        # Collective: one number of each rank, where there is more than one replica.
+        compare_states(
+            machinery.own_state(), membership.world, step=step, shards=machinery.shards
+        )
+
+    return compare
 
 
 def build_stepper(

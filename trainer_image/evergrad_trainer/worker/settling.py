@@ -10,8 +10,8 @@ from evergrad_trainer.state.replicas import (
 )
 from evergrad_trainer.state.transfer import plan_transfers, transfer_state
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.training.loop import Run
 from evergrad_trainer.training.progress import adopt, choose_source, describe_rank
+from evergrad_trainer.training.loop import Run
 from evergrad_trainer.worker.life import Held, Life
 from evergrad_trainer.worker.opening import has_checkpoints
 from evergrad_trainer.worker.restoring import restore
@@ -64,10 +64,15 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
 
     # Collective, before the first step of a world: what was transferred has arrived and, where that is asked
     # for, all replicas are equal. Rank 0's wish counts: a comparison that only some make would wait for ever.
-    state, newest = machinery.state(), max(steps)
-    if rows[0]["is_comparing"] and not machinery.is_sharded:
-        holders = [rank for rank, step in enumerate(steps) if step == newest >= 0]
-        compare_states(state, world, step=progress.finished_steps, holders=holders)
+    state, newest = machinery.own_state(), max(steps)
+    if rows[0]["is_comparing"]:
+        compare_states(
+            state,
+            world,
+            step=progress.finished_steps,
+            holders=[rank for rank, step in enumerate(steps) if step == newest >= 0],
+            shards=machinery.shards,
+        )
     elif transfers := plan_transfers(steps):
         compare_transferred(state, world, transfers)
     life.held = Held.WHOLE
