@@ -223,7 +223,7 @@ def check_abort(device: str, is_tiny: bool) -> list[Row]:
         values = torch.full((1 << 20,), float(number + 1), device=where)
         work = transport.start_sum(values, dist.group.WORLD)
         work.wait()
-        transport.drain()
+        transport.mark_started().wait()
         _require(float(values.mean()) == number + 1.0, f"group {number} summed wrongly")
         begun = time.perf_counter()
         given_up = threading.Thread(target=transport.give_up)

@@ -40,7 +40,7 @@ PLACES = {
     "tally": ("evergrad_trainer.training.exchange", "Sums.exchange"),
     "reducing": ("evergrad_trainer.world", "World.start_sum"),
     "update": ("evergrad_trainer.training.step", "Stepper._update"),
-    "report": ("evergrad_trainer.training.loop", "_build_record"),
+    "report": ("evergrad_trainer.training.loop", "build_record"),
     "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from evergrad_manifest.training import Optimizer, Schedule
+from evergrad_trainer import torch_private
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.order import SampleId
 from evergrad_trainer.data.prefetch import Prefetcher
@@ -24,7 +25,9 @@ from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training import exchange as exchange_module
 from evergrad_trainer.training import step as step_module
 from evergrad_trainer.training.exchange import NUM_FLAGS, as_signed
-from evergrad_trainer.training.step import StepParts, Stepper, StepSettings
+from evergrad_trainer.training.step import Stepper, share_slots
+from evergrad_trainer.training.step_parts import StepParts, StepSettings
+from evergrad_trainer.transports import GlooTransport
 from evergrad_trainer.world import World
 
 LENGTH = 6
@@ -91,7 +94,6 @@ def make_stepper(
     slots: int = 4,
     clip: float = 0.0,
     exact: bool = False,
-    sharded: bool = False,
 ) -> Stepper:
     parameters = list(model.parameters())
     gradients: Any = BucketedSum(parameters, bucket_bytes=1024)
@@ -117,7 +119,7 @@ def make_stepper(
         slots_per_step=slots,
         nominal_weight=slots * LENGTH,
         clip_norm=clip,
-        is_sharded=sharded,
+        is_sharded=False,
     )
     return Stepper(parts, settings)
 
@@ -176,8 +178,7 @@ def test_gradients_above_the_limit_are_clipped_to_it_and_the_norm_is_told_unclip
 @pytest.mark.capability("C-56")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_slots_of_a_step_are_shared_without_rest_by_every_world(size: int) -> None:
-    stepper = make_stepper(Model())
-    shares = [list(stepper._slots_of(world(rank, size))) for rank in range(size)]
+    shares = [list(share_slots(4, rank, size, is_sharded=False)) for rank in range(size)]
     assert sorted(slot for share in shares for slot, _, _ in share) == [0, 1, 2, 3]
     assert all(is_real for share in shares for _, is_real, _ in share)
     assert all(
@@ -188,8 +189,7 @@ def test_the_slots_of_a_step_are_shared_without_rest_by_every_world(size: int) -
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sharded_ranks_all_run_as_often_and_each_slot_counts_once(size: int) -> None:
-    stepper = make_stepper(Model(), sharded=True)
-    shares = [list(stepper._slots_of(world(rank, size))) for rank in range(size)]
+    shares = [list(share_slots(4, rank, size, is_sharded=True)) for rank in range(size)]
     assert len({len(share) for share in shares}) == 1
     assert sorted(slot for share in shares for slot, is_real, _ in share if is_real) == [
         0,
@@ -218,20 +218,81 @@ def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(
 def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(step_module, "drain", seen.append)
+    diary = Diary()
+    monkeypatch.setattr(step_module, "mark_launched", lambda device: Noted(diary, "computed"))
     stepper = make_stepper(Model())
-
-    class Heartbeat:
-        def beat(self, step: int, slot: int) -> None:
-            seen.append((step, slot))
-
-        def rest(self) -> None:
-            seen.append("rest")
-
-    stepper.heartbeat = Heartbeat()
+    stepper.heartbeat = diary
     stepper.run(3, world(), QUIET)
-    assert seen == [*((3, slot) for slot in range(4)), torch.device("cpu"), "rest"]
+    assert diary.entries == ["slot 0", "slot 1", "slot 2", "slot 3", "computed", "rest"]
+
+
+class Diary(torch_private.TorchDispatchMode):
+    """Heartbeats and, while it is entered, numbers that are read from a device, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[str] = []
+
+    def beat(self, step: int, slot: int) -> None:
+        self.entries.append(f"slot {slot}")
+
+    def rest(self) -> None:
+        self.entries.append("rest")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.entries.append("read")
+        return func(*args, **(kwargs or {}))
+
+
+class Noted:
+    """Work of a device that is never done before it is waited for."""
+
+    def __init__(self, diary: Diary, name: str) -> None:
+        self._diary, self._name = diary, name
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._diary.entries.append(self._name)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_waits_for_its_device_after_everything_is_launched_and_reads_nothing_before(
+    monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    diary = Diary()
+
+    class Launching(GlooTransport):
+        is_stream_ordered = True
+
+        def start_sum(self, values: torch.Tensor, group: Any) -> Any:
+            return Noted(diary, "ordered")
+
+        def mark_started(self) -> Any:
+            return Noted(diary, "arrived")
+
+    monkeypatch.setattr(exchange_module, "compare_steps", lambda steps: None)
+    monkeypatch.setattr(step_module, "mark_launched", lambda device: Noted(diary, "computed"))
+    group: Any = object()
+    two = replace(world(0, 2), group=group, transport=Launching())
+    stepper = make_stepper(Model(), exact=exact)
+    stepper.heartbeat = diary
+    # Made before: the test's own stream counts labels, which is no business of the device.
+    batches = [Stream(4).slot(1, slot) for slot in range(4)]
+    stream: Any = stepper._parts.stream
+    stream.slot = lambda step, slot: batches[slot]
+    with diary:
+        stepper.run(1, two, QUIET)
+    launched, waited = diary.entries[:3], diary.entries[3:6]
+    assert launched == ["slot 0", "slot 2", "ordered"], (
+        "one bucket, summed behind the last slot"
+    )
+    assert waited == ["computed", "rest", "arrived"]
+    assert set(diary.entries[6:]) == {"read"}
 
 
 def test_a_rank_at_another_step_is_named_by_all_and_nothing_is_updated(

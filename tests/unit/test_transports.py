@@ -201,7 +201,7 @@ def test_a_sum_arrives_after_its_wait_and_a_world_waits_for_it(
     for work, _ in works:
         world.wait(work)
         assert work.is_completed()
-    transport.drain()
+    transport.mark_started().wait()
     assert world.unfinished == []
     abandon_world(world, transport)
 

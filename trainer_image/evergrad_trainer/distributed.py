@@ -117,13 +117,6 @@ class Place:
     port: int
 
 
-def drain(device: torch.device) -> None:
-    """Wait until ``device`` has run what this thread has launched on it; not for peers, whose part runs
-    beside it."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def setup_limit(base_seconds: float, *, device: torch.device, size: int) -> float:
     """Seconds that ``size`` members, who are all ready, may take to meet; ``base_seconds`` for two CPUs.
 

@@ -11,7 +11,6 @@ EvergradError                 internal, exit 70
 │   └── FencedError           a newer process has claimed this run directory
 ├── HostError                 trouble of this host or this moment, exit 70: retried here, then on another host
 │   └── VolumeError           the volume could not be read or written at this moment
-├── NonFiniteError            a gradient is not a number; the step that meets it is refused, the run is not
 ├── TaskError                 a task of the user's own failed in a later step
 ├── SaveError                 checkpoints could not be written, several times in a row
 ├── PeerLostError             another process of the group is gone, or the group was given up
@@ -19,7 +18,7 @@ EvergradError                 internal, exit 70
 """
 
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_manifest.errors import EvergradError, InputError, Problem
+from evergrad_manifest.errors import EvergradError, InputError
 
 
 def is_agreed(error: BaseException) -> bool:
@@ -67,19 +66,6 @@ class HostError(EvergradError):
 
 class VolumeError(HostError):
     """The volume could not be read or written, also after it was tried again."""
-
-
-class NonFiniteError(EvergradError):
-    """A gradient is not finite; nothing was updated.
-
-    Raised by all ranks together, and met by the step itself.
-    """
-
-    kind = ErrorKind.NUMERIC
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        super().__init__(str(problem))
 
 
 class TaskError(EvergradError):

@@ -51,8 +51,11 @@ class Transport(Protocol):
 
     backend: str
     is_silent: bool
-    """An operation of a group that was given up may end without its data and without an error: ranks vote
-    before they use it."""
+    """An operation of a group that was given up may end without its data and without an error: whether the
+    group still stands is looked at before the data are used."""
+    is_stream_ordered: bool
+    """The wait of an operation is the device's: what is launched behind it runs behind it, and the host goes
+    on at once."""
 
     def prepare(self) -> None:
         """Set this process up, before its first group."""
@@ -73,8 +76,8 @@ class Transport(Protocol):
     ) -> Pending:
         """Begin to fill ``values`` with what ``source`` sends."""
 
-    def drain(self) -> None:
-        """Wait until everything that was started has ended."""
+    def mark_started(self) -> Pending:
+        """Return what ends when everything that was started and waited for so far has ended."""
 
     def give_up(self) -> None:
         """Free every thread of this process that waits in an operation of this group, where cutting sockets
@@ -82,6 +85,35 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Take the groups of this process down, whatever has become of them."""
+
+
+class _Ended:
+    """What was over before anybody asked."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing."""
+
+
+class _LaunchedWork:
+    """All that was launched on the current stream of an accelerator so far. Never run on one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def mark_launched(device: torch.device) -> Pending:
+    """Return what ends when ``device`` has run what this thread has launched on it; a CPU has, when asked."""
+    return _LaunchedWork(device) if device.type == "cuda" else _Ended()
 
 
 class _ThreadWork:
@@ -122,6 +154,7 @@ class GlooTransport:
 
     backend = "gloo"
     is_silent = False
+    is_stream_ordered = False
 
     def prepare(self) -> None:
         """Nothing."""
@@ -143,8 +176,9 @@ class GlooTransport:
     ) -> Pending:
         return _ThreadWork(lambda: dist.recv(values, group=group, group_src=source))
 
-    def drain(self) -> None:
-        """Nothing: an operation that was waited for has ended."""
+    def mark_started(self) -> Pending:
+        """Nothing to wait for: an operation that was waited for has ended."""
+        return _Ended()
 
     def give_up(self) -> None:
         """Nothing: the watchdog cuts the sockets."""
@@ -202,6 +236,7 @@ class NcclTransport:
 
     backend = "nccl"
     is_silent = True
+    is_stream_ordered = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -229,9 +264,9 @@ class NcclTransport:
     ) -> Pending:
         return _started(dist.irecv(values, group=group, group_src=source))
 
-    def drain(self) -> None:
-        # All streams: collectives run on one of their own.
-        torch.cuda.synchronize(self._device)
+    def mark_started(self) -> Pending:
+        # Collectives run on a stream of their own; the current one is behind each that was waited for.
+        return mark_launched(self._device)
 
     def give_up(self) -> None:
         # In a thread: should the driver hang in the abort, the sockets of the other groups are cut all the
@@ -254,6 +289,7 @@ class AsynchronousTransport:
 
     backend = "gloo"
     is_silent = True
+    is_stream_ordered = False
 
     def __init__(self) -> None:
         self._abort = _Abort()
@@ -288,10 +324,8 @@ class AsynchronousTransport:
             values, lambda copy: dist.recv(copy, group=group, group_src=source), is_input=False
         )
 
-    def drain(self) -> None:
-        last = self._last
-        while last is not None and not last.is_completed():
-            time.sleep(_DELAY_SECONDS / 10)
+    def mark_started(self) -> Pending:
+        return _Ended() if self._last is None else _Arrival(self._last)
 
     def give_up(self) -> None:
         # Under the lock with the stream's thread, which writes nothing once this is seen.
@@ -368,6 +402,20 @@ class _QueuedWork:
             if not self._given_up.is_set() and not has_failed:
                 values.copy_(self._copy)
                 self._arrived.set()
+
+
+class _Arrival:
+    """The end of one operation and, since they run in order, of all before it; its ``wait`` is the host's."""
+
+    def __init__(self, work: _QueuedWork) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        while not self._work.is_completed():
+            time.sleep(_DELAY_SECONDS / 10)
 
 
 def choose_transport(device: torch.device) -> Transport:

@@ -153,31 +153,39 @@ class World:
         if self.interrupt is not None and self.interrupt.is_set:
             raise PeerLostError("the group was given up")
 
-    def confirm(self, norm: float = 0.0) -> float:
-        """Before an update: the gradient norm that all ranks clip by. Raises PeerLostError unless the sums
-        are known to be whole.
+    def follow(self, work: Pending) -> None:
+        """Let what is computed next be computed behind a collective.
 
-        It is rank 0's, since replicas that compute it on other numbers of threads differ in its last bits and
-        would drift apart; not a number where any rank's is not finite. A silent transport's collective may
-        end without its data and without an error, so that there the ranks vote, too, once everything that was
-        started has ended.
+        Where the device can wait by itself the host goes on at once, and :meth:`await_started` comes later.
+        Elsewhere this is :meth:`wait`. Raises PeerLostError.
+        """
+        if not self.transport.is_stream_ordered:
+            self.wait(work)
+            return
+        try:
+            work.wait()
+        except Exception as error:  # noqa: BLE001 - raised again, as what it means
+            raise self._explained(error) from None
+
+    def await_started(self) -> None:
+        """Wait until all collectives that this rank has followed or waited for have brought their data.
+
+        Raises PeerLostError where the group was given up: they may have ended without their data then.
+        """
+        self.wait(self.transport.mark_started())
+        self.unfinished[:] = [entry for entry in self.unfinished if not entry[0].is_completed()]
+
+    def confirm(self) -> None:
+        """Wait until every rank has got all that was sent. Raises PeerLostError unless that is certain.
+
+        A silent transport's collective may end without its data and without an error. The rank that finds
+        this out leaves instead of taking part in the exchange, which then ends for nobody.
         """
         if self.group is None:
-            return norm
-        is_whole = True
-        if self.transport.is_silent:
-            self.transport.drain()
-            is_whole = self.interrupt is None or not self.interrupt.is_set
-        # One place is filled by rank 0 alone, so that the sum of the bits is its value.
-        bits = torch.tensor([norm if self.is_main else 0.0], dtype=torch.float64).view(
-            torch.int64
-        )
-        # Collective, the last one of a step: after it no rank waits for another before its update.
-        votes = torch.tensor([int(not is_whole), int(not math.isfinite(norm))])
-        lost, spoiled, value = self.sum_integers(torch.cat([votes, bits]))
-        if int(lost):
-            raise PeerLostError("the group was given up during a collective")
-        return math.nan if int(spoiled) else float(value.view(torch.float64))
+            return
+        self.await_started()
+        # Collective: a rank that gets here has all of its data.
+        self.barrier()
 
     def _start(self, begin: Callable[[], Pending | None], *tensors: torch.Tensor) -> Pending:
         try:

@@ -12,9 +12,10 @@ from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.lasting import Lasting
 from evergrad_trainer.records import EvaluationRecord, Wish
 from evergrad_trainer.training.exchange import FLAG_FENCED, FLAG_OBSERVER_OFF, NUM_FLAGS
-from evergrad_trainer.training.loop import Limits, Run, train
+from evergrad_trainer.training.loop import train
 from evergrad_trainer.training.progress import Progress
-from evergrad_trainer.training.step import StepOutcome
+from evergrad_trainer.training.run import Limits, Run
+from evergrad_trainer.training.step_parts import StepOutcome
 from evergrad_trainer.world import Membership, World
 
 STEPS = 6

@@ -12,7 +12,7 @@ from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.calls import build_finish, enter_first
-from evergrad_trainer.training.step import StepOutcome
+from evergrad_trainer.training.step_parts import StepOutcome
 
 
 class Noisy:

@@ -15,7 +15,7 @@ from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.modules import check_modules, hash_frozen, module_problems
-from evergrad_trainer.training.step import StepOutcome
+from evergrad_trainer.training.step_parts import StepOutcome
 from evergrad_trainer.worker.settling import _check_frozen
 from evergrad_trainer.world import World
 

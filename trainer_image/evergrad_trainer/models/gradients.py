@@ -2,7 +2,7 @@
 
 Plain data parallelism reduces our own flat buckets instead of wrapping the model, so that the group can
 change between two steps. ``begin`` → for each slot: ``before_backward``, backward, ``after_backward`` →
-``finish``.
+``finish`` → a wait for the device → ``problem``.
 """
 
 import math
@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.errors import NonFiniteError
 from evergrad_trainer.transports import Pending
 from evergrad_trainer.world import World
 
@@ -33,7 +32,16 @@ class GradientSum(Protocol):
         """Take the slot's gradients, which are all there."""
 
     def finish(self) -> None:
-        """Wait until ``parameter.grad`` is the sum over all slots of all ranks. Raises PeerLostError."""
+        """Make ``parameter.grad`` the sum over all slots of all ranks. Raises PeerLostError.
+
+        On an accelerator this is launched and not waited for: see :meth:`World.follow`.
+        """
+
+    def problem(self) -> Problem | None:
+        """Return what kept the sums from being made, the same on every rank; None if nothing did.
+
+        The sums must be here: see :meth:`World.await_started`.
+        """
 
     def forget(self) -> None:
         """Drop all buffers: a collective that never ended may still write into them."""
@@ -129,8 +137,12 @@ class BucketedSum:
         works, self._works = self._works, []
         # Collective: the first buckets were summed under the backward pass, so that little is waited for.
         for work in works:
-            self._reducing_world.wait(work)
+            self._reducing_world.follow(work)
         _fill_missing(self._parameters)
+
+    def problem(self) -> Problem | None:
+        """Nothing: what is not finite shows in the norm."""
+        return None
 
     def forget(self) -> None:
         self._works, self._buckets, self._bucket_of = [], [], {}
@@ -217,24 +229,11 @@ class ExactSum:
                 parameter.grad = None
 
     def finish(self) -> None:
-        """Raises NonFiniteError, on all ranks together, where a gradient of any slot was out of range."""
         # Collective: one bucket is summed while others wait; every rank starts them in the same order.
         if self._world is not None and self._world.group is not None:
             works = [self._world.start_sum(total) for total in self._sums]
             for work in works:
-                self._world.wait(work)
-        # One look for all buckets: a rank that sees one out of range sees the same as all others.
-        if self._sums and int(torch.stack([total[-1] for total in self._sums]).sum()):
-            raise NonFiniteError(
-                Problem(
-                    "reproducibility.elastic",
-                    f"a gradient is outside the range of exact sums (below {self._largest:g}), or is not "
-                    "a number",
-                    "exact mode sums gradients on a fixed grid",
-                    "Nothing was updated. Lower the learning rate, or use elastic: fast",
-                )
-            )
-
+                self._world.follow(work)
         # Back to the parameters' own type, once for all slots and ranks.
         for total, part in zip(self._sums, self._partition, strict=True):
             flat = (total[:-1].double() / self._scale).to(part[0].dtype)
@@ -242,6 +241,17 @@ class ExactSum:
                 part, flat.split([p.numel() for p in part]), strict=True
             ):
                 parameter.grad = values.view_as(parameter)
+
+    def problem(self) -> Problem | None:
+        # One look for all buckets: a rank that sees one out of range sees the same as all others.
+        if not self._sums or not int(torch.stack([total[-1] for total in self._sums]).sum()):
+            return None
+        return Problem(
+            "reproducibility.elastic",
+            f"a gradient is outside the range of exact sums (below {self._largest:g}), or is not a number",
+            "exact mode sums gradients on a fixed grid",
+            "Nothing was updated. Lower the learning rate, or use elastic: fast",
+        )
 
     def forget(self) -> None:
         self._sums = []
@@ -273,6 +283,10 @@ class ShardedSum:
     def finish(self) -> None:
         # FSDP2 has waited for its reductions at the end of the backward pass.
         _fill_missing(self._parameters)
+
+    def problem(self) -> Problem | None:
+        """Nothing: what is not finite shows in the norm."""
+        return None
 
     def forget(self) -> None:
         """Nothing of its own: a sharded model does not outlive its group."""

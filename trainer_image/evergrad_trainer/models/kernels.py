@@ -1,6 +1,8 @@
 """Kernels that the file chooses: the precision of fp32 matrix products, and the backend of attention."""
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -141,3 +143,12 @@ def _lack_of_tf32(device: torch.device) -> str:
         found = ".".join(map(str, capability))
         return f"TF32 came with compute capability 8.0, and this device has {found}"
     return ""
+
+
+def choose_autocast(
+    precision: str, device: torch.device
+) -> Callable[[], AbstractContextManager[object]]:
+    """What a forward pass is computed in: products may be of another type than the weights."""
+    if precision != "bf16-autocast":
+        return nullcontext
+    return functools.partial(torch.autocast, device.type, dtype=torch.bfloat16)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.derive import slots_per_step
-from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import pin
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model
 from evergrad_trainer.models.compilation import compile_blocks, should_compile
 from evergrad_trainer.models.deferred import DeferredModel, defer_model
@@ -25,12 +23,11 @@ from evergrad_trainer.models.determinism import (
     is_cublas_deterministic,
     use_deterministic_kernels,
 )
-from evergrad_trainer.models.kernels import attention_shape, choose_kernels
+from evergrad_trainer.models.kernels import attention_shape, choose_autocast, choose_kernels
 from evergrad_trainer.models.parallel import (
     Sharding,
     build_gradient_sum,
     shard,
-    transformer_blocks,
 )
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.models.recomputation import recompute
@@ -48,9 +45,11 @@ from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.calls import GuardedStream, build_loss, build_measures
 from evergrad_trainer.training.evaluation import EvaluationRunner
-from evergrad_trainer.training.loop import Best, Limits
-from evergrad_trainer.training.modules import check_modules, hash_frozen
-from evergrad_trainer.training.step import LossOf, StepParts, Stepper, StepSettings
+from evergrad_trainer.training.modules import check_modules, find_blocks, hash_frozen
+from evergrad_trainer.training.phase_clock import build_clock
+from evergrad_trainer.training.run import Best, Limits
+from evergrad_trainer.training.step import Stepper
+from evergrad_trainer.training.step_parts import LossOf, StepParts, StepSettings
 from evergrad_trainer.world import Membership, World
 
 
@@ -93,22 +92,23 @@ def build_machinery(
 ) -> Machinery:
     """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows."""
     runtime, device = training.runtime, world.device
-    if (
-        training.reproducibility.elastic == "exact"
-        and device.type == "cuda"
-        and is_cublas_deterministic()
-    ):
+    is_exact = training.reproducibility.elastic == "exact"
+    if is_exact and device.type == "cuda" and is_cublas_deterministic():
         use_deterministic_kernels()
+
     # Before anything is computed or compiled: graphs are made for the kernels that are switched on.
     shape = attention_shape(plan, precision=runtime.precision)
     kernels = choose_kernels(device, runtime, shape=shape)
+
     is_sharded = runtime.parallelism == "fsdp2" and world.size > 1
+    shards = runtime.shards or world.size
     modules, deferred = _build_modules(
         training, opened, plan, with_weights=with_weights, is_deferred=is_sharded
     )
     if runtime.activation_checkpointing != "none":
         # Before compilation, so that what is computed again is a part of the graphs.
-        _recompute_blocks(modules, is_selective=runtime.activation_checkpointing == "selective")
+        is_selective = runtime.activation_checkpointing == "selective"
+        recompute(find_blocks(modules), is_selective=is_selective)
     for module in (*modules.trained.values(), *modules.frozen.values()):
         # No process holds a sharded model whole, not even at the start.
         if deferred is None or module is not deferred.model:
@@ -121,9 +121,9 @@ def build_machinery(
     has_blocks = is_compiled and compile_blocks(modules.root(), modules.blocks)
     model = modules.root()
     if is_sharded:
-        sharding = Sharding(
-            runtime.precision, runtime.shards, float(runtime.collective_timeout_seconds)
-        )
+        timeout_seconds = float(runtime.collective_timeout_seconds)
+        sharding = Sharding(runtime.precision, runtime.shards, timeout_seconds)
+        # Collective with several copies: every rank makes the groups of all of them.
         shard(model, world, sharding, blocks=modules.blocks)
     if deferred is not None:
         deferred.materialise(device)
@@ -141,8 +141,8 @@ def build_machinery(
         optimizer=optimizer,
         loss_of=build_loss(opened, modules, should_compile=is_whole),
         is_sharded=is_sharded,
-        shards=(runtime.shards or world.size) if is_sharded else 1,
-        autocast=_autocast(runtime.precision, device),
+        shards=shards if is_sharded else 1,
+        autocast=choose_autocast(runtime.precision, device),
         registry=_register(modules, model, optimizer, build_again),
         frozen=hash_frozen(modules),
         kernels=kernels,
@@ -156,18 +156,19 @@ def _register(
     build_again: Callable[[], Modules],
 ) -> Registry:
     """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept."""
+
+    def initial_of(name: str) -> Mapping[str, torch.Tensor]:
+        return module_tensors(build_again().trained[name])
+
     registry = Registry()
     for name, module in modules.trained.items():
-        initial = functools.partial(_initial_of, name, build_again)
+        initial = functools.partial(initial_of, name)
         registry.register(name, ModuleState(module, initial=initial))
-    registry.register(OPTIMIZER, OptimizerState(optimizer, dict(model.named_parameters())))
+    parameters = dict(model.named_parameters())
+    registry.register(OPTIMIZER, OptimizerState(optimizer, parameters))
     if modules.kept:
         registry.register(KEPT, KeptTensors(modules.kept, initial=lambda: build_again().kept))
     return registry
-
-
-def _initial_of(name: str, build_again: Callable[[], Modules]) -> Mapping[str, torch.Tensor]:
-    return module_tensors(build_again().trained[name])
 
 
 def _build_modules(
@@ -212,33 +213,17 @@ def _build_modules(
         with contextlib.suppress(NotImplementedError, RuntimeError):
             modules = build_all()
             own = {id(tensor) for tensor in deferred.model.parameters()}
-            others = [*modules.kept.values(), *modules.root().parameters()]
-            others += [
-                tensor for frozen in modules.frozen.values() for tensor in frozen.parameters()
-            ]
-            if not any(tensor.is_meta and id(tensor) not in own for tensor in others):
+            tensors = [*modules.kept.values(), *modules.root().parameters()]
+            for frozen in modules.frozen.values():
+                tensors += frozen.parameters()
+            others = [tensor for tensor in tensors if id(tensor) not in own]
+            # What is made from weights without memory has none either.
+            if not any(tensor.is_meta for tensor in others):
                 return modules, deferred
+        # The whole model on every rank, once.
         deferred = None
     with opened.code.guarding("build and enter"):
         return build_all(), None
-
-
-def _recompute_blocks(modules: Modules, *, is_selective: bool) -> None:
-    """Raises ModelError where there is nothing to recompute: the file asks for memory that it would not
-    get."""
-    blocks = list(modules.blocks) or [
-        block for module in modules.trained.values() for block in transformer_blocks(module)
-    ]
-    if not blocks:
-        raise ModelError(
-            Problem(
-                "spec.training.runtime.activationCheckpointing",
-                "what is trained has no repeated blocks",
-                "activations are computed again block by block",
-                "Name the blocks in the task's Modules, or leave activationCheckpointing out",
-            )
-        )
-    recompute(blocks, is_selective=is_selective)
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
@@ -262,7 +247,7 @@ def build_stepper(
     gradients = build_gradient_sum(
         machinery.model, training, slots_per_step=slots, is_sharded=machinery.is_sharded
     )
-    on_accelerator = next(machinery.model.parameters()).device.type == "cuda"
+    device = next(machinery.model.parameters()).device
     parts = StepParts(
         model=machinery.model,
         loss_of=machinery.loss_of,
@@ -272,7 +257,7 @@ def build_stepper(
         # Only from pinned memory does a copy to an accelerator run beside the computation.
         prefetcher=Prefetcher(
             GuardedStream(stream, machinery.opened.code),
-            prepare=pin if on_accelerator else None,
+            prepare=pin if device.type == "cuda" else None,
         ),
         schedule=build_schedule(
             training.schedule,
@@ -281,6 +266,7 @@ def build_stepper(
             overrides=training.overrides,
         ),
         autocast=machinery.autocast,
+        clock=build_clock(device),
     )
     settings = StepSettings(
         seed=training.reproducibility.seed,
@@ -341,11 +327,3 @@ def threads_per_worker(training: Training, *, cores: int, num_workers: int) -> i
     if training.runtime.threads is not None:
         return training.runtime.threads
     return 1 if training.reproducibility.elastic == "exact" else max(1, cores // num_workers)
-
-
-def _autocast(
-    precision: str, device: torch.device
-) -> Callable[[], AbstractContextManager[object]]:
-    if precision != "bf16-autocast":
-        return nullcontext
-    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)

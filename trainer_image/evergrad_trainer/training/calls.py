@@ -1,5 +1,6 @@
 """The calls of a task while it trains: its loss, its evaluators, and what it does when a step is finished."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Loss, Modules, Tensors
 from evergrad_trainer.training.evaluation import Measure
 from evergrad_trainer.training.modules import hash_frozen
-from evergrad_trainer.training.step import LossOf, StepOutcome
+from evergrad_trainer.training.step_parts import LossOf, StepOutcome
 
+_Sums = tuple[torch.Tensor, dict[str, torch.Tensor]]
+_Graph = Callable[[Tensors], _Sums]
 Finish = Callable[[StepOutcome, Stage | None], None]
 """Finishes the state after a step; the stage is the one that the next step enters, if it enters one."""
 
@@ -23,15 +26,13 @@ Finish = Callable[[StepOutcome, Stage | None], None]
 def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> LossOf:
     """The task's loss over its modules; compiled, one graph a stage, where that was asked for."""
     task, code = opened.task, opened.code
-    compute = _compile_by_stage(opened, modules) if should_compile else None
+    compute: LossOf = functools.partial(task.loss, modules)
+    if should_compile:
+        compute = _compile_by_stage(opened, modules)
 
     def loss_of(tensors: Tensors, stage: Stage) -> Loss:
         with code.guarding("loss"):
-            loss = (
-                task.loss(modules, tensors, stage)
-                if compute is None
-                else compute(tensors, stage)
-            )
+            loss = compute(tensors, stage)
         _check_parts(loss, task.metrics, code)
         return loss
 
@@ -52,10 +53,11 @@ class GuardedStream:
 
 
 def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
-    def compile_for(
-        stage: Stage,
-    ) -> Callable[[Tensors], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        def compute(tensors: Tensors) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One graph a stage: a graph takes for constant whatever else a stage holds than tensors."""
+
+    def compile_for(stage: Stage) -> _Graph:
+        # Plain values in and out: a class of this package in a graph would be looked into at every call.
+        def compute(tensors: Tensors) -> _Sums:
             loss = opened.task.loss(modules, tensors, stage)
             return loss.total, dict(loss.parts)
 
@@ -64,7 +66,9 @@ def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
     compiled = [(stage, compile_for(stage)) for stage in opened.data.train.stages]
 
     def loss_of(tensors: Tensors, stage: Stage) -> Loss:
-        return Loss(*next(compute for own, compute in compiled if own is stage)(tensors))
+        compute = next(graph for own, graph in compiled if own is stage)
+        total, parts = compute(tensors)
+        return Loss(total, parts)
 
     return loss_of
 
@@ -72,11 +76,19 @@ def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
 def _check_parts(loss: Loss, metrics: Mapping[str, str], code: Code) -> None:
     """Every rank sends the same places of one vector, also a rank that has computed nothing."""
     # Looked at in each slot: a part that is missing in one of them would shift the others' places.
-    if loss.parts.keys() != metrics.keys():
-        what = f"the loss has the parts {', '.join(loss.parts) or '(none)'}"
-        why = f"the task's metrics are {', '.join(metrics) or '(none)'}"
-        remedy = "Give each part of the loss a line in metrics, and each of metrics a part"
-        raise code.explain(Problem("spec.training.recipe", what, why, remedy))
+    if loss.parts.keys() == metrics.keys():
+        return
+    parts = ", ".join(loss.parts) or "(none)"
+    named = ", ".join(metrics) or "(none)"
+    remedy = "Give each part of the loss a line in metrics, and each of metrics a part"
+    raise code.explain(
+        Problem(
+            "spec.training.recipe",
+            f"the loss has the parts {parts}",
+            f"the task's metrics are {named}",
+            remedy,
+        )
+    )
 
 
 def enter_first(opened: Opened, modules: Modules, *, seed: int) -> None:
@@ -101,26 +113,25 @@ def build_finish(
         # The last slot that this rank has computed left its own random numbers; what is kept is everybody's.
         seed_generators(seed, outcome.step, 0, Purpose.FINISHED_STEP)
         if outcome.skipped is None:
+            metrics = {"loss": outcome.loss, **outcome.metrics}
             with code.guarding("after_update"):
-                task.after_update(modules, {"loss": outcome.loss, **outcome.metrics})
+                task.after_update(modules, metrics)
             code.note_trained()
         if entered is not None:
             with code.guarding("enter"):
                 task.enter(modules, entered)
             # Looked at here and not at each step, since it reads all of them: a newcomer builds them again,
             # and would go on with others.
-            _check_frozen(frozen, hash_frozen(modules), code)
+            now = hash_frozen(modules)
+            names = {**frozen, **now}
+            changed = [name for name in names if frozen.get(name) != now.get(name)]
+            if changed:
+                what = f"the frozen modules {', '.join(changed)} have changed since they were built"
+                why = "they are not saved, so that a newcomer or a resumed run would go on with others"
+                remedy = "Keep what changes as tensors in Modules.kept"
+                raise code.explain(Problem("spec.training.recipe", what, why, remedy))
 
     return finish
-
-
-def _check_frozen(before: Mapping[str, str], now: Mapping[str, str], code: Code) -> None:
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if changed:
-        what = f"the frozen modules {', '.join(changed)} have changed since they were built"
-        why = "they are not saved, so that a newcomer or a resumed run would go on with others"
-        remedy = "Keep what changes as tensors in Modules.kept"
-        raise code.explain(Problem("spec.training.recipe", what, why, remedy))
 
 
 def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[str, Measure]:
@@ -128,8 +139,10 @@ def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[st
 
     def build(name: str) -> Measure:
         evaluator = opened.evaluators[name]
-        metrics = opened.task.metrics if evaluator.metrics is None else evaluator.metrics
         measure = evaluator.measure
+        metrics = evaluator.metrics
+        if metrics is None:
+            metrics = opened.task.metrics
         if measure is None:
             return Measure(loss_of, tuple(metrics))
 

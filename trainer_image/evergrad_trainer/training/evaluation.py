@@ -90,7 +90,10 @@ class EvaluationRunner:
         if found is None:
             return None
         sums, weight = found
-        loss, *parts = [math.fsum(row) / weight if weight else math.nan for row in sums]
+        means = [math.nan] * len(sums)
+        if weight:
+            means = [math.fsum(row) / weight for row in sums]
+        loss, *parts = means
         return EvaluationResult(
             loss=loss,
             metrics=dict(zip(measure.names, parts, strict=True)),
@@ -113,13 +116,14 @@ class EvaluationRunner:
         num_batches = evaluation_set.num_batches
         sums = torch.zeros(1 + len(measure.names), num_batches, dtype=torch.float64)
         weight = 0
-        for index in range(math.ceil(num_batches / world.size)):
+        rounds = math.ceil(num_batches / world.size)
+        for index in range(rounds):
+            is_check_due = index % _ROUNDS_BETWEEN_STOP_CHECKS == 0
             # Collective: nobody goes on where one is asked to stop, since it would wait for that one in the
             # end.
-            if index % _ROUNDS_BETWEEN_STOP_CHECKS == 0 and not world.all_agree(
-                not is_stopping()
-            ):
+            if is_check_due and not world.all_agree(not is_stopping()):
                 return None
+
             number = index * world.size + world.rank
             if number < num_batches:
                 with self.reading():
@@ -127,9 +131,11 @@ class EvaluationRunner:
                 sums[:, number] = self._measure(measure, batch, stage, world.device)
                 weight += batch.weight
             elif self.is_sharded:
-                # Sharded ranks compute together: one without a batch of its own runs one that does not count.
-                self._measure(measure, evaluation_set.batch(0), stage, world.device)
-            on_progress(min(num_batches, (index + 1) * world.size), num_batches)
+                # Collectives of FSDP2: one without a batch of its own runs one that does not count.
+                batch = evaluation_set.batch(0)
+                self._measure(measure, batch, stage, world.device)
+            done = min(num_batches, (index + 1) * world.size)
+            on_progress(done, num_batches)
 
         # Collective: as in a step, each place is filled by one rank, so summing the bits gathers the values.
         vector = torch.cat([sums.flatten().view(torch.int64), torch.tensor([weight])])
@@ -144,5 +150,6 @@ class EvaluationRunner:
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
         with self.autocast():
             loss = measure.loss_of(tensors, stage)
-        values = (loss.total, *(loss.parts[name] for name in measure.names))
-        return torch.stack([value.double() for value in values]).cpu()
+        parts = [loss.parts[name] for name in measure.names]
+        values = [value.double() for value in (loss.total, *parts)]
+        return torch.stack(values).cpu()

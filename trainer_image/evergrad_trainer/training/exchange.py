@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.data.batch import Batch
 from evergrad_trainer.state.replicas import compare_steps
 from evergrad_trainer.task import Loss
+from evergrad_trainer.training.step_parts import StepOutcome
 from evergrad_trainer.world import World
 
 NUM_FLAGS = 8
@@ -24,6 +26,7 @@ NUM_FLAGS = 8
 ) = range(NUM_FLAGS)
 """Places of a rank's wishes and warnings in the vector. Stop, save and evaluate are what observers ask for;
 the last says that a task's observer was switched off here, and perhaps not elsewhere."""
+_MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Totals:
     """What every rank knows after the exchange.
 
     ``losses`` are the sums of the slots, ``parts`` those of each part, in slot order.
-    ``flags[i]``: some rank raised flag i before the step.
+    ``flags[i]``: some rank raised flag i before the step. ``norm``: that of the summed gradients on rank 0;
+    not a number where there is none, or where any rank's is not finite.
     """
 
     flags: tuple[bool, ...]
@@ -39,22 +43,47 @@ class Totals:
     sample_hash: int
     losses: Sequence[float]
     parts: Mapping[str, Sequence[float]]
+    norm: float
     rank_skew_seconds: float
 
-    def mean_loss(self) -> float:
-        """The loss a unit of weight; not a number where nothing has weight."""
-        return _mean(self.losses, self.weight)
+    def outcome(
+        self,
+        step: int,
+        *,
+        skipped: str | None,
+        problems: tuple[Problem, ...],
+        learning_rate: float,
+        grad_norm: float,
+        seconds: dict[str, float],
+    ) -> StepOutcome:
+        """Return what the step says of itself.
 
-    def metrics(self) -> dict[str, float]:
-        """The mean of each part."""
-        return {name: _mean(sums, self.weight) for name, sums in self.parts.items()}
+        Means are a unit of weight, and not a number where nothing has weight.
+        """
+        has_loss = skipped in (None, "grad")
+        metrics = {name: _mean(sums, self.weight) for name, sums in self.parts.items()}
+        return StepOutcome(
+            step=step,
+            loss=_mean(self.losses, self.weight) if has_loss else math.nan,
+            metrics=metrics if has_loss else {},
+            weight=self.weight,
+            sample_hash=f"{self.sample_hash:016x}",
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            flags=self.flags,
+            seconds=seconds,
+            rank_skew_seconds=self.rank_skew_seconds,
+            skipped=skipped,
+            problems=problems,
+        )
 
 
 class Sums:
     """Adds up one rank's micro-batches, and exchanges the sums with the other ranks.
 
-    Losses travel as the bits of a float64, one place a slot: only one rank fills a place, so the sum is the
-    loss itself, and all ranks add them up in slot order, which gives the same bits in every world.
+    Losses and the norm travel as the bits of a float64, one place each: only one rank fills a place, so that
+    the sum is the value itself. All ranks add the losses up in slot order, which gives the same bits in every
+    world.
     """
 
     def __init__(
@@ -79,47 +108,87 @@ class Sums:
 
     def add(self, slot: int, batch: Batch, loss: Loss) -> None:
         """Count a micro-batch. Nothing is read from the device yet."""
+        parts = [loss.parts[name] for name in self._names]
+        values = [value.detach().double() for value in (loss.total, *parts)]
         self._slots.append(slot)
-        values = (loss.total, *(loss.parts[name] for name in self._names))
-        self._values.append(torch.stack([value.detach().double() for value in values]))
+        self._values.append(torch.stack(values))
         self._weight += batch.weight
         self._hash += batch.hash
 
-    def exchange(self, busy_seconds: float) -> Totals:
-        """Sum over all ranks. ``busy_seconds``: this rank's own time before it waited for others.
+    def exchange(self, norm: torch.Tensor | None, busy_seconds: float) -> Totals:
+        """Sum over all ranks.
 
-        Raises DivergedError, on all ranks, where one is at another step; PeerLostError.
+        ``norm``: of the gradients that all ranks have summed, still on the device; None without one.
+        ``busy_seconds``: this rank's own time before it waited for others. Raises DivergedError, on all
+        ranks, where one is at another step; PeerLostError.
         """
-        size, rank = self._world.size, self._world.rank
-        values = torch.zeros(1 + len(self._names), self._num_slots, dtype=torch.float64)
-        if self._slots:
-            # One transfer from the device for the whole step.
-            values[:, self._slots] = torch.stack(self._values, dim=1).cpu()
-        head = torch.tensor(
-            [*map(int, self._flags), self._weight, as_signed(self._hash)], dtype=torch.int64
-        )
+        size = self._world.size
+        rank = self._world.rank
+        own_norm, values = self._read_device(norm)
+
+        # Each rank has its own place in the rows of times and steps.
         busy = torch.zeros(size, dtype=torch.int64)
-        busy[rank] = int(busy_seconds * 1e6)
+        busy[rank] = int(busy_seconds * _MICROSECONDS)
         steps = torch.zeros(size, dtype=torch.int64)
         steps[rank] = self._step
 
-        # Collective: every rank fills its own places of the same vector.
-        mine = [head, values.flatten().view(torch.int64), busy, steps]
-        vector = self._world.sum_integers(torch.cat(mine))
-        head, bits, busy, steps = vector.split([len(part) for part in mine])
+        # Rank 0 alone fills the place of the norm. Replicas that compute it on other numbers of threads
+        # differ in its last bits, and would drift apart if each clipped by its own.
+        norm_sent = own_norm if rank == 0 else 0.0
+        norm_bits = _bits(torch.tensor([norm_sent], dtype=torch.float64))
+        is_spoiled = not math.isfinite(own_norm)
+        counts = [
+            *map(int, self._flags),
+            self._weight,
+            as_signed(self._hash),
+            int(is_spoiled),
+        ]
+        head = torch.tensor(counts, dtype=torch.int64)
+        mine = [head, norm_bits, _bits(values), busy, steps]
 
+        # Collective: every rank fills its own places of the same vector.
+        vector = self._world.sum_integers(torch.cat(mine))
+
+        sizes = [len(part) for part in mine]
+        head, norm_bits, loss_bits, busy, steps = vector.split(sizes)
+        # First: nothing of the rest means anything where ranks are at different steps.
         compare_steps(steps.tolist())
-        times = busy.double() / 1e6
-        losses, *parts = bits.clone().view(torch.float64).view_as(values).tolist()
-        *flags, weight, sample_hash = head.tolist()
+
+        *flags, weight, sample_hash, num_spoiled = head.tolist()
+        sums = _floats(loss_bits).view_as(values)
+        losses, *parts = sums.tolist()
+        common_norm = float(_floats(norm_bits))
+        if num_spoiled and math.isfinite(common_norm):
+            # Rank 0's is fine, and another's is not.
+            common_norm = math.nan
+        times = busy.double() / _MICROSECONDS
+        skew = times.max() - times.median()
         return Totals(
             flags=tuple(bool(count) for count in flags),
             weight=int(weight),
             sample_hash=int(sample_hash) % 2**64,
             losses=losses,
             parts=dict(zip(self._names, parts, strict=True)),
-            rank_skew_seconds=float(times.max() - times.median()),
+            norm=common_norm,
+            rank_skew_seconds=float(skew),
         )
+
+    def _read_device(self, norm: torch.Tensor | None) -> tuple[float, torch.Tensor]:
+        """The norm, and a row of slots for the loss and each of its parts.
+
+        One transfer from the device for the whole step; where the step has not waited for it, this does.
+        """
+        num_rows = 1 + len(self._names)
+        values = torch.zeros(num_rows, self._num_slots, dtype=torch.float64)
+        if norm is None:
+            # Nothing was computed: the step is passed over.
+            return math.nan, values
+        own_norm = norm.detach().double().reshape(1)
+        read = torch.cat([own_norm, *self._values]).cpu()
+        if self._slots:
+            own_values = read[1:].view(len(self._slots), num_rows)
+            values[:, self._slots] = own_values.T
+        return float(read[0]), values
 
 
 def as_signed(value: int) -> int:
@@ -127,5 +196,17 @@ def as_signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The bits of float64 values, as a row of integers."""
+    return values.flatten().view(torch.int64)
+
+
+def _floats(bits: torch.Tensor) -> torch.Tensor:
+    """The float64 values of these bits, in memory of their own."""
+    return bits.clone().view(torch.float64)
+
+
 def _mean(sums: Sequence[float], weight: int) -> float:
-    return math.fsum(sums) / weight if weight else math.nan
+    if not weight:
+        return math.nan
+    return math.fsum(sums) / weight

@@ -2,24 +2,19 @@
 request to stop. Its state is :mod:`evergrad_trainer.training.progress`."""
 
 import functools
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.checkpoint.manager import CheckpointManager
-from evergrad_trainer.data.evaluation_sets import EvaluationSet
-from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.errors import FencedError
-from evergrad_trainer.observers.base import Observer
-from evergrad_trainer.observers.lasting import Lasting
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, StopReason
-from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.state.registry import Registry, to_extra
-from evergrad_trainer.training.calls import Finish
-from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner
+from evergrad_trainer.records import EvaluationRecord, EventType, StopReason
+from evergrad_trainer.state.registry import to_extra
+from evergrad_trainer.training.due import (
+    agree_limits,
+    find_stop_reason,
+    is_due,
+    is_evaluation_due,
+    is_save_due,
+)
 from evergrad_trainer.training.exchange import (
     FLAG_CHANGE,
     FLAG_EVALUATE,
@@ -31,77 +26,19 @@ from evergrad_trainer.training.exchange import (
     FLAG_STOP_FILE,
     NUM_FLAGS,
 )
-from evergrad_trainer.training.progress import Progress, published_step
-from evergrad_trainer.training.step import StepOutcome, Stepper
-from evergrad_trainer.world import Membership, World
+from evergrad_trainer.training.progress import published_step
+from evergrad_trainer.training.run import (
+    Limits,
+    Run,
+    build_evaluation_record,
+    build_record,
+    emit,
+)
+from evergrad_trainer.training.step_parts import StepOutcome
 
 Flags = tuple[bool, ...]
 _QUIET: Flags = (False,) * NUM_FLAGS
 """Nobody wishes for anything."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process.
-
-    ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops.
-    ``skip_steps``: these make no update. Both may differ between processes that began before and after an
-    edit; :func:`train` has them agree.
-    """
-
-    total_steps: int
-    save_every: int
-    evaluate_every: int | None
-    compare_every: int | None = None
-    evaluate_at_start: bool = False
-    after_step: int | None = None
-    stop_after_steps: int | None = None
-    non_finite_in_a_row: int = 0
-    skip_steps: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Best:
-    """Which evaluation metric decides about the best checkpoint."""
-
-    metric: str
-    mode: str
-
-    def is_better(self, value: float, than: float | None) -> bool:
-        if not math.isfinite(value):
-            return False
-        return than is None or (value < than if self.mode == "min" else value > than)
-
-
-@dataclass
-class Run:
-    """Everything the loop uses; put together in ``worker.opening``.
-
-    ``observers`` may be replaced between two worlds; ``lasting``, the task's own, are among them on every
-    rank.
-    """
-
-    limits: Limits
-    membership: Membership
-    stepper: Stepper
-    stream: TrainingStream
-    checkpoints: CheckpointManager
-    state: Registry
-    evaluator: EvaluationRunner
-    evaluation_sets: tuple[EvaluationSet, ...]
-    best: Best | None
-    observers: Observer
-    directory: RunDirectory
-    tokens_per_step: int
-    is_signalled: Callable[[], bool]
-    compare: Callable[[int], None]
-    """Raises DivergedError on all ranks where their states after that step are not the same."""
-    on_first_step: Callable[[], None]
-    finish_state: Finish
-    progress: Progress = field(default_factory=Progress)
-    lasting: Lasting = field(default_factory=lambda: Lasting(()))
-    is_comparing: bool = False
-    """Whether replicas are compared in this world, as its ranks have agreed."""
 
 
 def train(run: Run) -> StopReason:
@@ -116,7 +53,7 @@ def train(run: Run) -> StopReason:
     """
     world, progress = run.membership.world, run.progress
     # Collective: ranks may have read the file before and after an edit.
-    limits = _agree(run.limits, world)
+    limits = agree_limits(run.limits, world)
     run.is_comparing = limits.compare_every is not None
     first = progress.finished_steps + 1
 
@@ -124,7 +61,8 @@ def train(run: Run) -> StopReason:
     reason = _pause(run, limits, _QUIET, is_entering=True)
 
     while reason is None:
-        step, begun = progress.finished_steps + 1, time.perf_counter()
+        step = progress.finished_steps + 1
+        begun = time.perf_counter()
 
         # Collectives: all those of a step are in Stepper.run. Whatever one rank wished for before it, every
         # rank knows after it.
@@ -138,7 +76,9 @@ def train(run: Run) -> StopReason:
             if progress.non_finite == 0:
                 _save(run)
             if progress.non_finite >= limits.non_finite_in_a_row:
-                return _refuse(run, outcome)
+                progress.refusal = _describe_skip(outcome)
+                _emit_skip(run, EventType.NON_FINITE, outcome, in_a_row=progress.non_finite + 1)
+                return "non_finite"
 
         # No collective until the step is counted: this rank has made the update, whatever becomes of others.
         _finish_step(run, outcome, begun)
@@ -170,29 +110,21 @@ def _pause(
         names = run.membership.world.gather_json(sorted(run.lasting.switched_off))
         run.lasting.agree_switched_off({name for row in names for name in row})
 
-    interrupted = _evaluate(run) if _is_evaluation_due(run) else None
-    step = run.progress.finished_steps
-    if _is_save_due(run):
+    progress = run.progress
+    interrupted: StopReason | None = None
+    if is_evaluation_due(run):
+        # Collectives: all ranks share the batches.
+        interrupted = _evaluate(run)
+
+    if is_save_due(run):
+        # Collectives: replicas are compared, then each rank writes its part.
         _save(run)
-    elif not is_entering and _is_due(step, limits.compare_every):
-        run.compare(step)
+    elif not is_entering and is_due(progress.finished_steps, limits.compare_every):
+        # Collective: one number of each rank.
+        run.compare(progress.finished_steps)
     run.checkpoints.poll()
     # An evaluation that was cut short comes first: what it was part of is not over.
-    return interrupted or _stop_reason(run, flags)
-
-
-def _agree(limits: Limits, world: World) -> Limits:
-    """The limits as all ranks take them: some processes may have read the file before it was
-    edited in place."""
-    rows = world.gather_json(
-        [limits.non_finite_in_a_row, sorted(limits.skip_steps), limits.compare_every]
-    )
-    skip_steps = frozenset(step for _, steps, _ in rows for step in steps)
-    in_a_row = max(number for number, _, _ in rows)
-    # Rank 0's: a comparison that only some make would wait for the others for ever.
-    return replace(
-        limits, non_finite_in_a_row=in_a_row, skip_steps=skip_steps, compare_every=rows[0][2]
-    )
+    return interrupted or find_stop_reason(run.limits, progress, flags)
 
 
 def _own_flags(run: Run) -> Flags:
@@ -208,140 +140,69 @@ def _own_flags(run: Run) -> Flags:
     flags[FLAG_FENCED] = is_main and run.checkpoints.is_fenced()
     # Observers with a state run on every rank; what any of them asks for, all ranks do.
     wishes = run.observers.wishes()
-    flags[FLAG_STOP], flags[FLAG_SAVE] = "stop" in wishes, "save" in wishes
+    flags[FLAG_STOP] = "stop" in wishes
+    flags[FLAG_SAVE] = "save" in wishes
     flags[FLAG_EVALUATE] = "evaluate" in wishes
     flags[FLAG_OBSERVER_OFF] = run.lasting.is_disagreeing
     return tuple(flags)
 
 
-def _stop_reason(run: Run, flags: Flags) -> StopReason | None:
-    """Why all ranks leave after the newest finished step; the same on each, since it depends on agreed flags
-    and on counts only."""
-    limits, progress = run.limits, run.progress
-    if progress.finished_steps >= limits.total_steps:
-        return "complete"
-    if flags[FLAG_SIGNAL]:
-        return "signal"
-    if flags[FLAG_STOP_FILE]:
-        return "stop_file"
-    if limits.after_step is not None and progress.finished_steps >= limits.after_step:
-        return "after_step"
-    if limits.stop_after_steps is not None and progress.steps_here >= limits.stop_after_steps:
-        return "stop_after_steps"
-    if flags[FLAG_STOP]:
-        return "observer"
-    return "change" if flags[FLAG_CHANGE] else None
-
-
 def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
     """Count the step, whether or not it made an update, and report it."""
     progress = run.progress
-    run.finish_state(outcome, run.stream.entered_after(outcome.step))
+    entered = run.stream.entered_after(outcome.step)
+    # The task's part of the state belongs to this step: before anything says that the step is finished.
+    run.finish_state(outcome, entered)
     progress.finished_steps = outcome.step
     progress.steps_here += 1
     if outcome.skipped is None:
         progress.updates += 1
     else:
         progress.skipped += 1
-    if outcome.skipped != "requested":
+    if outcome.is_non_finite:
+        progress.non_finite += 1
+    elif outcome.skipped != "requested":
         # A step that was passed over says nothing about whether the ones around it are finite.
-        progress.non_finite = progress.non_finite + 1 if outcome.is_non_finite else 0
+        progress.non_finite = 0
+
     # Remembered, and not done at once: a world that breaks in the evaluation leaves the save to the next one.
     if outcome.flags[FLAG_EVALUATE]:
         progress.evaluation_asked = outcome.step
     if outcome.flags[FLAG_SAVE]:
         progress.save_asked = outcome.step
 
-    record = _build_record(run, outcome, total=time.perf_counter() - begun)
+    total = time.perf_counter() - begun
+    record = build_record(run, outcome, total=total)
     progress.last_record = record
     run.observers.step_end(record)
     if outcome.skipped is not None:
-        message = (
-            _words(outcome)
-            or f"step {outcome.step}: passed over; spec.training.skipSteps names it."
-        )
-        emit(
-            run,
-            EventType.SKIPPED,
-            why=outcome.skipped,
-            message=message,
-            in_a_row=progress.non_finite,
-        )
+        _emit_skip(run, EventType.SKIPPED, outcome, in_a_row=progress.non_finite)
 
 
-def _build_record(run: Run, outcome: StepOutcome, *, total: float) -> StepRecord:
-    """The step's row. ``total``: wall seconds from the beginning of the step, as this rank measured them."""
-    world, seconds = run.membership.world, outcome.seconds
-    return StepRecord(
-        step=outcome.step,
-        generation=world.generation,
-        world_size=world.size,
-        loss=outcome.loss,
-        tokens=0 if outcome.skipped else run.tokens_per_step,
-        valid_tokens=outcome.weight,
-        sample_hash=outcome.sample_hash,
-        learning_rate=outcome.learning_rate,
-        grad_norm=outcome.grad_norm,
-        step_seconds=total,
-        data_seconds=seconds["data"],
-        forward_backward_seconds=seconds["forward_backward"],
-        communication_seconds=seconds["communication"],
-        optimizer_seconds=seconds["optimizer"],
-        other_seconds=max(0.0, total - sum(seconds.values())),
-        rank_skew_seconds=outcome.rank_skew_seconds,
-        time=time.time(),
-        skipped=outcome.skipped,
-        metrics=outcome.metrics,
-    )
+def _emit_skip(run: Run, type_: str, outcome: StepOutcome, *, in_a_row: int) -> None:
+    """Say why a step made no update. ``in_a_row``: how many of the newest steps were not finite."""
+    message = _describe_skip(outcome)
+    emit(run, type_, why=outcome.skipped, message=message, in_a_row=in_a_row)
 
 
-def _refuse(run: Run, outcome: StepOutcome) -> StopReason:
-    """The run stops before this step."""
-    progress = run.progress
-    progress.refusal = _words(outcome)
-    emit(
-        run,
-        EventType.NON_FINITE,
-        why=outcome.skipped,
-        message=progress.refusal,
-        in_a_row=progress.non_finite + 1,
-    )
-    return "non_finite"
-
-
-def _words(outcome: StepOutcome) -> str:
+def _describe_skip(outcome: StepOutcome) -> str:
+    if outcome.skipped == "requested":
+        return f"step {outcome.step}: passed over; spec.training.skipSteps names it."
     return "\n".join(str(problem) for problem in outcome.problems)
 
 
 def _raise_if_fenced(outcome: StepOutcome) -> None:
-    if outcome.flags[FLAG_FENCED]:
-        raise FencedError(
-            Problem(
-                "run directory",
-                "a newer process trains this run",
-                (
-                    f"it has claimed the directory since; this one leaves after step {outcome.step} "
-                    "without writing"
-                ),
-                "Let the newer one go on, or stop it before starting another",
-            )
+    if not outcome.flags[FLAG_FENCED]:
+        return
+    why = f"it has claimed the directory since; this one leaves after step {outcome.step} without writing"
+    raise FencedError(
+        Problem(
+            "run directory",
+            "a newer process trains this run",
+            why,
+            "Let the newer one go on, or stop it before starting another",
         )
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
-
-
-def _is_evaluation_due(run: Run) -> bool:
-    """After the newest finished step, or before the first; also where a stop or a lost peer cut it short."""
-    progress, limits = run.progress, run.limits
-    step = progress.finished_steps
-    if not run.evaluation_sets or progress.evaluated_step >= step:
-        return False
-    if step == 0:
-        return limits.evaluate_at_start
-    is_asked = step in (limits.total_steps, progress.evaluation_asked)
-    return is_asked or _is_due(step, limits.evaluate_every)
+    )
 
 
 def _evaluate(run: Run) -> StopReason | None:
@@ -350,25 +211,31 @@ def _evaluate(run: Run) -> StopReason | None:
     Returns the reason when a stop or a change cut it short; it is then repeated after the resume.
     """
     world, progress = run.membership.world, run.progress
+    stage = run.stream.stage(max(1, progress.finished_steps))
     values: dict[str, float] = {}
     records: list[EvaluationRecord] = []
+
+    def is_stopping() -> bool:
+        if run.is_signalled():
+            return True
+        return run.membership.is_changing(is_saving=run.checkpoints.is_saving)
+
     for one in run.evaluation_sets:
-        # Collective: all ranks share the batches of a set, and all of them end it early, or none.
+        # Collectives: all ranks share the batches of a set, and all of them end it early, or none.
         result = run.evaluator.run(
             one,
             world,
-            stage=run.stream.stage(max(1, progress.finished_steps)),
-            is_stopping=lambda: (
-                run.is_signalled()
-                or run.membership.is_changing(is_saving=run.checkpoints.is_saving)
-            ),
+            stage=stage,
+            is_stopping=is_stopping,
             on_progress=functools.partial(run.observers.evaluation_progress, one.name),
         )
         if result is None:
-            return "signal" if not world.all_agree(not run.is_signalled()) else "change"
+            # Collective: ranks that were cut short by another's signal leave for the same reason.
+            is_signal = not world.all_agree(not run.is_signalled())
+            return "signal" if is_signal else "change"
         measured = {"loss": result.loss, **result.metrics}
         values |= {f"{one.name}/{metric}": value for metric, value in measured.items()}
-        records.append(_build_evaluation_record(run, one.name, result))
+        records.append(build_evaluation_record(run, one.name, result))
 
     # Not set by set: an evaluation that is cut short is made again, and observers with a state that is
     # transferred and restored must have heard of it once.
@@ -379,61 +246,45 @@ def _evaluate(run: Run) -> StopReason | None:
     return None
 
 
-def _build_evaluation_record(run: Run, name: str, result: EvaluationResult) -> EvaluationRecord:
-    return EvaluationRecord(
-        step=run.progress.finished_steps,
-        generation=run.membership.world.generation,
-        name=name,
-        loss=result.loss,
-        perplexity=math.exp(min(result.loss, 700.0)),
-        tokens=result.weight,
-        seconds=result.seconds,
-        time=time.time(),
-        metrics=result.metrics,
-    )
-
-
 def _keep_best(run: Run, values: dict[str, float]) -> None:
-    if run.best is None or run.best.metric not in values or run.progress.finished_steps == 0:
-        return
-    value = values[run.best.metric]
-    than = run.progress.best["value"] if run.progress.best else None
-    if run.best.is_better(value, than):
-        step = run.progress.finished_steps
-        run.progress.best = {"metric": run.best.metric, "value": value, "step": step}
-        if run.progress.saved_step == step:
-            # Saved before an evaluation that a stop or a lost peer had cut short: the checkpoint is
-            # published, or on its way.
-            run.checkpoints.mark_best(step)
-        _save(run, best=True)
-
-
-def _is_save_due(run: Run) -> bool:
-    """The one rule of when to save, but for the end of the run and the best checkpoint."""
     progress = run.progress
-    is_asked = progress.save_asked == progress.finished_steps
-    return (
-        is_asked
-        or progress.is_save_lost
-        or _is_due(progress.finished_steps, run.limits.save_every)
-    )
+    step = progress.finished_steps
+    if run.best is None or step == 0:
+        return
+    value = values.get(run.best.metric)
+    than = progress.best["value"] if progress.best else None
+    if value is None or not run.best.is_better(value, than):
+        return
+
+    progress.best = {"metric": run.best.metric, "value": value, "step": step}
+    if progress.saved_step == step:
+        # Saved before an evaluation that a stop or a lost peer had cut short: the checkpoint is published,
+        # or on its way.
+        run.checkpoints.mark_best(step)
+    _save(run, best=True)
 
 
 def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     """Begin to save the newest step, unless that was begun; ``wait``: until it is published."""
     progress = run.progress
-    step, progress.is_save_lost = progress.finished_steps, False
-    if progress.saved_step == step or step == 0:
+    step = progress.finished_steps
+    progress.is_save_lost = False
+    if progress.saved_step == step:
+        return
+    if step == 0:
         return
     if run.is_comparing:
-        # Every rank writes a part: replicas that differ would make a checkpoint of several states.
+        # Collective. Every rank writes a part: replicas that differ would make a checkpoint of several
+        # states.
         run.compare(step)
     # This save is what was asked for: its checkpoint must not ask for it again.
-    asked, progress.save_asked = progress.save_asked, -1
+    asked = progress.save_asked
+    progress.save_asked = -1
+    tensors = run.state.tensors()
+    extra = to_extra(run.state.values())
     try:
-        run.checkpoints.save(
-            step, run.state.tensors(), extra=to_extra(run.state.values()), best=best, wait=wait
-        )
+        # Collectives, some of them in the checkpoint thread: each rank writes its part, rank 0 publishes.
+        run.checkpoints.save(step, tensors, extra=extra, best=best, wait=wait)
     except BaseException:
         progress.save_asked = asked
         raise
@@ -447,20 +298,9 @@ def save_together(run: Run) -> None:
     Raises SaveError or FencedError (all ranks together).
     """
     progress = run.progress
+    # Collective: the save under way ends on all ranks alike.
     run.checkpoints.wait()
     progress.saved_step = published_step(progress, run.checkpoints)
     if progress.saved_step != progress.finished_steps:
         _save(run, wait=True)
         progress.saved_step = published_step(progress, run.checkpoints)
-
-
-def emit(run: Run, type_: str, **fields: Any) -> None:
-    """Give the observers an event at the newest finished step."""
-    event = Event(
-        type=type_,
-        time=time.time(),
-        step=run.progress.finished_steps,
-        generation=run.membership.world.generation,
-        fields=fields,
-    )
-    run.observers.event(event)

@@ -61,18 +61,19 @@ class Progress:
 
         A wish is a part of it for as long as it has not been done: another world may have to do it.
         """
-        is_evaluation_open = self.evaluation_asked > self.evaluated_step
-        is_save_open = self.save_asked == self.finished_steps > self.saved_step
-        return {
+        values = {
             "step": self.finished_steps,
             "evaluated_step": self.evaluated_step,
             "best": self.best,
             "updates": self.updates,
             "skipped": self.skipped,
             "non_finite": self.non_finite,
-            **({"evaluation_asked": self.evaluation_asked} if is_evaluation_open else {}),
-            **({"save_asked": self.save_asked} if is_save_open else {}),
         }
+        if self.evaluation_asked > self.evaluated_step:
+            values["evaluation_asked"] = self.evaluation_asked
+        if self.save_asked == self.finished_steps > self.saved_step:
+            values["save_asked"] = self.save_asked
+        return values
 
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Take over what :meth:`values` said of a state; older versions said less."""
@@ -87,20 +88,24 @@ class Progress:
 
     def reset(self) -> None:
         """Forget everything, also of this process: the state it belonged to is gone."""
-        vars(self).update(vars(Progress()))
+        fresh = Progress()
+        vars(self).update(vars(fresh))
 
 
 def published_step(progress: Progress, checkpoints: CheckpointManager) -> int:
     """Step of the newest checkpoint this process knows to be published; -1 without one."""
-    published = checkpoints.published
-    return max(progress.resumed_step, -1 if published is None else published.step)
+    if checkpoints.published is None:
+        return progress.resumed_step
+    return max(progress.resumed_step, checkpoints.published.step)
 
 
 def describe_rank(
     progress: Progress, checkpoints: CheckpointManager, *, held_step: int
 ) -> dict[str, Any]:
     """What a rank says to the others when they meet. ``held_step``: -1 where it holds no state."""
-    record = progress.last_record
+    record: dict[str, Any] | None = None
+    if progress.last_record is not None:
+        record = asdict(progress.last_record)
     return {
         "step": held_step,
         "failures": checkpoints.failures,
@@ -108,7 +113,7 @@ def describe_rank(
         "begun": progress.saved_step,
         "steps_here": progress.steps_here,
         "evaluated_step": progress.evaluated_step,
-        "record": None if record is None else asdict(record),
+        "record": record,
     }
 
 
@@ -126,15 +131,24 @@ def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
     """Agree on what the processes know of their saves; the values of the state itself are loaded already."""
     newest = max(int(row["step"]) for row in rows)
     sources = [row for row in rows if row["step"] == newest]
-    source = rows[choose_source(rows)]
     published = max(int(row["published"]) for row in rows)
     # What a rank without a state has begun belongs to a state that is gone.
     begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
+
     best = progress.best
     if best is not None and published < best["step"] < newest:
         # Its save ended with the world, and its state is gone: the next better one will be the best.
         progress.best = None
+
+    # The newest record is the state's; counts of processes that were there longest are the run's.
+    record = rows[choose_source(rows)]["record"]
+    progress.last_record = None
+    if record is not None:
+        progress.last_record = StepRecord(**record)
     progress.steps_here = max(int(row["steps_here"]) for row in sources)
-    progress.last_record = None if source["record"] is None else StepRecord(**source["record"])
-    progress.resumed_step = progress.saved_step = published
+
+    # Nothing newer than the newest published checkpoint counts as saved: a save that was under way has ended
+    # with its world.
+    progress.resumed_step = published
+    progress.saved_step = published
     progress.is_save_lost = begun > published

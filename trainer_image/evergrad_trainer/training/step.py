@@ -2,11 +2,7 @@
 
 import functools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -14,91 +10,26 @@ from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer import torch_private
-from evergrad_trainer.data.batch import Batch, Stage
-from evergrad_trainer.data.prefetch import Prefetcher
-from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.distributed import drain
-from evergrad_trainer.errors import NonFiniteError, PeerLostError
-from evergrad_trainer.models.gradients import GradientSum
+from evergrad_trainer.data.batch import Batch
+from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.optim.adamw import set_learning_rate
-from evergrad_trainer.optim.schedule import LearningRate, value_at
-from evergrad_trainer.task import Loss, Tensors
+from evergrad_trainer.optim.schedule import value_at
+from evergrad_trainer.task import Loss
 from evergrad_trainer.training.exchange import Sums
 from evergrad_trainer.training.refusal import refuse
+from evergrad_trainer.training.step_parts import (
+    NoHeartbeat,
+    StepHeartbeat,
+    StepOutcome,
+    StepParts,
+    StepSettings,
+)
+from evergrad_trainer.transports import mark_launched
 from evergrad_trainer.world import World
 
-LossOf = Callable[[Tensors, Stage], Loss]
-"""The sums of one micro-batch, whose tensors are on the device."""
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """Numbers of a step, the same in every step and world.
-
-    ``nominal_weight``: what a step would weigh if every position of its samples counted, the divisor before
-    the weight is known. ``metrics``: the names of a loss's parts.
-    """
-
-    seed: int
-    slots_per_step: int
-    nominal_weight: int
-    clip_norm: float
-    is_sharded: bool
-    metrics: Sequence[str] = ()
-    clip_norms: tuple[tuple[int, float], ...] = ()
-    """First step and value of each override of ``clip_norm``."""
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """The components one step uses. ``model``: all that is trained."""
-
-    model: nn.Module
-    loss_of: LossOf
-    optimizer: torch.optim.Optimizer
-    gradients: GradientSum
-    stream: TrainingStream
-    prefetcher: Prefetcher
-    schedule: LearningRate
-    autocast: Callable[[], AbstractContextManager[object]]
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Result of a step, the same on every rank. ``flags[i]``: some rank raised flag i before the step.
-
-    ``metrics``: the means of the loss's parts. ``skipped``: one of causes.SKIPS where the step made no
-    update, and ``problems`` says why in words.
-    """
-
-    step: int
-    loss: float
-    metrics: dict[str, float]
-    weight: int
-    sample_hash: str
-    learning_rate: float
-    grad_norm: float
-    flags: tuple[bool, ...]
-    seconds: dict[str, float]
-    rank_skew_seconds: float
-    skipped: str | None = None
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def is_non_finite(self) -> bool:
-        """Whether a loss or the gradient norm was not finite."""
-        return self.skipped in ("loss", "grad")
-
-
-class StepHeartbeat(Protocol):
-    """Sign of life that says where a step is, and survives the process."""
-
-    def beat(self, step: int, slot: int) -> None:
-        """``slot`` of ``step`` is about to be computed."""
-
-    def rest(self) -> None:
-        """This rank's own work is done; what follows are waits for others."""
+_EPSILON = 1e-6
+"""As torch's own clipping adds to a norm before it divides by it."""
 
 
 class Stepper:
@@ -110,7 +41,8 @@ class Stepper:
     def __init__(self, parts: StepParts, settings: StepSettings) -> None:
         self._parts = parts
         self._settings = settings
-        self.heartbeat: StepHeartbeat = _NoHeartbeat()
+        # Replaced by the worker, whose supervisor looks at it.
+        self.heartbeat: StepHeartbeat = NoHeartbeat()
 
     def run(
         self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool = False
@@ -119,89 +51,88 @@ class Stepper:
 
         A step whose loss or gradient is not finite makes no update and says so, on all ranks together. Raises
         PeerLostError where the group ended; nothing was updated then. No collective comes after
-        :meth:`World.confirm`: a rank that is through it finishes the step, whatever becomes of others.
+        :meth:`Sums.exchange`: a rank that is through it finishes the step, whatever becomes of others.
         """
-        parts, settings, clock = self._parts, self._settings, _Clock()
+        parts, settings, clock = self._parts, self._settings, self._parts.clock
         sums = Sums(
             step, world, flags, num_slots=settings.slots_per_step, names=settings.metrics
         )
+        norm: torch.Tensor | None = None
+        overflow: Problem | None = None
+        clock.begin()
 
-        # This rank's own work. The sums of the gradients begin under its last backward pass (collectives, not
-        # waited for here); sharded parameters are gathered under every pass (collectives of FSDP2).
         if not is_skipped:
-            self._compute(step, world, sums, clock)
-            # Launched is not run: until the device is done, this worker is busy, and peers do not wait yet.
-            drain(world.device)
-            clock.mark("forward_backward")
-        self.heartbeat.rest()
+            # This rank's own micro-batches. Collectives under them: the sums of the gradients begin in the
+            # last backward pass, and FSDP2 gathers sharded parameters in every pass.
+            self._compute(step, world, sums)
+            # Collectives: the rest of the sums, also where a loss is not finite, since all ranks have begun
+            # them alike. Then the step's only waits for an accelerator, as late as can be.
+            norm, overflow = self._sum_gradients(world)
 
-        # Collective: flags, weights, hashes, losses and step numbers of all ranks, one small vector. Whoever
-        # waits here waits for the slowest rank.
-        totals = sums.exchange(busy_seconds=clock.last - clock.begun)
-
-        norm = math.nan
-        skipped: str | None = "requested"
-        problems: tuple[Problem, ...] = ()
-        if not is_skipped:
-            # Collective: the rest of the gradients' sums, finished also where a loss is not finite, since all
-            # ranks have begun them alike.
-            norm, overflow = self._sum_gradients(totals.weight)
-            # Collective, the last one: rank 0's norm on every rank; the sums have arrived whole everywhere.
-            norm = world.confirm(norm)
-            describe = functools.partial(self._describe_samples, step)
-            skipped, problems = refuse(step, totals, norm, overflow, describe_samples=describe)
+        # Collective, the last one: flags, weights, hashes, losses, the norm and step numbers of all ranks, in
+        # one small vector. Each rank waits here for the slowest.
+        totals = sums.exchange(norm, busy_seconds=clock.busy_seconds())
+        scale = settings.nominal_weight / max(1, totals.weight)
+        grad_norm = math.nan if overflow else totals.norm * scale
         clock.mark("communication")
 
         # From here on nobody waits for anybody: the update is made on all ranks or on none.
         learning_rate = parts.schedule(step)
+        skipped: str | None = "requested"
+        problems: tuple[Problem, ...] = ()
+        if not is_skipped:
+            describe = functools.partial(self._describe_samples, step)
+            skipped, problems = refuse(
+                step, totals, grad_norm, overflow, describe_samples=describe
+            )
         if skipped is None:
-            self._update(step, totals.weight, norm, learning_rate)
+            self._update(step, scale, grad_norm, learning_rate)
         clock.mark("optimizer")
-        has_loss = skipped in (None, "grad")
-        return StepOutcome(
-            step=step,
-            loss=totals.mean_loss() if has_loss else math.nan,
-            metrics=totals.metrics() if has_loss else {},
-            weight=totals.weight,
-            sample_hash=f"{totals.sample_hash:016x}",
-            learning_rate=learning_rate,
-            grad_norm=norm,
-            flags=totals.flags,
-            seconds=clock.phases,
-            rank_skew_seconds=totals.rank_skew_seconds,
+
+        return totals.outcome(
+            step,
             skipped=skipped,
             problems=problems,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            seconds=clock.seconds(),
         )
 
     def warm_up(self, world: World) -> None:
         """Compile and allocate what the first step would, and change nothing: one slot, whose gradients are
         thrown away."""
         parts = self._parts
+        batch = parts.prefetcher.take(1, 0)
+        # No collective: the slot is not the last one, so that nothing is summed over ranks.
         parts.gradients.begin(world)
-        self._forward_backward(
-            1, 0, parts.prefetcher.take(1, 0), device=world.device, scale=0.0, is_last=False
-        )
+        self._forward_backward(1, 0, batch, device=world.device, scale=0.0, is_last=False)
         parts.gradients.forget()
 
     def forget_buffers(self) -> None:
         """Let go of the gradients' buffers: see :meth:`GradientSum.forget`."""
         self._parts.gradients.forget()
 
-    def _compute(self, step: int, world: World, sums: Sums, clock: "_Clock") -> None:
+    def _compute(self, step: int, world: World, sums: Sums) -> None:
         """This rank's slots of the step, forward and backward."""
-        parts = self._parts
+        parts, settings, clock = self._parts, self._settings, self._parts.clock
         parts.gradients.begin(world)
-        for slot, is_real, is_last in self._slots_of(world):
+        slots = share_slots(
+            settings.slots_per_step, world.rank, world.size, is_sharded=settings.is_sharded
+        )
+        for slot, is_real, is_last in slots:
             # A slot of a large model takes seconds: nobody waits for it where the group has ended.
             world.raise_if_given_up()
             self.heartbeat.beat(step, slot)
+
             # What this rank most probably takes next is read while it computes; a change of the world makes
             # the guess wrong, and nothing else.
             following = slot + world.size
-            is_here = following < self._settings.slots_per_step
-            upcoming = (step, following) if is_here else (step + 1, world.rank)
+            upcoming = (step, following)
+            if following >= settings.slots_per_step:
+                upcoming = (step + 1, world.rank)
             batch = parts.prefetcher.take(step, slot, upcoming=[upcoming])
             clock.mark("data")
+
             try:
                 loss = self._forward_backward(
                     step,
@@ -220,22 +151,29 @@ class Stepper:
                 sums.add(slot, batch, loss)
             clock.mark("forward_backward")
 
-    def _slots_of(self, world: World) -> Iterator[tuple[int, bool, bool]]:
-        """(slot, is_real, is_last) of this rank.
+    def _sum_gradients(self, world: World) -> tuple[torch.Tensor, Problem | None]:
+        """Sum over all ranks.
 
-        Sharded ranks must all run as often: one that has no slot left repeats its first, at weight 0.
+        Returns the norm of the sums, on the device, and what kept them from being made.
         """
-        num_slots = self._settings.slots_per_step
-        own = list(range(world.rank, num_slots, world.size))
-        rounds = math.ceil(num_slots / world.size) if self._settings.is_sharded else len(own)
-        for index in range(rounds):
-            is_real = index < len(own)
-            # A rank without a slot of its own computes one that does not count: sharded ranks work together.
-            yield (
-                (own[index] if is_real else own[0] if own else 0),
-                is_real,
-                index == rounds - 1,
-            )
+        gradients = self._parts.gradients
+        # Launched is not run. A CPU is done with its own work, and may wait for peers; an accelerator is not.
+        computed = mark_launched(world.device)
+        if computed.is_completed():
+            self.heartbeat.rest()
+
+        # Collective: the sums that the last backward pass has not begun, and the end of all of them.
+        gradients.finish()
+        norm = nn.utils.get_total_norm(self._gradients())
+        # Collective where gradients are sharded: the parts' norms become one.
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+        # Everything is launched: wait until the device has done its own work and peers are waited for, then
+        # for the sums. A rank whose sums have not arrived ends here, and the exchange for nobody.
+        world.wait(computed)
+        self.heartbeat.rest()
+        world.await_started()
+        return norm, gradients.problem()
 
     def _forward_backward(
         self,
@@ -247,38 +185,29 @@ class Stepper:
         scale: float,
         is_last: bool,
     ) -> Loss:
-        parts = self._parts
+        parts, settings = self._parts, self._settings
         # Randomness belongs to the slot, not to the rank that computes it.
-        seed_generators(self._settings.seed, step, slot, Purpose.FORWARD)
+        seed_generators(settings.seed, step, slot, Purpose.FORWARD)
         tensors = {
             name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()
         }
         parts.gradients.before_backward(is_last=is_last)
+        # Collectives of FSDP2 in both passes and, in the last backward pass, sums of gradients that begin.
+        stage = parts.stream.stage(step)
         with parts.autocast():
-            loss = parts.loss_of(tensors, parts.stream.stage(step))
+            loss = parts.loss_of(tensors, stage)
         # Divided here, not after the sum, so that gradients of big batches stay in the range of their type.
-        (loss.total * (scale / self._settings.nominal_weight)).backward()
+        share = scale / settings.nominal_weight
+        (loss.total * share).backward()
         parts.gradients.after_backward()
         return loss
 
-    def _sum_gradients(self, weight: int) -> tuple[float, Problem | None]:
-        """Finish the sums over ranks.
-
-        Returns the norm of the mean gradient, and what kept the sums from being made.
-        """
-        try:
-            self._parts.gradients.finish()
-        except NonFiniteError as error:
-            return math.nan, error.problem
-        norm = nn.utils.get_total_norm(self._gradients())
-        # Collective where gradients are sharded: the parts' norms become one.
-        whole = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        return whole * self._ratio(weight), None
-
-    def _update(self, step: int, weight: int, norm: float, learning_rate: float) -> None:
+    def _update(self, step: int, scale: float, norm: float, learning_rate: float) -> None:
         """Make the gradients those of the mean over the weight, no longer than the limit, and follow them."""
-        clip = value_at(step, self._settings.clip_norm, self._settings.clip_norms)
-        factor = self._ratio(weight) * (clip / (norm + 1e-6) if clip and norm > clip else 1.0)
+        limit = value_at(step, self._settings.clip_norm, self._settings.clip_norms)
+        is_too_long = bool(limit) and norm > limit
+        shrinkage = limit / (norm + _EPSILON) if is_too_long else 1.0
+        factor = scale * shrinkage
         # One pass over all gradients for both, and none where there is nothing to scale.
         if factor != 1.0:
             torch_private.scale(self._gradients(), factor)
@@ -286,36 +215,28 @@ class Stepper:
         self._parts.optimizer.step()
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._parts.model.parameters() if p.grad is not None]
-
-    def _ratio(self, weight: int) -> float:
-        return self._settings.nominal_weight / max(1, weight)
+        parameters = self._parts.model.parameters()
+        return [one.grad for one in parameters if one.grad is not None]
 
     def _describe_samples(self, step: int, slot: int) -> str:
         stream = self._parts.stream
-        return ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
+        samples = stream.slot(step, slot).samples
+        return ", ".join(stream.describe(sample) for sample in samples)
 
 
-@dataclass
-class _Clock:
-    """Wall seconds by phase; every moment between creation and ``last`` belongs to one."""
+def share_slots(
+    num_slots: int, rank: int, size: int, *, is_sharded: bool
+) -> Iterator[tuple[int, bool, bool]]:
+    """(slot, is_real, is_last) of each micro-batch of ``rank``, in order.
 
-    phases: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("data", "forward_backward", "communication", "optimizer"), 0.0
-        )
-    )
-    begun: float = field(default_factory=time.perf_counter)
-    last: float = field(default_factory=time.perf_counter)
-
-    def mark(self, phase: str) -> None:
-        """What has passed since the last mark was ``phase``."""
-        now = time.perf_counter()
-        self.phases[phase] += now - self.last
-        self.last = now
-
-
-class _NoHeartbeat:
-    def beat(self, step: int, slot: int) -> None: ...
-
-    def rest(self) -> None: ...
+    Sharded ranks must all run as often: one that has no slot left repeats its first, at weight 0.
+    """
+    own = list(range(rank, num_slots, size))
+    rounds = math.ceil(num_slots / size) if is_sharded else len(own)
+    for index in range(rounds):
+        is_last = index == rounds - 1
+        if index < len(own):
+            yield own[index], True, is_last
+        else:
+            # Does not count: sharded ranks gather each other's parameters in every pass.
+            yield (own[0] if own else 0), False, is_last

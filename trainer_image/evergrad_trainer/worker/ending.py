@@ -12,7 +12,8 @@ import time
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.records import EventType, StopReason
-from evergrad_trainer.training.loop import Run, save_together
+from evergrad_trainer.training.loop import save_together
+from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.session import Session
 from evergrad_trainer.worker.writing import Writer
 

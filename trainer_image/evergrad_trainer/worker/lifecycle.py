@@ -10,8 +10,9 @@ from evergrad_trainer.checkpoint.generations import claim_exactly
 from evergrad_trainer.errors import DivergedError, PeerLostError
 from evergrad_trainer.records import EventType, StopReason
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.training.loop import Run, train
+from evergrad_trainer.training.loop import train
 from evergrad_trainer.training.progress import published_step
+from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.announcing import announce
 from evergrad_trainer.worker.channel import End, Go, Leave, Left
 from evergrad_trainer.worker.ending import close_run, save_all

@@ -16,7 +16,7 @@ from evergrad_trainer.training.build import (
     build_stepper,
 )
 from evergrad_trainer.training.calls import build_finish
-from evergrad_trainer.training.loop import Run
+from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.announcing import announce_first_step
 from evergrad_trainer.worker.session import Session, SessionPlan
 

@@ -11,7 +11,7 @@ from evergrad_trainer.state.replicas import (
 from evergrad_trainer.state.transfer import plan_transfers, transfer_state
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.progress import adopt, choose_source, describe_rank
-from evergrad_trainer.training.loop import Run
+from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.life import Held, Life
 from evergrad_trainer.worker.opening import has_checkpoints
 from evergrad_trainer.worker.restoring import restore

@@ -1,0 +1,143 @@
+"""Everything the training loop uses: when things happen, the components, and what observers get of them."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.data.stream import TrainingStream
+from evergrad_trainer.observers.base import Observer
+from evergrad_trainer.observers.lasting import Lasting
+from evergrad_trainer.records import EvaluationRecord, Event, StepRecord
+from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.state.registry import Registry
+from evergrad_trainer.training.calls import Finish
+from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner
+from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.step import Stepper
+from evergrad_trainer.training.step_parts import StepOutcome
+from evergrad_trainer.world import Membership
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process.
+
+    ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops.
+    ``skip_steps``: these make no update. Both may differ between processes that began before and after an
+    edit; :func:`agree_limits` makes them the same.
+    """
+
+    total_steps: int
+    save_every: int
+    evaluate_every: int | None
+    compare_every: int | None = None
+    evaluate_at_start: bool = False
+    after_step: int | None = None
+    stop_after_steps: int | None = None
+    non_finite_in_a_row: int = 0
+    skip_steps: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which evaluation metric decides about the best checkpoint."""
+
+    metric: str
+    mode: str
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        if not math.isfinite(value):
+            return False
+        return than is None or (value < than if self.mode == "min" else value > than)
+
+
+@dataclass
+class Run:
+    """Everything the loop uses; put together in ``worker.opening``.
+
+    ``observers`` may be replaced between two worlds; ``lasting``, the task's own, are among them on every
+    rank.
+    """
+
+    limits: Limits
+    membership: Membership
+    stepper: Stepper
+    stream: TrainingStream
+    checkpoints: CheckpointManager
+    state: Registry
+    evaluator: EvaluationRunner
+    evaluation_sets: tuple[EvaluationSet, ...]
+    best: Best | None
+    observers: Observer
+    directory: RunDirectory
+    tokens_per_step: int
+    is_signalled: Callable[[], bool]
+    compare: Callable[[int], None]
+    """Raises DivergedError on all ranks where their states after that step are not the same."""
+    on_first_step: Callable[[], None]
+    finish_state: Finish
+    progress: Progress = field(default_factory=Progress)
+    lasting: Lasting = field(default_factory=lambda: Lasting(()))
+    is_comparing: bool = False
+    """Whether replicas are compared in this world, as its ranks have agreed."""
+
+
+def build_record(run: Run, outcome: StepOutcome, *, total: float) -> StepRecord:
+    """The step's row. ``total``: wall seconds from the beginning of the step, as this rank measured them."""
+    world = run.membership.world
+    seconds = outcome.seconds
+    unclaimed = total - sum(seconds.values())
+    return StepRecord(
+        step=outcome.step,
+        generation=world.generation,
+        world_size=world.size,
+        loss=outcome.loss,
+        tokens=0 if outcome.skipped else run.tokens_per_step,
+        valid_tokens=outcome.weight,
+        sample_hash=outcome.sample_hash,
+        learning_rate=outcome.learning_rate,
+        grad_norm=outcome.grad_norm,
+        step_seconds=total,
+        data_seconds=seconds["data"],
+        forward_backward_seconds=seconds["forward_backward"],
+        communication_seconds=seconds["communication"],
+        optimizer_seconds=seconds["optimizer"],
+        other_seconds=max(0.0, unclaimed),
+        rank_skew_seconds=outcome.rank_skew_seconds,
+        time=time.time(),
+        skipped=outcome.skipped,
+        metrics=outcome.metrics,
+    )
+
+
+def build_evaluation_record(run: Run, name: str, result: EvaluationResult) -> EvaluationRecord:
+    """The row of one evaluation set."""
+    # Beyond this e**loss is no float any more.
+    largest = 700.0
+    return EvaluationRecord(
+        step=run.progress.finished_steps,
+        generation=run.membership.world.generation,
+        name=name,
+        loss=result.loss,
+        perplexity=math.exp(min(result.loss, largest)),
+        tokens=result.weight,
+        seconds=result.seconds,
+        time=time.time(),
+        metrics=result.metrics,
+    )
+
+
+def emit(run: Run, type_: str, **fields: Any) -> None:
+    """Give the observers an event at the newest finished step."""
+    event = Event(
+        type=type_,
+        time=time.time(),
+        step=run.progress.finished_steps,
+        generation=run.membership.world.generation,
+        fields=fields,
+    )
+    run.observers.event(event)
