@@ -35,8 +35,9 @@ class EvaluationSet:
         if not 0 <= index < self.num_batches:
             raise IndexError(f"batch {index} of {self.num_batches} of {self.name}")
         first = index * self._micro_batch_size
+        end = min(first + self._micro_batch_size, self.num_samples)
         found = []
-        for number in range(first, min(first + self._micro_batch_size, self.num_samples)):
+        for number in range(first, end):
             # Spread evenly over all items: the first ones alone would be of one source, or one topic.
             place = number * self._total // self.num_samples
             source = bisect_right(self._starts, place) - 1
@@ -49,15 +50,13 @@ class EvaluationSet:
         missing = self._micro_batch_size - len(samples)
         if missing:
             fill = self._sources[0].fill
-            tensors = {
-                name: functional.pad(
-                    tensor, (*[0] * (2 * tensor.ndim - 1), missing), value=fill.get(name, 0)
-                )
-                for name, tensor in rows.tensors.items()
-            }
+            tensors = {}
+            for name, tensor in rows.tensors.items():
+                # Pairs of widths from the last dimension to the first: rows are added behind the others.
+                widths = (*[0] * (2 * tensor.ndim - 1), missing)
+                tensors[name] = functional.pad(tensor, widths, value=fill.get(name, 0))
             rows = Rows(tensors, rows.weight)
-        total = (
-            sum(sample_hash(first + place, sample) for place, sample in enumerate(samples))
-            % 2**64
-        )
+
+        hashes = map(sample_hash, range(first, end), samples)
+        total = sum(hashes) % 2**64
         return Batch(tensors=rows.tensors, weight=rows.weight, samples=samples, hash=total)

@@ -37,27 +37,25 @@ def quantise_weights(weights: Sequence[float]) -> list[int]:
     )
     for source in by_remainder[: PERIOD - sum(shares)]:
         shares[source] += 1
-    problems = [
-        Problem(
-            f"spec.training.data.sources[{source}].weight",
-            f"{weights[source]:g} is too small a share of all weights",
-            f"shares are rounded to 1/{PERIOD} and this one becomes 0",
-            (
-                f"Raise it to at least {_round_up(float((total - exact[source]) / (PERIOD - 1))):g}, "
-                "or remove the source"
-            ),
+
+    problems = []
+    for source, share in enumerate(shares):
+        if share > 0:
+            continue
+        least = float((total - exact[source]) / (PERIOD - 1))
+        # Up to two significant digits, so that the printed number is certainly enough.
+        unit = 10.0 ** (math.floor(math.log10(least)) - 1)
+        enough = math.ceil(least / unit) * unit
+        problems.append(
+            Problem(
+                f"spec.training.data.sources[{source}].weight",
+                f"{weights[source]:g} is too small a share of all weights",
+                f"shares are rounded to 1/{PERIOD} and this one becomes 0",
+                f"Raise it to at least {enough:g}, or remove the source",
+            )
         )
-        for source, share in enumerate(shares)
-        if share == 0
-    ]
     raise_if(problems, ConfigurationError)
     return shares
-
-
-def _round_up(value: float) -> float:
-    """Round up to two significant digits, so that the printed number is certainly enough."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return math.ceil(value / unit) * unit
 
 
 @lru_cache(maxsize=16)
@@ -69,23 +67,26 @@ def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
     problem" (1980). Plain even spacing, picks at (j + 1/2)/share, does not keep this: sources of equal share
     would come in one burst.
     """
-    count, scale = len(shares), 2 * len(shares) - 2
+    count = len(shares)
+    scale = 2 * count - 2
     arrivals: list[list[int]] = [[] for _ in range(PERIOD + 1)]
     for source, share in enumerate(shares):
         picks = np.arange(share, dtype=np.int64)
         release = -(-(picks * scale + 1) * PERIOD // (share * scale))
         deadline = ((picks + 1) * scale - 1) * PERIOD // (share * scale)
-        for position, key in zip(
-            release.tolist(), (deadline * count + source).tolist(), strict=True
-        ):
+        # One number holds both: keys are in the order of deadlines, then of sources.
+        keys = deadline * count + source
+        for position, key in zip(release.tolist(), keys.tolist(), strict=True):
             arrivals[position].append(key)
+
     # Earliest deadline first, among the picks that may come by now.
     order = np.empty(PERIOD, dtype=np.int64)
     waiting: list[int] = []
     for position in range(1, PERIOD + 1):
         for key in arrivals[position]:
             heapq.heappush(waiting, key)
-        order[position - 1] = heapq.heappop(waiting) % count
+        first = heapq.heappop(waiting)
+        order[position - 1] = first % count
     return order
 
 
@@ -102,26 +103,36 @@ class Mixture:
         if min(self.sizes) < 1:
             raise ValueError("every source of a mixture has at least one window")
         self.shares = tuple(quantise_weights(weights))
-        self._seed = seed
-        single = len(self.sizes) == 1
-        order = np.zeros(PERIOD, dtype=np.int64) if single else _order_of_sources(self.shares)
+        # The theorem behind the order of sources is about two of them or more.
+        order = np.zeros(PERIOD, dtype=np.int64)
+        if len(self.sizes) > 1:
+            order = _order_of_sources(self.shares)
+
         # Two tables of a period: which source a position has, and the how many-th of that source it is.
         self._places = [np.flatnonzero(order == source) for source in range(len(self.sizes))]
         self._source_at = order.astype(np.uint64)
         self._rank_at = np.empty(PERIOD, dtype=np.uint64)
         for places in self._places:
             self._rank_at[places] = np.arange(places.size, dtype=np.uint64)
-        self._permutation = lru_cache(maxsize=_CACHED_PERMUTATIONS)(self._build_permutation)
+
+        own_sizes = self.sizes
+
+        @lru_cache(maxsize=_CACHED_PERMUTATIONS)
+        def permutation(source: int, epoch: int) -> Permutation:
+            return Permutation(seed=seed, source=source, epoch=epoch, size=own_sizes[source])
+
+        # Kept: a slot's samples are nearly always of the epochs that the slot before had.
+        self._permutation = permutation
 
     def locate(self, position: int) -> SampleId:
         """The sample at ``position`` (0-based)."""
         # Plain integers: for the few positions of a slot this is several times quicker than arrays.
         period, within = divmod(position, PERIOD)
         source = int(self._source_at[within])
-        epoch, index = divmod(
-            period * self.shares[source] + int(self._rank_at[within]), self.sizes[source]
-        )
-        return SampleId(source, epoch, self._permutation(source, epoch)(index))
+        running = period * self.shares[source] + int(self._rank_at[within])
+        epoch, index = divmod(running, self.sizes[source])
+        permutation = self._permutation(source, epoch)
+        return SampleId(source, epoch, permutation(index))
 
     def cursor(self, position: int) -> list[int]:
         """Samples each source has given before ``position``: its next running index. In closed form."""
@@ -130,6 +141,3 @@ class Mixture:
             periods * share + int(np.searchsorted(places, within))
             for share, places in zip(self.shares, self._places, strict=True)
         ]
-
-    def _build_permutation(self, source: int, epoch: int) -> Permutation:
-        return Permutation(seed=self._seed, source=source, epoch=epoch, size=self.sizes[source])

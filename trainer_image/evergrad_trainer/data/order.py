@@ -37,7 +37,8 @@ def absorb(*values: int) -> int:
     """A 64-bit hash of a sequence of integers, each taken modulo 2**64. Their order matters."""
     state = 0
     for value in values:
-        state = mix(((state ^ (value & MASK)) + GAMMA) & MASK)
+        mixed_in = state ^ (value & MASK)
+        state = mix((mixed_in + GAMMA) & MASK)
     return state
 
 
@@ -58,7 +59,8 @@ class Permutation:
         if not 1 <= size <= MAX_SIZE:
             raise ValueError(f"a permutation has 1 to {MAX_SIZE} elements, not {size}")
         self.size = size
-        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        num_bits = (size - 1).bit_length()
+        self._half_bits = max(1, (num_bits + 1) // 2)
         self._keys = tuple(absorb(seed, source, epoch, number) for number in range(_ROUNDS))
 
     def __call__(self, index: int) -> int:
@@ -76,10 +78,14 @@ class Permutation:
 
         Raises IndexError if one is outside.
         """
-        if indices.size and int(indices.max()) >= self.size:
-            raise IndexError(f"{int(indices.max())} is outside a permutation of {self.size}")
+        largest = int(indices.max()) if indices.size else 0
+        if largest >= self.size:
+            raise IndexError(f"{largest} is outside a permutation of {self.size}")
         if indices.size <= _FEW:
-            return np.array([self(index) for index in indices.tolist()], dtype=np.uint64)
+            moved_alone = [self(index) for index in indices.tolist()]
+            return np.array(moved_alone, dtype=np.uint64)
+
+        # Cycle walking, of those that are still outside.
         values = self._scatter_many(indices)
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
@@ -89,20 +95,28 @@ class Permutation:
         return values
 
     def _scatter(self, value: int) -> int:
-        half, shift = self._half_bits, 64 - self._half_bits
-        left, right = value >> half, value & ((1 << half) - 1)
+        half = self._half_bits
+        shift = 64 - half
+        left = value >> half
+        right = value & ((1 << half) - 1)
         for key in self._keys:
             scrambled = ((right ^ key) * _ROUND_A) & MASK
-            scrambled = ((scrambled ^ (scrambled >> 32)) * _ROUND_B) & MASK
+            scrambled ^= scrambled >> 32
+            scrambled = (scrambled * _ROUND_B) & MASK
             # The upper bits, which depend on all bits of the product.
             left, right = right, left ^ (scrambled >> shift)
         return left << half | right
 
     def _scatter_many(self, values: Integers) -> Integers:
-        half, shift = np.uint64(self._half_bits), np.uint64(64 - self._half_bits)
-        left, right = values >> half, values & np.uint64((1 << self._half_bits) - 1)
+        # The same as in ``_scatter``, where arrays of uint64 wrap by themselves.
+        half = np.uint64(self._half_bits)
+        shift = np.uint64(64 - self._half_bits)
+        lower = np.uint64((1 << self._half_bits) - 1)
+        left = values >> half
+        right = values & lower
         for key in self._keys:
             scrambled = (right ^ np.uint64(key)) * np.uint64(_ROUND_A)
-            scrambled = (scrambled ^ (scrambled >> np.uint64(32))) * np.uint64(_ROUND_B)
+            scrambled ^= scrambled >> np.uint64(32)
+            scrambled *= np.uint64(_ROUND_B)
             left, right = right, left ^ (scrambled >> shift)
         return left << half | right

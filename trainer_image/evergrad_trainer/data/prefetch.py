@@ -48,10 +48,13 @@ class Prefetcher:
                 self._changed.wait()
             found = self._ready.pop(key, None)
             # Read here what nobody has begun; the thread goes on with what comes after it.
-            self._foresee([one for one in upcoming if one != key])
+            if not self._is_closed:
+                self._foresee([one for one in upcoming if one != key])
         if isinstance(found, BaseException):
             raise found
-        return self._read(key) if found is None else found
+        if found is None:
+            return self._read(key)
+        return found
 
     def close(self) -> None:
         """End the thread. The prefetcher can still be asked, and then reads in the caller's thread."""
@@ -64,25 +67,26 @@ class Prefetcher:
             self._thread.join()
 
     def _read(self, key: Key) -> Batch:
-        batch = self._stream.slot(*key)
-        return batch if self._prepare is None else self._prepare(batch)
+        step, slot = key
+        batch = self._stream.slot(step, slot)
+        if self._prepare is None:
+            return batch
+        return self._prepare(batch)
 
     def _foresee(self, upcoming: Sequence[Key]) -> None:
         """Replace what the thread should read. Called with the lock held."""
-        if self._is_closed:
-            return
         self._ready = {key: result for key, result in self._ready.items() if key in upcoming}
-        self._wanted = deque(
-            key for key in upcoming if key not in self._ready and key != self._reading
-        )
-        if self._wanted:
-            # Started with the first wish: a stream that is never read ahead has no thread.
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="evergrad-prefetch", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
+        known = {*self._ready, self._reading}
+        self._wanted = deque(key for key in upcoming if key not in known)
+        if not self._wanted:
+            return
+        # Started with the first wish: a stream that is never read ahead has no thread.
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, name="evergrad-prefetch", daemon=True
+            )
+            self._thread.start()
+        self._changed.notify_all()
 
     def _serve(self) -> None:
         """Read what is wanted, one batch after the other, until ``close``."""
@@ -92,7 +96,8 @@ class Prefetcher:
                     self._changed.wait()
                 if self._is_closed:
                     return
-                key = self._reading = self._wanted.popleft()
+                key = self._wanted.popleft()
+                self._reading = key
             # Without the lock, so that ``take`` can change what is wanted meanwhile.
             result: Batch | BaseException
             try:

@@ -150,17 +150,10 @@ def _prepare_all(
     preparations: Sequence[Preparation], report: Reporter, *, workers: int
 ) -> list[PreparedSource]:
     # Files of tokens are read where they lie. Sources of equal content share one published directory.
-    found = {
-        one.fingerprint: open_published(one.final)
-        for one in preparations
-        if one.source.type == "jsonl"
-    }
+    texts = [one for one in preparations if one.source.type == "jsonl"]
+    found = {one.fingerprint: open_published(one.final) for one in texts}
     # What is published is looked at once, before the first job: it decides how much there is to do.
-    missing = {
-        one.fingerprint: one
-        for one in preparations
-        if one.source.type == "jsonl" and found[one.fingerprint] is None
-    }
+    missing = {one.fingerprint: one for one in texts if found[one.fingerprint] is None}
     pending = list(missing.values())
     report.begin("tokenize", sum(one.scan.stat.size for one in pending))
     # One pool for all sources: helpers are started once.
@@ -212,12 +205,12 @@ def _prepared_source(
     if published is None:
         train, held_out = _token_spans(preparation)
         return PreparedSource(
-            source.name,
-            source.path.absolute(),
-            preparation.scan.content_hash,
-            preparation.fingerprint,
-            train,
-            held_out,
+            name=source.name,
+            path=source.path.absolute(),
+            content_hash=preparation.scan.content_hash,
+            fingerprint=preparation.fingerprint,
+            train=train,
+            held_out=held_out,
             reused=reused,
         )
     return PreparedSource(
@@ -239,7 +232,8 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
     """The parts of a file of tokens, which is read where it lies; what is held out is its end."""
     source, recipe = preparation.source, preparation.recipe
     raise_if_out_of_vocabulary(source, preparation.scan, recipe.tokenizer.vocab_size)
-    path, total = source.path.absolute(), preparation.scan.stat.size // WIDTH[source.dtype]
+    path = source.path.absolute()
+    total = preparation.scan.stat.size // WIDTH[source.dtype]
     if recipe.held_out is None:
         return TokenSequence(source.dtype, (Shard(path, 0, total),)), None
     if recipe.held_out.fraction is None:
@@ -255,13 +249,11 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
     held_out = max(2, int(recipe.held_out.fraction * total + 0.5))
     if total - held_out < 2:
         what = f"holds {total} tokens and {held_out} would be held out"
-        raise DataError(
-            Problem(
-                str(path), what, "none would remain for training", f"Lower {_HELD_OUT}.fraction"
-            )
-        )
+        why = "none would remain for training"
+        raise DataError(Problem(str(path), what, why, f"Lower {_HELD_OUT}.fraction"))
+
     # The end, not a random part: a window must not lie on both sides.
     cut = total - held_out
-    return TokenSequence(source.dtype, (Shard(path, 0, cut),)), TokenSequence(
-        source.dtype, (Shard(path, cut, held_out),)
-    )
+    train = TokenSequence(source.dtype, (Shard(path, 0, cut),))
+    rest = TokenSequence(source.dtype, (Shard(path, cut, held_out),))
+    return train, rest

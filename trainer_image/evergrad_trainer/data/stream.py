@@ -32,9 +32,11 @@ class TrainingStream:
         self.slots_per_step = batching.global_batch_size // batching.micro_batch_size
         self._batching = batching
         self._ends = _ends_of(stages)
-        self._orders = [
-            _StageOrder(stage, _seed_of(seed, number)) for number, stage in enumerate(stages)
-        ]
+        self._orders: list[_StageOrder] = []
+        for number, stage in enumerate(stages):
+            # Each stage has an order of its own; the first stage's is that of a run without stages.
+            own_seed = absorb(seed, number) >> 1 if number else seed
+            self._orders.append(_StageOrder(stage, own_seed))
         # A sample's source is its place among the sources of all stages, one stage after the other.
         # They go on counting, so that an id names one sample of the whole run.
         self._first_source = [0]
@@ -54,18 +56,22 @@ class TrainingStream:
                 f"step {step}, slot {slot}: steps count from 1, slots from 0 to {self.slots_per_step - 1}"
             )
         number = self.stage_number(step)
-        order, offset = self._orders[number], self._first_source[number]
-        size, whole = self._batching.micro_batch_size, self._batching.global_batch_size
+        order = self._orders[number]
+        size = self._batching.micro_batch_size
+        whole = self._batching.global_batch_size
         first = (step - 1) * whole + slot * size
+        positions = range(first, first + size)
+
         # Positions within the stage: a stage's order does not depend on what came before it.
         skipped = self._steps_before(number) * whole
-        located = [
-            order.mixture.locate(position - skipped) for position in range(first, first + size)
-        ]
+        located = [order.mixture.locate(position - skipped) for position in positions]
         rows = order.read(located)
+
+        # By the source's number among those of all stages.
+        offset = self._first_source[number]
         samples = tuple(SampleId(offset + one.source, one.epoch, one.window) for one in located)
         # A sum, so that the hash of a step does not depend on which rank has which slot.
-        total = sum(map(sample_hash, range(first, first + size), samples)) % 2**64
+        total = sum(map(sample_hash, positions, samples)) % 2**64
         return Batch(tensors=rows.tensors, weight=rows.weight, samples=samples, hash=total)
 
     def stage_number(self, step: int) -> int:
@@ -78,7 +84,9 @@ class TrainingStream:
 
     def entered_after(self, finished_step: int) -> Stage | None:
         """The stage that the step after ``finished_step`` enters; None within a stage."""
-        return self.stage(finished_step + 1) if finished_step in self._ends else None
+        if finished_step not in self._ends:
+            return None
+        return self.stage(finished_step + 1)
 
     def cursor(self, finished_step: int) -> dict[str, int]:
         """Samples each source has given when ``finished_step`` steps are done: its next index, by name.
@@ -89,20 +97,20 @@ class TrainingStream:
         found: dict[str, int] = {}
         for number, order in enumerate(self._orders):
             before = self._steps_before(number)
+            # The last stage is open: it ends wherever the run stands.
             end = self._ends[number] if number < len(self._ends) else finished_step
             done = max(0, min(finished_step, end) - before)
             counts = order.mixture.cursor(done * self._batching.global_batch_size)
             prefix = f"{number}/" if len(self._orders) > 1 else ""
-            found |= {
-                f"{prefix}{name}": count
-                for (name, _), count in zip(order.sources, counts, strict=True)
-            }
+            for (name, _), count in zip(order.sources, counts, strict=True):
+                found[f"{prefix}{name}"] = count
         return found
 
     def describe(self, sample: SampleId) -> str:
         """The sample's id and its place in its source, for messages."""
         name, source = self._named[sample.source]
-        return f"{name}/epoch {sample.epoch}/window {sample.window} ({source.describe(sample.window)})"
+        place = source.describe(sample.window)
+        return f"{name}/epoch {sample.epoch}/window {sample.window} ({place})"
 
     def _steps_before(self, number: int) -> int:
         return self._ends[number - 1] if number else 0
@@ -122,8 +130,11 @@ class TrainingStream:
             for order in self._orders
         ]
         # Runs of one stage, as all were before there were stages, keep their fingerprint.
-        known = facts[0] if len(facts) == 1 else {"stages": facts, "ends": self._ends}
-        return xxhash.xxh3_128_hexdigest(json.dumps(known, sort_keys=True).encode())
+        known = facts[0]
+        if len(facts) > 1:
+            known = {"stages": facts, "ends": self._ends}
+        text = json.dumps(known, sort_keys=True)
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 class _StageOrder:
@@ -142,7 +153,8 @@ class _StageOrder:
 
     def read(self, samples: Sequence[SampleId]) -> Rows:
         """The samples' rows, one after the other; ``source`` of each counts within this stage."""
-        return read_rows([source for _, source in self.sources], samples)
+        sources = [source for _, source in self.sources]
+        return read_rows(sources, samples)
 
 
 def read_rows(sources: Sequence[Source], samples: Sequence[SampleId]) -> Rows:
@@ -151,11 +163,11 @@ def read_rows(sources: Sequence[Source], samples: Sequence[SampleId]) -> Rows:
         return sources[0].read([sample.window for sample in samples])
     # Item by item: neighbours of a mixture come from different sources.
     parts = [sources[sample.source].read([sample.window]) for sample in samples]
-    names = parts[0].tensors
-    return Rows(
-        {name: torch.cat([part.tensors[name] for part in parts]) for name in names},
-        weight=sum(part.weight for part in parts),
-    )
+    tensors = {
+        name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors
+    }
+    weight = sum(part.weight for part in parts)
+    return Rows(tensors, weight=weight)
 
 
 def _ends_of(stages: Sequence[Stage]) -> list[int]:
@@ -165,13 +177,10 @@ def _ends_of(stages: Sequence[Stage]) -> list[int]:
     """
     ends = [stage.until for stage in stages[:-1]]
     known = [end for end in ends if end is not None]
-    if not stages or len(known) < len(ends) or sorted({0, *known}) != [0, *known]:
+    is_open_too_early = len(known) < len(ends)
+    is_rising = sorted({0, *known}) == [0, *known]
+    if not stages or is_open_too_early or not is_rising:
         raise ValueError(
             f"stages end at steps that rise, and only the last one is open; these end at {ends}"
         )
     return known
-
-
-def _seed_of(seed: int, number: int) -> int:
-    """Each stage has an order of its own; the first stage's is that of a run without stages."""
-    return absorb(seed, number) >> 1 if number else seed

@@ -74,26 +74,23 @@ class TokenReader:
             if not 0 <= window < self.num_windows:
                 raise IndexError(f"window {window} of {self.num_windows}")
             begin = window * self._length
-            lengths[row] = count = min(self._length + 1, self.num_tokens - begin)
+            count = min(self._length + 1, self.num_tokens - begin)
+            lengths[row] = count
 
             # A window may span shards: from each one what it has of it.
-            target, index = (
-                memoryview(rows[row]).cast("B"),
-                bisect_right(self._starts, begin) - 1,
-            )
+            target = memoryview(rows[row]).cast("B")
+            index = bisect_right(self._starts, begin) - 1
             while count:
-                shard, offset = self._shards[index], begin - self._starts[index]
+                shard = self._shards[index]
+                offset = begin - self._starts[index]
                 here = min(count, shard.tokens - offset)
                 size = here * self._width
-                self._files.read(
-                    shard.path, target[:size], (shard.start + offset) * self._width
-                )
-                target, begin, count, index = (
-                    target[size:],
-                    begin + here,
-                    count - here,
-                    index + 1,
-                )
+                place = (shard.start + offset) * self._width
+                self._files.read(shard.path, target[:size], place)
+                target = target[size:]
+                begin += here
+                count -= here
+                index += 1
         return Windows(rows.astype(np.int64), lengths)
 
     def place(self, window: int) -> tuple[Shard, int, int]:
@@ -101,12 +98,10 @@ class TokenReader:
         end)."""
         begin = window * self._length
         index = bisect_right(self._starts, begin) - 1
+        shard = self._shards[index]
         first = begin - self._starts[index]
-        return (
-            self._shards[index],
-            first,
-            min(first + self._length + 1, self._shards[index].tokens),
-        )
+        end = min(first + self._length + 1, shard.tokens)
+        return shard, first, end
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""
@@ -136,20 +131,16 @@ class _Files:
                     lambda: self._fill(path, target, offset), where=path, what="cannot be read"
                 )
             except FileNotFoundError as error:
-                raise DataError(
-                    _unreadable(path, f"cannot be read ({error.strerror})")
-                ) from error
+                what = f"cannot be read ({error.strerror})"
+                raise DataError(_unreadable(path, what)) from error
             except OSError as error:
                 raise volume_error(error, path, "cannot be read") from error
             if size is None:
                 return
             if size == shortest:
-                raise DataError(
-                    _unreadable(
-                        path,
-                        f"ends at byte {size}; a sample needs those up to {offset + len(target)}",
-                    )
-                )
+                end = offset + len(target)
+                what = f"ends at byte {size}; a sample needs those up to {end}"
+                raise DataError(_unreadable(path, what))
             # A client of a network volume may know an old size until the file is opened again.
             shortest = size
             self._drop(path)
@@ -169,7 +160,8 @@ class _Files:
                     if descriptor is None:
                         # Bounded: a process may have a thousand files open, and a source thousands of shards.
                         if len(self._open) >= _OPEN_FILES:
-                            os.close(self._open.popitem(last=False)[1])
+                            _, oldest = self._open.popitem(last=False)
+                            os.close(oldest)
                         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                         self._open[path] = descriptor
                     self._open.move_to_end(path)
@@ -185,7 +177,8 @@ class _Files:
 
     def _drop(self, path: Path) -> None:
         with self._lock, suppress(OSError):
-            if (descriptor := self._open.pop(path, None)) is not None:
+            descriptor = self._open.pop(path, None)
+            if descriptor is not None:
                 os.close(descriptor)
 
     def close(self) -> None:
@@ -196,7 +189,8 @@ class _Files:
 
 def _close_all(files: "OrderedDict[Path, int]") -> None:
     while files:
-        os.close(files.popitem()[1])
+        _, descriptor = files.popitem()
+        os.close(descriptor)
 
 
 def _unreadable(path: Path, what: str) -> Problem:

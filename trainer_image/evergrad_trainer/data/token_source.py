@@ -62,11 +62,12 @@ class TokenSource:
         shard, first, end = self._reader.place(item)
         if shard.documents is None:
             return f"{self._file_name}, tokens {shard.start + first} to {shard.start + end - 1}"
+
         # Read when a message wants it: nothing else needs to know where documents begin.
         documents = read_documents(shard.documents)
         within = np.searchsorted(documents[:, 0], [first, end - 1], side="right") - 1
         lines = documents[within, 1].tolist()
-        where = (
-            f"line {lines[0]}" if lines[0] == lines[1] else f"lines {lines[0]} to {lines[1]}"
-        )
-        return f"{self._file_name}, {where}"
+        begun, ended = lines
+        if begun == ended:
+            return f"{self._file_name}, line {begun}"
+        return f"{self._file_name}, lines {begun} to {ended}"

@@ -1,7 +1,7 @@
 """AdamW with decay groups, its state allocated from the beginning; sharded or whole, an element gets the same
 update."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -28,9 +28,9 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if not any(
-            isinstance(parameter, DTensor) and not parameter.is_cuda for parameter in parameters
-        ):
+        on_host = [parameter for parameter in parameters if not parameter.is_cuda]
+        if not any(isinstance(parameter, DTensor) for parameter in on_host):
+            # Whole tensors, or an accelerator, whose kernel works on each element alone.
             loss: float | None = super().step(closure)
             return loss
         if closure is not None:
@@ -39,8 +39,22 @@ class AdamW(torch.optim.AdamW):
             # Parts of one group that have seen as many updates go to the kernel together: all of them, in
             # ordinary training.
             by_updates: dict[float, list[Part]] = {}
-            for updates, part in self._parts(group["params"]):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                part = Part(
+                    weights=_local(parameter),
+                    gradient=_local(parameter.grad),
+                    exp_avg=_local(state["exp_avg"]),
+                    exp_avg_sq=_local(state["exp_avg_sq"]),
+                    begin=_begin(parameter),
+                    total=parameter.numel(),
+                )
+                updates = float(state["step"])
                 by_updates.setdefault(updates, []).append(part)
+                # As torch does: counted before the update.
+                state["step"] += 1
             for updates, parts in by_updates.items():
                 update_parts(
                     parts,
@@ -52,25 +66,6 @@ class AdamW(torch.optim.AdamW):
                 )
         return None
 
-    def _parts(self, parameters: list[nn.Parameter]) -> Iterator[tuple[float, Part]]:
-        """(updates before this one, what this rank holds) of every parameter with a gradient, whose updates
-        are counted here."""
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            updates = float(state["step"])
-            state["step"] += 1
-            part = Part(
-                weights=_local(parameter),
-                gradient=_local(parameter.grad),
-                exp_avg=_local(state["exp_avg"]),
-                exp_avg_sq=_local(state["exp_avg_sq"]),
-                begin=_begin(parameter),
-                total=parameter.numel(),
-            )
-            yield updates, part
-
 
 def build_adamw(model: nn.Module, settings: Optimizer) -> AdamW:
     """AdamW (fused) over the trainable parameters of ``model``; vectors (norms, biases) are not decayed.
@@ -79,12 +74,11 @@ def build_adamw(model: nn.Module, settings: Optimizer) -> AdamW:
     first step.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
     groups = [
-        {
-            "params": [p for p in trainable if p.ndim >= 2],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = AdamW(
         [group for group in groups if group["params"]],
@@ -94,10 +88,10 @@ def build_adamw(model: nn.Module, settings: Optimizer) -> AdamW:
         fused=True,
     )
     for parameter in trainable:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-        }
+        # On the device: the fused kernel counts there, and the host need not wait for it.
+        count = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        optimizer.state[parameter] = {"step": count, **moments}
     return optimizer
 
 
@@ -109,17 +103,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, as a flat view."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return held.detach().view(-1)
 
 
 def _begin(parameter: torch.Tensor) -> int:
     """Where this rank's part of a tensor that is sharded by rows begins, in elements of the whole."""
-    if not isinstance(parameter, DTensor) or _local(parameter).numel() == 0:
+    if not isinstance(parameter, DTensor):
+        return 0
+    if parameter.ndim == 0 or _local(parameter).numel() == 0:
         return 0
     sharded: Any = parameter  # DCP's protocol for sharded tensors carries no types
     (chunk,) = sharded.__create_chunk_list__()
-    return (
-        int(chunk.offsets[0]) * (parameter.numel() // parameter.shape[0])
-        if parameter.ndim
-        else 0
-    )
+    row_size = parameter.numel() // parameter.shape[0]
+    return int(chunk.offsets[0]) * row_size

@@ -57,12 +57,14 @@ def update_parts(
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part in parts:
         for start, end, line_begin, line_end in plan_lines(part):
+            is_cut = end - start != line_end - line_begin
+            place_in_line = part.begin + start - line_begin
             for index, (column, tensor) in enumerate(zip(columns, part.tensors, strict=True)):
                 own = tensor[start:end]
-                if end - start != line_end - line_begin:
+                if is_cut:
                     # Others hold the rest of this line: zeros stand in for it, and their results are dropped.
                     line = torch.zeros(line_end - line_begin, dtype=tensor.dtype)
-                    place = line[part.begin + start - line_begin :][: end - start]
+                    place = line[place_in_line : place_in_line + end - start]
                     place.copy_(own)
                     if index != 1:  # the gradient is not written
                         copies.append((own, place))
@@ -70,13 +72,14 @@ def update_parts(
                 column.append(own)
     # One call for all lines; it counts updates for each of them.
     weights, gradients, exp_avgs, exp_avg_sqs = columns
+    counts = [torch.tensor(float(updates)) for _ in weights]
     adamw(
         weights,
         gradients,
         exp_avgs,
         exp_avg_sqs,
         [],
-        [torch.tensor(float(updates)) for _ in weights],
+        counts,
         fused=True,
         amsgrad=False,
         beta1=betas[0],
@@ -98,10 +101,13 @@ def plan_lines(part: Part) -> list[tuple[int, int, int, int]]:
     The kernel's rest, at the end of the whole tensor, is a line of its own: a shorter one.
     """
     line = _LINE_BYTES // part.weights.element_size()
-    begin, end = part.begin, part.begin + part.weights.numel()
+    begin = part.begin
+    end = begin + part.weights.numel()
     rest = part.total - part.total % line
+    first_line_end = -(-begin // line) * line
+    last_line_begin = end // line * line
     # A part is split after its first line, before its last one, and where the rest begins.
-    borders = {begin, end, min(-(-begin // line) * line, end), max(end // line * line, begin)}
+    borders = {begin, end, min(first_line_end, end), max(last_line_begin, begin)}
     if begin < rest < end:
         borders.add(rest)
     ordered = sorted(borders)

@@ -32,27 +32,31 @@ class LearningRate:
         peak = value_at(step, self.peak, self.peaks)
         if step < self.warmup_steps:
             return peak * step / self.warmup_steps
-        return peak * (self.minimum_ratio + (1 - self.minimum_ratio) * self._remaining(step))
-
-    def _remaining(self, step: int) -> float:
-        """Return the share of the decay that is left: 1 at the peak, 0 at the end."""
         if self.type == "constant":
-            return 1.0
-        length = (
-            self.decay_steps if self.type == "wsd" else self.total_steps - self.warmup_steps
-        )
+            return peak
+
+        length = self.total_steps - self.warmup_steps
+        if self.type == "wsd":
+            length = self.decay_steps
         # From the step before, so that the last step of the horizon is still above the minimum.
         done = step - 1 - (self.total_steps - length)
         if done <= 0:
-            return 1.0
+            return peak
+
+        # The share of the decay that is left: 1 at the peak, 0 at the end.
         share = min(1.0, done / length)
-        return (1 + math.cos(math.pi * share)) / 2 if self.type == "cosine" else 1 - share
+        remaining = 1 - share
+        if self.type == "cosine":
+            remaining = (1 + math.cos(math.pi * share)) / 2
+        ratio = self.minimum_ratio + (1 - self.minimum_ratio) * remaining
+        return peak * ratio
 
 
 def value_at(step: int, value: float, changes: Sequence[tuple[int, float]]) -> float:
     """``value``, or that of the last of ``changes`` (first step, value; ascending) that has begun by
     ``step``."""
-    return next((changed for first, changed in reversed(changes) if first <= step), value)
+    begun = [changed for first, changed in changes if first <= step]
+    return begun[-1] if begun else value
 
 
 def build_schedule(
@@ -63,16 +67,14 @@ def build_schedule(
     That warm-up and decay fit is checked where the horizon is derived.
     """
     warmup = min(steps_of(settings.warmup, total_steps), total_steps)
+    decay = min(steps_of(settings.decay, total_steps), total_steps - warmup)
+    peaks = [(one.from_step, one.learning_rate) for one in overrides]
     return LearningRate(
         type=settings.type,
         peak=peak,
         total_steps=total_steps,
         warmup_steps=warmup,
-        decay_steps=min(steps_of(settings.decay, total_steps), total_steps - warmup),
+        decay_steps=decay,
         minimum_ratio=settings.minimum_ratio,
-        peaks=tuple(
-            (one.from_step, one.learning_rate)
-            for one in overrides
-            if one.learning_rate is not None
-        ),
+        peaks=tuple((first, height) for first, height in peaks if height is not None),
     )

@@ -23,4 +23,7 @@ def load_task(
     if training.recipe not in RECIPES:
         return load_own(training, base_directory, has_trained=has_trained)
     recipe = RECIPES[training.recipe]
-    return recipe(Setup(training, recipe.Options(), base_directory)), Code(None)
+    # Recipes of ours take no options: the sections of the file say all they need.
+    options = recipe.Options()
+    task = recipe(Setup(training, options, base_directory))
+    return task, Code(None)

@@ -55,7 +55,8 @@ def open_recipe(
             task, code, training, prepared, base_directory, prepared_directory
         )
     with code.guarding("its stages and evaluators"):
-        evaluators, stages = task.evaluators(prepared), task.stages(prepared)
+        evaluators = task.evaluators(prepared)
+        stages = task.stages(prepared)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
     with code.guarding("its observers"):
         observers = Lasting(task.observers())
@@ -65,8 +66,9 @@ def open_recipe(
     except ValueError as error:
         if not code.is_own:
             raise
-        why, remedy = "the task's stages and evaluators say so", "Correct them"
-        raise code.explain(Problem("spec.training.recipe", str(error), why, remedy)) from error
+        why = "the task's stages and evaluators say so"
+        problem = Problem("spec.training.recipe", str(error), why, "Correct them")
+        raise code.explain(problem) from error
     return Opened(task, code, data, evaluators, observers, prepared)
 
 
@@ -84,7 +86,8 @@ def _prepare_own(
         # A task that derives from none of ours may have been written before there was one.
         return prepared
     content = [hash_task(training, base_directory), dict(training.options)]
-    name = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    text = json.dumps(content, sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = prepared_directory.absolute() / f"task-{name}"
     waiting: list[str] = []
 
@@ -118,10 +121,10 @@ def _prepare_own(
         # As another process gets them: what is no JSON must not work on one node and fail on another.
         facts = json.loads(json.dumps(dict(facts or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
-        what, why = (
-            "prepare returns what is no JSON",
-            f"{error}; it is given to other processes",
-        )
+        why = f"{error}; it is given to other processes"
         remedy = "Return texts, numbers, lists and mappings, and write the rest into the folder"
-        raise code.explain(Problem("spec.training.recipe", what, why, remedy)) from error
+        problem = Problem(
+            "spec.training.recipe", "prepare returns what is no JSON", why, remedy
+        )
+        raise code.explain(problem) from error
     return replace(prepared, folder=folder, facts=facts)

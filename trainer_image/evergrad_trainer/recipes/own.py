@@ -58,12 +58,17 @@ class Code:
         except _OF_THE_HOST:
             raise
         except Exception as error:
-            if (where := self._find_line(error)) is None:
+            where = self._find_line(error)
+            if where is None:
                 raise
+            what = type(error).__name__
+            # On one line, cut short: the message travels to a status.
             said = " ".join(str(error).split())[:500]
+            if said:
+                what = f"{what}: {said}"
             problem = Problem(
                 where,
-                f"{type(error).__name__}: {said}" if said else type(error).__name__,
+                what,
                 f"the task of spec.training.recipe failed in {what}",
                 "Correct the file",
             )
@@ -76,7 +81,9 @@ class Code:
 
     def explain(self, problem: Problem) -> TaskInputError | TaskError:
         """The error that ``problem`` of the task's code is at this moment."""
-        return TaskError(str(problem)) if self._has_trained else TaskInputError(problem)
+        if self._has_trained:
+            return TaskError(str(problem))
+        return TaskInputError(problem)
 
     def note_trained(self) -> None:
         """The run has made a step: the task can work."""
@@ -93,7 +100,9 @@ class Code:
             # A sharded model gathers its weights under the task's calls: a peer is gone, or the network.
             return None
         frames = [frame for frame in stack if self._is_own(frame.filename)]
-        return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+        if not frames:
+            return None
+        return f"{frames[-1].filename}:{frames[-1].lineno}"
 
     def _is_own(self, file_name: str) -> bool:
         if self._folder is None:
@@ -114,7 +123,8 @@ def load_own(
     raise_if(task_problems(training, base_directory=base_directory), ConfigurationError)
     # Files that the manifest carries have to lie in a folder before Python can import them.
     write_task(training, base_directory)
-    path, folder = task_path(training, base_directory), task_folder(training, base_directory)
+    path = task_path(training, base_directory)
+    folder = task_folder(training, base_directory)
     assert path is not None  # noqa: S101 - recipes of ours are not loaded here
     module_name, _, attribute = training.recipe.partition(":")
     code = Code(folder, has_trained=has_trained)
@@ -125,11 +135,9 @@ def load_own(
     is_typed = isinstance(options_model, type) and issubclass(options_model, Section)
     if not callable(made) or not is_typed or not hasattr(made, "loss"):
         what = f"{attribute} is no task of {path.name}"
-        why = (
-            "there is nothing of this name"
-            if made is None
-            else "it has no loss, or no Options (a Section)"
-        )
+        why = "it has no loss, or no Options (a Section)"
+        if made is None:
+            why = "there is nothing of this name"
         remedy = "Derive a class from evergrad_trainer.recipes.pretrain.Pretrain, and name it"
         raise ConfigurationError(Problem(_RECIPE, what, why, remedy))
     # Options before the task is made: a typing error in the file is no error of its code.
@@ -139,13 +147,10 @@ def load_own(
     try:
         declare(task.metrics)
     except ValueError as error:
-        what, why = (
-            f"{attribute}.metrics: {error}",
-            "a metric has a column, a label and a place of its own",
-        )
-        raise ConfigurationError(
-            Problem(_RECIPE, what, why, "Rename it, or leave it out")
-        ) from None
+        what = f"{attribute}.metrics: {error}"
+        why = "a metric has a column, a label and a place of its own"
+        problem = Problem(_RECIPE, what, why, "Rename it, or leave it out")
+        raise ConfigurationError(problem) from None
     return task, code
 
 

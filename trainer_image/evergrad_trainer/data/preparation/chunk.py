@@ -109,14 +109,14 @@ Job = TokenizeJob | SplitJob
 def job_from_json(value: dict[str, Any]) -> Job:
     """The inverse of both ``to_json``."""
     # Paths and tuples are texts and lists in JSON.
-    fields = {key: item for key, item in value.items() if key != "kind"} | {
-        "attempt": Path(value["attempt"])
-    }
+    fields = {key: item for key, item in value.items() if key != "kind"}
+    fields["attempt"] = Path(value["attempt"])
     if value["kind"] == "split":
-        return SplitJob(**{**fields, "held_out": tuple(value["held_out"])})
-    return TokenizeJob(
-        **{**fields, "source": Path(value["source"]), "chunk": Chunk(**value["chunk"])}
-    )
+        fields["held_out"] = tuple(value["held_out"])
+        return SplitJob(**fields)
+    fields["source"] = Path(value["source"])
+    fields["chunk"] = Chunk(**value["chunk"])
+    return TokenizeJob(**fields)
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,8 @@ def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:
     A record torn by a loss of power counts as none.
     """
     try:
-        return Outcome.from_json(
-            json.loads(attempt.record(kind, number).read_text(encoding="utf-8"))
-        )
+        text = attempt.record(kind, number).read_text(encoding="utf-8")
+        return Outcome.from_json(json.loads(text))
     except (FileNotFoundError, ValueError):
         return None
 
@@ -198,31 +197,35 @@ def _texts(job: TokenizeJob, reader: DocumentReader) -> Iterator[tuple[list[str]
 
 
 def _tokenize(job: TokenizeJob, tokenizer: TextTokenizer) -> Outcome:
-    attempt, number = Attempt(job.attempt), job.chunk.number
+    attempt = Attempt(job.attempt)
+    number = job.chunk.number
     stream, directory = (WHOLE, attempt.chunks) if job.is_whole else (TRAIN, attempt.data)
     reader = DocumentReader(text_field=job.text_field, first_line=job.chunk.first_line)
     with _written(attempt, directory, stream, number) as files:
         # Block by block: memory does not depend on the size of the chunk.
         for texts, lines in _texts(job, reader):
             tokens, lengths = tokenizer.encode_documents(texts)
+            numbers = np.array(lines, dtype=np.int64)
             is_document = lengths > 1
             if not is_document.all():
                 # A tokenizer may drop all of a text; an end without a document is none.
                 tokens = tokens[np.repeat(is_document, lengths)]
                 reader.tally.skipped[Reason.EMPTY_TEXT] += int(np.count_nonzero(~is_document))
-            files.add(
-                tokens, lengths[is_document], np.array(lines, dtype=np.int64)[is_document]
-            )
+            files.add(tokens, lengths[is_document], numbers[is_document])
     # The record comes last: it says that both files are whole.
     outcome = Outcome(
-        number, {stream: files.num_tokens}, {stream: files.num_documents}, reader.tally
+        number,
+        tokens={stream: files.num_tokens},
+        documents={stream: files.num_documents},
+        tally=reader.tally,
     )
     write_json(attempt.record("tokenize", number), outcome.to_json(), aside=attempt.partial)
     return outcome
 
 
 def _split(job: SplitJob) -> Outcome:
-    attempt, number = Attempt(job.attempt), job.number
+    attempt = Attempt(job.attempt)
+    number = job.number
     dtype = np.dtype(job.dtype).newbyteorder("<")
     whole = tokens_path(attempt.chunks, WHOLE, number)
     index = np.fromfile(documents_path(attempt.chunks, WHOLE, number), dtype="<i8")
@@ -230,8 +233,9 @@ def _split(job: SplitJob) -> Outcome:
 
     # A document ends where the next one begins, the last one at the end of the file.
     total = whole.stat().st_size // dtype.itemsize
-    ends = np.append(documents[1:, 0], total) if len(documents) else documents[:, 0]
-    lengths, lines = ends - documents[:, 0], documents[:, 1]
+    begins, lines = documents[:, 0], documents[:, 1]
+    ends = np.append(begins[1:], total) if len(documents) else begins
+    lengths = ends - begins
     is_held_out = np.zeros(len(documents), dtype=np.bool_)
     is_held_out[list(job.held_out)] = True
     with (
@@ -239,30 +243,27 @@ def _split(job: SplitJob) -> Outcome:
         _written(attempt, attempt.data, TRAIN, number) as kept,
         _written(attempt, attempt.data, HELD_OUT, number) as held_out,
     ):
-        first, begin = 0, 0
+        first = 0
+        begin = 0
         while first < len(ends):
             # Groups of at least one document: a chunk may hold more tokens than memory should.
-            last = max(
-                first + 1, int(np.searchsorted(ends, begin + _SPLIT_TOKENS, side="right"))
-            )
-            tokens = np.fromfile(file, dtype=dtype, count=int(lengths[first:last].sum()))
+            fitting = int(np.searchsorted(ends, begin + _SPLIT_TOKENS, side="right"))
+            last = max(first + 1, fitting)
+            group = slice(first, last)
+            tokens = np.fromfile(file, dtype=dtype, count=int(lengths[group].sum()))
             # Both parts keep the order of the source, which the index of documents relies on.
-            for files, chosen in (
-                (kept, ~is_held_out[first:last]),
-                (held_out, is_held_out[first:last]),
-            ):
-                files.add(
-                    tokens[np.repeat(chosen, lengths[first:last])],
-                    lengths[first:last][chosen],
-                    lines[first:last][chosen],
-                )
-            first, begin = last, int(ends[last - 1])
+            is_out = is_held_out[group]
+            for files, chosen in ((kept, ~is_out), (held_out, is_out)):
+                of_chosen = np.repeat(chosen, lengths[group])
+                files.add(tokens[of_chosen], lengths[group][chosen], lines[group][chosen])
+            first = last
+            begin = int(ends[last - 1])
 
     outcome = Outcome(
         number,
-        {TRAIN: kept.num_tokens, HELD_OUT: held_out.num_tokens},
-        {TRAIN: kept.num_documents, HELD_OUT: held_out.num_documents},
-        Tally(),
+        tokens={TRAIN: kept.num_tokens, HELD_OUT: held_out.num_tokens},
+        documents={TRAIN: kept.num_documents, HELD_OUT: held_out.num_documents},
+        tally=Tally(),
     )
     write_json(attempt.record("split", number), outcome.to_json(), aside=attempt.partial)
     # Only now: a kill before the record means that the chunk is split once more, from these files.
@@ -289,10 +290,10 @@ class _Files:
         """Append documents, which lie one after the other in ``tokens``."""
         # Where each document begins in the chunk's file, and which line of the source it was.
         starts = np.cumsum(lengths) - lengths + self.num_tokens
-        self._tokens.write(
-            np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data
-        )
-        self._documents.write(np.stack([starts, lines], axis=1).astype("<i8").data)
+        index = np.stack([starts, lines], axis=1).astype("<i8")
+        ids = np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<"))
+        self._tokens.write(ids.data)
+        self._documents.write(index.data)
         self.num_tokens += len(tokens)
         self.num_documents += len(lengths)
 

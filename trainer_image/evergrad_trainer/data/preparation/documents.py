@@ -66,16 +66,17 @@ class Tally:
     @property
     def malformed(self) -> int:
         """Lines that are an error under ``malformed: refuse``."""
-        return sum(count for reason, count in self.skipped.items() if reason not in HARMLESS)
+        counts = [count for reason, count in self.skipped.items() if reason not in HARMLESS]
+        return sum(counts)
 
     def add(self, other: "Tally") -> None:
         """Take in a later chunk's counts."""
         self.skipped.update(other.skipped)
         self.repaired += other.repaired
         # Chunks finish in any order; the problems shown are the first of the file all the same.
-        self.problems = sorted(
-            [*self.problems, *other.problems], key=lambda problem: problem.line
-        )[:_MOST_PROBLEMS]
+        problems = [*self.problems, *other.problems]
+        problems.sort(key=lambda problem: problem.line)
+        self.problems = problems[:_MOST_PROBLEMS]
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -88,11 +89,8 @@ class Tally:
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Tally":
         """The inverse of ``to_json``."""
-        return Tally(
-            Counter(value["skipped"]),
-            value["repaired"],
-            [LineProblem(**problem) for problem in value["problems"]],
-        )
+        problems = [LineProblem(**problem) for problem in value["problems"]]
+        return Tally(Counter(value["skipped"]), value["repaired"], problems)
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,8 @@ def read_blocks(file: BinaryIO, *, start: int, end: int, size: int) -> Iterator[
     """
     file.seek(start)
     pieces: list[bytes] = []
-    mark, left = _BYTE_ORDER_MARK if start == 0 else b"", end - start
+    mark = _BYTE_ORDER_MARK if start == 0 else b""
+    left = end - start
     while left:
         data = file.read(min(size, left))
         if not data:
@@ -120,10 +119,13 @@ def read_blocks(file: BinaryIO, *, start: int, end: int, size: int) -> Iterator[
         # A line may be longer than a block: what follows the last newline waits for the next one.
         cut = data.rfind(b"\n") + 1
         if cut:
-            yield Block(b"".join([*pieces, data[:cut]]).removeprefix(mark), is_torn=False)
-            pieces, mark = [], b""
+            lines = b"".join([*pieces, data[:cut]])
+            yield Block(lines.removeprefix(mark), is_torn=False)
+            pieces = []
+            mark = b""
         pieces.append(data[cut:])
-    if rest := b"".join(pieces).removeprefix(mark):
+    rest = b"".join(pieces).removeprefix(mark)
+    if rest:
         yield Block(rest, is_torn=True)
 
 
@@ -154,19 +156,25 @@ class DocumentReader:
             lines = [*data.decode().split("\n")]
         except UnicodeDecodeError:
             # One bad byte must not cost the whole block: the others are decoded line by line.
-            lines = [_decode(line) for line in data.split(b"\n")]
+            lines = []
+            for one in data.split(b"\n"):
+                try:
+                    lines.append(one.decode())
+                except UnicodeDecodeError:
+                    lines.append(None)
 
+        last = self.line + len(lines) - 1
         for number, line in enumerate(lines, self.line):
-            text = self._read_line(
-                number, line, is_torn=block.is_torn and number == self.line + len(lines) - 1
-            )
-            if text:
-                if has_surrogates:
-                    repaired = replace_lone_surrogates(text)
-                    self.tally.repaired += repaired != text
-                    text = repaired
-                texts.append(text)
-                numbers.append(number)
+            is_torn = block.is_torn and number == last
+            text = self._read_line(number, line, is_torn=is_torn)
+            if not text:
+                continue
+            if has_surrogates:
+                repaired = replace_lone_surrogates(text)
+                self.tally.repaired += repaired != text
+                text = repaired
+            texts.append(text)
+            numbers.append(number)
         self.line += len(lines)
         return texts, numbers
 
@@ -174,12 +182,9 @@ class DocumentReader:
         """The text of one line, or "" if it has none."""
         value: Any = None
         if line is None:
-            return self._pass_over(
-                LineProblem(
-                    number, "the line is not UTF-8", "a byte in it starts no character", is_torn
-                ),
-                Reason.NOT_UTF8,
-            )
+            why = "a byte in it starts no character"
+            problem = LineProblem(number, "the line is not UTF-8", why, is_torn)
+            return self._pass_over(problem, Reason.NOT_UTF8)
         # The scanner alone, without what json.loads does around it: most lines are one value and no more.
         try:
             value, end = _scan(line, 0)
@@ -193,11 +198,9 @@ class DocumentReader:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                why = (
-                    "it is nested too deeply"
-                    if isinstance(error, RecursionError)
-                    else str(error)
-                )
+                why = str(error)
+                if isinstance(error, RecursionError):
+                    why = "it is nested too deeply"
                 if isinstance(error, json.JSONDecodeError):
                     why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
                 problem = LineProblem(number, "the line is not JSON", why, is_torn)
@@ -206,9 +209,8 @@ class DocumentReader:
 
     def _text_of(self, number: int, value: Any) -> str:
         if type(value) is not dict:
-            problem = LineProblem(
-                number, f"the line holds {_json_type(value)}", "each line is one JSON object"
-            )
+            what = f"the line holds {_json_type(value)}"
+            problem = LineProblem(number, what, "each line is one JSON object")
             return self._pass_over(problem, Reason.NOT_AN_OBJECT)
         text = value.get(self._text_field)
         if type(text) is str:
@@ -216,15 +218,14 @@ class DocumentReader:
         if self._text_field not in value:
             # A few names, cut short: the message is for a person, and a line may hold thousands.
             names = [name if len(name) <= 40 else name[:39] + "…" for name in list(value)[:5]]
-            shown = (", ".join(map(repr, names)) or "none") + (", …" if len(value) > 5 else "")
+            shown = ", ".join(map(repr, names)) or "none"
+            if len(value) > 5:
+                shown += ", …"
             what = f"the object has no field {self._text_field!r}"
             problem = LineProblem(number, what, f"it has {shown}")
         else:
-            problem = LineProblem(
-                number,
-                f"the field {self._text_field!r} holds {_json_type(text)}",
-                "a text is a JSON string",
-            )
+            what = f"the field {self._text_field!r} holds {_json_type(text)}"
+            problem = LineProblem(number, what, "a text is a JSON string")
         return self._pass_over(problem, Reason.NO_TEXT)
 
     def _pass_over(self, problem: LineProblem, reason: Reason) -> str:
@@ -236,14 +237,6 @@ class DocumentReader:
     def _count(self, reason: Reason) -> str:
         self.tally.skipped[reason] += 1
         return ""
-
-
-def _decode(line: bytes) -> str | None:
-    """The text of a line; None where it is not UTF-8."""
-    try:
-        return line.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def _json_type(value: Any) -> str:

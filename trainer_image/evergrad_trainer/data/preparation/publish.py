@@ -3,10 +3,10 @@
 Interrupted anywhere, it goes on where it was.
 """
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -77,7 +77,8 @@ def compute_fingerprint(source: SourceFile, scan: Scan, recipe: Recipe) -> str:
         "heldOut": [held_out.fraction, held_out.count] if held_out else None,
         "seed": recipe.seed if held_out and is_text else None,
     }
-    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+    text = json.dumps(facts, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,8 @@ def publish(
     final = preparation.final
     name = preparation.source.name
     lock = preparation.root / f".lock-{preparation.fingerprint}"
-    with exclusive(
-        lock, is_done=final.exists, on_wait=lambda: report.show(name, "wait")
-    ) as is_alone:
+    waiting = functools.partial(report.show, name, "wait")
+    with exclusive(lock, is_done=final.exists, on_wait=waiting) as is_alone:
         published = open_published(final)
         if published is None:
             published = _publish_attempt(
@@ -184,11 +184,9 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
 
     # How many are held out follows from how many there are: the split comes after the last chunk.
     outcomes = _split(preparation, outcomes, documents, pool=pool, report=report)
-    write_json(
-        preparation.attempt.data / INDEX,
-        _build_index(preparation, outcomes, tally, documents),
-        aside=preparation.attempt.partial,
-    )
+    index = _build_index(preparation, outcomes, tally, documents)
+    attempt = preparation.attempt
+    write_json(attempt.data / INDEX, index, aside=attempt.partial)
 
 
 def _tokenize(
@@ -198,25 +196,25 @@ def _tokenize(
 
     Chunks that an earlier attempt finished are taken over.
     """
-    source, chunks, tally = preparation.source, preparation.scan.chunks, Tally()
+    source, recipe = preparation.source, preparation.recipe
+    chunks = preparation.scan.chunks
+    tally = Tally()
     outcomes: dict[int, Outcome] = {}
 
     def jobs() -> Iterator[TokenizeJob]:
         for chunk in chunks:
-            if chunk.number not in outcomes:
-                # Read when a helper is free, so that it sees earlier outcomes: once it is clear that nothing
-                # will be published, only the errors are counted.
-                only_check = preparation.recipe.malformed == "refuse" and tally.malformed > 0
-                is_whole = preparation.recipe.held_out is not None
-                directory = preparation.attempt.directory
-                yield TokenizeJob(
-                    source.path,
-                    directory,
-                    chunk,
-                    source.text_field,
-                    is_whole=is_whole,
-                    only_check=only_check,
-                )
+            if chunk.number in outcomes:
+                continue
+            # Read when a helper is free, so that it sees earlier outcomes: once it is clear that nothing will
+            # be published, only the errors are counted.
+            yield TokenizeJob(
+                source.path,
+                preparation.attempt.directory,
+                chunk,
+                source.text_field,
+                is_whole=recipe.held_out is not None,
+                only_check=recipe.malformed == "refuse" and tally.malformed > 0,
+            )
 
     report.show(source.name)
     # All records before the first job: jobs() leaves out what is in ``outcomes``.
@@ -247,27 +245,32 @@ def _recorded(preparation: Preparation, number: int) -> Outcome | None:
     if outcome is None:
         return None
     # Once split, the whole chunk's files are gone, and those of its parts are there instead.
-    split = finished(attempt, "split", number) if preparation.recipe.held_out else None
-    if split is not None and _is_intact(preparation, split):
+    if preparation.recipe.held_out:
+        split = finished(attempt, "split", number)
+        if split is not None and _is_intact(preparation, split):
+            return outcome
+    if _is_intact(preparation, outcome):
         return outcome
-    return outcome if _is_intact(preparation, outcome) else None
+    return None
 
 
 def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:
     """Whether the files of an outcome have their sizes: a crash may leave a record and lose a file."""
-    attempt = preparation.attempt
+    attempt, number = preparation.attempt, outcome.number
     width = preparation.recipe.tokenizer.dtype.itemsize
-    try:
-        return all(
-            tokens_path(directory, stream, outcome.number).stat().st_size
-            == outcome.tokens[stream] * width
-            and documents_path(directory, stream, outcome.number).stat().st_size
-            == outcome.documents[stream] * 16
-            for stream in outcome.tokens
-            for directory in (attempt.chunks if stream == WHOLE else attempt.data,)
-        )
-    except FileNotFoundError:
-        return False
+    for stream in outcome.tokens:
+        directory = attempt.chunks if stream == WHOLE else attempt.data
+        wanted = {
+            tokens_path(directory, stream, number): outcome.tokens[stream] * width,
+            documents_path(directory, stream, number): outcome.documents[stream] * 16,
+        }
+        try:
+            sizes = {path: path.stat().st_size for path in wanted}
+        except FileNotFoundError:
+            return False
+        if sizes != wanted:
+            return False
+    return True
 
 
 def _split(
@@ -311,18 +314,16 @@ def _build_index(
 ) -> dict[str, Any]:
     """The index, of values that follow from the content: two preparations of it write the same bytes."""
     # Chunks without a token of a stream have no shard in it: an empty file is nothing to read from.
+    streams = {}
+    for stream in (TRAIN, HELD_OUT) if preparation.recipe.held_out else (TRAIN,):
+        shards = [
+            [outcome.number, outcome.tokens[stream]]
+            for outcome in outcomes
+            if outcome.tokens[stream]
+        ]
+        num_documents = sum(outcome.documents[stream] for outcome in outcomes)
+        streams[stream] = {"documents": num_documents, "shards": shards}
     tokenizer = preparation.recipe.tokenizer
-    streams = {
-        stream: {
-            "documents": sum(outcome.documents[stream] for outcome in outcomes),
-            "shards": [
-                [outcome.number, outcome.tokens[stream]]
-                for outcome in outcomes
-                if outcome.tokens[stream]
-            ],
-        }
-        for stream in ((TRAIN, HELD_OUT) if preparation.recipe.held_out else (TRAIN,))
-    }
     return {
         "format": FORMAT,
         "fingerprint": preparation.fingerprint,
@@ -344,25 +345,21 @@ def _build_index(
 
 def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
     """The first malformed lines, one problem each, and how many there are."""
-    path, lines = preparation.source.path, preparation.scan.lines
+    path = preparation.source.path
     problems = []
     for problem in tally.problems:
-        why, remedy = problem.why, f"Correct the line, or set {_POLICY} to skip"
+        why = problem.why
+        remedy = f"Correct the line, or set {_POLICY} to skip"
         if problem.is_torn:
             why += "; the file ends within this line, so it may be truncated"
             remedy = f"Copy the file again, or set {_POLICY} to skip"
         problems.append(Problem(f"{path}:{problem.line}", problem.what, why, remedy))
     # Named one by one as far as a person reads, counted beyond that.
     if tally.malformed > len(problems):
-        what = f"{tally.malformed} of {lines} lines are malformed"
-        problems.append(
-            Problem(
-                str(path),
-                what,
-                f"the first {len(problems)} are named above",
-                f"Correct them, or set {_POLICY} to skip",
-            )
-        )
+        what = f"{tally.malformed} of {preparation.scan.lines} lines are malformed"
+        why = f"the first {len(problems)} are named above"
+        remedy = f"Correct them, or set {_POLICY} to skip"
+        problems.append(Problem(str(path), what, why, remedy))
     return problems
 
 
@@ -371,8 +368,9 @@ def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
     harmless = sum(tally.skipped[reason] for reason in HARMLESS)
     what = f"holds no document in {preparation.scan.lines} lines"
     why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"
-    with suppress(IndexError):
-        why += f", the first in line {tally.problems[0].line}: {tally.problems[0].what}"
+    if tally.problems:
+        first = tally.problems[0]
+        why += f", the first in line {first.line}: {first.what}"
     remedy = (
         f"Check {preparation.source.field}.textField ({preparation.source.text_field!r}) and how the "
         "file was made"

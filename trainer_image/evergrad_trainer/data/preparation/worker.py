@@ -33,7 +33,9 @@ def describe_tokenizer(tokenizer: TextTokenizer) -> dict[str, Any]:
 def _answer(line: str, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Do the job of a line. Errors are values, since the process that can report them is the parent."""
     try:
-        return {"outcome": execute(job_from_json(json.loads(line)), tokenizer).to_json()}
+        job = job_from_json(json.loads(line))
+        outcome = execute(job, tokenizer)
+        return {"outcome": outcome.to_json()}
     except DataError as error:
         return {"problems": [vars(problem) for problem in error.problems]}
     except OSError as error:
@@ -54,8 +56,9 @@ def main() -> None:
             setup["json"], end_of_document=setup["end"], identity=setup["identity"]
         )
     for line in sys.stdin:
+        answer = json.dumps(_answer(line, tokenizer))
         try:
-            print(json.dumps(_answer(line, tokenizer)), flush=True)
+            print(answer, flush=True)
         except BrokenPipeError:
             # The parent is gone; what was finished lies on disk for the next one.
             sys.stdout = None

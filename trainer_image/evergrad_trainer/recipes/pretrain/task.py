@@ -44,20 +44,22 @@ class Pretrain:
         Raises DataError for data of another tokenizer, and without any.
         """
         if not prepared.sources:
-            what, why = "missing", "the task has no stages of its own, and so it trains on text"
+            why = "the task has no stages of its own, and so it trains on text"
             remedy = "Add `data`, or give the task stages"
-            raise DataError(Problem("spec.training.data", what, why, remedy))
+            raise DataError(Problem("spec.training.data", "missing", why, remedy))
         if prepared.tokenizer_identity != self.tokenizer.identity:
+            # The ids would mean other texts, and every loss would look plausible.
             what = f"the data was prepared with the tokenizer {prepared.tokenizer_identity}"
             why = f"this one is {self.tokenizer.identity}"
             raise DataError(
                 Problem("spec.training.tokenizer", what, why, "Prepare the data again")
             )
+
         data = self.setup.training.data
-        sources = {
-            source.name: (self._open(source, source.train), declared.weight)
-            for source, declared in zip(prepared.sources, data.sources, strict=True)
-        }
+        sources = {}
+        for source, declared in zip(prepared.sources, data.sources, strict=True):
+            sources[source.name] = (self._open(source, source.train), declared.weight)
+        # What decides the samples besides the sources and the order: part of the fingerprint of the data.
         facts = {
             "packing": "concatenate",
             "sequence_length": data.sequence_length,
@@ -78,11 +80,12 @@ class Pretrain:
             for one in prepared.sources
             if one.held_out is not None
         ]
+        # One set for the held-out documents of all sources, first: reports show sets in this order.
         if held_out:
             found[HELD_OUT] = Evaluator(held_out)
-        return found | {
-            one.name: Evaluator([self._open(one, one.train)]) for one in prepared.evaluation
-        }
+        for one in prepared.evaluation:
+            found[one.name] = Evaluator([self._open(one, one.train)])
+        return found
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
         """The file's model, all of it trained."""
@@ -91,8 +94,10 @@ class Pretrain:
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         """The sum of token losses in nats."""
         chunk_tokens = self.setup.training.runtime.loss_chunk
+        # By chunks of tokens, if asked for: the logits of a whole micro-batch may not fit.
         loss_sum = causal_lm_loss(modules.trained["model"], chunk_tokens=chunk_tokens)
-        return Loss(loss_sum(batch[INPUT_IDS], batch[LABELS]))
+        total = loss_sum(batch[INPUT_IDS], batch[LABELS])
+        return Loss(total)
 
     def enter(self, modules: Modules, stage: Stage) -> None:
         """Nothing to prepare: there is one stage."""
