@@ -42,21 +42,25 @@ class _ChunkedLoss(torch.autograd.Function):
             # d loss / d logits = softmax - one-hot, and zero where no token is asked for.
             is_asked = targets != ignore_index
             slope = logits.softmax(dim=-1)
-            slope[
-                torch.arange(len(targets), device=slope.device), targets.where(is_asked, 0)
-            ] -= 1
+            positions = torch.arange(len(targets), device=slope.device)
+            # A target that is to be ignored is no column: any one will do, since the row becomes zero.
+            slope[positions, targets.where(is_asked, 0)] -= 1
             slope *= is_asked[:, None]
-            grad_hidden[rows] = slope.to(hidden.dtype) @ weight
-            grad_weight += slope.to(hidden.dtype).T @ part
+            slope = slope.to(hidden.dtype)
+            grad_hidden[rows] = slope @ weight
+            grad_weight += slope.T @ part
         if grad_hidden is not None and grad_weight is not None:
+            # Two tensors of the size of the inputs, and no logits.
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # The loss is a sum: what comes from above scales both.
         (slope,) = gradients
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * slope.to(grad_hidden.dtype), grad_weight * slope, None, None, None
+        scaled_hidden = grad_hidden * slope.to(grad_hidden.dtype)
+        return scaled_hidden, grad_weight * slope, None, None, None
 
 
 def linear_cross_entropy(
@@ -83,14 +87,13 @@ def find_head(model: nn.Module) -> nn.Linear:
 
     Raises ValueError for a model whose logits are more than that.
     """
-    name = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    config = getattr(model, "config", None)
+    name = str(getattr(config, "model_type", type(model).__name__))
     find: Any = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
-    if (
-        name not in PLAIN_HEADS
-        or not isinstance(head, nn.Linear)
-        or getattr(head, "bias", None) is not None
-    ):
+    # By name: a model may scale its logits, or cap them, behind a layer that looks like any other.
+    is_plain = name in PLAIN_HEADS and getattr(head, "bias", None) is None
+    if not is_plain or not isinstance(head, nn.Linear):
         raise ValueError(f"the head of {name} is not plain")
     return head
 
