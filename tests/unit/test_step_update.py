@@ -230,7 +230,7 @@ class Diary(torch_private.TorchDispatchMode):
     """Heartbeats and, while it is entered, numbers that are read from a device, in their order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[str] = []
 
     def beat(self, step: int, slot: int) -> None:
@@ -240,7 +240,7 @@ class Diary(torch_private.TorchDispatchMode):
         self.entries.append("rest")
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             self.entries.append("read")
