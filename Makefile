@@ -49,10 +49,15 @@ run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example on two local nod
 	$(BIN)/evergrad run $(PYDOC)/trainingrun.yaml --nodes 2 $(RUN)
 
 # Files that start processes come first: the long ones must not be left for the end, when the other workers have nothing to do.
+UNITS = -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/integration tests/unit
+
+# Not $(MAKE) itself: make runs a line with that name in it also when it is only to print it.
+SUB_MAKE := $(MAKE)
+# Tests on a cluster mostly wait for it, and those of units and processes mostly compute: side by side they take little more than the former alone.
 test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster of this machine (PYTEST='…': only what that says)
-	$(call stage,tests of units and processes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(PYTEST),-n $(JOBS) --dist loadfile --no-loadscope-reorder tests/integration tests/unit)
-	@$(if $(PYTEST),,$(MAKE) --no-print-directory test-e2e KUBECONFIG=)
+	$(call stage,tests of units and processes$(if $(PYTEST),,, behind those on a cluster))
+	$(if $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python tests/side_by_side.py \
+		--front '$(SUB_MAKE) --no-print-directory test-e2e KUBECONFIG=' --behind '$(BIN)/python -m pytest $(UNITS)')
 
 # Programs and images are built before pytest begins, whose timeouts are for tests.
 # What a cluster of this machine needs; nothing where KUBECONFIG names another or this machine cannot run one.

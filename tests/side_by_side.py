@@ -1,0 +1,121 @@
+"""Runs two commands at once: the tests on a cluster, which mostly wait, and behind them those of units and
+processes, which mostly compute.
+
+``python tests/side_by_side.py --front 'make test-e2e' --behind 'python -m pytest tests/unit'``: what the
+front says is shown as it comes; the other's words follow once the front has ended, and until then one line a
+minute says how far it is. Fails if either fails. Ctrl-C and SIGTERM end both, each with its own clean-up.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+_SECONDS_BETWEEN_LINES = 60.0
+_SECONDS_TO_CLEAN_UP = 120.0
+"""Time for fixtures to take down what they started, such as a cluster."""
+_NICENESS = 5
+"""Of the command behind: the nodes of the cluster, whose tests have time limits, are served first."""
+
+
+def run(front: Sequence[str], behind: Sequence[str]) -> int:
+    """Run both to their ends; returns 0 if both succeed, else 1."""
+    with tempfile.TemporaryFile() as words:
+        second = _start(["nice", "-n", str(_NICENESS), *behind], output=words.fileno())
+        try:
+            first = _start(front)
+            try:
+                _wait(first, second, words.fileno())
+            finally:
+                _end(first)
+            _show_rest(second, words.fileno())
+        finally:
+            _end(second)
+    for name, process in (("front", first), ("behind", second)):
+        if process.returncode != 0:
+            print(f"{name}: failed with exit code {process.returncode}", file=sys.stderr)
+    return 0 if first.returncode == second.returncode == 0 else 1
+
+
+def _start(command: Sequence[str], *, output: int | None = None) -> "subprocess.Popen[bytes]":
+    # A process group of its own: a signal reaches all of it, and a Ctrl-C reaches it through us alone.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output and subprocess.STDOUT,
+        process_group=0,
+    )
+
+
+def _wait(
+    first: "subprocess.Popen[bytes]", second: "subprocess.Popen[bytes]", words: int
+) -> None:
+    """Until the front has ended; says once a minute how far the other is."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            first.wait(timeout=_SECONDS_BETWEEN_LINES)
+            return
+        said = os.pread(words, 400, max(0, os.fstat(words).st_size - 400)).decode(
+            errors="replace"
+        )
+        last = said.strip().rpartition("\n")[2][-100:]
+        state = "ended" if second.poll() is not None else "is at"
+        print(f"{time.strftime('%T')}  behind: {state}: {last}", flush=True)
+
+
+def _show_rest(process: "subprocess.Popen[bytes]", words: int) -> None:
+    """Print all that the command behind says, up to its end."""
+    shown = 0
+    is_over = False
+    while not is_over:
+        is_over = process.poll() is not None
+        while said := os.pread(words, 1 << 16, shown):
+            shown += len(said)
+            sys.stdout.buffer.write(said)
+            sys.stdout.buffer.flush()
+        if not is_over:
+            time.sleep(0.5)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Interrupt a command that still runs, and kill it where that does not help."""
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(timeout=_SECONDS_TO_CLEAN_UP)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Read the two commands and run them."""
+    parser = argparse.ArgumentParser(description=Path(__file__).name)
+    parser.add_argument("--front", required=True, type=shlex.split)
+    parser.add_argument("--behind", required=True, type=shlex.split)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return run(options.front, options.behind)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

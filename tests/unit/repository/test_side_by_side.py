@@ -1,0 +1,68 @@
+"""Two commands at once: both must succeed, all words are shown, and an interrupt ends both."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "side_by_side.py"
+
+
+def python(code: str) -> str:
+    return f'{sys.executable} -c "{code}"'
+
+
+@pytest.mark.parametrize(
+    ("front", "behind", "code"), [(0, 0, 0), (3, 0, 1), (0, 3, 1), (3, 4, 1)]
+)
+def test_it_fails_if_either_fails_and_shows_what_both_say(
+    front: int, behind: int, code: int
+) -> None:
+    commands = (
+        "--front",
+        python(f"print('before'); raise SystemExit({front})"),
+        "--behind",
+        python(f"print('after'); raise SystemExit({behind})"),
+    )
+    result = subprocess.run(
+        [sys.executable, SCRIPT, *commands], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == code
+    assert result.stdout.splitlines() == ["before", "after"]
+    failed = [name for name, number in (("front", front), ("behind", behind)) if number]
+    assert [line.partition(":")[0] for line in result.stderr.splitlines()] == failed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_interrupts_both_and_waits_for_their_clean_up(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    code = """
+import sys, time, pathlib
+name = sys.argv[1]
+pathlib.Path(name + '.begun').touch()
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    time.sleep(0.3)
+    pathlib.Path(name + '.cleaned').touch()
+"""
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    commands = [f"{sys.executable} {program} {tmp_path / name}" for name in ("one", "two")]
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "--front", commands[0], "--behind", commands[1]]
+    )
+    try:
+        while len(list(tmp_path.glob("*.begun"))) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(timeout=100) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert {one.name for one in tmp_path.glob("*.cleaned")} == {"one.cleaned", "two.cleaned"}
