@@ -151,7 +151,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     """Parse a pod; None where its labels are not those of a run's pod."""
     metadata, status = get_map(raw, "metadata"), get_map(raw, "status")
     labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
-    role, attempt = labels.get(names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
+    role, attempt = get_text(labels, names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
     is_of_run = role in (names.ROLE_NODE, names.ROLE_COORDINATOR)
     if not is_of_run or attempt is None or index is None:

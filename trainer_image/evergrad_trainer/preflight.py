@@ -58,9 +58,7 @@ def examine(
     num_workers: int,
     world_sizes: Sequence[int] = (),
 ) -> Examination:
-    """Make every check that does not need the data's content.
-
-    Reads files, builds no model, and writes a probe file only.
+    """Make every check that does not need the data's content. Builds no model, writes a probe file only.
 
     ``num_workers``: of this machine. ``world_sizes``: every number of workers that may train together as
     nodes come and go, on machines like this one; by default those of this machine alone.

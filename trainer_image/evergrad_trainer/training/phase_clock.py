@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -68,8 +68,8 @@ class DeviceEvent(Protocol):
     def query(self) -> bool:
         """Whether the device is past it; does not wait."""
 
-    def elapsed_time(self, end_event: "DeviceEvent") -> float:
-        """Milliseconds from this event to ``end_event``; the device must be past both."""
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to ``end_event`` of the same kind; the device must be past both."""
 
 
 _Marks = list[tuple[str, DeviceEvent]]
