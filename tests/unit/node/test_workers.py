@@ -53,3 +53,89 @@ def test_a_worker_speaks_with_its_node_and_ends_with_it(method: str, tmp_path: P
             os.kill(int(worker), signal.SIGKILL)
             raise AssertionError("the worker has outlived its node")
         time.sleep(0.01)
+
+
+EARLY_SIGNAL = """\
+import os, signal
+
+# First of all hooks, also of asyncio's: the child is sent a signal before any of its own code has run.
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+import asyncio
+from evergrad_trainer.node.workers import WorkerOrder, start_worker
+from evergrad_trainer.worker.channel import Ping
+
+def work(channel, heartbeat):
+    channel.send(Ping())
+    return 0
+
+async def main():
+    asked = []
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.append, "the node")
+    worker = start_worker(work, WorkerOrder(0, 1, "fork", "nothing", "0.0"), variables={})
+    await asyncio.to_thread(worker.channel.receive)
+    for _ in range(8):
+        await asyncio.sleep(0)
+    worker.process.join()
+    print(asked, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+asyncio.run(main())
+"""
+
+
+def test_a_signal_to_a_worker_that_was_just_forked_does_not_reach_its_node(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "node.py"
+    path.write_text(EARLY_SIGNAL)
+    ended = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    assert ended.stdout == "[] set()\n", ended.stderr
+
+
+WITH_CHILDREN = """\
+import asyncio, os, time
+from types import SimpleNamespace
+
+from evergrad_trainer.node.processes import WorkerProcesses
+from evergrad_trainer.node.tasks import TaskWatch
+from evergrad_trainer.node.workers import WorkerOrder, start_worker
+from evergrad_trainer.worker.channel import Ping
+
+def work(channel, heartbeat):
+    # A process that loads data: it lives on when its parent is killed.
+    if os.fork() == 0:
+        time.sleep(600)
+    channel.send(Ping())
+    time.sleep(600)
+    return 0
+
+async def main():
+    ended = asyncio.get_running_loop().create_future()
+    def fail(where, error):
+        ended.set_exception(error)
+    group = SimpleNamespace(
+        hear=lambda worker, record: worker.kill(),
+        end=lambda worker, exit_code: ended.set_result(exit_code),
+    )
+    processes = WorkerProcesses(SimpleNamespace(), TaskWatch(fail), worker_group=lambda: group)
+    worker = start_worker(work, WorkerOrder(0, 1, "fork", "nothing", "0.0"), variables={})
+    processes.watch(worker)
+    print(await asyncio.wait_for(ended, 60))
+
+asyncio.run(main())
+"""
+
+
+def test_the_end_of_a_worker_is_seen_although_its_children_live(tmp_path: Path) -> None:
+    path = tmp_path / "node.py"
+    path.write_text(WITH_CHILDREN)
+    ended = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert ended.stdout == "-9\n", ended.stderr

@@ -25,7 +25,12 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.rules.status import ENDED_PHASES
 from evergrad_coordinator.secret import obtain_token
 from evergrad_manifest.errors import EvergradError
-from evergrad_trainer.worker.processes import die_with_parent, run_and_exit
+from evergrad_trainer.worker.processes import (
+    die_with_parent,
+    run_and_exit,
+    stop_signals_blocked,
+    unblock_stop_signals,
+)
 from evergrad_trainer.worker.signals import StopCount
 
 _START_SECONDS = 20.0
@@ -227,12 +232,15 @@ class LocalNodes:
             os.setpgid(0, 0)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
+            # One that came before ends the node here: the launcher asks each node once.
+            unblock_stop_signals()
             run_and_exit(lambda: self.main(index))
 
         process = multiprocessing.get_context("fork").Process(
             target=be_node, name=f"evergrad-node-{index}"
         )
-        process.start()
+        with stop_signals_blocked():
+            process.start()
         self.ended.pop(index, None)
         self.nodes[index] = _Node(index, process)
 

@@ -18,7 +18,13 @@ from evergrad_trainer.node.failures import count_oom_kills
 from evergrad_trainer.node.log import fall_silent
 from evergrad_trainer.worker.channel import Channel, Failed, channel_pair
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
-from evergrad_trainer.worker.processes import die_with_client, die_with_parent, run_and_exit
+from evergrad_trainer.worker.processes import (
+    die_with_client,
+    die_with_parent,
+    run_and_exit,
+    stop_signals_blocked,
+    unblock_stop_signals,
+)
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 Captures = Literal["nothing", "stderr", "both"]
@@ -134,7 +140,8 @@ def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, 
     # A fork copies what is not written yet, and would write it again.
     sys.stdout.flush()
     sys.stderr.flush()
-    process.start()
+    with stop_signals_blocked():
+        process.start()
     theirs.close()
     if write_end is not None:
         os.close(write_end)
@@ -218,6 +225,7 @@ def _forget_parent(*, keep: tuple[int | None, ...]) -> None:
             number,
             signal.SIG_IGN if number in (signal.SIGTERM, signal.SIGINT) else signal.SIG_DFL,
         )
+    unblock_stop_signals()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor <= 2 or descriptor in keep:
             continue

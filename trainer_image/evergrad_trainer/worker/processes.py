@@ -1,5 +1,6 @@
 """Beginning and end of every process that a launcher, a node or a supervisor starts."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
@@ -8,12 +9,32 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from evergrad_coordinator.contract import ExitCode
 
 _PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Block the signals that ask for a stop while this process forks; the child calls unblock_stop_signals.
+
+    A child has its parent's handlers until it has replaced them. What it was sent before would be lost, or
+    would reach the parent, whose event loop reads the numbers of signals from a socket that both have.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def unblock_stop_signals() -> None:
+    """Take signals from here on, and those that have come since the fork, by this process's own handlers."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
 
 def die_with_parent(parent: int) -> None:
