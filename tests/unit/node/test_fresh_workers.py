@@ -2,7 +2,7 @@
 of them."""
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,12 +73,14 @@ class Scene:
     def __init__(self, *, can_stop: bool = False) -> None:
         self.heard = Heard()
         self.workers: list[FakeWorker] = []
+        self.timers: list[tuple[float, Callable[[], None]]] = []
         self.group = FreshWorkers(
             self._start,  # type: ignore[arg-type]
             num_workers=2,
             report=self.heard,
             can_stop=lambda generation: can_stop,
             grace_seconds=30.0,
+            call_later=lambda seconds, act: self.timers.append((seconds, act)),
         )
         self.group.start()
 
@@ -316,3 +318,37 @@ def test_nothing_is_started_or_answered_once_the_run_is_over() -> None:
     scene.group.change(say.Plan(9, hard=True), cause="")
     assert scene.heard.take() == []
     assert scene.group.capacity == 0 and scene.group.is_empty
+
+
+def test_workers_that_do_not_end_are_killed_at_their_deadline_and_not_at_a_later_tick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
+    scene = Scene()
+    first, second = scene.begin()
+    scene.group.change(say.Plan(2, hard=True), cause="")
+    ((seconds, act),) = scene.timers
+    assert seconds == pytest.approx(0.3)
+    act()
+    assert first.kills == second.kills == 0, "their time is not over"
+    now += seconds + 0.001
+    act()
+    assert first.kills == second.kills == 1
+
+
+def test_a_timer_of_an_older_group_kills_nobody_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
+    scene = Scene()
+    workers = scene.begin()
+    scene.group.change(say.Plan(2, hard=True), cause="")
+    for worker in workers:
+        scene.end(worker, -15)
+    successors = scene.begin(2)
+    now += 1.0
+    for _, act in scene.timers:
+        act()
+    assert [worker.kills for worker in successors] == [0, 0]

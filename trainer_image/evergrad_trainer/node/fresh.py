@@ -36,14 +36,19 @@ class FreshWorkers:
         report: Callable[[Report], None],
         can_stop: Callable[[int], bool],
         grace_seconds: float,
+        call_later: Callable[[float, Callable[[], None]], object] = lambda seconds, act: None,
     ) -> None:
         """``can_stop(generation)``: whether its workers save and leave when they are asked to; they get
-        ``grace_seconds``."""
+        ``grace_seconds``.
+
+        ``call_later(seconds, act)``: without it deadlines are kept at the next ``tick``.
+        """
         self._start_process = start
         self._num_workers = num_workers
         self._tell = report
         self._can_stop = can_stop
         self._grace_seconds = grace_seconds
+        self._call_later = call_later
         self._workers: dict[int, Worker] = {}
         self._serial = 0
         self._go: Go | None = None
@@ -173,11 +178,12 @@ class FreshWorkers:
             )
             return False
         self._ready_at = time.monotonic() + pause
+        self._call_later(pause, self.tick)
         return True
 
     def tick(self) -> None:
         """Now and then: end workers that have had their time."""
-        if self._kill_at is not None and time.monotonic() > self._kill_at:
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
             for worker in self._workers.values():
                 worker.kill()
         self._check_ready()
@@ -187,6 +193,8 @@ class FreshWorkers:
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
         self._is_stopping = True
+        # The others wait for this node: a deadline kept at the next tick would cost them a quarter second.
+        self._call_later(max(0.0, self._kill_at - time.monotonic()), self.tick)
         if is_asking:
             for worker in self._workers.values():
                 worker.send_signal(signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 
 from evergrad_coordinator.contract import ExitCode
@@ -29,13 +30,16 @@ class WorkerProcesses:
         self._tasks = tasks
         self._workers = worker_group
         self._outputs: dict[int, WorkerOutput] = {}
+        self._end_descriptors: dict[int, int] = {}
+        """By serial number: a descriptor that can be read once the worker has ended."""
         self._pids: set[int] = set()
 
     def watch(self, worker: Worker) -> None:
         """Listen to a worker that was just started."""
         loop = asyncio.get_running_loop()
         loop.add_reader(worker.channel.socket, self._tasks.call, self._read, worker)
-        loop.add_reader(worker.process.sentinel, self._tasks.call, self._reap, worker)
+        end = self._end_descriptors[worker.serial] = _open_end(worker)
+        loop.add_reader(end, self._tasks.call, self._reap, worker)
         if worker.output is not None:
             name = f"node-{self._settings.node}-worker-{worker.local_rank}.out"
             output = self._outputs[worker.serial] = WorkerOutput(
@@ -65,7 +69,9 @@ class WorkerProcesses:
         worker.process.join()
         self._pids.discard(worker.pid)
         worker.end_descendants()
-        loop.remove_reader(worker.process.sentinel)
+        end = self._end_descriptors.pop(worker.serial)
+        loop.remove_reader(end)
+        os.close(end)
         with contextlib.suppress(EOFError):
             # Its last words may still be in the channel.
             while (record := worker.channel.receive(0)) is not None:
@@ -80,3 +86,14 @@ class WorkerProcesses:
         self._workers().end(worker, int(ExitCode.INTERNAL) if code is None else code)
         worker.process.close()
         worker.last_lines = None
+
+
+def _open_end(worker: Worker) -> int:
+    """A descriptor that can be read once the worker has ended.
+
+    Its sentinel is a pipe that its own children hold open, too: processes that load a script's data would
+    hide the worker's end until somebody has ended them.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(worker.pid)
+    return os.dup(worker.process.sentinel)

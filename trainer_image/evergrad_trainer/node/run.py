@@ -196,6 +196,7 @@ async def _serve_fresh(
         report=supervisor.take,
         can_stop=lambda generation: True,
         grace_seconds=settings.grace_seconds,
+        call_later=asyncio.get_running_loop().call_later,
     )
     return await serve(supervisor, worker_group, settings)
 

@@ -103,13 +103,14 @@ class _ScriptNode:
         )
 
     def build_worker_group(self, num_workers: int) -> FreshWorkers:
-        """The script's workers, one set for each generation."""
+        """The script's workers, one set for each generation. Called on the running loop."""
         self._worker_group = FreshWorkers(
             self._start,
             num_workers=num_workers,
             report=self.supervisor.take,
             can_stop=self.node_state.has_guard,
             grace_seconds=float(self._script.grace_period_seconds),
+            call_later=asyncio.get_running_loop().call_later,
         )
         return self._worker_group
 
