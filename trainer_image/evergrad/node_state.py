@@ -22,7 +22,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-DIRECTORY_VARIABLE = "EVERGRAD_BOARD"
+DIRECTORY_VARIABLE = "EVERGRAD_NODE_STATE"
 """Environment of workers: the directory that holds the node state file."""
 GENERATION_VARIABLE = "EVERGRAD_GENERATION"
 """Environment of workers that live for one generation: its number."""
@@ -30,7 +30,7 @@ STOP_SECONDS_VARIABLE = "EVERGRAD_STOP_SECONDS"
 """Environment of workers: how long after SIGTERM a worker may still work."""
 LEASE_LOST = 79
 """Exit code of a worker whose node has lost its lease: nobody has asked it to stop."""
-RECORD_NAME = "board"
+RECORD_NAME = "state"
 SOCKET_NAME = "socket"
 
 _MAGIC = b"EVB1"

@@ -77,7 +77,7 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    one = Node(tmp_path / "board")
+    one = Node(tmp_path / "state")
     yield one
     one.close()
 
@@ -202,18 +202,18 @@ def test_a_report_of_values_that_are_no_numbers_fails_nothing_and_warns_once_for
 def test_a_report_does_not_wait_for_a_node_that_accepts_no_connection(
     start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:
-    (tmp_path / "board").mkdir()
+    (tmp_path / "state").mkdir()
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
-        listener.bind(str(tmp_path / "board/socket"))
+        listener.bind(str(tmp_path / "state/socket"))
         listener.listen(0)
         with contextlib.suppress(BlockingIOError):
             while True:
                 one = waiting.enter_context(socket.socket(socket.AF_UNIX))
                 one.setblocking(False)
-                one.connect(str(tmp_path / "board/socket"))
+                one.connect(str(tmp_path / "state/socket"))
         script = start(
             "report(1); report(2); print('on')",
-            EVERGRAD_BOARD=str(tmp_path / "board"),
+            EVERGRAD_NODE_STATE=str(tmp_path / "state"),
             EVERGRAD_GENERATION="1",
         )
         assert end_of(script) == (0, "on\n")

@@ -229,10 +229,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_workers_are_told_the_directory_and_their_generation(tmp_path: Path) -> None:
     async def body(server: NodeStateServer, _: list[dict[str, object]]) -> None:
-        assert server.environment == {"EVERGRAD_BOARD": str(tmp_path)}
+        assert server.environment == {"EVERGRAD_NODE_STATE": str(tmp_path)}
         server.announce(newest_generation=6, own_generation=6, contact=1.0, is_draining=False)
         assert server.environment == {
-            "EVERGRAD_BOARD": str(tmp_path),
+            "EVERGRAD_NODE_STATE": str(tmp_path),
             "EVERGRAD_GENERATION": "6",
         }
 

@@ -156,7 +156,11 @@ def parameters(**config: Any) -> RendezvousParameters:
 
 @pytest.fixture
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[EvergradRendezvousHandler]:
-    for name in ("EVERGRAD_GENERATION", "EVERGRAD_BOARD", "TORCH_ELASTIC_WORKER_IDENTICAL"):
+    for name in (
+        "EVERGRAD_GENERATION",
+        "EVERGRAD_NODE_STATE",
+        "TORCH_ELASTIC_WORKER_IDENTICAL",
+    ):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(agent_loop, "CoordinatorClient", FakeClient)
     monkeypatch.setattr(agent_loop.Heartbeat, "start", lambda self: None)
@@ -496,7 +500,7 @@ def test_workers_that_stop_in_order_are_given_the_time_for_it(
 ) -> None:
     join(handler)
     with socket.socket(socket.AF_UNIX) as worker:
-        worker.connect(os.path.join(os.environ["EVERGRAD_BOARD"], "socket"))
+        worker.connect(os.path.join(os.environ["EVERGRAD_NODE_STATE"], "socket"))
         worker.sendall(b'{"type": "guard", "generation": 7}\n')
         until(lambda: handler._link.loop.node_state.has_guard(7), "the guard")
         FakeClient.newest.say(plan(8, hard=False))
@@ -558,7 +562,7 @@ def test_workers_that_ended_well_only_because_they_were_told_to_stop_are_not_don
 ) -> None:
     store = join(handler).store
     with socket.socket(socket.AF_UNIX) as worker:
-        worker.connect(os.path.join(os.environ["EVERGRAD_BOARD"], "socket"))
+        worker.connect(os.path.join(os.environ["EVERGRAD_NODE_STATE"], "socket"))
         worker.sendall(b'{"type": "stopping", "generation": 7}\n')
         until(lambda: handler._link.loop.node_state.has_stopped(7), "the word of the worker")
     with pytest.raises(SystemExit) as caught:
@@ -595,7 +599,7 @@ def test_a_node_that_is_told_to_leave_says_so_and_is_gone(
 def test_a_closed_handler_leaves_no_directory_behind(
     handler: EvergradRendezvousHandler,
 ) -> None:
-    directory = Path(os.environ["EVERGRAD_BOARD"])
+    directory = Path(os.environ["EVERGRAD_NODE_STATE"])
     assert directory.is_dir()
     handler.shutdown()
     assert not directory.exists()

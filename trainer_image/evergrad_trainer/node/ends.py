@@ -23,7 +23,7 @@ from evergrad_coordinator.protocol import Broken
 from evergrad_trainer.node.failures import describe_end
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker.channel import Failed, fit_text
-from evergrad_trainer.worker.lost_peers import is_lost_peer
+from evergrad_trainer.worker.peer_failures import is_peer_failure
 
 _SAVED = (ExitCode.DONE, ExitCode.STOPPED_SAVED)
 _RETRIES = 3
@@ -126,7 +126,7 @@ def _describe_silent(
     cause: BreakCause = (
         "out_of_memory" if oom else "stuck" if worker.was_killed else "worker_crash"
     )
-    if is_lost_peer(text, world_size=world_size):
+    if is_peer_failure(text, world_size=world_size):
         cause = "peer_lost"
     kind = ErrorKind.PEER if cause == "peer_lost" else ErrorKind.INTERNAL
     return WorkerEnd(Why.FAILED, exit_code, cause, kind, fit_text(text))

@@ -97,7 +97,7 @@ class _ScriptNode:
         self._is_warm = is_warm
         self.supervisor = Supervisor(settings, metrics=metrics, on_tick=self._announce)
         self.node_state = NodeStateServer(
-            folder / "board",
+            folder / "state",
             on_report=self.supervisor.reported,
             may_commit=self.supervisor.conversation.commit,
         )

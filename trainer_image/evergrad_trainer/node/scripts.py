@@ -21,7 +21,7 @@ from evergrad_trainer.distributed import read_launch
 from evergrad_trainer.host_trouble import kind_of_script_error
 from evergrad_trainer.worker.channel import Channel, Failed, fit_text
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
-from evergrad_trainer.worker.lost_peers import is_peer_error
+from evergrad_trainer.worker.peer_failures import is_peer_error
 
 _log = logging.getLogger(__name__)
 _WORTH_PRELOADING = (

@@ -174,7 +174,7 @@ class Supervisor:
                 self.conversation.send(report)
             case Broken():
                 self._metrics.broken(report.cause)
-                # A lost peer is a consequence: the node that lost it names the cause.
+                # The failure of a peer is a consequence: the node of that peer names the cause.
                 if report.cause != "peer_lost":
                     self._say(self._end.note_broken(report))
                 self.conversation.send(report)

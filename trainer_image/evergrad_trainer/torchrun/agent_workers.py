@@ -20,7 +20,7 @@ from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import Broken
 from evergrad_coordinator.wire import MAX_TEXT
-from evergrad_trainer.worker.lost_peers import is_lost_peer
+from evergrad_trainer.worker.peer_failures import is_peer_failure
 
 _FIND_SECONDS = 20.0
 _FIND_EVERY_SECONDS = 0.02
@@ -75,7 +75,7 @@ def classify(end: SeenEnd, *, world_size: int) -> BreakCause:
     if end.exit_code == ExitCode.USER_ERROR:
         return "user_error"
     # A worker that left as asked, or whose lease was lost: both follow from something else.
-    if end.exit_code in (ExitCode.STOPPED_SAVED, LEASE_LOST) or is_lost_peer(
+    if end.exit_code in (ExitCode.STOPPED_SAVED, LEASE_LOST) or is_peer_failure(
         end.message, world_size=world_size
     ):
         return "peer_lost"

@@ -1,8 +1,8 @@
 """The states of a worker's life, and of the model state that it holds.
 
 A worker whose world is never replaced goes through the same states, with one world: its only order is
-"begin", and the next one it takes is the end that this world has agreed on. A lost peer or a difference then
-ends the worker (FAILED), since its launcher starts all of them afresh.
+"begin", and the next one it takes is the end that this world has agreed on. A failed peer or a difference
+then ends the worker (FAILED), since its launcher starts all of them afresh.
 
 ::
 

@@ -80,7 +80,7 @@ class Lifecycle:
                     return LifeEnd(order.exit_code)
 
     def _take_part(self, begin: Go) -> None:
-        """Meet, settle, train, leave. A lost peer, or replicas that differ, end this world and nothing else.
+        """Meet, settle, train, leave. A failed peer, or replicas that differ, end this world alone.
 
         Other errors are raised; those two as well where no other world follows.
         """

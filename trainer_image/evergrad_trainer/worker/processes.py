@@ -76,6 +76,6 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: after a lost peer the interpreter's own end can wait for threads stuck in a dead
+        # Not sys.exit: after a peer has failed the interpreter's own end can wait for threads stuck in a dead
         # collective.
         os._exit(code)

@@ -12,7 +12,7 @@ from evergrad_trainer.errors import is_agreed
 from evergrad_trainer.host_trouble import describe_host_trouble
 from evergrad_trainer.records import EventType
 from evergrad_trainer.worker.channel import Failed, fit_text
-from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_peer_error
+from evergrad_trainer.worker.peer_failures import FAILURE_WORDS, is_peer_error
 from evergrad_trainer.worker.session import Session
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
         print(f"error: {where}{error}", file=sys.stderr)
     elif is_peer_error(error, world_size=read_launch().world_size):
         # A consequence, whose cause another rank reports.
-        print(f"error: rank {rank}: {LOST_WORDS}", file=sys.stderr)
+        print(f"error: rank {rank}: {FAILURE_WORDS}", file=sys.stderr)
     else:
         print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
         traceback.print_exception(error)

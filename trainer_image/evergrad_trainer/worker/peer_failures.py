@@ -1,8 +1,8 @@
-"""Whether an error means that another process of the group is gone: a consequence, whose own cause counts
-more. Pure.
+"""Tells errors that the failure of a peer has caused from all others: they are consequences, and the peer's
+own error counts more. Pure.
 
-An error is judged in the process that raised it, by :func:`is_peer_error`, and travels as ``ErrorKind.PEER``.
-torch has no class for a lost peer (gloo raises a bare RuntimeError), so that its words decide. Only the end
+``is_peer_error`` judges an error in the process that raised it, and the error travels as ``ErrorKind.PEER``.
+torch has no class for a failed peer (gloo raises a bare RuntimeError), so that the text decides. Only the end
 of a process that could not report its own error, such as an executable's, is judged by what it printed.
 
 Words like "Connection reset by peer" are the system's, and a script's own database uses them too. They
@@ -13,10 +13,10 @@ import re
 
 from evergrad_trainer.errors import PeerLostError
 
-LOST_WORDS = "the connection to another process was lost"
+FAILURE_WORDS = "the connection to another process was lost"
 """What a typed run's worker prints instead of a collective's error."""
 _DECISIVE = re.compile(
-    rf"{LOST_WORDS}|Connection closed by peer \[|connectFullMesh failed", re.IGNORECASE
+    rf"{FAILURE_WORDS}|Connection closed by peer \[|connectFullMesh failed", re.IGNORECASE
 )
 """Ours, and gloo's: its peers' addresses begin with a bracket."""
 _NETWORK = re.compile(
@@ -52,24 +52,24 @@ def is_peer_error(error: BaseException, *, world_size: int) -> bool:
         if isinstance(seen, PeerLostError):
             return True
         text = f"{type(seen).__module__}.{type(seen).__name__}: {seen}"
-        if isinstance(seen, RuntimeError) and is_lost_peer(text, world_size=world_size):
+        if isinstance(seen, RuntimeError) and is_peer_failure(text, world_size=world_size):
             return True
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return False
 
 
-def is_lost_peer(text: str, *, world_size: int) -> bool:
-    """Whether ``text``, the last that a worker printed, is of a lost peer."""
+def is_peer_failure(text: str, *, world_size: int) -> bool:
+    """Whether ``text``, the last that a worker printed, is of a failed peer."""
     if world_size <= 1:
         return False
     lines = text.splitlines()
     return any(
-        _names_lost_peer(line, lines[index + 1 : index + _NCCL_LINES])
+        _names_peer_failure(line, lines[index + 1 : index + _NCCL_LINES])
         for index, line in enumerate(lines)
     )
 
 
-def _names_lost_peer(line: str, following: list[str]) -> bool:
+def _names_peer_failure(line: str, following: list[str]) -> bool:
     if _PYTHONS.search(line) or _REMARK.search(line):
         return False
     if _DECISIVE.search(line):

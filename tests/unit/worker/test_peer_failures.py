@@ -1,10 +1,10 @@
-"""What a lost peer looks like in the words of gloo, NCCL and torch's store, and what only looks like it."""
+"""What a failed peer looks like in the words of gloo, NCCL and torch's store, and what only looks like it."""
 
 import pytest
 from torch.distributed import DistNetworkError
 
 from evergrad_trainer.errors import PeerLostError
-from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_lost_peer, is_peer_error
+from evergrad_trainer.worker.peer_failures import FAILURE_WORDS, is_peer_error, is_peer_failure
 
 GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
 NCCL = (
@@ -43,14 +43,14 @@ NCCL = (
         ),
         "socketStartConnect: Connect to 10.0.0.1<43> failed : Connection refused",
         "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.",
-        f"ended with exit code 70; it said: error: rank 1: {LOST_WORDS}",
+        f"ended with exit code 70; it said: error: rank 1: {FAILURE_WORDS}",
     ],
 )
-def test_what_collectives_say_of_a_lost_peer_is_known_and_never_in_a_world_of_one(
+def test_what_collectives_say_of_a_failed_peer_is_known_and_never_in_a_world_of_one(
     text: str,
 ) -> None:
-    assert is_lost_peer(text, world_size=2)
-    assert not is_lost_peer(text, world_size=1)
+    assert is_peer_failure(text, world_size=2)
+    assert not is_peer_failure(text, world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_collectives_say_of_a_lost_peer_is_known_and_never_in_a_world_of_on
     ],
 )
 def test_an_error_of_the_scripts_own_stays_its_own(text: str) -> None:
-    assert not is_lost_peer(text, world_size=8)
+    assert not is_peer_failure(text, world_size=8)
 
 
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12170."
