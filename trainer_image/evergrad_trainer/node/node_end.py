@@ -56,6 +56,7 @@ class NodeEnd:
 
     def note_outcome(self, message: End) -> None:
         """Remember the outcome of the run where it is not a good one: it is no trouble of this host."""
+        # A node that has a cause of its own keeps it: the coordinator's words are about the whole run.
         if message.message and message.exit_code != ExitCode.DONE:
             is_input = message.exit_code == ExitCode.USER_ERROR
             kind = ErrorKind.INPUT if is_input else ErrorKind.INTERNAL

@@ -78,6 +78,7 @@ class WorkerProcesses:
                 self._workers().hear(worker, record)
         loop.remove_reader(worker.channel.socket)
         worker.channel.close()
+        # To its end: the last lines are part of what the group is told about this end.
         output = self._outputs.pop(worker.serial, None)
         if output is not None:
             output.drain()

@@ -138,6 +138,7 @@ class _ScriptNode:
             is_warm=self._is_warm,
         )
         order = WorkerOrder(local_rank, serial, "fork", "both", f"{settings.node}.{local_rank}")
+        # The script's own variables come last, in its process: what it sets itself must win.
         own = {
             **variables,
             **self.node_state.environment,

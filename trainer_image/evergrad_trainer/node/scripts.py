@@ -49,6 +49,7 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
     names = _names_from(path) if path is not None else {}
     wanted = {"torch", *names}
     loaded = []
+    # In this order, and not the script's: torch first, which all others import.
     for name in _WORTH_PRELOADING:
         if name in wanted and importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
@@ -70,6 +71,7 @@ def run_script(
 
     ``is_warm``: run Python in this process instead of a new one.
     """
+    # As in a process that a shell has started: a script without handlers ends by the first SIGTERM, at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     # Before the script can change the variables.

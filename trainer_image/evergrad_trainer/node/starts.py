@@ -71,6 +71,7 @@ class WorkerStarts:
 
     def note_warm(self, worker: Worker) -> None:
         """One more worker is warm."""
+        # Starts that failed before say nothing about a host on which one has succeeded since.
         self._failed_starts = 0
         self._longest_start = max(self._longest_start, time.monotonic() - worker.started_at)
         if self._first_warm_at is None:
@@ -142,6 +143,7 @@ class WorkerStarts:
         return None
 
     def _start(self, local_rank: int) -> None:
+        # A worker that is due may still be in the list when the run ends.
         if not self.are_over:
             self._serial += 1
             self.workers[local_rank] = self._start_process(local_rank, self._serial)

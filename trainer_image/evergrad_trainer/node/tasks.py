@@ -50,5 +50,6 @@ class TaskWatch:
     def close(self) -> None:
         """Cancel what still runs."""
         self._is_closed = True
+        # A copy: each cancelled task takes itself off the set.
         for task in tuple(self._tasks):
             task.cancel()

@@ -121,6 +121,7 @@ class AgentLink:
                 )
                 raise SystemExit(int(ExitCode.STOPPED_SAVED))
             self.state.done_generation = self.state.place.generation
+            # Workers that end before the agent has asked for the first time were up all the same.
             if self.state.up_generation < self.state.place.generation:
                 self.loop.send(Up(self.state.place.generation, self.loop.members.reports.step))
             self.loop.call(self.loop.members.flush_report)

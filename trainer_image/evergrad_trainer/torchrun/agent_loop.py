@@ -159,6 +159,7 @@ class AgentLoop:
                     raise RuntimeError("the conversation with the coordinator ended early")
                 await stopped
         finally:
+            # The process beside this one first: from here on the node is not there any more.
             heartbeat.close()
             self._client.close()
             for task in (client, ticks, beats, stopped):
@@ -244,6 +245,7 @@ class AgentLoop:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             with self.state.changed:
+                # Also without any news: workers end by themselves when the contact in the record grows old.
                 self._announce()
                 if self.state.is_leaving:
                     self.members.say_ready_to_leave()

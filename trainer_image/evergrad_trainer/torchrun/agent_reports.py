@@ -41,6 +41,7 @@ class WorkerReports:
 
         Returns what cannot wait: a new checkpoint.
         """
+        # A worker of an older group may still be ending, and other ranks see a part of the world's loss.
         if report.get("generation") != self._generation or report.get("rank", 0) != 0:
             return []
         found, left_out = read_values(report)
@@ -55,6 +56,7 @@ class WorkerReports:
         if checkpoint_step <= self._checkpoint_step:
             return []
         self._checkpoint_step = checkpoint_step
+        # In this order: a checkpoint above the last step that was reported would look like a mistake.
         return [*self.flush(now=now), Boundary(self._generation, checkpoint_step)]
 
     def flush(self, *, now: float) -> list[Message]:

@@ -152,6 +152,7 @@ class WorkerWatch:
             if end is not None:
                 is_own = end.si_code == os.CLD_EXITED
                 exit_code = end.si_status if is_own else -end.si_status
+        # Only now: the number must not name another process while it is asked about.
         os.close(descriptor)
         seen = SeenEnd(
             rank=int(variables.get("RANK", -1)), exit_code=exit_code, at=time.monotonic()
@@ -166,11 +167,13 @@ def read_message(error_file: str | None) -> str:
     stderr, else ""."""
     if not error_file or error_file == os.devnull:
         return ""
+    # Written by @record, and then the whole truth; torch leaves it out where the script is not decorated.
     try:
         message = json.loads(Path(error_file).read_text())["message"]
         return str(message["message"] if isinstance(message, dict) else message)
     except (OSError, ValueError, KeyError, TypeError):
         pass
+    # Beside it, if torchrun was told to redirect: the last line of a traceback names the error.
     try:
         with Path(error_file).with_name("stderr.log").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

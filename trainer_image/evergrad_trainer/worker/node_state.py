@@ -84,7 +84,15 @@ class NodeStateServer:
         """Remove the file: its workers take that for the end of their group."""
         if self._server is not None:
             server, self._server = self._server, None
-            await _stop_listening(server)
+            # asyncio loses a connection that it accepted in the same turn of the loop as the close: it then
+            # fails to make a transport for it, and leaves the socket open, with a worker at its other end
+            # that waits for an answer. One turn each for transport, protocol and the handler's first words.
+            loop = asyncio.get_running_loop()
+            for listener in server.sockets:
+                loop.remove_reader(listener.fileno())
+            for _ in range(3):
+                await asyncio.sleep(0)
+            server.close()
         for writer in tuple(self._connections):
             writer.close()
         if self._record >= 0:
@@ -167,18 +175,3 @@ class NodeStateServer:
                 await writer.drain()
             case CommitAnswer():
                 raise ValueError("only a node sends an answer")
-
-
-async def _stop_listening(server: asyncio.Server) -> None:
-    """Close a server after each connection it has accepted has come to its handler.
-
-    asyncio loses one that it accepted in the same turn of the loop as the close: it then fails to make a
-    transport for it, and leaves the socket open, with a worker at its other end that waits for an answer.
-    """
-    loop = asyncio.get_running_loop()
-    for listener in server.sockets:
-        loop.remove_reader(listener.fileno())
-    # One turn each for the transport, the protocol and the first words of the handler.
-    for _ in range(3):
-        await asyncio.sleep(0)
-    server.close()

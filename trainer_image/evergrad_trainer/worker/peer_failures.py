@@ -63,16 +63,15 @@ def is_peer_failure(text: str, *, world_size: int) -> bool:
     if world_size <= 1:
         return False
     lines = text.splitlines()
-    return any(
-        _names_peer_failure(line, lines[index + 1 : index + _NCCL_LINES])
-        for index, line in enumerate(lines)
-    )
-
-
-def _names_peer_failure(line: str, following: list[str]) -> bool:
-    if _PYTHONS.search(line) or _REMARK.search(line):
-        return False
-    if _DECISIVE.search(line):
-        return True
-    said = "\n".join([line, *following]) if "NCCL error in:" in line else line
-    return bool(_TORCH.search(said) and _NETWORK.search(said))
+    for index, line in enumerate(lines):
+        # Neither a class that no collective raises, nor a remark, says why the process ended.
+        if _PYTHONS.search(line) or _REMARK.search(line):
+            continue
+        if _DECISIVE.search(line):
+            return True
+        # The system's words count only beside the name of a library that speaks with peers.
+        num_lines = _NCCL_LINES if "NCCL error in:" in line else 1
+        said = "\n".join(lines[index : index + num_lines])
+        if _TORCH.search(said) and _NETWORK.search(said):
+            return True
+    return False

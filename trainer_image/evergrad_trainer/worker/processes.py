@@ -50,15 +50,15 @@ def die_with_client() -> None:
     the server."""
     _ask_for_death_signal()
     client = multiprocessing.parent_process()
-    if client is not None:
-        threading.Thread(
-            target=_die_after, args=(client.sentinel,), name="evergrad-client", daemon=True
-        ).start()
+    if client is None:
+        return
 
+    def die_after_client() -> None:
+        # The kernel's signal is bound to the server, which lives on: the client's end is seen by its pipe.
+        multiprocessing.connection.wait([client.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _die_after(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=die_after_client, name="evergrad-client", daemon=True).start()
 
 
 def _ask_for_death_signal() -> None:
