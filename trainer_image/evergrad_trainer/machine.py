@@ -33,21 +33,26 @@ def observe_machine(
 
     The accelerator's facts come from the caller: only ``distributed.py`` may touch a device.
     """
+    return Machine(
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        memory_bytes=usable_memory_bytes(),
+        num_accelerators=num_accelerators,
+        accelerator_memory_bytes=accelerator_memory_bytes,
+        has_cpp_compiler=has_cpp_compiler(),
+    )
+
+
+def usable_memory_bytes() -> int | None:
+    """Memory that a process may use here, in bytes; None where it cannot be known."""
     # In a container the machine's memory says little: the smallest of all limits is what kills a process.
     limits = [
         value
         for value in (_available_memory(), *map(_read_limit, _CGROUP_LIMITS))
         if value is not None
     ]
-    return Machine(
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
-        memory_bytes=min(limits) if limits else None,
-        num_accelerators=num_accelerators,
-        accelerator_memory_bytes=accelerator_memory_bytes,
-        has_cpp_compiler=has_cpp_compiler(),
-    )
+    return min(limits) if limits else None
 
 
 def has_accelerator_driver() -> bool:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.checkpoint import ahead
 from evergrad_trainer.checkpoint.ahead import read_ahead
+from evergrad_trainer.checkpoint.files import hash_bytes
+from evergrad_trainer.checkpoint.held import HeldFiles
 
 
 @pytest.fixture
@@ -14,28 +15,39 @@ def checkpoints(tmp_path: Path) -> Path:
     for name, size in (("step-1", 10), ("step-2", 3000)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-00000.bin").write_bytes(bytes(size))
+        (tmp_path / name / "tensors.json").write_bytes(b"{}")
         (tmp_path / name / "manifest.json").write_bytes(b"{}")
     (tmp_path / "latest").write_text(json.dumps({"checkpoint": "step-2"}), "utf-8")
     return tmp_path
 
 
-def test_the_files_of_the_newest_checkpoint_are_read_to_their_ends(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[Path] = []
-    monkeypatch.setattr(ahead, "_read", read.extend)
-    thread = read_ahead(checkpoints, memory_bytes=2**20)
-    assert thread is not None
-    thread.join(30)
-    folder = checkpoints / "step-2"
-    assert sorted(read) == [folder / "manifest.json", folder / "rank-00000.bin"]
+def test_the_files_of_the_newest_checkpoint_are_read_to_their_ends(checkpoints: Path) -> None:
+    held = read_ahead(checkpoints, memory_bytes=2**20)
+    assert held is not None
+    held.wait()
+    shard = checkpoints / "step-2" / "rank-00000.bin"
+    assert held.has(shard) and held.has(checkpoints / "step-2" / "tensors.json")
+    assert not held.has(checkpoints / "step-1" / "rank-00000.bin")
+    assert held.matches(shard, hash_bytes(bytes(3000)))
+    assert held.find(shard) == bytes(3000)
+
+
+def test_the_manifest_is_not_read_ahead(checkpoints: Path) -> None:
+    """It is what everything else is compared with, and is read when the choice is made."""
+    held = read_ahead(checkpoints, memory_bytes=2**20)
+    assert held is not None
+    held.wait()
+    assert not held.has(checkpoints / "step-2" / "manifest.json")
 
 
 def test_a_file_that_vanishes_meanwhile_ends_the_reading_quietly(checkpoints: Path) -> None:
-    ahead._read([checkpoints / "step-2" / "rank-00000.bin", checkpoints / "gone"])
+    held = HeldFiles(limit_bytes=2**20)
+    held.begin([checkpoints / "gone"])
+    held.wait()
+    assert not held.has(checkpoints / "gone")
 
 
-def test_a_checkpoint_that_memory_would_not_keep_is_not_read(checkpoints: Path) -> None:
+def test_a_checkpoint_that_takes_too_much_memory_is_not_read(checkpoints: Path) -> None:
     assert read_ahead(checkpoints, memory_bytes=8192) is None
     assert read_ahead(checkpoints, memory_bytes=None) is None
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from evergrad_trainer.checkpoint import dcp_storage
 from evergrad_trainer.checkpoint.dcp_storage import _read_box
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError
-from evergrad_trainer.checkpoint.reader import ShardSource
+from evergrad_trainer.checkpoint.reader import FileSource
 from evergrad_trainer.checkpoint.restoring import open_table, read_state
 from evergrad_trainer.checkpoint.staging import view_bytes
 from evergrad_trainer.checkpoint.store import open_store
@@ -109,7 +109,7 @@ def test_a_file_that_ends_too_early_is_damage_and_not_zeros(tmp_path: Path) -> N
         with pytest.raises(
             InvalidCheckpointError, match=r"file rank-00000\.bin: ends at byte 5"
         ):
-            ShardSource(descriptor, path.name).read_into(memoryview(bytearray(4)), 3)
+            FileSource(descriptor, path.name).read_into(memoryview(bytearray(4)), 3)
     finally:
         os.close(descriptor)
 
@@ -165,13 +165,13 @@ def test_a_rank_of_a_sharded_model_reads_its_own_part_only(
     solo = make_solo()
     solo.manager.save(10, whole, extra={}, wait=True)
     counted: list[int] = []
-    read_into = ShardSource.read_into
+    read_into = FileSource.read_into
 
-    def count(self: ShardSource, buffer: memoryview, offset: int) -> None:
+    def count(self: FileSource, buffer: memoryview, offset: int) -> None:
         counted.append(len(buffer))
         read_into(self, buffer, offset)
 
-    monkeypatch.setattr(ShardSource, "read_into", count)
+    monkeypatch.setattr(FileSource, "read_into", count)
 
     def shard(tensor: torch.Tensor) -> DTensor:
         local = torch.zeros(tensor.shape[0] // 4, *tensor.shape[1:])

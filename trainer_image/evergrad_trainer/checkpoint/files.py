@@ -1,6 +1,7 @@
 """Hashing, renaming and removal of a checkpoint's files."""
 
 import errno
+import fcntl
 import os
 import shutil
 import time
@@ -18,6 +19,7 @@ BLOCK_BYTES = 8 * 2**20
 READ_BYTES = 2**20
 """Bytes read for hashing by one call, into a buffer that each hashing thread has."""
 _LOOK_SECONDS = 0.05
+_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def hash_bytes(data: bytes | memoryview) -> str:
@@ -99,3 +101,16 @@ def remove_tree(path: Path) -> bool:
     """
     shutil.rmtree(path, ignore_errors=True)
     return not os.path.lexists(path)
+
+
+def set_direct(descriptor: int, wanted: bool) -> bool:
+    """Switch reading and writing past the page cache on or off; whether it is on now.
+
+    A file system that has none refuses to switch it on.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if wanted else flags)
+    except OSError:
+        return False
+    return wanted and _DIRECT != 0

@@ -15,6 +15,7 @@ from evergrad_coordinator.contract import ErrorKind
 from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.dcp_storage import plan_snapshot
 from evergrad_trainer.checkpoint.fence import Fence
+from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.layout import BEST, Version
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restoring import Restored, load_newest
@@ -200,13 +201,16 @@ class CheckpointManager:
         if outcome is not None and outcome.fenced is not None:
             raise outcome.fenced
 
-    def restore(self, state: Mapping[str, torch.Tensor]) -> Restored | None:
+    def restore(
+        self, state: Mapping[str, torch.Tensor], *, ahead: HeldFiles | None = None
+    ) -> Restored | None:
         """Load the newest checkpoint that validates into ``state`` in place, all ranks together; None if
         there never was one.
 
-        First removes what killed processes left behind. Damaged checkpoints go to ``quarantine/``, each with
-        an event. Raises CheckpointError if there are checkpoints and none can be used, or if they are not
-        this run's.
+        ``ahead``: the newest checkpoint's files, where this process has begun to read them already. First
+        removes what killed processes left behind. Damaged checkpoints go to ``quarantine/``, each with an
+        event. Raises CheckpointError if there are checkpoints and none can be used, or if they are not this
+        run's.
         """
         world = self._membership.world
         if world.is_main:
@@ -222,6 +226,7 @@ class CheckpointManager:
             checksums=self._settings.verify == "always",
             identity=self._identity,
             may_quarantine=True,
+            ahead=ahead,
         )
         found = load_newest(search, state, world=world)
         if found is None:

@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.checkpoint import files, layout
+from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import (
     FileEntry,
@@ -20,7 +22,31 @@ from evergrad_trainer.checkpoint.manifest import (
 HASH_THREADS = 8
 
 
-class ShardSource:
+class ShardSource(Protocol):
+    """One file of a published checkpoint, wherever its bytes are."""
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` from ``offset``. Raises InvalidCheckpointError if the file is too short."""
+
+
+class MemorySource:
+    """A file that was read and hashed already, and is loaded from memory."""
+
+    def __init__(self, data: memoryview, name: str) -> None:
+        self._data = data
+        self._name = name
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Copy from ``offset`` on. Raises InvalidCheckpointError if the file is too short."""
+        part = self._data[offset : offset + len(buffer)]
+        if len(part) < len(buffer):
+            raise InvalidCheckpointError(f"file {self._name}: ends at byte {len(self._data)}")
+        buffer[:] = part
+        # Counted again, as bytes from a file are: whoever watches this process sees that it goes on.
+        MOVED.note(len(part))
+
+
+class FileSource:
     """One file of a published checkpoint, open for reading."""
 
     def __init__(self, descriptor: int, name: str) -> None:
@@ -53,6 +79,19 @@ class Reader:
         """``stale_seconds``: how long another node's fresh file may stay unseen from here."""
         self._directory = directory
         self._stale_seconds = stale_seconds
+        self._held: HeldFiles | None = None
+
+    @contextlib.contextmanager
+    def holding(self, held: HeldFiles) -> Iterator[None]:
+        """Keep what is validated meanwhile in ``held``, as far as there is room, and load from there.
+
+        So each byte is read once, and what is loaded is what was hashed.
+        """
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
 
     def locate(self, name: str) -> str:
         """The checkpoint's directory, for messages."""
@@ -75,7 +114,8 @@ class Reader:
 
     def read_document(self, name: str, file: FileEntry) -> bytes:
         """A small file's content, checked against its hash."""
-        data = self._read(name, file.name, patient=True)
+        held = self._find_held(name, file.name)
+        data = self._read(name, file.name, patient=True) if held is None else bytes(held)
         if files.hash_bytes(data) != file.hash:
             raise InvalidCheckpointError(f"file {file.name}: checksum differs")
         return data
@@ -83,6 +123,10 @@ class Reader:
     @contextlib.contextmanager
     def open_shard(self, name: str, file: str) -> Iterator[ShardSource]:
         """Open a file by its name in the manifest."""
+        held = self._find_held(name, file)
+        if held is not None:
+            yield MemorySource(held, file)
+            return
         try:
             descriptor = files.open_seen(
                 self._directory / name / file, os.O_RDONLY, self._stale_seconds
@@ -90,7 +134,7 @@ class Reader:
         except FileNotFoundError as error:
             raise InvalidCheckpointError(f"file {file}: is missing") from error
         try:
-            yield ShardSource(descriptor, file)
+            yield FileSource(descriptor, file)
         finally:
             os.close(descriptor)
 
@@ -116,18 +160,30 @@ class Reader:
                     f"file {file.name}: has {found} bytes, {file.bytes} were written"
                 )
 
-        # The small table is always hashed: a flipped bit in it would load a tensor from a wrong place.
-        # Several files at a time, since one alone waits for the disk.
-        hashed = [file for file in manifest.files if checksums or file.name == layout.TENSORS]
+        if self._held is not None:
+            self._held.wait(meter)
+            self._held.keep_only(self._directory / name)
+
+        # The small table is always hashed: a flipped bit in it would load a tensor from a wrong place. So is
+        # what was read ahead, which has its hash already. Several files at a time, since one alone waits for
+        # the disk.
+        folder = self._directory / name
+        hashed = [
+            file
+            for file in manifest.files
+            if checksums
+            or file.name == layout.TENSORS
+            or (self._held is not None and self._held.has(folder / file.name))
+        ]
         with ThreadPoolExecutor(
             max_workers=HASH_THREADS, thread_name_prefix="checkpoint-hash"
         ) as pool:
-            hashes = pool.map(
-                lambda file: files.hash_file(self._directory / name / file.name, meter=meter),
+            matches = pool.map(
+                lambda file: self._matches(folder / file.name, file.hash, meter),
                 hashed,
             )
-            for file, digest in zip(hashed, hashes, strict=True):
-                if digest != file.hash:
+            for file, is_equal in zip(hashed, matches, strict=True):
+                if not is_equal:
                     raise InvalidCheckpointError(f"file {file.name}: checksum differs")
         return manifest
 
@@ -139,6 +195,14 @@ class Reader:
             return self.validate(name, checksums=True).has_same_content(manifest)
         except (InvalidCheckpointError, UnknownFormatError):
             return False
+
+    def _matches(self, path: Path, expected: str, meter: files.Meter | None) -> bool:
+        if self._held is None:
+            return files.hash_file(path, meter=meter) == expected
+        return self._held.matches(path, expected, meter=meter)
+
+    def _find_held(self, name: str, file: str) -> memoryview | None:
+        return None if self._held is None else self._held.find(self._directory / name / file)
 
     def _read(self, name: str, file: str, *, patient: bool) -> bytes:
         stale_seconds = self._stale_seconds if patient else 0.0

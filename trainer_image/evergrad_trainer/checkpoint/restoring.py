@@ -4,9 +4,10 @@ Rank 0 reads; the others get what it has read by the path by which newcomers get
 volume. Only where each rank holds a part of its own (DTensors) does each read its part.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.dcp_storage import StoreReader
+from evergrad_trainer.checkpoint.held import HeldFiles, room_for_files
 from evergrad_trainer.checkpoint.layout import TENSORS
 from evergrad_trainer.checkpoint.manifest import (
     InvalidCheckpointError,
@@ -38,6 +40,9 @@ NAMED_TENSORS = 5
 """How many tensor names an error lists of each kind."""
 
 _log = logging.getLogger(__name__)
+
+Load = Callable[[Search, Choice, Mapping[str, torch.Tensor], World], list[str]]
+"""A function that loads the chosen checkpoint on all ranks; their failures, none if all succeeded."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +66,17 @@ def load_newest(
     and none can be used, if they belong to another identity, or if their tensors are not those of ``state``.
     """
     started = time.monotonic()
-    rejected: list[Rejected] = []
     is_sharded = any(isinstance(value, DTensor) for value in state.values())
-    load = _load_parts if is_sharded or world.size == 1 else _load_and_pass_along
-    while True:
-        choice = choose_together(search, rejected, world)
-        if choice.trouble:
-            raise VolumeError(choice.trouble)
-        _raise_problems(choice.problems)
-        if not choice.checkpoint:
-            return None
-        rejected += [Rejected(**passed) for passed in choice.rejected]
-        failures = load(search, choice, state, world)
-        if not failures:
-            break
-        # It validated and could not be read: the next older one may do. All ranks go round together.
-        rejected.append(Rejected(choice.checkpoint, choice.step, "; ".join(failures), None))
+    # Only for the one rank that both validates and reads all: where each reads a part, the whole is too much.
+    with contextlib.ExitStack() as stack:
+        if world.is_main and not is_sharded:
+            held = search.ahead or HeldFiles(limit_bytes=room_for_files())
+            stack.callback(held.release)
+            stack.enter_context(search.store.reader.holding(held))
+        load = _load_parts if is_sharded or world.size == 1 else _load_and_pass_along
+        choice, rejected = _load_first_whole(search, state, world, load=load)
+    if not choice.checkpoint:
+        return None
 
     for passed in rejected if world.is_main else ():
         _log.error(
@@ -94,6 +94,28 @@ def load_newest(
         seconds=time.monotonic() - started,
     )
     return restored, rejected
+
+
+def _load_first_whole(
+    search: Search, state: Mapping[str, torch.Tensor], world: World, *, load: Load
+) -> tuple[Choice, list[Rejected]]:
+    """Choose and load until one checkpoint could be loaded on all ranks, or none is left; what was passed
+    over."""
+    rejected: list[Rejected] = []
+    # Ends: what was tried once is not chosen again.
+    while True:
+        choice = choose_together(search, rejected, world)
+        if choice.trouble:
+            raise VolumeError(choice.trouble)
+        _raise_problems(choice.problems)
+        if not choice.checkpoint:
+            return choice, rejected
+        rejected += [Rejected(**passed) for passed in choice.rejected]
+        failures = load(search, choice, state, world)
+        if not failures:
+            return choice, rejected
+        # It validated and could not be read: the next older one may do. All ranks go round together.
+        rejected.append(Rejected(choice.checkpoint, choice.step, "; ".join(failures), None))
 
 
 def read_state(

@@ -13,6 +13,7 @@ from typing import Any
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.identity import changed_fields, problems_of_changes
 from evergrad_trainer.checkpoint.files import Meter
+from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.layout import QUARANTINE
 from evergrad_trainer.checkpoint.manifest import (
     Candidate,
@@ -63,6 +64,8 @@ class Search:
     """The directory is ours: set damaged checkpoints aside."""
     meter: Meter = field(default_factory=Meter)
     """Counts what validation has read."""
+    ahead: HeldFiles | None = None
+    """Files of the newest checkpoint that were read, or are being read, since before the search."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ the end synced."""
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -15,8 +14,6 @@ from evergrad_trainer.checkpoint.faults import BEFORE_FSYNC, MID_SHARD, FaultPoi
 from evergrad_trainer.checkpoint.layout import ALIGNMENT
 from evergrad_trainer.checkpoint.manifest import FileEntry
 from evergrad_trainer.durable import naming, write_all
-
-_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class ShardFile:
@@ -50,7 +47,7 @@ class ShardFile:
         self._block = memoryview(self._memory)
         self._filled = 0
         self._written = 0
-        self._is_direct = _set_direct(descriptor, True)
+        self._is_direct = files.set_direct(descriptor, True)
 
     def append(self, data: memoryview) -> int:
         """Add ``data`` at the next aligned offset; that offset."""
@@ -67,7 +64,9 @@ class ShardFile:
     def finish(self) -> FileEntry:
         """Write the rest and make the file durable. A full disk may say so only here."""
         with naming(self._path):
-            self._is_direct = _set_direct(self._descriptor, False)  # the rest is no whole block
+            self._is_direct = files.set_direct(
+                self._descriptor, False
+            )  # the rest is no whole block
             self._write_block()
             self._faults.reached(BEFORE_FSYNC, self._rank)
             os.fsync(self._descriptor)
@@ -107,20 +106,7 @@ class ShardFile:
             is_untouched = os.lseek(self._descriptor, 0, os.SEEK_CUR) == self._written
             if error.errno != errno.EINVAL or not self._is_direct or not is_untouched:
                 raise
-            self._is_direct = _set_direct(self._descriptor, False)
+            self._is_direct = files.set_direct(self._descriptor, False)
             write_all(self._descriptor, block)
         self._written += self._filled
         self._filled = 0
-
-
-def _set_direct(descriptor: int, wanted: bool) -> bool:
-    """Switch direct writing on or off; whether it is on now.
-
-    A file system that has none refuses to switch it on.
-    """
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if wanted else flags)
-    except OSError:
-        return False
-    return wanted and _DIRECT != 0

@@ -1,6 +1,7 @@
 """``evergrad run``: the same file as on a cluster, trained on this machine."""
 
 import argparse
+import dataclasses
 import gc
 import os
 import sys
@@ -9,6 +10,7 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import load_from
 from evergrad_trainer.checkpoint.ahead import read_ahead
+from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
     RunRequest,
@@ -18,7 +20,7 @@ from evergrad_trainer.cli.run_arguments import (
     run_directory_of,
     world_sizes_of,
 )
-from evergrad_trainer.machine import has_accelerator_driver, observe_machine
+from evergrad_trainer.machine import has_accelerator_driver, usable_memory_bytes
 from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -83,9 +85,10 @@ def execute(args: argparse.Namespace) -> int:
         print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
         print("To train longer, raise the horizon and use --extend.")
         return int(ExitCode.DONE)
+    ahead: HeldFiles | None = None
     if _restores_here(request):
         # The disk reads while the processor imports.
-        read_ahead(directory.checkpoints, memory_bytes=observe_machine().memory_bytes)
+        ahead = read_ahead(directory.checkpoints, memory_bytes=usable_memory_bytes())
     # Imports make objects that stay: to collect among them costs a tenth of the start-up.
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
@@ -118,7 +121,7 @@ def execute(args: argparse.Namespace) -> int:
         print(f"stopped before the first step: {what}", file=sys.stderr)
         return int(ExitCode.STOPPED_SAVED)
     if is_alone:
-        return run_session(plan)
+        return run_session(dataclasses.replace(plan, ahead=ahead))
     # Several processes are several members of one elastic run, whether they are on one node or on many.
     from evergrad_trainer.cli.nodes import run_nodes
 

@@ -63,6 +63,7 @@ class OptimizerState:
 
     def values(self) -> Values:
         """Return the scalars by slot: one number, or a number for each parameter where they differ."""
+        # One number where all agree, because a number for each of thousands of parameters fills a manifest.
         scalars: dict[str, dict[str, float]] = {}
         for name, slot, value in self._slots():
             if self._is_scalar(name, slot, value):
@@ -144,7 +145,9 @@ class KeptTensors:
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers of ``module``, live and detached, by their names in it."""
+    # Detached, so that loading into them is no step of autograd's graph.
     tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    # Other buffers, such as tables of positions, are computed again by each process.
     persistent = set(module.state_dict(keep_vars=True))
     return tensors | {
         name: buffer for name, buffer in module.named_buffers() if name in persistent

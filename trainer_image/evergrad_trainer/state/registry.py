@@ -1,31 +1,34 @@
 """The registry of a run's state: whatever a run needs to go on is registered here once, under a name.
 
-Saving, restoring, transferring to a newcomer, going back to the beginning, exporting and comparing replicas all read
-the registry, so that what they cover cannot differ. A provider has tensors, small JSON values, or both:
+Saving, restoring, transferring to a newcomer, going back to the beginning, exporting and comparing replicas
+all read the registry, so that what they cover cannot differ. A provider has tensors, small JSON values, or
+both:
 
-====================  ==============================================  ==========================================
-name                  tensors, as ``<name>.<its own name>``           values
-====================  ==============================================  ==========================================
-``model``             parameters and persistent buffers
-``optimizer``         ``<parameter>.<slot>``, in its own words        its scalars, such as Adam's ``step``
-``counters``                                                          finished steps and what was counted so far
-``cursor``                                                            next item of each source, compared on loading
-``description``                                                       the resolved model, compared on loading
-``observers``                                                         what a task's observers remember
-``frozen``                                                            hashes of frozen modules, compared on loading
-``task``                                                              hashes of the task's files, compared on loading
-``recipe``                                                            the recipe, field by field, for whoever reads it
-====================  ==============================================  ==========================================
+===============  =====================================  ====================================
+name             tensors, as ``<name>.<its own name>``  values
+===============  =====================================  ====================================
+``model``        parameters and persistent buffers
+``optimizer``    ``<parameter>.<slot>``                 its scalars, such as Adam's ``step``
+``counters``                                            finished steps, and what was counted
+``cursor``                                              next item of each source (compared)
+``description``                                         the resolved model (compared)
+``observers``                                           what a task's observers remember
+``frozen``                                              hashes of frozen modules (compared)
+``task``                                                hashes of the task's files (compared)
+``recipe``                                              the recipe, field by field
+===============  =====================================  ====================================
 
+Values that are compared are no state: loading a checkpoint compares them with what they are here and now.
 Further trained modules of a task stand beside ``model`` under their own names; ``kept`` are the tensors that
 a task keeps besides. Observers register their own state.
 
 Rules for providers:
 
 - Names, shapes and types of tensors are fixed from registration on, and are the same on every rank.
-- :meth:`Provider.tensors` returns the live tensors, which are loaded in place. They change within a step only: between two steps
-  they are read-only, so that a copy can be taken of them beside training.
-- Values describe the state after the last finished step. They are the same on every rank, unless the provider says otherwise.
+- :meth:`Provider.tensors` returns the live tensors, which are loaded in place. They change within a step
+  only: between two steps they are read-only, so that a copy can be taken of them beside training.
+- Values describe the state after the last finished step. They are the same on every rank, unless the
+  provider says otherwise.
 """
 
 import json
@@ -98,6 +101,7 @@ class Registry:
 
         ``name`` has no dot, since it is the first part of its tensors' names. Raises ValueError.
         """
+        # A dot would let two providers make tensors of one name.
         if not name or "." in name or name in self._providers:
             raise ValueError(
                 f"the state registry cannot take {name!r}: names are unique and without dots"
@@ -115,6 +119,7 @@ class Registry:
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every tensor as a whole, ordered by name, the same on every rank and in every world."""
+        # By name, because an older version may have registered the providers in another order.
         tensors = self.tensors()
         return tuple(
             TensorSpec(name, tuple(tensors[name].shape), tensors[name].dtype)
@@ -141,6 +146,7 @@ class Registry:
 
         Values of unknown providers are ignored.
         """
+        # Those without values, too: an empty mapping says that the state is older than the provider.
         for name, provider in self._providers.items():
             provider.load_values(values.get(name, {}))
 

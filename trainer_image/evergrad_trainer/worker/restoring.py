@@ -75,7 +75,7 @@ def restore(
     """
     init_from = session.plan.run.training.init_from
     # Collective: all ranks choose one checkpoint, or none.
-    restored = checkpoints.restore(machinery.state())
+    restored = checkpoints.restore(machinery.state(), ahead=session.plan.ahead)
     # Built without weights for a checkpoint that is not there, or left dirty by a transfer.
     if restored is None and not has_checkpoints and not is_initial:
         machinery.registry.reset()

@@ -10,6 +10,7 @@ from typing import Any
 from evergrad_manifest.derive import HorizonNumbers
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.identity import hashed_recipe
+from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.prepared import Prepared
@@ -50,10 +51,12 @@ class SessionPlan:
     """Of the files of a task of the user's own, as they were when this plan was made."""
     task_files: Mapping[str, str] = field(default_factory=dict)
     """The same file by file: hashes by the paths from the task's folder."""
+    ahead: HeldFiles | None = None
+    """The newest checkpoint's files, which this process has begun to read before anything else."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open files do not travel to a process that is started anew."""
-        return {**vars(self), "opened": None}
+        """Open files and read ones do not travel to a process that is started anew."""
+        return {**vars(self), "opened": None, "ahead": None}
 
 
 @dataclass
