@@ -61,17 +61,20 @@ test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster o
 
 # Programs and images are built before pytest begins, whose timeouts are for tests.
 # What a cluster of this machine needs; nothing where KUBECONFIG names another or this machine cannot run one.
-prepare_cluster = @if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
-	export PYTHONPATH=$(CURDIR)/tests && $(BIN)/python -m bed prepare && $(BIN)/python -m bed.product_images; fi
+define prepare_cluster
+@if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
+	export PYTHONPATH=$(CURDIR)/tests && for profile in full $(1); do \
+		$(BIN)/python -m bed prepare --profile $$profile || exit 1; done && $(BIN)/python -m bed.product_images; fi
+endef
 
 test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that they start here (as root), or the one KUBECONFIG names
 	$(call stage,tests on a cluster)
-	$(prepare_cluster)
+	$(call prepare_cluster)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest $(if $(KUBECONFIG),,tests/bed_tests) tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
 
 test-long: $(INSTALLED) ## the tests that take minutes and rarely find anything, which `make test` leaves out
 	$(call stage,long tests)
-	$(prepare_cluster)
+	$(call prepare_cluster,kwok)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest -m long tests --verbose --durations=0 --durations-min=1
 
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one; KIND=transfer, asynchronous, coordinator

@@ -35,7 +35,7 @@ def _act(arguments: argparse.Namespace) -> int | None:
             for name in arguments.names or toolbox.TOOLS:
                 print(toolbox.build(toolbox.tool_of(name)))
         case "prepare":
-            print(requirements.unavailable() or cluster.prepare())
+            print(requirements.unavailable() or cluster.prepare(arguments.profile))
         case "images":
             print(f"{images.ensure_pause()}\n{images.ensure_base()}")
         case "load":
@@ -78,12 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="bring it up (some seconds once everything is built)")
-    up.add_argument(
-        "--profile",
-        choices=cluster.PROFILES,
-        default="full",
-        help="kwok: control plane and kwok only, no nodes",
-    )
     commands.add_parser("down", help="take it down, whatever state it is in")
     commands.add_parser("status", help="what is up; exit code 1 where nothing is")
     tools = commands.add_parser(
@@ -95,10 +89,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"{', '.join(toolbox.TOOLS)}, or one of their programs",
     )
-    commands.add_parser(
+    prepare = commands.add_parser(
         "prepare",
         help="build all that `up` needs; where the bed cannot run, say why and do nothing",
     )
+    for command in (up, prepare):
+        command.add_argument(
+            "--profile",
+            choices=cluster.PROFILES,
+            default="full",
+            help="kwok: control plane and kwok only, no nodes",
+        )
     commands.add_parser(
         "images", help="make the pause image and the base image where they are missing"
     )

@@ -80,12 +80,12 @@ def _command(*words: str) -> None:
         )
 
 
-def prepare() -> str:
-    """Build whatever a bed of any profile needs, so that no test waits for a compiler.
+def prepare(profile: str) -> str:
+    """Build whatever a bed of ``profile`` needs, so that no test waits for a compiler.
 
     Returns where it lies.
     """
-    for name in dict.fromkeys(name for names in toolbox.NEEDED.values() for name in names):
+    for name in toolbox.NEEDED[profile]:
         toolbox.build(name)
     _make_images()
     return f"all built, in {cache()}"

@@ -140,7 +140,15 @@ def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
         "-o",
         str(target),
     ]
-    environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
+    # With Go's default (100) a third of the compiler's processor time goes into its garbage collector:
+    # kubeconform took 68 s of two cores, and with 400 it took 46 s.
+    environment = {
+        "GOGC": "400",
+        **os.environ,
+        "CGO_ENABLED": "0",
+        "GOFLAGS": "",
+        "GOWORK": "off",
+    }
     with open(log, "w") as out:
         code = subprocess.call(
             [*command, package],

@@ -179,6 +179,7 @@ def test_a_second_up_says_who_is_at_work_and_an_interrupted_one_cleans_up_itself
     assert_nothing_was_added(before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_no_bed")
 def test_the_profile_for_scale_runs_pods_without_nodes_and_leaves_nothing() -> None:
     before = look()
