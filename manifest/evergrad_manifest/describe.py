@@ -1,4 +1,4 @@
-"""Says in plain words what a field of the manifest takes: its type, its bounds, its default."""
+"""Describes in plain words the values of a field of the manifest: type, bounds and default."""
 
 import json
 import math

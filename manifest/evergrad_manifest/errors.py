@@ -11,10 +11,10 @@ from evergrad_coordinator.contract import ErrorKind, ExitCode
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with what the user gave us.
+    """One mistake in the user's input.
 
-    ``path`` says where (a field's path or a file's, with its line), ``what`` and ``why`` say what is wrong,
-    ``remedy`` what to do. Rendered as ``path: what; why. Remedy.``
+    ``path`` is the place (a field's path or a file's, with its line), ``what`` and ``why`` are the mistake
+    and its reason, ``remedy`` is the correction. Rendered as ``path: what; why. Remedy.``
     """
 
     path: str
@@ -33,11 +33,13 @@ class Problem:
 
 
 def _ended(sentence: str) -> str:
+    # Parts are written without their full stop, so that any of them may be the last; some quote a whole
+    # sentence.
     return sentence if sentence.endswith((".", "?", "!")) else sentence + "."
 
 
 class EvergradError(Exception):
-    """Something went wrong that is not the user's input."""
+    """A failure whose cause is not the user's input."""
 
     exit_code: ExitCode = ExitCode.INTERNAL
     kind: ErrorKind = ErrorKind.INTERNAL

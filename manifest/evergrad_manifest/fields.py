@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from evergrad_manifest.base import Section
 
 FieldPath = tuple[str | int, ...]
-"""Where a value stands: keys and list indices from the top, camelCase."""
+"""The place of a value: keys and list indices from the top, camelCase."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def format_path(path: FieldPath) -> str:
 
 
 def value_at(raw: Any, path: FieldPath) -> Any:
-    """The value at ``path``, or None where nothing stands."""
+    """The value at ``path``, or None where there is none."""
     for part in path:
         if isinstance(part, str) and isinstance(raw, Mapping):
             raw = raw.get(part)

@@ -3,7 +3,7 @@ on the wire."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
@@ -77,7 +77,7 @@ FIRST_DEFAULTS: Final[dict[str, Any]] = {}
 of that day means (and a stored run that does not have the field: ``from_wire``)."""
 
 _OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skipSteps")
-"""Sections that nodes of one group may have differently; the last two they agree on when a group forms."""
+"""Sections that may differ between the nodes of one group, which agrees on the last two when it forms."""
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
 _LATER_SETTINGS: Final = frozenset(
     {
@@ -92,7 +92,7 @@ existence would have all its pods leave and come again."""
 _SWITCH_OF_RECOMPUTATION: Final = {mode: on for on, mode in RECOMPUTATION_BY_SWITCH.items()}
 
 ABSENT: Final = "(absent)"
-"""Stands for a value on the side that does not have the field at all."""
+"""Value of a field on the side that does not have it at all."""
 
 Change = tuple[str, Any, Any]
 """Path of a field, its old value and its new one."""
@@ -106,13 +106,10 @@ def to_wire(run: TrainingRun) -> dict[str, Any]:
         for key, value in wire["spec"].items()
         if key not in KINDS or value is not None
     }
-    if (training := wire["spec"].get("training")) is not None:
-        _drop_meaningless(training)
-    return wire
+    if (training := wire["spec"].get("training")) is None:
+        return wire
 
-
-def _drop_meaningless(training: dict[str, Any]) -> None:
-    """Take away what a file must not say from ``spec.training`` on the wire."""
+    # Keys that a file must not have with their neighbours' values: what is written has to load again.
     training["schedule"] = without_meaningless(training["schedule"], OF_SCHEDULE)
     training["data"]["sources"] = [
         without_meaningless(source, OF_SOURCES) for source in training["data"]["sources"]
@@ -125,11 +122,13 @@ def _drop_meaningless(training: dict[str, Any]) -> None:
         }
         for source in training["evaluation"]["sources"]
     ]
-    # A task without a model or without text has left these out, and so does what is written of it.
+
+    # A task without a model or without text has left these out, and an empty section would be refused.
     if not training["data"]["sources"]:
         del training["data"]
     if not any(training["model"].values()):
         del training["model"]
+    return wire
 
 
 def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
@@ -140,31 +139,29 @@ def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
     """
     filled = deepcopy(dict(raw))
     for path, value in FIRST_DEFAULTS.items():
-        *parents, key = path.split(".")
-        for holder in _find_holders(filled, ["spec", *parents]):
+        *parents, key = ("spec", *path.split("."))
+
+        # Level by level down to the mappings that have the field; below a list (``name[]``) there are
+        # several.
+        holders: list[Any] = [filled]
+        for index, part in enumerate(parents):
+            name = part.removesuffix("[]")
+            info = find_field(
+                TrainingRun, tuple(one.removesuffix("[]") for one in parents[: index + 1])
+            )
+            # A section that is absent is made only where it would be there by default: another one would turn
+            # a run without it into a run with it.
+            if info is not None and isinstance(
+                info.get_default(call_default_factory=True), Section
+            ):
+                for holder in holders:
+                    holder.setdefault(name, {})
+            holders = [holder[name] for holder in holders if holder.get(name) is not None]
+            if part.endswith("[]"):
+                holders = [item for items in holders for item in items]
+        for holder in holders:
             holder.setdefault(key, value)
     return parse_run(filled)
-
-
-def _find_holders(raw: dict[str, Any], parents: list[str]) -> Iterator[dict[str, Any]]:
-    """The mappings at ``parents``, below lists (``name[]``) too. A section that is absent is made where it
-    would be there by default."""
-    # Level by level; below a list there are several.
-    holders: list[Any] = [raw]
-    for index, part in enumerate(parents):
-        name = part.removesuffix("[]")
-        info = find_field(
-            TrainingRun, tuple(one.removesuffix("[]") for one in parents[: index + 1])
-        )
-        if info is not None and isinstance(
-            info.get_default(call_default_factory=True), Section
-        ):
-            for holder in holders:
-                holder.setdefault(name, {})
-        holders = [holder[name] for holder in holders if holder.get(name) is not None]
-        if part.endswith("[]"):
-            holders = [item for items in holders for item in items]
-    yield from holders
 
 
 def recipe_of(run: TrainingRun) -> dict[str, Any]:
@@ -173,6 +170,7 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
 
     Without nulls, and with every default written out.
     """
+    # Nulls stand for fields that are left out, and each field that the models get later would add one.
     if run.spec.script is not None:
         script = without_nulls(to_wire(run)["spec"]["script"], Script)
         return {field: script[field] for field in RECIPE_OF_SCRIPT}
@@ -182,6 +180,7 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
         recipe["data"] = {
             key: value for key, value in recipe["data"].items() if key not in OPERATIONAL_DATA
         }
+    # How the machine is used may change from one start to the next; the arithmetic decides the result.
     recipe["runtime"] = {field: training["runtime"][field] for field in RECIPE_OF_RUNTIME}
     return recipe
 
@@ -193,6 +192,7 @@ def config_hash(run: TrainingRun) -> str:
     after the first version and has the default it came with, so that a new version gives the hash that the
     old one gave.
     """
+    # Sorted, without spaces and in UTF-8: checkpoints carry this hash, so that not a byte of it may change.
     text = json.dumps(
         hashed_recipe(run),
         sort_keys=True,
@@ -204,9 +204,11 @@ def config_hash(run: TrainingRun) -> str:
 
 
 def hashed_recipe(run: TrainingRun) -> dict[str, Any]:
-    """What the identity of a run is computed from, and what its checkpoints hold: its recipe without the
-    horizon, which may grow, and without later fields at their first default, so that a refused resume blames
-    no field that neither file sets."""
+    """The recipe of a run as its identity is computed from it and as its checkpoints hold it.
+
+    It lacks the horizon, which may grow, and later fields at their first default, so that a refused resume
+    blames no field that neither file sets.
+    """
     recipe = {
         section: value for section, value in recipe_of(run).items() if section != "horizon"
     }
@@ -257,6 +259,7 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
     Paths of data, tokenizer and model are among them: their content is what the recipe means. A file that the
     run carries is named with a hash of its text, since each change is a line of the run's events.
     """
+    # As they are meant and not as they are written: a default that is now written out has not changed.
     pair = [without_nulls(to_wire(one)["spec"]["training"], Training) for one in (before, run)]
     for training in pair:
         training["files"] = {

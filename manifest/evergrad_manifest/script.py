@@ -1,18 +1,31 @@
 """``spec.script``: a training command of the user's own, with the same nodes, volume and status as a typed
-run. Pure."""
+run; and its rules. Pure."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
 from pydantic import Field
 
-from evergrad_manifest.base import LocalPath, Section
-from evergrad_manifest.training.common import Metrics
-from evergrad_manifest.values.numbers import Whole
+from evergrad_coordinator.contract import OUR_VARIABLE_PREFIXES, OUR_VARIABLES
+from evergrad_manifest.base import LocalPath, Section, check_local_path
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.training.common import Metrics, check_endpoint
+from evergrad_manifest.values.numbers import NumberError, Whole, show
+from evergrad_manifest.view import View
 
 MODULE: Final = "-m"
+SCRIPT: Final = "spec.script"
+"""Path of the command's section in the file."""
+_COMMAND: Final = f"{SCRIPT}.command"
+_FIRST: Final = f"{_COMMAND}[0]"
+_LAUNCHERS: Final = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_MODULE_NAME: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_VARIABLE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_PYTHON: Final = re.compile(r"python[0-9.]*")
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,142 @@ class Script(Section):
         return program_of(self.command)
 
 
+def check_command(view: View) -> Iterator[Problem]:
+    """The command is what would follow torchrun: a program and its arguments, and nothing that launches."""
+    # A command that is no list of words has a problem of its own.
+    command = view.get(_COMMAND)
+    if not isinstance(command, Sequence) or not command:
+        return
+    for index, word in enumerate(command):
+        if "\0" in word:
+            yield Problem(
+                f"{_COMMAND}[{index}]",
+                "has a NUL character",
+                "no argument can hold one",
+                "Remove it",
+            )
+
+    # A launcher inside of ours would start workers of its own, which nobody counts, saves or restarts.
+    if (launcher := _launcher_in(command)) is not None:
+        index, name = launcher
+        why = "the run starts its workers itself, as many as nodes and workersPerNode say"
+        # The first word that looks like the program, for the remedy.
+        rest = command[index + 1 :]
+        looks = (word for word in rest if word.endswith(".py") or word == MODULE)
+        remedy = f"Begin with what follows its options: {show(next(looks, 'train.py'))}"
+        yield Problem(f"{_COMMAND}[{index}]", f"{show(name)} is a launcher", why, remedy)
+    elif command[0].startswith("-") and command[0] != MODULE:
+        why = "options of the launcher are not given: the run sets them from nodes and workersPerNode"
+        yield Problem(
+            _FIRST,
+            f"{show(command[0])} is an option, not a program",
+            why,
+            "Begin with the program, such as train.py",
+        )
+    else:
+        yield from _check_program(program_of(command))
+
+
+def _launcher_in(command: Sequence[str]) -> tuple[int, str] | None:
+    """Index and name of a launcher in the command: the program, a module, or either after ``python``."""
+    # `python -u -m torch.distributed.run …` hides the launcher behind options of the interpreter.
+    is_python = _PYTHON.fullmatch(PurePosixPath(command[0]).name) is not None
+    start = 1 if is_python else 0
+    while (
+        is_python
+        and start < len(command)
+        and command[start].startswith("-")
+        and command[start] != MODULE
+    ):
+        start += 1
+    if start + 1 < len(command) and command[start] == MODULE:
+        return (start + 1, command[start + 1]) if command[start + 1] in _LAUNCHERS else None
+    if start < len(command) and PurePosixPath(command[start]).name in _LAUNCHERS:
+        return start, command[start]
+    return None
+
+
+def _check_program(program: Program) -> Iterator[Problem]:
+    # Only the spelling of a module's name: which packages there are depends on the interpreter that will run
+    # it.
+    if program.kind == "module":
+        if not program.name:
+            yield Problem(
+                _COMMAND,
+                "names no module",
+                f"one must follow {MODULE}",
+                f"Write it as [{MODULE}, package.module]",
+            )
+        elif _MODULE_NAME.fullmatch(program.name) is None:
+            remedy = (
+                "Remove -m to run a file"
+                if program.name.endswith(".py") or "/" in program.name
+                else "Write it as in an import"
+            )
+            yield Problem(
+                f"{_COMMAND}[1]",
+                f"{show(program.name)} is not a module's name",
+                "it is words with dots between them",
+                remedy,
+            )
+        return
+
+    # `["train.py --epochs 3"]` is the commonest mistake: a shell's line in one item. The path of an
+    # executable may hold spaces, so that a slash clears it, unless the first word is a Python file.
+    words = program.name.split()
+    if not words:
+        yield Problem(
+            _FIRST,
+            "names no program",
+            "",
+            "Write a Python file, -m and a module, or an executable",
+        )
+    elif (
+        len(words) > 1
+        and program.kind == "executable"
+        and ("/" not in program.name or words[0].endswith(".py"))
+    ):
+        why = "no shell takes the words of a command apart"
+        items = ", ".join([*map(show, words[:4]), *(["…"] if len(words) > 4 else [])])
+        yield Problem(
+            _FIRST,
+            f"{show(program.name)} holds several words",
+            why,
+            f"Write each word as an item: [{items}]",
+        )
+    else:
+        try:
+            check_local_path(program.name)
+        except NumberError as error:
+            yield Problem(_FIRST, error.what, error.why, error.remedy)
+
+
+def check_environment(view: View) -> Iterator[Problem]:
+    """Variables have names that every shell can use, and the run itself sets none of them."""
+    # Read from the file itself: a variable whose value is wrong hides nothing of its neighbours.
+    values = view.raw("spec", "script", "env")
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        name, path = str(key), format_path(("spec", "script", "env", str(key)))
+        if _VARIABLE_NAME.fullmatch(name) is None:
+            why = "letters, digits, '_', '-' and '.' are allowed, no digit first"
+            yield Problem(path, f"{show(name)} is not a variable's name", why, "Rename it")
+        elif name in OUR_VARIABLES or name.startswith(OUR_VARIABLE_PREFIXES):
+            yield Problem(
+                path,
+                f"{show(name)} is reserved",
+                "the run sets it for each of its processes",
+                "Remove it",
+            )
+        if isinstance(value, str) and "\0" in value:
+            yield Problem(path, "has a NUL character", "no variable can hold one", "Remove it")
+
+
+def check_metrics(view: View) -> Iterator[Problem]:
+    """An endpoint that does not exist cannot stay."""
+    if view.get(SCRIPT) is not None:
+        yield from check_endpoint(view, f"{SCRIPT}.metrics")
+
+
 def program_of(command: Sequence[str]) -> Program:
     """``[train.py, …]`` → a file, ``[-m, package.train, …]`` → a module, anything else → an executable."""
     first, rest = command[0], tuple(command[1:])
@@ -59,7 +208,7 @@ def program_of(command: Sequence[str]) -> Program:
 
 
 def working_directory_of(script: Script, base_directory: Path) -> Path:
-    """Where the workers start. ``base_directory``: what relative paths of the manifest are relative to."""
+    """The folder that the workers start in. ``base_directory``: the start of relative paths."""
     return base_directory / script.working_directory
 
 
@@ -84,3 +233,6 @@ def worker_command(script: Script, *, base_directory: Path, python: str) -> tupl
         if program.kind == "file"
         else (name, *program.arguments)
     )
+
+
+RULES: Final = (check_command, check_environment, check_metrics)

@@ -32,6 +32,7 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
         if not problems and program.kind != "file" and not os.access(path, os.X_OK):
             problems = [_denied(path, "executed")]
     elif program.kind == "executable":
+        # Looked up as the worker will: with the script's own PATH, where it sets one.
         search_path = script.env.get("PATH")
         if shutil.which(program.name, path=search_path) is None:
             where = "spec.script.env.PATH" if search_path is not None else "PATH"
@@ -39,7 +40,19 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
             why = f"a name without a slash is looked up in {where}"
             remedy = f"Install it, or write ./{program.name}"
             problems = [Problem(f"{_COMMAND}[0]", what, why, remedy)]
-    return [*problems, *_directory_problems(working_directory_of(script, base_directory))]
+
+    # The folder, also after a problem of the program. Entering it needs another right than reading it.
+    folder = working_directory_of(script, base_directory)
+    named, mode = "spec.script.workingDirectory names it", _mode_of(folder)
+    if isinstance(mode, str):
+        problems.append(Problem(path_label(folder), mode, named, _RELATIVE))
+    elif not stat.S_ISDIR(mode):
+        remedy = "Name the folder that the script starts in"
+        problems.append(Problem(path_label(folder), "is not a directory", named, remedy))
+    elif not os.access(folder, os.X_OK):
+        remedy = "Change its permissions"
+        problems.append(Problem(path_label(folder), "cannot be entered", named, remedy))
+    return problems
 
 
 def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
@@ -47,6 +60,7 @@ def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
 
     Absolute paths may be a pod's.
     """
+    # A module or an executable may be in the image, whatever is on this machine.
     program = script.program
     if program.kind != "file" or Path(program.name).is_absolute():
         return []
@@ -66,6 +80,8 @@ def is_module_found(script: Script, *, base_directory: Path) -> bool:
         if entry
     ]
     places: Sequence[str] = (str(folder), *from_env, *sys.path)
+
+    # Package by package, by their files alone: to import one would run its code in this process.
     parts = program.name.split(".")
     for end in range(1, len(parts) + 1):
         found = PathFinder.find_spec(".".join(parts[:end]), places)
@@ -107,25 +123,4 @@ def _denied(path: Path, verb: str) -> Problem:
         f"cannot be {verb}",
         f"permission is denied ({_NAMED})",
         "Change its permissions",
-    )
-
-
-def _directory_problems(path: Path) -> list[Problem]:
-    # Entering a folder needs another right than reading it.
-    named, mode = "spec.script.workingDirectory names it", _mode_of(path)
-    if isinstance(mode, str):
-        return [Problem(path_label(path), mode, named, _RELATIVE)]
-    if not stat.S_ISDIR(mode):
-        return [
-            Problem(
-                path_label(path),
-                "is not a directory",
-                named,
-                "Name the folder that the script starts in",
-            )
-        ]
-    return (
-        []
-        if os.access(path, os.X_OK)
-        else [Problem(path_label(path), "cannot be entered", named, "Change its permissions")]
     )

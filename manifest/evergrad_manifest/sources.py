@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 _MAX_FILES = 1000
+"""A folder may hold a whole library: what lies beyond this many files is not looked at."""
 _MAX_BYTES = 16 * 2**20
-"""A longer file is told from another by its length alone."""
+"""Only the length of a longer file counts: no program that people write has so much text in a file."""
 
 
 def find_sources(roots: Sequence[Path], folder: Path) -> dict[str, Path]:
@@ -23,6 +24,7 @@ def find_sources(roots: Sequence[Path], folder: Path) -> dict[str, Path]:
 
     At most ``_MAX_FILES`` of them.
     """
+    # Modules may import each other, so that each is looked into once.
     waiting = list(roots)
     files: dict[str, Path] = {}
     while waiting and len(files) < _MAX_FILES:
@@ -38,14 +40,25 @@ def hash_sources(roots: Sequence[Path], folder: Path) -> str:
     """A hash of the content of :func:`find_sources`."""
     digest = hashlib.sha256()
     for name, own in hash_each(roots, folder).items():
+        # With the names: a file that is only renamed is another program.
         digest.update(f"{name}\0{own}\0".encode("utf-8", errors="replace"))
     return digest.hexdigest()[:16]
 
 
 def hash_each(roots: Sequence[Path], folder: Path) -> dict[str, str]:
     """The hash of each of :func:`find_sources`, by its path from ``folder``, in the order of the paths."""
-    files = find_sources(roots, folder)
-    return {name: _hash_file(files[name]) for name in sorted(files)}
+    # A word in the hash's place for a file that cannot be read: its worker fails on it with a better message.
+    hashes: dict[str, str] = {}
+    for name, path in sorted(find_sources(roots, folder).items()):
+        hashes[name] = "unreadable"
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
+            hashes[name] = (
+                f"{size} bytes"
+                if size > _MAX_BYTES
+                else hashlib.sha256(path.read_bytes()).hexdigest()
+            )
+    return hashes
 
 
 def files_of_module(folder: Path, parts: Sequence[str]) -> list[Path]:
@@ -53,6 +66,7 @@ def files_of_module(folder: Path, parts: Sequence[str]) -> list[Path]:
     the module."""
     found = []
     for end in range(1, len(parts) + 1):
+        # Each of them may be a module or a package; the one that is not there is dropped below.
         path = folder.joinpath(*parts[:end])
         found += [path.with_name(f"{path.name}.py"), path / "__init__.py"]
     return list(existing(found))
@@ -87,19 +101,7 @@ def _find_imported(path: Path, folder: Path) -> list[Path]:
                     else folder
                 )
                 parts = node.module.split(".") if node.module else []
+                # A name may be a module of the package or something in it: only a file of it counts.
                 for alias in node.names:
                     found += files_of_module(start, [*parts, alias.name])
     return found
-
-
-def _hash_file(path: Path) -> str:
-    """A hash of its content; a word for one that cannot be read, which its worker will say more of."""
-    try:
-        size = path.stat().st_size
-        return (
-            f"{size} bytes"
-            if size > _MAX_BYTES
-            else hashlib.sha256(path.read_bytes()).hexdigest()
-        )
-    except OSError:
-        return "unreadable"

@@ -1,4 +1,4 @@
-"""Where the Python files of a task of the user's own lie: beside the manifest, or in it.
+"""Finds the Python files of a task of the user's own: beside the manifest, or in it.
 
 ``recipe: module:attr`` names a file beside the manifest. On a cluster there is no such place: there the files
 travel in ``spec.training.files``, which ``evergrad submit`` fills, and are written beside the run.
@@ -43,7 +43,7 @@ def task_path(training: Training, base_directory: Path) -> Path | None:
 def task_problems(training: Training, *, base_directory: Path) -> list[Problem]:
     """Why the task's file cannot be read here."""
     path = task_path(training, base_directory)
-    # That files which the run carries have the module is a rule of the manifest, which needs no folder.
+    # Files that the run carries are checked by a rule of the manifest, which needs no folder.
     if path is None or training.files or path.is_file():
         return []
     module = training.recipe.partition(":")[0]

@@ -11,7 +11,6 @@ from evergrad_manifest.derive import steps_without_data
 from evergrad_manifest.envelope import Metadata, TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import (
-    FieldPath,
     choices_of,
     fields_of,
     find_field,
@@ -73,7 +72,7 @@ def read_object(document: Mapping[str, Any]) -> TrainingRun:
 
 
 def manifest_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file would say of an object of the API server: no ``status``, no metadata that the
+    """Return the file that describes an object of the API server: no ``status``, no metadata that the
     cluster sets.
 
     The items of a list have neither apiVersion nor kind; both are filled in.
@@ -109,11 +108,19 @@ def with_plain_numbers(
     try:
         TrainingRun.model_validate(pruned)
     except ValidationError as error:
-        texts = {
-            details["loc"]: details["input"]
-            for details in error.errors(include_url=False)
-            if isinstance(details["input"], str) and _is_plain_integer(details["loc"])
-        }
+        texts: dict[tuple[int | str, ...], str] = {}
+        for details in error.errors(include_url=False):
+            info = find_field(TrainingRun, details["loc"])
+            if info is None or not isinstance(details["input"], str):
+                continue
+            # pydantic takes the marks of a field that is not optional out of its annotation.
+            members = (info.annotation, *get_args(info.annotation))
+            marks = (
+                info.metadata,
+                *(getattr(one, "__metadata__", ()) for one in members),
+            )
+            if any(PLAIN_INTEGER in each for each in marks):
+                texts[details["loc"]] = details["input"]
         found = {problem.path: problem for problem in problems_of_model(error, pruned)}
     else:
         return document, ()
@@ -131,25 +138,12 @@ def with_plain_numbers(
     return copied, tuple(problems)
 
 
-def _is_plain_integer(path: FieldPath) -> bool:
-    """Whether the field at ``path`` is a ``Whole``, be it optional."""
-    info = find_field(TrainingRun, path)
-    if info is None:
-        return False
-    # pydantic takes the marks of a field that is not optional out of its annotation.
-    members = (info.annotation, *get_args(info.annotation))
-    return any(
-        PLAIN_INTEGER in marks
-        for marks in (info.metadata, *(getattr(one, "__metadata__", ()) for one in members))
-    )
-
-
 def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Problem]:
     try:
         # A stored number in quotes, which an older version accepted, is no leave to change what is fixed.
         before = read_object(with_plain_numbers(manifest_of(old))[0])
     except ValidationError:
-        # What cannot be read cannot be compared; the API server's own rules still hold.
+        # An object that cannot be read cannot be compared; the API server's own rules still hold.
         return
 
     # A run stays typed or a script: neither can read what the other saved.
@@ -175,8 +169,8 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
         remedy = f"Set it back to {show_value(was)}, or make a new TrainingRun{further}"
         yield Problem(path, f"{show_value(now)} cannot replace {show_value(was)}", why, remedy)
 
-    # A longer horizon is the same run; a horizon in epochs has a length that only the data know, and the
-    # trainer compares.
+    # A longer horizon is the same run; a horizon in epochs has a length that depends on the data, and
+    # the trainer compares it.
     if has == "training":
         olds, news = (steps_without_data(one.training) for one in (before, run))
         if olds is not None and news is not None and news < olds:
@@ -186,7 +180,7 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
             )
             yield Problem(HORIZON, what, "a run can be extended, not shortened", remedy)
 
-    # What else belongs to the run's state and pods.
+    # Fields outside of the recipe that belong to the run's state and pods.
     specs = [without_nulls(to_wire(one), TrainingRun)["spec"] for one in (before, run)]
     for key, why in FIXED.items():
         pair = [{key: spec[key]} if key in spec else {} for spec in specs]

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Annotated, Any, Final
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
 from evergrad_manifest.base import Section
 from evergrad_manifest.fields import FieldPath, fields_of, shape_of, value_at
@@ -73,7 +72,7 @@ class View:
         return None if UNKNOWN in values else values
 
     def is_given(self, path: str) -> bool:
-        """Whether the file says anything at ``path``, be it right or wrong."""
+        """Whether the file has a value at ``path``, be it right or wrong."""
         return self.raw(*path.split(".")) is not None
 
     def raw(self, *path: str | int) -> Any:
@@ -98,42 +97,39 @@ class View:
 def _parse_section(section: type[Section], raw: Any) -> Any:
     if not isinstance(raw, Mapping):
         return UNKNOWN
-    return {
-        key: _parse_field(section, key, info, raw[key]) if key in raw else _default(info)
-        for key, info in fields_of(section).items()
-    }
-
-
-def _parse_field(section: type[Section], key: str, info: FieldInfo, raw: Any) -> Any:
-    shape = shape_of(info)
-    if shape.section is not None and shape.is_list:
-        return (
-            [_parse_section(shape.section, item) for item in raw]
-            if isinstance(raw, list | tuple)
-            else UNKNOWN
-        )
-    if shape.section is not None:
-        return _parse_section(shape.section, raw)
-    try:
-        return _adapter(section, key).validate_python(raw)
-    except ValidationError:
-        return UNKNOWN
-
-
-def _default(info: FieldInfo) -> Any:
-    if info.is_required():
-        return UNKNOWN
-    default = info.get_default(call_default_factory=True, validated_data={})
-    if isinstance(default, Section):
-        return _parse_section(
-            type(default), default.model_dump(by_alias=True, exclude_unset=True)
-        )
-    return default
+    values: dict[str, Any] = {}
+    for key, info in fields_of(section).items():
+        # Defaults are parsed too, so that rules see one form of a section, whether the file has it or not.
+        shape, value = shape_of(info), raw.get(key)
+        if key not in raw:
+            value = UNKNOWN
+            if not info.is_required():
+                value = info.get_default(call_default_factory=True, validated_data={})
+            if isinstance(value, Section):
+                set_fields = value.model_dump(by_alias=True, exclude_unset=True)
+                value = _parse_section(type(value), set_fields)
+            values[key] = value
+        elif shape.section is not None and not shape.is_list:
+            values[key] = _parse_section(shape.section, value)
+        elif shape.section is not None:
+            values[key] = (
+                [_parse_section(shape.section, item) for item in value]
+                if isinstance(value, list | tuple)
+                else UNKNOWN
+            )
+        else:
+            # Field by field: pydantic gives back nothing of a section in which one value is wrong.
+            try:
+                values[key] = _adapter(section, key).validate_python(value)
+            except ValidationError:
+                values[key] = UNKNOWN
+    return values
 
 
 @cache
 def _adapter(section: type[Section], key: str) -> TypeAdapter[Any]:
-    """Parses one field alone."""
+    """A parser of one field alone."""
+    # Kept: building one takes longer than to parse a whole manifest with it.
     info = fields_of(section)[key]
     annotation: Any = info.annotation
     for metadata in info.metadata:

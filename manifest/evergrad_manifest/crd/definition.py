@@ -43,11 +43,13 @@ _COLUMNS: Final = (
 
 def build_definition() -> dict[str, Any]:
     """The CustomResourceDefinition as JSON values."""
+    # Columns with priority 1 are shown by `-o wide` only: a line has to fit into a terminal.
     words = ("name", "type", "jsonPath", "description", "priority")
     version = {
         "name": VERSION,
         "served": True,
         "storage": True,
+        # One version is served and stored alike, so that no conversion webhook is needed.
         "schema": {"openAPIV3Schema": build_root()},
         # The operator's writes of the status ask no webhook, and leave the generation as it is.
         "subresources": {"status": {}},
@@ -80,7 +82,11 @@ def build_definition() -> dict[str, Any]:
 
 def build_root() -> Schema:
     """The schema of the whole object, with its rules."""
-    spec = {"description": "What should run, and on what.", **section_schema(Spec, "spec.")}
+    # status is not required: a run has none before the operator has first seen it.
+    spec = {
+        "description": "Program of the run, and where it runs.",
+        **section_schema(Spec, "spec."),
+    }
     root: Schema = {
         "type": "object",
         "description": (
@@ -88,6 +94,7 @@ def build_root() -> Schema:
         ),
         "required": ["spec"],
         "properties": {
+            # The API server checks these three itself: a bound of ours would only take up room.
             "apiVersion": _plain(text("Version of this format: evergrad.dev/v1alpha1.")),
             "kind": _plain(text("Kind of the object: TrainingRun.")),
             "metadata": {"type": "object"},
@@ -110,12 +117,12 @@ def _plain(schema: Schema) -> Schema:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes equal values out each time: an alias would have to be understood by every tool that reads the
-    file."""
+    """Writes equal values out each time: not every tool that reads the file understands aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    # PyYAML would begin the items of a list in the column of their key, where they read like its neighbours.
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
 

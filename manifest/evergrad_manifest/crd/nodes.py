@@ -5,6 +5,8 @@ from typing import Any, Final
 
 Schema = dict[str, Any]
 
+# Every text, list and mapping has a bound: the API server estimates the cost of a rule from the largest value
+# that a schema allows, and refuses a CRD whose rules could cost too much.
 LONGEST_TEXT: Final = 4096
 LONGEST_KEY_NAME: Final = 253
 PRESERVE: Final = "x-kubernetes-preserve-unknown-fields"
@@ -22,6 +24,7 @@ def text(
 
     ``more``: further words of the schema, such as ``pattern``.
     """
+    # Left out and not written as 0: whatever is in the CRD counts against its size.
     least = {} if shortest is None else {"minLength": shortest}
     return {"type": "string", "description": description, "maxLength": longest, **least, **more}
 
@@ -60,6 +63,8 @@ def switch(description: str) -> Schema:
 
 def int_or_text(description: str, *, pattern: str, longest: int = 64) -> Schema:
     """A whole number, or a text of this form, as Kubernetes' quantities are."""
+    # Without a type: a structural schema has no union of types but for this word, which takes the type's
+    # place.
     union = {"x-kubernetes-int-or-string": True, "maxLength": longest, "pattern": pattern}
     return {"description": description, **union}
 
@@ -100,6 +105,8 @@ def items(
     description: str, item: Schema, *, most: int, keys: Sequence[str] = (), **more: Any
 ) -> Schema:
     """A list. With ``keys``, server-side apply merges it item by item; without, it is replaced as a whole."""
+    # Only in a list with keys does an item survive that another writer has applied, such as a volume. The API
+    # server then refuses two items with equal keys.
     kind: Schema = {"x-kubernetes-list-type": "atomic"}
     if keys:
         kind = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)}
@@ -118,6 +125,7 @@ def rule(expression: str, message: str, *, at: str = "", reason: str = "") -> Sc
 
     ``at``: the path below the rule's own that is blamed.
     """
+    # FieldValueInvalid is the API server's own default, and is not written out.
     found = {"rule": expression, "message": message}
     if reason:
         found["reason"] = reason

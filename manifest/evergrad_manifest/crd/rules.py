@@ -1,7 +1,7 @@
 """The rules that only an API server can hold, in CEL: what stays as it was, least and most, exactly one of.
 
-Everything else that a file must satisfy is said by the whole validation, which the operator's webhook runs
-before these, and the operator again before a run's first pod.
+The whole validation checks everything else that a file must satisfy. The operator's webhook runs it before
+these rules, and the operator again before a run's first pod.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,8 +26,9 @@ _IS_OPEN: Final = (
 )
 """Whether the run was refused before it began, so that all of it may be corrected.
 
-As evergrad_manifest.validation.is_open.
+The same condition as evergrad_manifest.validation.is_open.
 """
+
 _NEW_RUN: Final = "Make a new TrainingRun, or set it back."
 
 
@@ -43,59 +44,9 @@ def _all_unchanged(owner: str, keys: Iterable[str]) -> str:
 
 
 def _within(owner: str, condition: str) -> str:
-    """``condition`` where the section ``owner`` was there and is still; that it neither came nor went is
-    another rule's."""
+    """``condition`` for a section ``owner`` that was there and still is; another rule refuses one that comes
+    or goes."""
     return f"!has(self.{owner}) || !has(oldSelf.{owner}) || ({condition})"
-
-
-def _object_rules() -> tuple[Schema, ...]:
-    """Rules about the fields that a run keeps, each named: CEL has no object without a field."""
-    # Of runtime only the arithmetic is the recipe; left out, it is its default.
-    runtime = "{0}.spec.training.runtime"
-    used = [
-        f"(has({runtime}) && has({runtime}.{key}) ? {runtime}.{key} : '{fields_of(Runtime)[key].default}')"
-        for key in RECIPE_OF_RUNTIME
-    ]
-    whole = [key for key in RECIPE_SECTIONS if key not in ("data", "horizon")]
-    data = [key for key in fields_of(Data) if key not in OPERATIONAL_DATA]
-    recipe = " && ".join(
-        (
-            _all_unchanged("spec.training", whole),
-            # A task of the user's own may do without data.
-            "has(self.spec.training.data) == has(oldSelf.spec.training.data)",
-            f"(!has(self.spec.training.data) || ({_all_unchanged('spec.training.data', data)}))",
-            *(f"{one.format('self')} == {one.format('oldSelf')}" for one in used),
-        )
-    )
-
-    # A list of rules, one a field of the object, so that the refusal names the field.
-    further = "Make a new TrainingRun, with training.initFrom for the weights."
-    kinds = " && ".join(f"has(self.spec.{kind}) == has(oldSelf.spec.{kind})" for kind in KINDS)
-    kept = [
-        (
-            kinds,
-            "",
-            f"training and script cannot replace one another; neither reads what the other saved. {_NEW_RUN}",
-        ),
-        (
-            _within("spec.training", recipe),
-            ".training",
-            f"cannot be changed; it is the recipe of the run. {further}",
-        ),
-        (
-            _within("spec.script", _all_unchanged("spec.script", RECIPE_OF_SCRIPT)),
-            ".script",
-            f"cannot be changed; it is the recipe of the run. {_NEW_RUN}",
-        ),
-    ]
-    kept += [
-        (_unchanged("spec", key), f".{key}", f"cannot be changed; {why}. {_NEW_RUN}")
-        for key, why in FIXED.items()
-    ]
-    return tuple(
-        rule(f"{_IS_OPEN} || ({same})", message, at=f".spec{at}", reason="FieldValueForbidden")
-        for same, at, message in kept
-    )
 
 
 def _exactly_one(keys: Iterable[str], message: str) -> Schema:
@@ -103,8 +54,67 @@ def _exactly_one(keys: Iterable[str], message: str) -> Schema:
     return rule(f"[{given}].exists_one(given, given)", message)
 
 
+# Only the arithmetic of runtime belongs to the recipe. A field that is left out equals its default, so that
+# writing the default out later is no change.
+_RUNTIME: Final = "{0}.spec.training.runtime"
+_ARITHMETIC: Final = [
+    f"(has({_RUNTIME}) && has({_RUNTIME}.{key}) ? {_RUNTIME}.{key} : '{fields_of(Runtime)[key].default}')"
+    for key in RECIPE_OF_RUNTIME
+]
+_RECIPE_IS_KEPT: Final = " && ".join(
+    (
+        _all_unchanged(
+            "spec.training", [key for key in RECIPE_SECTIONS if key not in ("data", "horizon")]
+        ),
+        # A task of the user's own may do without data, and CEL ends with an error at a field of a section
+        # that is not there.
+        "has(self.spec.training.data) == has(oldSelf.spec.training.data)",
+        "(!has(self.spec.training.data) || ({}))".format(
+            _all_unchanged(
+                "spec.training.data",
+                [key for key in fields_of(Data) if key not in OPERATIONAL_DATA],
+            )
+        ),
+        *(f"{one.format('self')} == {one.format('oldSelf')}" for one in _ARITHMETIC),
+    )
+)
+_KINDS_ARE_KEPT: Final = " && ".join(
+    f"has(self.spec.{kind}) == has(oldSelf.spec.{kind})" for kind in KINDS
+)
+
+# The condition, the field that is blamed, and the message: one rule a field, so that the refusal names it.
+# CEL has no object without a field.
+_KEPT: Final = (
+    (
+        _KINDS_ARE_KEPT,
+        "",
+        f"training and script cannot replace one another; neither reads what the other saved. {_NEW_RUN}",
+    ),
+    (
+        _within("spec.training", _RECIPE_IS_KEPT),
+        ".training",
+        (
+            "cannot be changed; it is the recipe of the run. Make a new TrainingRun, with "
+            "training.initFrom for the weights."
+        ),
+    ),
+    (
+        _within("spec.script", _all_unchanged("spec.script", RECIPE_OF_SCRIPT)),
+        ".script",
+        f"cannot be changed; it is the recipe of the run. {_NEW_RUN}",
+    ),
+    *(
+        (_unchanged("spec", key), f".{key}", f"cannot be changed; {why}. {_NEW_RUN}")
+        for key, why in FIXED.items()
+    ),
+)
+
+# Few: an API server refuses a CRD whose rules could cost too much. They hold while the webhook is down, too.
 RULES: Final[Mapping[str, tuple[Schema, ...]]] = {
-    "": _object_rules(),
+    "": tuple(
+        rule(f"{_IS_OPEN} || ({same})", message, at=f".spec{at}", reason="FieldValueForbidden")
+        for same, at, message in _KEPT
+    ),
     "spec": (
         _exactly_one(KINDS, "a run is exactly one of training and script. Set one of them."),
     ),

@@ -15,6 +15,7 @@ from evergrad_manifest.fields import Field, choices_of, fields_of, shape_of
 from evergrad_manifest.task_files import MAX_BYTES
 from evergrad_manifest.values.numbers import LARGEST_COUNT, Human
 
+# As parse_quantity and the numbers of a file: what is longer is refused before it is parsed.
 _LONGEST_NUMBER: Final = 64
 _MOST_ENTRIES: Final = 128
 _BOUNDS: Final = {
@@ -30,7 +31,7 @@ SHOWN_DEFAULTS: Final = (
 )
 """Fields whose default the API server fills in. None of the recipe: it must read as it was written."""
 LEFT_OUT: Final = ("spec.training.evaluation.sources[].weight",)
-"""Fields that the models have only to refuse them in better words."""
+"""Fields that the models have only so that their refusal is worded better."""
 EXACTLY_ONE: Final = ("spec.training.horizon", "spec.training.data.heldOut")
 """Sections that have exactly one field.
 
@@ -44,8 +45,9 @@ _TEXT_LENGTHS: Final = {
 
 
 def section_schema(section: type[Section], prefix: str = "") -> Schema:
-    """The structural schema of ``section``, which stands at ``prefix`` (empty, or a path that
+    """The structural schema of ``section``, which is at ``prefix`` (empty, or a path that
     ends in a dot)."""
+    # Unknown keys are preserved, so that the webhook still sees a slip and can name the key that was meant.
     properties: dict[str, Schema] = {}
     for key, info in fields_of(section).items():
         if f"{prefix}{key}" not in LEFT_OUT:
@@ -74,7 +76,7 @@ def field_schema(field: Field) -> Schema:
     else:
         found |= section_schema(field.shape.section, f"{field.path}.")
 
-    # What an API server can hold of the rules without a rule of its own, which would cost.
+    # Rules that a schema can express without a CEL rule, whose cost the API server would count.
     if field.path in EXACTLY_ONE:
         found |= {"minProperties": 1, "maxProperties": 1}
     if field.path in SHOWN_DEFAULTS:
@@ -84,6 +86,7 @@ def field_schema(field: Field) -> Schema:
 
 def describe(field: Field) -> str:
     """Text of ``kubectl explain``: meaning, type with unit and bounds, default."""
+    # `kubectl explain` shows texts as they are: no markup, one line.
     meaning = re.sub(r"\s+", " ", (field.info.description or "").replace("``", "`"))
     kind, default = describe_type(field), describe_default(field.info).strip("`")
     notes = [] if kind in ("mapping", "list of mappings", "text") else [kind]
@@ -104,27 +107,41 @@ def _plain_schema(field: Field) -> Schema:
         if any(bool in get_args(one) for one in inputs):
             return {PRESERVE: True, "enum": [*choices, True, False]}
         return {"type": "string", "enum": list(choices)}
+
+    # A list of values. One without `...` in its type is a tuple of fixed length, such as betas.
     if get_origin(annotation) is tuple:
-        return _tuple_schema(field, annotation)
-    if get_origin(annotation) is dict:
-        return _dict_schema(field, annotation)
-    return scalar_schema(annotation, metadata)
-
-
-def _tuple_schema(field: Field, annotation: Any) -> Schema:
-    arguments = [item for item in get_args(annotation) if item is not Ellipsis]
-    inner, metadata = _unwrapped(arguments[0], [])
-    item = {"description": "One of them.", **scalar_schema(inner, metadata)}
-    if field.path in _TEXT_LENGTHS:
-        item["maxLength"] = _TEXT_LENGTHS[field.path]
-    if Ellipsis not in get_args(annotation):
+        arguments = [one for one in get_args(annotation) if one is not Ellipsis]
+        item = {
+            "description": "One of them.",
+            **scalar_schema(*_unwrapped(arguments[0], [])),
+        }
+        if field.path in _TEXT_LENGTHS:
+            item["maxLength"] = _TEXT_LENGTHS[field.path]
         bounds: Schema = {"minItems": len(arguments), "maxItems": len(arguments)}
-    else:
-        bounds = _item_bounds(field.info)
-    return {"type": "array", **bounds, "x-kubernetes-list-type": "atomic", "items": item}
+        if Ellipsis in get_args(annotation):
+            bounds = _item_bounds(field.info)
+        return {"type": "array", **bounds, "x-kubernetes-list-type": "atomic", "items": item}
+    if get_origin(annotation) is not dict:
+        return scalar_schema(annotation, metadata)
+
+    # Mappings whose keys are the user's. A mapping of any values is kept as it is, up to a number of keys.
+    values = get_args(annotation)[1]
+    if values is Any:
+        return {"type": "object", PRESERVE: True, "maxProperties": 256}
+    item = {"description": "Its value.", **scalar_schema(*_unwrapped(values, []))}
+    if item.get("type") == "string":
+        item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
+    # Every map needs a bound: the API server multiplies the cost of rules by it.
+    most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
+    most = next(
+        (found for one in field.info.metadata if (found := getattr(one, "max_length", None))),
+        most,
+    )
+    return {"type": "object", "maxProperties": most, "additionalProperties": item}
 
 
 def _item_bounds(info: FieldInfo) -> Schema:
+    # The budget counts a list by its largest length: one without would make every rule on it too expensive.
     found = {}
     for item in info.metadata:
         if (least := getattr(item, "min_length", None)) is not None:
@@ -138,25 +155,8 @@ def _item_bounds(info: FieldInfo) -> Schema:
     return found
 
 
-def _dict_schema(field: Field, annotation: Any) -> Schema:
-    values = get_args(annotation)[1]
-    if values is Any:
-        return {"type": "object", PRESERVE: True, "maxProperties": 256}
-    inner, metadata = _unwrapped(values, [])
-    item = {"description": "Its value.", **scalar_schema(inner, metadata)}
-    if item.get("type") == "string":
-        item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
-    # Every map needs a bound: the API server multiplies the cost of rules by it.
-    most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
-    most = next(
-        (found for one in field.info.metadata if (found := getattr(one, "max_length", None))),
-        most,
-    )
-    return {"type": "object", "maxProperties": most, "additionalProperties": item}
-
-
 def _unwrapped(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
-    """The annotation without ``| None`` and ``Annotated``, and what the latter said."""
+    """The annotation without ``| None`` and ``Annotated``, and the metadata of the latter."""
     # In any order and number: `Annotated[X, …] | None` as well as `Annotated[X | None, …]`.
     while True:
         if get_origin(annotation) is Annotated:
@@ -184,14 +184,12 @@ def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
         return {"type": "boolean"}
     if annotation is int:
         return {"type": "integer", "format": "int64", **_number_bounds(metadata)}
-    if annotation is str:
-        return _text_schema(metadata)
     if get_origin(annotation) is Literal:
         return {"type": "string", "enum": list(get_args(annotation))}
-    raise TypeError(f"no structural schema for {annotation}")
+    if annotation is not str:
+        raise TypeError(f"no structural schema for {annotation}")
 
-
-def _text_schema(metadata: list[Any]) -> Schema:
+    # pydantic keeps each length and pattern in an object of its own, or several in the Field of an Annotated.
     found: Schema = {"type": "string", "maxLength": LONGEST_TEXT}
     for marker in [
         item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])

@@ -15,6 +15,8 @@ from evergrad_manifest.crd.nodes import (
     texts_by_name,
 )
 
+# Long enough for a cause with its remedy. A worker that fails may print any amount, and the object has to
+# stay far below the 1.5 MiB that etcd takes.
 _LONGEST_MESSAGE: Final = 4096
 
 
@@ -27,6 +29,7 @@ def _counts(description: str, what: str) -> Schema:
     }
 
 
+# As metav1.Condition, so that `kubectl wait` and GitOps tools read it as they read those of other kinds.
 _CONDITION: Final[Schema] = mapping(
     "One aspect of the run's state.",
     {
@@ -59,6 +62,8 @@ _PROGRESS: Final[Schema] = mapping(
         "totalSteps": integer("Optimizer steps of the whole run.", least=0, large=True),
         "summary": text("Steps done, of all: 1200/20000.", longest=64),
         "percent": integer("Share of the steps that is done, in percent.", least=0, most=100),
+        # A text: Kubernetes' conventions forbid floats, which clients in different languages round
+        # differently.
         "loss": text("Training loss of the newest step, in nats a token.", longest=32),
         "tokensPerSecond": text(
             "Tokens a second of all nodes together, shortened (41.2k).", longest=32
@@ -70,11 +75,14 @@ _PROGRESS: Final[Schema] = mapping(
             least=0,
             large=True,
         ),
+        # The time of the nodes' report and not of the operator's write, so that their silence shows.
         "updatedAt": moment("When the nodes last reported progress."),
     },
 )
 
 
+# The summary repeats the numbers for the columns of `kubectl get`, which cannot join two fields into one
+# text.
 _NODES: Final[Schema] = mapping(
     "The nodes that train.",
     {
@@ -103,6 +111,7 @@ _FAILURE: Final[Schema] = mapping(
 )
 
 
+# One for each pod that ended, and only the last ten: a run may lose pods for weeks.
 _ATTEMPT: Final[Schema] = mapping(
     "The end of one pod.",
     {
@@ -151,6 +160,7 @@ STATUS: Final[Schema] = mapping(
         "image": text(
             "Image of the training pods, kept until restartNonce changes.", longest=1024
         ),
+        # Its absence means that no pod was ever made, so that a refused recipe may still be corrected.
         "recipeHash": text(
             "SHA-256 of the recipe, in hex: two runs of the same hash train the same.",
             longest=64,
@@ -179,11 +189,14 @@ STATUS: Final[Schema] = mapping(
         "lastFailure": _FAILURE,
         "attempts": items("The last pods that ended, oldest first.", _ATTEMPT, most=10),
         "lostSeconds": _counts("Seconds without training, by what took them.", "Seconds."),
+        # Apart from what people read, so that its form may change from one version of the operator to the
+        # next.
         "memory": texts_by_name(
             "What the operator must not forget; no promise to anybody.",
             most=32,
             longest=8192,
         ),
+        # By type, as in Kubernetes' own kinds: two conditions of one type would contradict each other.
         "conditions": items(
             "The run's state, one entry for each aspect.",
             _CONDITION,
@@ -194,5 +207,5 @@ STATUS: Final[Schema] = mapping(
 )
 """The structural schema of ``status``.
 
-Texts stand for what is no whole number, as Kubernetes' conventions ask.
+Values that are no whole numbers are texts, as Kubernetes' conventions ask.
 """

@@ -16,7 +16,10 @@ from evergrad_manifest.crd.nodes import (
     texts_by_name,
 )
 
+# Every list inside of these structures has a bound, or the API server reckons with one of its own, which
+# makes the whole CRD too expensive to accept.
 _MOST_ITEMS: Final = 32
+# The pattern of Kubernetes' own OpenAPI document for a quantity.
 _QUANTITY: Final = (
     r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
 )
@@ -47,11 +50,13 @@ def _label_selector(description: str) -> Schema:
     return mapping(description, properties, **{"x-kubernetes-map-type": "atomic"})
 
 
+# 317 characters: a prefix of 253, a slash and a name of 63, the longest key that Kubernetes takes.
 def _label_keys(description: str) -> Schema:
     return items(description, text("Key of a label.", longest=317), most=_MOST_ITEMS)
 
 
 def _node_term(description: str) -> Schema:
+    # Gt and Lt compare numbers, which labels of nodes may hold; Kubernetes has them for nodes alone.
     operators = ("In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt")
     properties = {
         "matchExpressions": _requirements("Comparisons with the node's labels.", operators),
@@ -98,6 +103,7 @@ _NODE_AFFINITY: Final[Schema] = mapping(
 )
 
 
+# topologyKey alone is required: a term without it would compare pods in no place at all.
 def _pod_term(description: str) -> Schema:
     properties = {
         "topologyKey": text("Label of nodes whose value makes them one place.", longest=317),
@@ -164,6 +170,7 @@ _TOLERATION: Final[Schema] = mapping(
 
 
 _POLICIES: Final = ("Honor", "Ignore")
+# labelSelector may be left out here, unlike in a pod: the operator fills in the nodes' pods of the run.
 _SPREAD: Final[Schema] = mapping(
     "One rule of spreading.",
     {
@@ -186,6 +193,8 @@ _SPREAD: Final[Schema] = mapping(
 )
 
 
+# name and mountPath are required here: otherwise the API server would refuse only the pod, long after the
+# run.
 _MOUNT: Final[Schema] = mapping(
     "One mount.",
     {
@@ -208,6 +217,8 @@ _MOUNT: Final[Schema] = mapping(
 )
 
 
+# The name is optional in Kubernetes' own schema for the sake of old objects; a reference without one names
+# nothing, so that it is required here.
 def _key_of(kind: str) -> Schema:
     return mapping(
         f"A key of a {kind}.",
@@ -220,6 +231,8 @@ def _key_of(kind: str) -> Schema:
     )
 
 
+# References are replaced as a whole by server-side apply, as in a pod: half of one and half of another would
+# name what nobody meant.
 _FIELD_REF: Final[Schema] = mapping(
     "A field of the pod.",
     {
@@ -243,6 +256,7 @@ _RESOURCE_FIELD_REF: Final[Schema] = mapping(
 )
 
 
+# A value is a text: without quotes YAML would make a number of it, which the API server refuses in a pod.
 _VARIABLE: Final[Schema] = mapping(
     "One variable.",
     {
@@ -264,6 +278,7 @@ _VARIABLE: Final[Schema] = mapping(
 )
 
 
+# In decimal: JSON has no octal numbers, and what YAML reads as one arrives here as its value.
 def _mode(description: str) -> Schema:
     return integer(
         f"{description} Permissions as a decimal number, 420 for 0644.", least=0, most=511
@@ -301,6 +316,7 @@ _DOWNWARD_ITEMS: Final[Schema] = items(
 )
 
 
+# A Secret's name has another key as a volume (secretName) than as a projected source (name).
 def _object_volume(kind: str, name: str, *, has_mode: bool) -> Schema:
     properties = {
         name: text(f"Name of the {kind}."),
@@ -312,6 +328,8 @@ def _object_volume(kind: str, name: str, *, has_mode: bool) -> Schema:
     return mapping(f"The keys of a {kind} as files.", properties)
 
 
+# Without serviceAccountToken: the pods of a run have no account at the API server, and get none this way
+# either.
 _PROJECTED: Final[Schema] = mapping(
     "Several sources in one folder.",
     {
@@ -347,6 +365,8 @@ _PROJECTED: Final[Schema] = mapping(
 )
 
 
+# For scratch space that is larger than the node's own disk. The claim goes with its pod, so that nothing of
+# the run may be kept in it.
 _EPHEMERAL: Final[Schema] = mapping(
     "A volume that lives as long as its pod.",
     {
@@ -397,6 +417,8 @@ _EPHEMERAL: Final[Schema] = mapping(
 )
 
 
+# No hostPath, nfs or csi: those reach past what a pod of a run may touch, and a claim can stand for each of
+# them.
 _VOLUME: Final[Schema] = mapping(
     "One volume: a name and exactly one source.",
     {
@@ -438,6 +460,7 @@ _VOLUME: Final[Schema] = mapping(
 def _listed(
     item: Schema, *, most: int = _MOST_ITEMS, keys: Sequence[str] = ()
 ) -> dict[str, Any]:
+    # The description is the manifest's own: the field's docstring is the only place for it.
     found = items("", item, most=most, keys=keys)
     del found["description"]
     return found
@@ -449,7 +472,9 @@ def build_fragments() -> Mapping[str, Schema]:
 
     Not to be changed.
     """
-    # Copies of the Kubernetes API's own structures, cut to what a run may say.
+    # Copies of the Kubernetes API's own structures, cut to what a run may contain. Lists have the keys that
+    # they have in a pod, so that server-side apply merges them as users are used to; tolerations have none
+    # there.
     where = "spec.template."
     return {
         f"{where}tolerations": _listed(_TOLERATION),

@@ -19,6 +19,7 @@ from evergrad_manifest.values.numbers import show
 MAX_VALUES: Final = 20_000
 _TAG: Final = "tag:yaml.org,2002:"
 _MERGE: Final = f"{_TAG}merge"
+# Python's int() takes time that grows with the square of the digits.
 _LONGEST_NUMBER = 100
 _DIGITS = "[0-9]+(?:_[0-9]+)*"
 _INTEGER = re.compile(rf"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|{_DIGITS})")
@@ -46,8 +47,8 @@ class Place:
 class Document:
     """Content of one document, the place of each value in it, and the problems of single values and keys.
 
-    ``lost`` are the paths (as written in problems) of values that could not be read; null stands in their
-    place.
+    ``lost`` are the paths (as written in problems) of values that could not be read; ``value`` has null
+    there.
     """
 
     value: Any = None
@@ -70,7 +71,7 @@ class _Loader(yaml.SafeLoader):
     Bounded in depth and size.
     """
 
-    # PyYAML's own attribute.
+    # PyYAML's own attribute, empty here: its list of YAML 1.1 would bring dates and sexagesimal numbers.
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def __init__(self, text: str) -> None:
@@ -79,6 +80,7 @@ class _Loader(yaml.SafeLoader):
         self._count = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # Bounded while it is read: PyYAML recurses for each level, and would build everything before we look.
         self._depth += 1
         self._count += 1
         if self._depth > MAX_DEPTH or self._count > MAX_VALUES:
@@ -119,6 +121,7 @@ def parse_document(text: str, *, label: str, source: str = "") -> Document:
     ``label`` names the file in problems that concern no field; ``source`` is what places of single values are
     called by. The value is None, with a problem, when the text is no document at all.
     """
+    # Two passes, nodes and then values: nodes have the lines that messages name.
     document = Document()
     try:
         root = _compose(text, label)
@@ -186,7 +189,7 @@ _REMEDIES: Final = (
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, label: str) -> Problem:
-    # Where it was noticed, which may be a line after the mistake: the remedies say so.
+    # The place where PyYAML noticed it, which may be a line after the mistake: remedies mention both lines.
     mark = error.problem_mark or error.context_mark
     where = f"{label}:{mark.line + 1}:{mark.column + 1}" if mark is not None else label
     if error.context == "expected a single document in the stream":
@@ -218,7 +221,7 @@ class _Construction:
 
     def value(self, node: yaml.Node, path: FieldPath) -> Any:
         """The value of ``node``; its place, and the problems in it, go to the document."""
-        # An alias is expanded where it is used: a page of text can stand for a million values.
+        # An alias is expanded where it is used: a page of text can become a million values.
         self._count += 1
         if self._count > MAX_VALUES:
             remedy = "Write the values out where they are needed"
@@ -227,6 +230,8 @@ class _Construction:
                     self._label, f"aliases expand to more than {MAX_VALUES} values", "", remedy
                 )
             )
+
+        # Followed by the nodes that are being built, since an alias is its anchor's own node.
         if id(node) in self._open or len(self._open) > MAX_DEPTH:
             why = (
                 "an anchor contains itself"
@@ -241,6 +246,9 @@ class _Construction:
                     "Remove the alias",
                 )
             )
+
+        # The first place stays: a key's line is noted before its value, and `<<` must not move what it
+        # merges.
         self._document.places.setdefault(path, Place(self._source, _line(node)))
         self._open.append(id(node))
         try:
@@ -257,7 +265,7 @@ class _Construction:
     def _refuse_value(
         self, path: FieldPath, node: yaml.Node, what: str, *, why: str = "", remedy: str = ""
     ) -> None:
-        """Say that the value at ``path`` cannot be read; null stands for it, and nothing more is said about
+        """Note that the value at ``path`` cannot be read; null takes its place, and later checks pass over
         it."""
         self._refuse(path, node, what, why=why, remedy=remedy)
         self._document.lost.add(format_path(path))
@@ -280,10 +288,25 @@ class _Construction:
             if key_node.tag == _MERGE:
                 merges.append(value_node)
                 continue
-            key = self._key(key_node, path)
+
+            # A key such as `on:` or `1:` would be another type than the name it is meant to be.
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{_TAG}str":
+                is_scalar = isinstance(key_node, yaml.ScalarNode)
+                shown = key_node.value if is_scalar else "a list or mapping"
+                kind = _KINDS.get(key_node.tag.removeprefix(_TAG), "something else")
+                remedy = (
+                    f'Put it in quotes: "{shown}"'
+                    if is_scalar
+                    else "Write a text before the colon"
+                )
+                what, why = f"the key {show(shown)} is not a text", f"YAML reads it as {kind}"
+                self._refuse(path, key_node, what, why=why, remedy=remedy)
+                continue
+            key = self._text(key_node, path)
             if key is None:
                 continue
             here = (*path, key)
+            # YAML's own rule is that the last one counts, which would change a value without a word.
             if key in first:
                 source = f" of {self._source}" if self._source else ""
                 lines = f"in lines {first[key]} and {_line(key_node)}{source}"
@@ -295,7 +318,7 @@ class _Construction:
             first[key] = _line(key_node)
             self._document.places.setdefault(here, Place(self._source, _line(key_node)))
             result[key] = self.value(value_node, here)
-        # Last: what stands beside `<<` wins over what is merged, wherever it stands.
+        # Last: keys beside `<<` win over those that are merged, whatever their order in the file.
         for merged in self._merged(merges, path):
             result = {**merged, **result}
         return result
@@ -323,26 +346,6 @@ class _Construction:
                         remedy="Merge `*name` of a mapping",
                     )
 
-    def _key(self, node: yaml.Node, path: FieldPath) -> str | None:
-        if isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}str":
-            return self._text(node, path)
-
-        # A key such as `on:` or `1:` would be another type than the name it is meant to be.
-        shown = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-        remedy = (
-            f'Put it in quotes: "{shown}"'
-            if isinstance(node, yaml.ScalarNode)
-            else "Write a text before the colon"
-        )
-        self._refuse(
-            path,
-            node,
-            f"the key {show(shown)} is not a text",
-            why=f"YAML reads it as {_KINDS.get(node.tag.removeprefix(_TAG), 'something else')}",
-            remedy=remedy,
-        )
-        return None
-
     def _foreign_tag(self, node: yaml.Node, path: FieldPath) -> None:
         self._refuse_value(
             path,
@@ -352,7 +355,8 @@ class _Construction:
         )
 
     def _scalar(self, node: yaml.Node, path: FieldPath) -> Any:
-        # The tag is what YAML has resolved, or what the file claims; the text must be so in both cases.
+        # The tag is either what YAML has resolved or what the file claims, so that the text is checked
+        # against it.
         text = str(node.value)
         kind = node.tag.removeprefix(_TAG)
         if kind == "str":
@@ -363,17 +367,36 @@ class _Construction:
             return _BOOLEANS[text.lower()]
         if kind == "int" and _INTEGER.fullmatch(text):
             return self._integer(node, path, text)
-        if kind in ("int", "float") and _FLOAT.fullmatch(text):
-            return self._float(node, path, text)
-        if kind in ("null", "bool", "int", "float"):
+        if kind not in ("null", "bool", "int", "float"):
+            return self._foreign_tag(node, path)
+        if kind not in ("int", "float") or not _FLOAT.fullmatch(text):
             self._refuse_value(
                 path,
                 node,
-                f"{show(text)} is not what its tag !!{kind} says",
+                f"{show(text)} does not match its tag !!{kind}",
                 remedy="Remove the tag",
             )
             return None
-        return self._foreign_tag(node, path)
+
+        # Never rounded to infinity or to zero: 1e400 and 1e-400 are slips.
+        if text.lower().endswith(("inf", "nan")):
+            self._refuse_value(
+                path,
+                node,
+                f"{show(text)} is not a finite number",
+                remedy="Write a finite number",
+            )
+            return None
+        number = float(text.replace("_", ""))
+        is_zero = re.fullmatch(r"[-+0._]*(?:[eE].*)?", text) is not None
+        if math.isfinite(number) and (number != 0 or is_zero):
+            return number
+        size = "small" if number == 0 else "large"
+        why = "it cannot be represented as a 64-bit float"
+        self._refuse_value(
+            path, node, f"{show(text)} is too {size}", why=why, remedy="Check the exponent"
+        )
+        return None
 
     def _text(self, node: yaml.Node, path: FieldPath) -> str | None:
         try:
@@ -420,27 +443,6 @@ class _Construction:
             )
             return None
         return sign * int(digits.replace("_", ""))
-
-    def _float(self, node: yaml.Node, path: FieldPath, text: str) -> float | None:
-        if text.lower().endswith(("inf", "nan")):
-            self._refuse_value(
-                path,
-                node,
-                f"{show(text)} is not a finite number",
-                remedy="Write a finite number",
-            )
-            return None
-        # Never rounded to infinity or to zero: 1e400 and 1e-400 are slips.
-        number = float(text.replace("_", ""))
-        is_zero = re.fullmatch(r"[-+0._]*(?:[eE].*)?", text) is not None
-        if math.isfinite(number) and (number != 0 or is_zero):
-            return number
-        size = "small" if number == 0 else "large"
-        why = "it cannot be represented as a 64-bit float"
-        self._refuse_value(
-            path, node, f"{show(text)} is too {size}", why=why, remedy="Check the exponent"
-        )
-        return None
 
 
 _KINDS: Final = {

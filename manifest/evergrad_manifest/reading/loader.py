@@ -23,6 +23,18 @@ from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.values.numbers import show
 
 MAX_BYTES: Final = 2**20
+"""Most bytes of one file: a ConfigMap, from which the nodes of a run read it, holds no more."""
+_REASONS: Final = {
+    errno.ENOENT: ("does not exist", "Check the path"),
+    errno.EACCES: (
+        "cannot be read; permission is denied",
+        "Change its permissions, or run as a user who may read it",
+    ),
+    errno.EISDIR: ("is a directory", "Name the file in it"),
+    errno.ENOTDIR: ("does not exist; a part of the path is a file", "Check the path"),
+    errno.ELOOP: ("cannot be read; its symbolic links form a loop", "Check the path"),
+    errno.ENAMETOOLONG: ("cannot be read; the path is too long", "Check the path"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,8 @@ def load_manifest(
 
     Raises ConfigurationError with every problem found. Reads these files and nothing else.
     """
+    # All that could be read is checked, also after problems of single lines, so that every problem is shown
+    # at once.
     layered = _merge_all(
         Path(path), overlays=[Path(overlay) for overlay in overlays], overrides=overrides
     )
@@ -52,7 +66,8 @@ def load_manifest(
     places = {format_path(keys): place for keys, place in layered.places.items()}
     news = []
     for problem in found:
-        # A value that could not be read is null: what is said of it, or of a value in it, would repeat that.
+        # A value that could not be read is null now: a problem of it, or of a value in it, would be a second
+        # one of the same line.
         where = problem.path
         ends = [index for index, character in enumerate(where) if character in ".["]
         if where in layered.lost or any(where[:end] in layered.lost for end in ends):
@@ -61,6 +76,8 @@ def load_manifest(
         news.append(
             problem if place is None else replace(problem, what=f"{problem.what} ({place})")
         )
+
+    # The manifest alone decides what relative paths mean, and an overlay in another folder does not.
     if run is None or layered.problems or news:
         raise ConfigurationError(*at_most([*layered.problems, *news]))
     base_directory = Path(path).absolute().parent
@@ -77,7 +94,7 @@ def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
     ]
     parsed = [parse_override(text) for text in overrides]
 
-    # Nothing can be laid over a file that is none; what is known by now is said together.
+    # Nothing can be laid over a file that is none. All that is known by now is shown together.
     fatal = [
         problem
         for document in documents
@@ -94,7 +111,7 @@ def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
         ]
         raise ConfigurationError(*at_most([*fatal, *others]))
 
-    # In the order of the command line: overlays, then --set.
+    # Overlays in their order and --set last, whatever their order on the command line: the narrower wins.
     base, *over = documents
     layered = Layered(base.value, base.places, base.problems, base.lost)
     for document in over:
@@ -108,9 +125,24 @@ def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
 def read_document(path: Path, *, source: str = "") -> Document:
     """The mapping in ``path``; its value is None, with a problem, when there is none."""
     # Each step can end it: bytes, text, YAML, a mapping.
-    data, label = _read(path), path_label(path)
-    if isinstance(data, Problem):
-        return Document(problems=[data])
+    label = path_label(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        code = error.errno if isinstance(error, OSError) else None
+        what, remedy = _REASONS.get(
+            code or 0, (f"cannot be read; {error}", "Check the path and the volume")
+        )
+        return Document(problems=[Problem(label, what, "", remedy)])
+
+    # One byte more than allowed was asked for, so that a device or an endless pipe is never read whole.
+    if len(data) > MAX_BYTES:
+        why = f"the largest manifest read is {MAX_BYTES} bytes (1 MiB)"
+        remedy = "Check the path; a manifest is a page or two of YAML"
+        return Document(problems=[Problem(label, "is too large", why, remedy)])
+
+    # Editors on Windows begin a file with a byte order mark, which is no part of its text.
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -135,39 +167,3 @@ def path_label(path: Path) -> str:
     """Name of a file in a message: its path, if that can be printed and is not very long."""
     name = str(path)
     return name if name.isprintable() and len(name) <= 500 else show(name)
-
-
-_REASONS: Final = {
-    errno.ENOENT: ("does not exist", "Check the path"),
-    errno.EACCES: (
-        "cannot be read; permission is denied",
-        "Change its permissions, or run as a user who may read it",
-    ),
-    errno.EISDIR: ("is a directory", "Name the file in it"),
-    errno.ENOTDIR: ("does not exist; a part of the path is a file", "Check the path"),
-    errno.ELOOP: ("cannot be read; its symbolic links form a loop", "Check the path"),
-    errno.ENAMETOOLONG: ("cannot be read; the path is too long", "Check the path"),
-}
-
-
-def _read(path: Path) -> bytes | Problem:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        code = error.errno if isinstance(error, OSError) else None
-        what, remedy = _REASONS.get(
-            code or 0, (f"cannot be read; {error}", "Check the path and the volume")
-        )
-        return Problem(path_label(path), what, "", remedy)
-
-    # One byte more than allowed was asked for, so that a device or an endless pipe is never read whole.
-    if len(data) > MAX_BYTES:
-        why = f"the largest manifest read is {MAX_BYTES} bytes (1 MiB)"
-        return Problem(
-            path_label(path),
-            "is too large",
-            why,
-            "Check the path; a manifest is a page or two of YAML",
-        )
-    return data

@@ -17,8 +17,8 @@ _EXAMPLE: Final = "Write it as spec.training.optimizer.learningRate=3e-4"
 
 @dataclass
 class Layered:
-    """A manifest under construction: its value, where each part of it was written, and what was wrong on the
-    way."""
+    """A manifest under construction: its value, the place each part was written at, and the problems so
+    far."""
 
     value: dict[str, Any]
     places: dict[FieldPath, Place] = field(default_factory=dict)
@@ -39,6 +39,7 @@ class Override:
 def apply_overlay(base: Layered, overlay: Document) -> Layered:
     """``overlay`` laid over ``base``: mappings are merged, anything else (lists too) is replaced whole, null
     removes a key."""
+    # Places are replaced with the values, so that a problem names the file that the value came from.
     merging = _Merging(overlay)
     value = merging.merge(base.value, overlay.value, ())
     new = {path: place for path, place in overlay.places.items() if path not in merging.removed}
@@ -73,6 +74,7 @@ class _Merging:
             if value is not None:
                 merged[key] = without_null_keys(value)
                 self.replaced.add(here)
+            # A null in the place of a value that could not be read removes nothing.
             elif format_path(here) not in self._overlay.lost:
                 if key not in merged:
                     self.problems += check_removal(here, self._overlay.places.get(here))
@@ -82,7 +84,9 @@ class _Merging:
 
 
 def check_removal(path: FieldPath, place: Place | None) -> list[Problem]:
-    """Removing a key that is not there is fine if the manifest knows it, and a slip of the pen otherwise."""
+    """The problem of removing a key that is not there: none if a manifest may have it, else a slip of the
+    pen."""
+    # One overlay is used for many manifests, of which some do not set what it removes.
     if find_field(TrainingRun, path) is not None:
         return []
     where = f" ({place})" if place is not None else ""
@@ -101,7 +105,7 @@ def _replace_places(
     new: Mapping[FieldPath, Place],
     replaced: Collection[FieldPath],
 ) -> dict[FieldPath, Place]:
-    """Everything at and below a path that was ``replaced`` is now written where ``new`` says."""
+    """The places after a change: those at and below a path that was ``replaced`` are taken from ``new``."""
 
     def is_replaced(path: FieldPath) -> bool:
         return any(path[:length] in replaced for length in range(1, len(path) + 1))
@@ -124,7 +128,7 @@ def parse_override(text: str) -> Override | Problem:
     """
     label = f"--set {show(text)}"
     name, equals, value_text = text.partition("=")
-    # A quoted key may itself hold an equals sign.
+    # A quoted key may itself contain an equals sign.
     while equals and name.count('"') % 2 + name.count("'") % 2:
         more, equals, value_text = value_text.partition("=")
         name = f"{name}={more}"
@@ -141,22 +145,20 @@ def parse_override(text: str) -> Override | Problem:
             "",
             "Write null to remove the key, or '\"\"' for an empty text",
         )
-    return _parse_value(path, value_text, label)
 
-
-def _parse_value(path: FieldPath, text: str, label: str) -> Override | Problem:
-    is_flow = text.lstrip()[:1] in ("[", "{")
-    if ("\n" in text.strip()) or (
-        not is_flow and re.match(r"\s*(-\s|[^\"'\s][^\"']*:(\s|$))", text)
+    # YAML would read `a: b` or a line with a dash as a mapping or a list, which nobody means on one line.
+    is_flow = value_text.lstrip()[:1] in ("[", "{")
+    if ("\n" in value_text.strip()) or (
+        not is_flow and re.match(r"\s*(-\s|[^\"'\s][^\"']*:(\s|$))", value_text)
     ):
         why = "a value is a number, a word, a text in quotes, […] or {…}"
-        return Problem(
-            label, f"{show(text)} is not a value", why, "Put a text in quotes of its own"
-        )
-    document = parse_document(text, label=label, source="--set")
+        remedy = "Put a text in quotes of its own"
+        return Problem(label, f"{show(value_text)} is not a value", why, remedy)
+    document = parse_document(value_text, label=label, source="--set")
     if document.problems:
         problem = document.problems[0]
-        # Problems below the value name the place inside it; the argument itself says more.
+        # Problems below the value name the place inside it, which is always line 1: the argument is the
+        # place.
         return Problem(
             label, problem.what.replace(" (--set line 1)", ""), problem.why, problem.remedy
         )
@@ -175,7 +177,7 @@ def parse_path(text: str) -> FieldPath | None:
         elif position and text[position] != "[":
             return None
 
-        # Segment by segment: a quoted key may hold dots and brackets.
+        # Segment by segment: a quoted key may contain dots and brackets.
         match = _SEGMENT.match(text, position)
         if match is None:
             return None
@@ -203,9 +205,19 @@ def apply_override(base: Layered, override: Override) -> Layered:
         value = _set(base.value, path, override.value, ())
     except _UnfittingPathError as unfitting:
         return replace(base, problems=[*base.problems, unfitting.problem])
+
+    # Whether there is something to remove is looked up in the base: a key whose value is null is there, too.
     problems = list(base.problems)
-    if override.value is None and not _exists(base.value, path):
-        problems += check_removal(path, Place("--set"))
+    if override.value is None:
+        node: Any = base.value
+        for part in path:
+            if isinstance(node, Mapping) and str(part) in node:
+                node = node[str(part)]
+            elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+                node = node[part]
+            else:
+                problems += check_removal(path, Place("--set"))
+                break
     places = _replace_places(
         base.places, override.places if override.value is not None else {}, {path}
     )
@@ -248,14 +260,3 @@ def _set(node: Any, path: FieldPath, value: Any, done: FieldPath) -> Any:
     else:
         result[key] = _set(result.get(key), path[1:], value, here)
     return result
-
-
-def _exists(node: Any, path: FieldPath) -> bool:
-    for part in path:
-        if isinstance(node, Mapping) and str(part) in node:
-            node = node[str(part)]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-            node = node[part]
-        else:
-            return False
-    return True

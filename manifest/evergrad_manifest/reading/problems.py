@@ -1,5 +1,5 @@
-"""Turns what pydantic found into Problems a stranger understands: the field's path, what is wrong, why, and
-what to do."""
+"""Turns the errors of pydantic into Problems that a stranger understands: the field's path, the mistake, its
+reason, and the remedy."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,8 @@ from evergrad_manifest.values.quantities import DNS_LABEL, RUN_NAME
 MOST_PROBLEMS: Final = 100
 """More than these are counted, not listed."""
 _MOST_IN_WORDS: Final = 10 * MOST_PROBLEMS
-"""For more than these no reason is looked for: some of the first may be dropped, as they repeat another."""
+"""Findings that get a message of their own: more than are listed, since some repeat another and are
+dropped."""
 
 _SET_BY_CLUSTER: Final = (
     "uid",
@@ -47,6 +48,19 @@ _PATTERNS: Final = {
     DNS_LABEL: "lower-case letters, digits and '-' are allowed, a letter or digit first and last",
     NAME_PATTERN: "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last",
 }
+_REFUSED_IN_TEMPLATE: Final = {
+    "serviceAccountName": "the pods of a run talk to no API server and have no account",
+    "serviceAccount": "the pods of a run talk to no API server and have no account",
+    "restartPolicy": "the supervisor restarts workers and the operator replaces pods",
+    "resources": "a pod's requests and limits belong in spec.resources",
+    "containers": "a pod of a run has one container, which the operator builds",
+    "spec": (
+        "a run's template is flat: fields of a pod's spec such as nodeSelector stand directly below "
+        "spec.template"
+    ),
+    "metadata": "a run's template is flat: labels and annotations stand directly below spec.template",
+}
+# Words that people bring from other trainers and from Kubernetes, folded as spelling.fold does it.
 _OTHER_TRAINERS_WORDS: Final = {
     "lr": "learningRate",
     "eps": "epsilon",
@@ -69,7 +83,7 @@ def problems_of(
     root: type[Section] = TrainingRun,
     below: FieldPath = (),
 ) -> list[Problem]:
-    """Every problem in ``error``. ``raw`` is what was validated; values are shown as they stand there.
+    """Every problem in ``error``. ``raw`` is what was validated; values are shown as they are there.
 
     ``root``: the model that refused it. ``below``: the path of ``raw`` in the file.
     """
@@ -83,8 +97,14 @@ def problems_of(
     told = []
     for details in found[:_MOST_IN_WORDS]:
         path: FieldPath = details["loc"]
-        say = _SAYINGS.get(details["type"], _say_otherwise)
-        sentence = say(_Finding(path, details, value_at(raw, path), root))
+        finding = _Finding(path, details, value_at(raw, path), root)
+        # A later pydantic may find what has no words of ours yet: then its own message is better than none.
+        say = _SAYINGS.get(details["type"])
+        sentence = (
+            (f"{finding.shown} cannot be used", finding.message, "")
+            if say is None
+            else say(finding)
+        )
         told.append(Problem(format_path((*below, *path)), *sentence))
 
     # An object of an API server may have a hundred thousand unknown keys, and words for each take seconds in
@@ -93,7 +113,7 @@ def problems_of(
     return [
         *told,
         *(
-            Problem(path, "is refused", "", "Correct what stands before it first")
+            Problem(path, "is refused", "", "Correct the problems before it first")
             for path in rest
         ),
     ]
@@ -125,6 +145,7 @@ class _Finding:
         self.context: Mapping[str, Any] = details.get("ctx", {})
         self.message = details["msg"]
         self.value = details["input"]
+        # As the file has it: a parser may have made something else of it before it was refused.
         self.shown = show(self.value if written is None else written)
         if written is not None and written != self.value:
             self.shown += f" ({show(self.value)})"
@@ -149,7 +170,7 @@ def _say_missing(finding: _Finding) -> Sentence:
     choices = choices_of(info) if info is not None else ()
     if len(choices) == 1:
         return "missing", "it has no default", f"Add `{finding.key}: {choices[0]}`"
-    # The first sentence of the field's description says what to write.
+    # The first sentence of the field's description is the shortest text on what to write.
     meaning = "" if info is None else info.description or ""
     meaning = re.split(r"(?<=[a-z)])\. |\n", meaning)[0].rstrip(".").replace("``", "`")
     if meaning[1:2].islower():
@@ -168,13 +189,21 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
         finding.path[0] == "metadata" and finding.key in _SET_BY_CLUSTER
     ):
         return "is set by the cluster, not by a file", "", "Remove it"
+
+    # A key that a pod template has and ours has not: what takes its place, or that nothing does.
+    near = nearest(finding.key, known)
     if len(finding.path) == 3 and finding.path[:2] == ("spec", "template"):
-        return _say_template_key(finding.key, known)
+        here = f"Allowed here: {', '.join(known)}"
+        why = _REFUSED_IN_TEMPLATE.get(finding.key)
+        if why is None and near is not None:
+            return "unknown key", f"did you mean `{near}`? {here}", ""
+        why = why or "only the part of a pod template listed here may be given"
+        return "not allowed in a run's template", why, f"Remove it. {here}"
+
     # Before similar words are looked for: `warmup_steps` would be called a slip of some other key.
     if (foreign := say_foreign(finding.key)) is not None:
         return foreign
     here = f"Known here: {', '.join(known)}"
-    near = nearest(finding.key, known)
     word = _OTHER_TRAINERS_WORDS.get(fold(finding.key))
     if near is None and word in known:
         near = word
@@ -186,37 +215,6 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
         remedy = f"Check the indentation, or the path that follows --set. {here}"
         return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", remedy
     return "unknown key", "", f"Remove it. {here}"
-
-
-_REFUSED_IN_TEMPLATE: Final = {
-    "serviceAccountName": "the pods of a run talk to no API server and have no account",
-    "serviceAccount": "the pods of a run talk to no API server and have no account",
-    "restartPolicy": "the supervisor restarts workers and the operator replaces pods",
-    "resources": "what a pod asks for stands in spec.resources",
-    "containers": "a pod of a run has one container, which the operator builds",
-    "spec": (
-        "a run's template is flat: fields of a pod's spec such as nodeSelector stand directly below "
-        "spec.template"
-    ),
-    "metadata": "a run's template is flat: labels and annotations stand directly below spec.template",
-}
-
-
-def _say_template_key(key: str, known: list[str]) -> Sentence:
-    here = f"Allowed here: {', '.join(known)}"
-    if key in _REFUSED_IN_TEMPLATE:
-        return (
-            "not allowed in a run's template",
-            _REFUSED_IN_TEMPLATE[key],
-            f"Remove it. {here}",
-        )
-    if (near := nearest(key, known)) is not None:
-        return "unknown key", f"did you mean `{near}`? {here}", ""
-    return (
-        "not allowed in a run's template",
-        "only the part of a pod template listed here may be given",
-        f"Remove it. {here}",
-    )
 
 
 @cache
@@ -311,18 +309,20 @@ _BOUNDS: Final = {
 }
 
 
-def _say_too_few(finding: _Finding) -> Sentence:
+def _say_list_length(finding: _Finding) -> Sentence:
+    if "max_length" in finding.context:
+        most = finding.context["max_length"]
+        return (
+            f"the list has more than {most} items",
+            f"at most {most} are allowed",
+            "Remove some",
+        )
     least = finding.context["min_length"]
     return (
         "the list is empty" if not finding.value else "the list is too short",
         f"at least {least} is needed",
         "Add an item",
     )
-
-
-def _say_too_many(finding: _Finding) -> Sentence:
-    most = finding.context["max_length"]
-    return f"the list has more than {most} items", f"at most {most} are allowed", "Remove some"
 
 
 def _say_text_length(finding: _Finding) -> Sentence:
@@ -336,6 +336,7 @@ def _say_text_length(finding: _Finding) -> Sentence:
 
 
 def _say_pattern(finding: _Finding) -> Sentence:
+    # A pattern is hard to read, so that those of the names that users choose have words.
     rule = _PATTERNS.get(
         finding.context["pattern"], f"it must match {finding.context['pattern']}"
     )
@@ -362,10 +363,6 @@ def _say_own_words(finding: _Finding) -> Sentence:
     return str(error), "", ""
 
 
-def _say_otherwise(finding: _Finding) -> Sentence:
-    return f"{finding.shown} cannot be used", finding.message, ""
-
-
 _SAYINGS: Final[Mapping[str, Callable[[_Finding], Sentence]]] = {
     "missing": _say_missing,
     "extra_forbidden": _say_unknown_key,
@@ -382,8 +379,8 @@ _SAYINGS: Final[Mapping[str, Callable[[_Finding], Sentence]]] = {
     "greater_than": _say_bound("gt"),
     "less_than_equal": _say_bound("le"),
     "less_than": _say_bound("lt"),
-    "too_short": _say_too_few,
-    "too_long": _say_too_many,
+    "too_short": _say_list_length,
+    "too_long": _say_list_length,
     "string_too_short": _say_text_length,
     "string_too_long": _say_text_length,
     "string_pattern_mismatch": _say_pattern,

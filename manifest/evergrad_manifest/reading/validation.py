@@ -1,23 +1,16 @@
 """A raw manifest → a TrainingRun, or every problem it has, each with its field's path. Pure."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from pydantic import ValidationError
 
-from evergrad_manifest import (
-    rules_envelope,
-    rules_script,
-    rules_template,
-    training,
-)
-from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.envelope import RULES, TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.reading.problems import at_most, problems_of
+from evergrad_manifest.training import RULES as RULES_OF_TRAINING
 from evergrad_manifest.view import View, without_nulls
-
-RULES: Final = (*rules_envelope.RULES, *rules_template.RULES, *rules_script.RULES)
 
 
 def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
@@ -46,6 +39,8 @@ def check_run(raw: Mapping[str, Any]) -> tuple[TrainingRun | None, list[Problem]
     except ValidationError as error:
         problems += problems_of(error, pruned)
     view = View(pruned, TrainingRun)
-    for rule in RULES if view.get("spec.training") is None else (*RULES, *training.RULES):
+    # Rules of a recipe would find everything missing in a script.
+    has_recipe = view.get("spec.training") is not None
+    for rule in (*RULES, *RULES_OF_TRAINING) if has_recipe else RULES:
         problems += rule(view)
     return run, problems

@@ -1,4 +1,4 @@
-"""``spec.training``: the typed recipe, whole. Each field's rules stand in the file of its section.
+"""``spec.training``: the typed recipe, whole. Each field's rules are in the file of its section.
 
 Frozen and pure: no device, file, network, process group or logging.
 """
@@ -81,8 +81,8 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """What is trained: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file that
-    lies beside this one or can be imported."""
+    """Recipe to train by: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file
+    that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
@@ -94,7 +94,7 @@ class Training(Section):
     tokenizer: Tokenizer = Tokenizer()
     """How text becomes token ids."""
     data: Data = NO_DATA
-    """What is trained on. A task of your own may do without, and prepare its data itself."""
+    """Data to train on. A task of your own may do without, and prepare its data itself."""
     batching: Batching
     """How many samples make a step. Every number of processes trains the same steps."""
     optimizer: Optimizer
@@ -106,7 +106,7 @@ class Training(Section):
     stop: Stop = Stop()
     """When to stop before the horizon."""
     on_non_finite: OnNonFinite = OnNonFinite()
-    """What follows a step whose loss or gradient norm is not finite. May be changed in place."""
+    """Action after a step whose loss or gradient norm is not finite. May be changed in place."""
     skip_steps: tuple[SkippedStep, ...] = Field(default=(), max_length=64)
     """Steps that are passed over without an update, such as one whose samples spoil it.
 
@@ -124,11 +124,11 @@ class Training(Section):
     init_from: InitFrom | None = None
     """Weights to begin a fresh run with; ignored when the run already has checkpoints."""
     reproducibility: Reproducibility = Reproducibility()
-    """What makes two runs equal."""
+    """Settings that make two runs equal."""
     runtime: Runtime = Runtime()
     """How the machine is used; all but the arithmetic may differ from one start to the next."""
     logging: Logging = Logging()
-    """What is printed."""
+    """Lines that are printed."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
 

@@ -1,4 +1,4 @@
-"""Sections that every recipe has, whatever is trained: checkpoints, the machine, what is shown; and names
+"""Sections that every recipe has, whatever it trains: checkpoints, the machine, what is shown; and names
 that several files of this folder use."""
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,8 @@ class Meaningless:
 def without_meaningless(
     section: Mapping[str, Any], table: tuple[Meaningless, ...]
 ) -> dict[str, Any]:
-    """``section`` on the wire without the keys that would be refused if a file said them."""
+    """``section`` on the wire without the keys that would be refused in a file."""
+    # Defaults of such keys are filled in like all others, and a file with them would be refused.
     dropped = {entry.key for entry in table if section[entry.beside] in entry.values}
     return {key: value for key, value in section.items() if key not in dropped}
 
@@ -43,7 +44,8 @@ def without_meaningless(
 def meaningless_in(
     view: View, path: FieldPath, section: Mapping[str, Any], table: tuple[Meaningless, ...]
 ) -> Iterator[Problem]:
-    """A problem for each key of ``section`` that the file says and that has no meaning there."""
+    """A problem for each key of ``section`` that the file has and that has no meaning there."""
+    # Only what the file has counts: the section has the key in any case, with its default.
     for entry in table:
         if section[entry.beside] in entry.values and view.raw(*path, entry.key) is not None:
             what = f"has no meaning with {entry.beside} {section[entry.beside]}"
@@ -105,14 +107,13 @@ RECOMPUTATION_BY_SWITCH: Final = {True: "full", False: "none"}
 """``activationCheckpointing`` of the first versions → what it meant."""
 
 
-def _checkpointing_mode(value: Any) -> Any:
-    """Read true and false, which the first versions took, as full and none."""
-    return RECOMPUTATION_BY_SWITCH[value] if isinstance(value, bool) else value
+def _read_switch_as(words: Mapping[bool, str], given: Any) -> BeforeValidator:
+    """A validator that reads true and false as ``words``. ``given``: the type of a value in a file."""
 
+    def read(value: Any) -> Any:
+        return words[value] if isinstance(value, bool) else value
 
-def _on_or_off(value: Any) -> Any:
-    """YAML reads a bare ``on`` or ``off`` as true or false."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    return BeforeValidator(read, json_schema_input_type=given)
 
 
 Recomputation = Literal["none", "full", "selective"] | bool
@@ -127,13 +128,15 @@ class Runtime(Section):
     """``auto``: cuda where there is one, else cpu."""
     precision: Literal["fp32", "bf16-autocast", "bf16"] = "bf16-autocast"
     """fp32; bf16 matrix products over fp32 weights; or weights, gradients and moments all in bf16."""
+    # YAML reads a bare `on` or `off` as true or false.
     compile: Annotated[
-        Literal["auto", "on", "off"], BeforeValidator(_on_or_off, json_schema_input_type=OnOff)
+        Literal["auto", "on", "off"], _read_switch_as({True: "on", False: "off"}, OnOff)
     ] = "auto"
     """torch.compile; ``auto``: on with an accelerator."""
+    # The first versions knew only true and false here, and their files have to go on.
     activation_checkpointing: Annotated[
         Literal["none", "full", "selective"],
-        BeforeValidator(_checkpointing_mode, json_schema_input_type=Recomputation),
+        _read_switch_as(RECOMPUTATION_BY_SWITCH, Recomputation),
     ] = "none"
     """Recompute each transformer block in the backward pass. ``full`` (or true): least memory, about a third
     more time; ``selective``: matrix products and attention are kept, and the rest is computed again."""
@@ -161,6 +164,7 @@ class Runtime(Section):
 
 def check_runtime(view: View) -> Iterator[Problem]:
     """Exact sums exist for plain data parallelism only, and copies of shards for a sharded model only."""
+    # Sums in a fixed order are made of whole gradients, of which a shard has only a part.
     found = view.known(f"{TRAINING}.reproducibility.elastic", f"{TRAINING}.runtime.parallelism")
     if found is not None and found[0] == "exact" and found[1] != "dataParallel":
         yield Problem(
@@ -169,6 +173,8 @@ def check_runtime(view: View) -> Iterator[Problem]:
             "sums that do not depend on order need the whole gradient in one place",
             "Set runtime.parallelism: dataParallel, or elastic: fast",
         )
+
+    # Whether shards divides the workers depends on the machines, and is checked before the first step.
     cut = view.known(f"{TRAINING}.runtime.shards", f"{TRAINING}.runtime.parallelism")
     if cut is not None and cut[0] is not None and cut[1] == "dataParallel":
         yield Problem(
@@ -201,7 +207,7 @@ def check_metrics(view: View) -> Iterator[Problem]:
 
 
 def check_endpoint(view: View, section: str) -> Iterator[Problem]:
-    """The same of the metrics section at ``section``."""
+    """An endpoint of the metrics section at ``section`` that does not exist cannot stay."""
     path = f"{section}.lingerSeconds"
     found = view.known(path, f"{section}.port")
     if found is not None and found[0] > 0 and found[1] is None:

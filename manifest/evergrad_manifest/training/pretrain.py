@@ -54,7 +54,7 @@ def check_required(view: View) -> Iterator[Problem]:
         return
     for key, meaning in (
         ("model", "the model: exactly one of a configuration and a directory"),
-        ("data", "what is trained on"),
+        ("data", "the data to train on"),
     ):
         if not view.is_given(f"{TRAINING}.{key}"):
             why = "it has no default"
@@ -65,6 +65,7 @@ def check_model(view: View) -> Iterator[Problem]:
     """Exactly one of configuration and path; a configuration names its type and runs no foreign code."""
     if view.get(_MODEL) is UNKNOWN or not view.is_given(_MODEL):
         return
+    # Counted in the file and not in the values: one that is wrong is given all the same.
     given = [name for name in ("config", "path") if view.is_given(f"{_MODEL}.{name}")]
     if not given:
         yield Problem(
@@ -78,13 +79,10 @@ def check_model(view: View) -> Iterator[Problem]:
             "Remove one of them",
         )
     config = view.get(f"{_MODEL}.config")
-    if isinstance(config, Mapping):
-        yield from _check_model_type(config)
-        yield from _check_no_remote_code(config, ("spec", "training", "model", "config"))
-        yield from _check_vocabulary(view, config)
+    if not isinstance(config, Mapping):
+        return
 
-
-def _check_model_type(config: Mapping[str, Any]) -> Iterator[Problem]:
+    # transformers would name the type only once all of it is imported, on the machine that trains.
     path, kind = f"{_MODEL}.config.model_type", config.get("model_type")
     if "model_type" not in config:
         near = nearest("model_type", config)
@@ -95,15 +93,14 @@ def _check_model_type(config: Mapping[str, Any]) -> Iterator[Problem]:
         )
         yield Problem(path, "missing", "it names the transformers architecture", remedy)
     elif not isinstance(kind, str) or not kind.strip():
-        yield Problem(
-            path,
-            f"{show(kind)} is not the name of an architecture",
-            "",
-            "Write a text, such as llama",
-        )
+        what = f"{show(kind)} is not the name of an architecture"
+        yield Problem(path, what, "", "Write a text, such as llama")
+    yield from _check_no_remote_code(config, ("spec", "training", "model", "config"))
+    yield from _check_vocabulary(view, config)
 
 
 def _check_no_remote_code(value: Any, path: FieldPath) -> Iterator[Problem]:
+    # At any depth: a part of a model, such as its vision tower, has a configuration of its own.
     if isinstance(value, Mapping):
         for key, item in value.items():
             here = (*path, key)
@@ -123,6 +120,7 @@ def _check_no_remote_code(value: Any, path: FieldPath) -> Iterator[Problem]:
 
 
 def _check_vocabulary(view: View, config: Mapping[str, Any]) -> Iterator[Problem]:
+    # A smaller table would be noticed by the first byte that has no row in it, in the middle of a step.
     size = config.get("vocab_size")
     reads_text = any(
         item["type"] == "jsonl" for _, item in view.items(f"{TRAINING}.data.sources")
@@ -199,7 +197,7 @@ class HeldOut(Section):
 
 
 class Data(Section):
-    """What is trained on."""
+    """Data to train on."""
 
     sources: tuple[Source, ...] = Field(min_length=1, max_length=64)
     """Where samples come from, mixed by weight."""
@@ -208,13 +206,13 @@ class Data(Section):
     held_out: HeldOut | None = None
     """Evaluate on a part of the training sources, which is then never trained on."""
     malformed: Literal["refuse", "skip"] = "refuse"
-    """What happens to a line that is not a JSON object with a text: stop, or count it and go on."""
+    """Action for a line that is not a JSON object with a text: stop, or count it and go on."""
     prepared_directory: LocalPath | None = None
     """Where prepared token files are kept; default: ``.prepared`` beside the run directory."""
 
 
 NO_DATA: Final = Data.model_construct(set(), sources=(), sequence_length=LENGTH_WITHOUT_DATA)
-"""Of a task that prepares its data itself."""
+"""``data`` of a task that prepares its data itself: built past the rule that there is a source."""
 
 OF_SOURCES: Final = (
     Meaningless("textField", "type", ("tokens",), "Remove it, or set type: jsonl"),
@@ -227,6 +225,8 @@ def check_source_keys(view: View) -> Iterator[Problem]:
     for where in (_SOURCES, f"{_EVALUATION}.sources"):
         for path, item in view.items(where):
             yield from meaningless_in(view, path, item, OF_SOURCES)
+
+    # EvaluationSource has the key so that it can be refused in these words and not as an unknown one.
     for path, _ in view.items(f"{_EVALUATION}.sources"):
         if view.raw(*path, "weight") is not None:
             why = "a file that is only evaluated on is read whole, whatever its weight"
@@ -241,6 +241,7 @@ def check_source_keys(view: View) -> Iterator[Problem]:
 def check_source_names(view: View) -> Iterator[Problem]:
     """Names are unique over training and evaluation sources, since both appear in sample ids, files and
     metrics."""
+    # Compared without their case: names become names of files, and some file systems ignore the case.
     first: dict[str, tuple[str, str]] = {}
     for where in (_SOURCES, f"{_EVALUATION}.sources"):
         for path, item in view.items(where):
@@ -283,6 +284,8 @@ def check_held_out(view: View) -> Iterator[Problem]:
             "it is exactly one of them",
             "Remove one of them",
         )
+
+    # A flat file has no ends of documents, so that only a share of its tokens can be held out.
     flat = [
         format_path(path) for path, item in view.items(_SOURCES) if item["type"] == "tokens"
     ]
@@ -314,9 +317,9 @@ class Evaluation(Section):
 
 def check_evaluation(view: View) -> Iterator[Problem]:
     """Settings of the evaluation need something to evaluate on."""
+    # A task of the user's own may have evaluators that need neither sources nor held-out documents.
     has_sources = view.raw("spec", "training", "evaluation", "sources") not in (None, [])
     if view.get(f"{TRAINING}.recipe") not in RECIPES:
-        # A task of the user's own may have evaluators that need neither.
         return
     if view.get(_EVALUATION) is UNKNOWN or has_sources or view.is_given(_HELD_OUT):
         return
@@ -337,6 +340,7 @@ def check_evaluation(view: View) -> Iterator[Problem]:
 
 def check_best(view: View) -> Iterator[Problem]:
     """The best checkpoint follows a metric that will exist while training."""
+    # A metric that is never measured would keep no checkpoint, which shows only when the best one is wanted.
     path = f"{TRAINING}.checkpoint.best"
     metric = view.get(f"{path}.metric")
     if not view.is_given(path) or metric is UNKNOWN or metric is None:
@@ -349,6 +353,8 @@ def check_best(view: View) -> Iterator[Problem]:
             why,
             "Add it, such as `every: {steps: 200}`",
         )
+
+    # An evaluation set without a valid name may be the one that the metric means, so that nothing is refused.
     sources = view.items(f"{_EVALUATION}.sources")
     names = [item["name"] for _, item in sources] + (
         [HELD_OUT] if view.is_given(_HELD_OUT) else []

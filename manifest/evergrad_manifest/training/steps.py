@@ -329,7 +329,7 @@ def check_overrides(view: View) -> Iterator[Problem]:
             yield Problem(
                 here,
                 what,
-                "the order says which one holds",
+                "their order decides which one holds",
                 "Sort them, or join those of one step",
             )
         elif total is not None and first > total:

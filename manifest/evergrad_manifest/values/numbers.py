@@ -1,4 +1,4 @@
-"""Human numbers: ``20M``, ``1e-3``, ``5%`` and ``64Ki`` become ints and floats, wherever a number stands.
+"""Human numbers: ``20M``, ``1e-3``, ``5%`` and ``64Ki`` become ints and floats in every field of numbers.
 
 All arithmetic is exact: ``1.1k`` is 1100 and not 1100.0000000000002. A value that cannot be represented is
 refused, never rounded.
@@ -29,6 +29,8 @@ _NUMBER_PATTERN = (
     rf"[+-]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][+-]?[0-9]{{1,4}})?"
 )
 _NUMBER = re.compile(rf"({_NUMBER_PATTERN})\s*([A-Za-z%]*)")
+# No number that fits needs more: a longer text or exponent is refused before any arithmetic, which it would
+# slow.
 _LONGEST_TEXT = 64
 _LARGEST_EXPONENT = 400
 _LONGEST_QUOTE = 60
@@ -78,6 +80,7 @@ def _exact(value: Any, units: dict[str, Any]) -> Ratio:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise NumberError(f"{value} is not a finite number", "", "Write a finite number")
+        # Through the shortest decimal that is this float: 0.1 means a tenth and not its binary neighbour.
         return Ratio(Decimal(repr(value)))
     if isinstance(value, str):
         return _exact_text(value, units)
@@ -98,7 +101,18 @@ def _exact_text(text: str, units: dict[str, Any]) -> Ratio:
     # memory.
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
-        raise _not_a_number(text, units)
+        what = f"{show(text)} is not a number"
+        remedy = f"Write a number, such as {_example(units)}"
+        if text.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
+            what = f"{show(text)} is not a finite number"
+            raise NumberError(what, "", "Write a finite number")
+        # 1,000 is a thousand to some and one to others: both are offered, and neither is taken.
+        plain = text.strip().replace(",", "")
+        if "," in text and _NUMBER.fullmatch(plain):
+            point = text.strip().replace(",", ".")
+            remedy = f"Write {plain}, or {point} if the comma is a decimal point"
+            raise NumberError(what, "a number has no comma", remedy)
+        raise NumberError(what, "", remedy)
     digits, unit = match[1], match[2]
     if unit and unit not in units:
         raise _unknown_unit(text, digits, unit, units)
@@ -115,19 +129,6 @@ def _example(units: dict[str, Any]) -> str:
     if "Ki" in units:
         return "64Ki"
     return ("0.1" if "M" in units else "5%") if "%" in units else "20M"
-
-
-def _not_a_number(text: str, units: dict[str, Any]) -> NumberError:
-    plain = text.strip().replace(",", "")
-    if "," in text and _NUMBER.fullmatch(plain):
-        point = text.strip().replace(",", ".")
-        remedy = f"Write {plain}, or {point} if the comma is a decimal point"
-        return NumberError(f"{show(text)} is not a number", "a number has no comma", remedy)
-    if text.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
-        return NumberError(f"{show(text)} is not a finite number", "", "Write a finite number")
-    return NumberError(
-        f"{show(text)} is not a number", "", f"Write a number, such as {_example(units)}"
-    )
 
 
 def _unknown_unit(text: str, digits: str, unit: str, units: dict[str, Any]) -> NumberError:
@@ -175,6 +176,7 @@ def _whole(number: Ratio, value: Any, noun: str) -> int:
 
 
 def _float(number: Ratio, value: Any) -> float:
+    # A value that became infinite or zero would train, and nobody would see why it trains wrongly.
     try:
         result = float(number)
     except OverflowError:
@@ -249,7 +251,7 @@ def parse_steps_or_fraction(value: Any) -> int | float:
     """``100`` → 100 steps; ``5%`` or ``0.05`` → a fraction of the horizon, a float in (0, 1]; ``0%`` → 0
     steps.
 
-    ``1.0`` is refused: JSON does not tell it from 1, so it could be one step or the whole horizon. Raises
+    ``1.0`` is refused: 1 and 1.0 are equal in JSON, so it could be one step or the whole horizon. Raises
     NumberError.
     """
     if isinstance(value, str) and value.strip().endswith("%"):
@@ -271,10 +273,6 @@ def parse_steps_or_fraction(value: Any) -> int | float:
     return _whole(number, value, "this is a number of steps")
 
 
-def _write_steps_or_fraction(value: int | float) -> int | float | str:
-    return "100%" if isinstance(value, float) and value == 1 else value
-
-
 @dataclass(frozen=True)
 class Human:
     """Marks a field as a human number, for the reference page and for the schema editors use."""
@@ -285,6 +283,8 @@ class Human:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
+        # pydantic describes only the number that a text becomes, and an editor would mark every `20M` as
+        # wrong.
         number = handler(schema)
         if "anyOf" in number:
             number = {"type": "number"}
@@ -306,13 +306,17 @@ Count = Annotated[int, _parsed(parse_count), _human("count", DECIMAL_UNITS)]
 PLAIN_INTEGER: Final = _parsed(parse_whole)
 """Marks a field as a plain integer."""
 Whole = Annotated[int, PLAIN_INTEGER]
-"""Nodes, processes and seconds: small numbers, of which the API server knows the bounds."""
+"""Nodes, processes and seconds: small numbers, whose bounds the API server checks."""
 Real = Annotated[float, _parsed(parse_real), _human("number", DECIMAL_UNITS | PERCENT)]
 Fraction = Annotated[float, _parsed(parse_fraction), _human("fraction", PERCENT)]
 Bytes = Annotated[int, _parsed(parse_bytes), _human("bytes", BYTE_UNITS)]
 StepsOrFraction = Annotated[
     int | float,
     _parsed(parse_steps_or_fraction),
-    PlainSerializer(_write_steps_or_fraction, return_type=int | float | str),
+    # 1.0 is refused when it is read, so that the whole horizon is written as a share.
+    PlainSerializer(
+        lambda value: "100%" if isinstance(value, float) and value == 1 else value,
+        return_type=int | float | str,
+    ),
     _human("steps or fraction", DECIMAL_UNITS | PERCENT),
 ]

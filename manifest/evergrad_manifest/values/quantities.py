@@ -35,6 +35,8 @@ _PROPER_UNITS: Final = {
 }
 _LONGEST = 64
 LARGEST_QUANTITY: Final = 2**63 - 1
+SMALLEST_SIZE: Final = 2**20
+"""Bytes. A smaller memory or volume is a slip of the unit, such as 4 for 4Gi or 400m for 400Mi."""
 LONGEST_LABEL: Final = 63
 LONGEST_RUN_NAME: Final = 45
 """A label less the longest suffix of what is named after a run: ``-coordinator-`` and its attempt."""
@@ -68,17 +70,32 @@ def parse_quantity(value: Any) -> str:
 
     # Kept as it was written: the API server compares quantities by their value, people by their text.
     text = value if isinstance(value, str) else show(int(value))
-    if len(text) > _LONGEST or _QUANTITY.fullmatch(text) is None:
-        raise _not_a_quantity(value, text)
-    if quantity_value(text) > LARGEST_QUANTITY:
-        raise NumberError(
-            f"{show(value)} is too large", "the largest quantity is 2^63 - 1", "Lower it"
-        )
-    return text
+    what = f"{show(value)} is not a Kubernetes quantity"
+    if len(text) <= _LONGEST and _QUANTITY.fullmatch(text) is not None:
+        if quantity_value(text) > LARGEST_QUANTITY:
+            why = "the largest quantity is 2^63 - 1"
+            raise NumberError(f"{show(value)} is too large", why, "Lower it")
+        return text
+    if text.startswith("-"):
+        why = "a quantity is zero or more"
+        raise NumberError(f"{show(value)} is negative", why, "Write a positive quantity")
+
+    # 4GB, 4gi and 4 Gi: the unit that was meant, spelled right.
+    match = _LIKELY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+    guess = (
+        match[1] + _PROPER_UNITS.get(match[2].lower().removesuffix("b"), "?")
+        if match is not None
+        else ""
+    )
+    remedy = "Write a number with a unit, such as 4Gi, 500m or 2"
+    if _QUANTITY.fullmatch(guess):
+        units = "Units are k, M, G, T (powers of 1000) and Ki, Mi, Gi, Ti (of 1024)"
+        remedy = f"Did you mean {guess}? {units}"
+    raise NumberError(what, "", remedy)
 
 
 def quantity_value(text: str) -> Fraction:
-    """The exact number a valid quantity stands for: ``4Ki`` → 4096, ``500m`` → 1/2."""
+    """The exact number that a valid quantity means: ``4Ki`` → 4096, ``500m`` → 1/2."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a quantity")
@@ -88,31 +105,6 @@ def quantity_value(text: str) -> Fraction:
         if match[2]
         else number * _SUFFIXES[match[3] or ""]
     )
-
-
-def _not_a_quantity(value: Any, text: str) -> NumberError:
-    what = f"{show(value)} is not a Kubernetes quantity"
-    if text.startswith("-"):
-        return NumberError(
-            f"{show(value)} is negative",
-            "a quantity is zero or more",
-            "Write a positive quantity",
-        )
-
-    # 4GB, 4gi and 4 Gi: the unit that was meant, spelled right.
-    match = _LIKELY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
-    guess = (
-        match[1] + _PROPER_UNITS.get(match[2].lower().removesuffix("b"), "?")
-        if match is not None
-        else ""
-    )
-    if _QUANTITY.fullmatch(guess):
-        return NumberError(
-            what,
-            "",
-            f"Did you mean {guess}? Units are k, M, G, T (powers of 1000) and Ki, Mi, Gi, Ti (of 1024)",
-        )
-    return NumberError(what, "", "Write a number with a unit, such as 4Gi, 500m or 2")
 
 
 class _QuantitySchema:
@@ -132,6 +124,7 @@ Quantity = Annotated[str, BeforeValidator(parse_quantity), _QuantitySchema()]
 
 def fault_of_key(key: str) -> tuple[str, str] | None:
     """Return what is wrong with a label's or an annotation's key ``[prefix/]name``, and why, or None."""
+    # The API server checks it only in a pod: a run would be accepted whose pods can never be made.
     prefix, slash, name = key.rpartition("/")
     if slash and (len(prefix) > 253 or not _DNS_SUBDOMAIN.fullmatch(prefix)):
         return f"{show(key)} is not a valid key", "the part before the / is not a DNS name"

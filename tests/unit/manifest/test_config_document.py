@@ -220,9 +220,9 @@ def test_very_many_values_are_refused() -> None:
         ("a: !!binary aGk=\n", "the tag !!binary is not allowed"),
         ("a: !!set {x, y}\n", "the tag !!set is not allowed"),
         ("a: !mine x\n", "the tag !mine is not allowed"),
-        ("a: !!int x\n", "a: 'x' is not what its tag !!int says (line 1). Remove the tag."),
-        ("a: !!bool x\n", "is not what its tag !!bool says"),
-        ("a: !!null x\n", "is not what its tag !!null says"),
+        ("a: !!int x\n", "a: 'x' does not match its tag !!int (line 1). Remove the tag."),
+        ("a: !!bool x\n", "does not match its tag !!bool"),
+        ("a: !!null x\n", "does not match its tag !!null"),
         ('a: "\\ud800"\n', "a: the text holds half of a surrogate pair (line 1)"),
         (
             'a: 1\nb: "\\UFFFFFFFF"\n',

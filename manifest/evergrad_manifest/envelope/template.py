@@ -1,8 +1,11 @@
-"""The allowed part of a pod template: what a user would otherwise only learn from a pod that never starts."""
+"""``spec.template``: the allowed part of a pod template, and what a user would otherwise only learn from a
+pod that never starts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+from pydantic import Field
 
 from evergrad_coordinator.contract import (
     LABEL_PREFIX,
@@ -14,14 +17,50 @@ from evergrad_coordinator.contract import (
     VOLUME_KINDS,
     hides_ours,
 )
+from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path, value_at
 from evergrad_manifest.spelling import nearest
-from evergrad_manifest.values.numbers import show
+from evergrad_manifest.values.numbers import Whole, show
 from evergrad_manifest.values.quantities import is_dns_label, is_dns_subdomain
 from evergrad_manifest.view import UNKNOWN, View
 
 _TEMPLATE: Final[FieldPath] = ("spec", "template")
+
+
+class Template(Section):
+    """The allowed part of a pod template, spelled as in Kubernetes; has no meaning for ``evergrad run``."""
+
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the pods; the prefix ``evergrad.dev/`` is taken."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations of the pods."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that a node must have."""
+    tolerations: tuple[dict[str, Any], ...] = ()
+    """Taints of nodes that are tolerated."""
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    """Affinity to nodes and other pods."""
+    topology_spread_constraints: tuple[dict[str, Any], ...] = ()
+    """How the pods spread over zones or hosts; a constraint without labelSelector counts the nodes' pods of
+    this run."""
+    volumes: tuple[dict[str, Any], ...] = ()
+    """Volumes besides the run directory's."""
+    volume_mounts: tuple[dict[str, Any], ...] = ()
+    """Where those volumes are mounted."""
+    env: tuple[dict[str, Any], ...] = ()
+    """Environment variables of the training processes: ``name`` with ``value`` or ``valueFrom``."""
+    priority_class_name: str | None = Field(default=None, min_length=1)
+    """Priority class of the pods."""
+    runtime_class_name: str | None = Field(default=None, min_length=1)
+    """Container runtime of the pods."""
+    scheduler_name: str | None = Field(default=None, min_length=1)
+    """Scheduler of the pods."""
+    image_pull_secrets: tuple[dict[str, Any], ...] = ()
+    """Secrets that the image is pulled with: ``name`` each."""
+    termination_grace_period_seconds: Whole | None = Field(default=None, ge=10, le=86400)
+    """Seconds a pod has to save and leave before it is killed; default: 30, never less than a script's
+    gracePeriodSeconds + 5."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +72,8 @@ class Keys:
     words: Mapping[str, tuple[str, ...]] | None = None
 
 
+# The keys of Kubernetes' own structures. An API server drops unknown keys of such an item when it stores the
+# object, so that a slip would change where pods run, and no message would say so.
 _TOLERATION = Keys(
     known=("key", "operator", "value", "effect", "tolerationSeconds"),
     words={
@@ -238,7 +279,7 @@ def _check_unique(items: Sequence[Item], key: str) -> Iterator[Problem]:
         if isinstance(value, str) and first.setdefault(value, format_path(path)) != format_path(
             path
         ):
-            what = f"{show(value)} stands in {first[value]} already"
+            what = f"{show(value)} is in {first[value]} already"
             yield Problem(format_path((*path, key)), what, "", "Rename or remove one of them")
 
 
@@ -285,7 +326,7 @@ def _check_value_from(path: FieldPath, source: Any) -> Iterator[Problem]:
     if source is None:
         return
 
-    # What the source holds is the API server's to check: its schema has those fields.
+    # The API server checks the fields of a source, which its schema has; the kinds are checked here.
     known = f"Known here: {', '.join(VALUE_KINDS)}"
     if not isinstance(source, Mapping) or len(source) != 1:
         yield Problem(

@@ -1,0 +1,301 @@
+"""The whole TrainingRun: the envelope Kubernetes users know around ``spec.training`` or ``spec.script``, and
+its rules. Each section's rules are in the file of the section."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
+
+from pydantic import ConfigDict, Field
+
+from evergrad_coordinator.protocol import Recovery
+from evergrad_manifest.base import Section, Switch
+from evergrad_manifest.envelope.resources import RULES as RULES_OF_RESOURCES
+from evergrad_manifest.envelope.resources import Resources
+from evergrad_manifest.envelope.storage import RULES as RULES_OF_STORAGE
+from evergrad_manifest.envelope.storage import Storage
+from evergrad_manifest.envelope.template import RULES as RULES_OF_TEMPLATE
+from evergrad_manifest.envelope.template import Template
+from evergrad_manifest.errors import ConfigurationError, Problem
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.script import RULES as RULES_OF_SCRIPT
+from evergrad_manifest.script import Script
+from evergrad_manifest.training import Training
+from evergrad_manifest.training.steps import divisors_of, slots_of
+from evergrad_manifest.values.numbers import Whole, show
+from evergrad_manifest.values.quantities import (
+    DNS_LABEL,
+    LONGEST_LABEL,
+    LONGEST_RUN_NAME,
+    RUN_NAME,
+    fault_of_key,
+    fault_of_label_value,
+)
+from evergrad_manifest.view import UNKNOWN, View
+
+KINDS: Final = ("training", "script")
+"""Kinds of runs: a ``spec`` has exactly one of these."""
+LONGEST_SECONDS: Final = 2**31 - 1
+"""The longest time Kubernetes' own fields of this kind can hold, in seconds."""
+MAX_SPEC_BYTES: Final = 700_000
+"""Size of a run's ``spec`` as JSON that leaves room in the ConfigMap for the other texts in it."""
+
+_MIN, _MAX = "spec.nodes.min", "spec.nodes.max"
+# As container runtimes read it: a registry may have upper-case letters and a port, a name has neither.
+_NAME_OF_IMAGE: Final = r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*"
+_IMAGE: Final = re.compile(
+    rf"([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?/)?{_NAME_OF_IMAGE}(/{_NAME_OF_IMAGE})*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+([+._-][a-z0-9]+)*:[0-9a-f]{32,})?"
+)
+
+
+class Metadata(Section):
+    """The part of Kubernetes' object metadata that a file sets."""
+
+    name: str = Field(min_length=1, max_length=LONGEST_RUN_NAME, pattern=RUN_NAME)
+    """Name of the run: lower-case letters, digits and dashes, a letter first, at most 45: what it makes is
+    named after it."""
+    namespace: str | None = Field(
+        default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL
+    )
+    """Kubernetes namespace; has no meaning for ``evergrad run``."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the object; they do not change the run."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations of the object; they do not change the run."""
+
+
+def check_labels(view: View) -> Iterator[Problem]:
+    """Keys and values of labels and annotations, in the object and in the pods' template."""
+    # Read from the file itself: a label whose value is wrong hides nothing of its neighbours.
+    for where in ("metadata", "spec.template"):
+        # An annotation's value is any text: only labels and what selects by them have a form.
+        for kind in (
+            "labels",
+            "annotations",
+            *(("nodeSelector",) if where == "spec.template" else ()),
+        ):
+            values = view.raw(*where.split("."), kind)
+            for key, value in values.items() if isinstance(values, Mapping) else ():
+                path = format_path((*where.split("."), kind, key))
+                if (fault := fault_of_key(key)) is not None:
+                    yield Problem(path, *fault, "Rename it")
+                if (
+                    kind != "annotations"
+                    and isinstance(value, str)
+                    and (fault := fault_of_label_value(value)) is not None
+                ):
+                    yield Problem(path, *fault, "Correct it")
+
+
+class Nodes(Section):
+    """How many machines share the run."""
+
+    min: Whole = Field(default=1, ge=1, le=1024)
+    """The run starts with this many nodes and goes on with whatever is left down to it."""
+    max: Whole | None = Field(default=None, ge=1, le=1024)
+    """Uses up to this many nodes; default: min."""
+
+    @property
+    def largest(self) -> int:
+        """The number of nodes that the run uses where it can."""
+        return self.min if self.max is None else self.max
+
+
+def check_nodes(view: View) -> Iterator[Problem]:
+    """max is at least min, and every process has a slot of the step."""
+    if (found := view.known(_MIN, _MAX)) is None:
+        return
+    smallest, largest = found
+    if largest is not None and largest < smallest:
+        remedy = f"Raise max to at least {smallest}, or lower min"
+        yield Problem(_MAX, f"{largest} is below nodes.min {smallest}", "", remedy)
+        return
+
+    # A process without a slot would compute nothing in any step, so the largest group is what counts.
+    path, nodes = (_MIN, smallest) if largest is None else (_MAX, largest)
+    workers, slots = view.get("spec.workersPerNode"), slots_of(view)
+    if workers is UNKNOWN or slots is None:
+        return
+    # Without workersPerNode a node has as many workers as accelerators; it has one at the very least.
+    per_node = workers or 1
+    most, whole, micro = slots
+    processes = nodes * per_node
+    if processes <= most:
+        return
+    given = f"{nodes} nodes with {per_node} workersPerNode" if workers else f"{nodes} nodes"
+    what = f"{given} make W = {processes} processes, more than the M = {most} slots of a step"
+    why = f"globalBatchSize {whole} / microBatchSize {micro} = {most}, and a process needs a slot of its own"
+
+    # Numbers with which every process has a slot. A micro-batch has to divide the global batch, so that only
+    # divisors are offered for it.
+    fitting = [divisor for divisor in divisors_of(whole) if whole // divisor >= processes]
+    remedies = []
+    if most >= per_node:
+        remedies.append(f"lower {path.removeprefix('spec.')} to {most // per_node}")
+    if workers is not None and workers > 1 and most >= nodes:
+        remedies.append(f"lower workersPerNode to {most // nodes}")
+    if fitting:
+        remedies.append(f"lower microBatchSize to {max(fitting)}")
+    remedies.append("raise globalBatchSize")
+    remedy = ", or ".join(remedies)
+    yield Problem(path, what, why, f"W is at most {most}: {remedy}")
+
+
+class FailurePolicy(Section):
+    """When a failing run is given up. Preemption, eviction and lost nodes never count."""
+
+    max_failures_without_progress: Whole = Field(default=3, ge=1, le=1000)
+    """Failures in a row without progress that are tolerated; one more ends the run. Lost and leaving nodes
+    never count.
+
+    Progress is a newer step; where workers start afresh a newer checkpoint; of a script that reports neither,
+    ten minutes.
+    """
+
+
+class Spec(Section):
+    """Program of the run, and where it runs."""
+
+    # For editors, which cannot run our rules: a kind that is null counts as absent, as it does here.
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": [kind], "properties": {kind: {"type": "object"}}} for kind in KINDS
+            ]
+        }
+    )
+
+    nodes: Nodes = Nodes()
+    """How many machines share the run."""
+    workers_per_node: Whole | None = Field(default=None, ge=1, le=64)
+    """Training processes a node; default: its accelerators, else 1."""
+    resources: Resources = Resources()
+    """Resources of each node's pod; has no meaning for ``evergrad run``."""
+    storage: Storage = Storage()
+    """The volume that holds the run directory; ``evergrad run`` uses ``runs/<name>`` instead."""
+    template: Template = Template()
+    """The allowed part of a pod template; has no meaning for ``evergrad run``."""
+    image: str | None = Field(default=None, min_length=1, max_length=1024)
+    """Image of the training pods; default: the operator's, kept for the whole run.
+
+    No meaning for ``evergrad run``.
+    """
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When a node pulls the image; default: the operator's setting. No meaning for ``evergrad run``."""
+    suspend: Switch = False
+    """Stop with state saved and release the nodes; false goes on."""
+    restart_nonce: str | None = Field(default=None, min_length=1, max_length=64)
+    """Any text; a new one starts the pods anew from saved state, and a failed run again with
+    fresh budgets."""
+    active_deadline_seconds: Whole | None = Field(default=None, ge=1, le=LONGEST_SECONDS)
+    """Seconds after its start at which a run that is not complete fails; default: no end.
+
+    No meaning for ``evergrad run``.
+    """
+    ttl_seconds_after_finished: Whole | None = Field(default=None, ge=0, le=LONGEST_SECONDS)
+    """Seconds after the end until what the run made is deleted, but never its volume; default: it stays."""
+    failure_policy: FailurePolicy = FailurePolicy()
+    """When a failing run is given up."""
+    training: Training | None = None
+    """The typed recipe. A run has either this or script."""
+    script: Script | None = None
+    """A command of your own instead of training: whatever torchrun could start."""
+
+
+def check_kind(view: View) -> Iterator[Problem]:
+    """A run has either a typed recipe or a script."""
+    # A spec that is no mapping is one problem already; without it neither kind could be there.
+    if view.get("spec") is UNKNOWN:
+        return
+    given = [key for key in KINDS if view.is_given(f"spec.{key}")]
+    why = "a run is exactly one of them"
+    if len(given) == 2:
+        yield Problem("spec", "training and script are both set", why, "Remove one of them")
+    elif not given:
+        remedy = "Add training (the typed recipe), or script with a command such as [train.py]"
+        yield Problem("spec", "neither training nor script is set", why, remedy)
+
+
+def check_image(view: View) -> Iterator[Problem]:
+    """A reference that a container runtime can pull."""
+    image = view.get("spec.image")
+    if isinstance(image, str) and _IMAGE.fullmatch(image) is None:
+        why = "it is [registry/]name[:tag][@digest], the name in lower case"
+        remedy = "Write a reference such as registry.example.org/team/trainer:1.2"
+        yield Problem("spec.image", f"{show(image)} is not an image", why, remedy)
+
+
+def check_size(view: View) -> Iterator[Problem]:
+    """A run fits into one object of a cluster, and into the ConfigMap that its nodes read it from."""
+    # In bytes of UTF-8, as etcd counts. Halves of surrogate pairs, which other rules refuse, must not end
+    # this.
+    spec = view.raw("spec")
+    size = len(json.dumps(spec, ensure_ascii=False, default=str).encode(errors="replace"))
+    if size > MAX_SPEC_BYTES:
+        why = f"a ConfigMap has room for {MAX_SPEC_BYTES} bytes of it"
+        yield Problem(
+            "spec", f"{size} bytes are too many", why, "Move lists and texts into files"
+        )
+
+
+class TrainingRun(Section):
+    """One training run, on this machine or on a cluster."""
+
+    api_version: Literal["evergrad.dev/v1alpha1"]
+    """Version of this format."""
+    kind: Literal["TrainingRun"]
+    """Kind of the object."""
+    metadata: Metadata
+    """Name and labels."""
+    spec: Spec
+    """Program of the run, and where it runs."""
+
+    @property
+    def training(self) -> Training:
+        """The typed recipe. Raises ConfigurationError for the run of a script."""
+        if self.spec.training is None:
+            raise ConfigurationError(
+                _wrong_kind("training", "this run is a script", "a typed run")
+            )
+        return self.spec.training
+
+    @property
+    def script(self) -> Script:
+        """The user's own command. Raises ConfigurationError for a typed run."""
+        if self.spec.script is None:
+            raise ConfigurationError(
+                _wrong_kind("script", "this run has a typed recipe", "the run of a script")
+            )
+        return self.spec.script
+
+    @property
+    def recovery(self) -> Recovery:
+        """Whether workers outlive a change of the group: only state that every rank holds whole can be handed
+        on."""
+        # A shard dies with its worker, and a script's state is unknown to us: both start again from what was
+        # saved.
+        training = self.spec.training
+        return (
+            "in-process"
+            if training is not None and training.runtime.parallelism == "dataParallel"
+            else "fresh"
+        )
+
+
+def _wrong_kind(key: str, why: str, needed: str) -> Problem:
+    return Problem(f"spec.{key}", "is not set", why, f"What was asked for needs {needed}")
+
+
+RULES: Final = (
+    check_size,
+    check_nodes,
+    *RULES_OF_RESOURCES,
+    *RULES_OF_STORAGE,
+    check_image,
+    check_labels,
+    *RULES_OF_TEMPLATE,
+    check_kind,
+    *RULES_OF_SCRIPT,
+)
+"""Rules of every run, whether it is typed or a script, in the order in which their problems are shown."""

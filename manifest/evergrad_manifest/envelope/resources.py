@@ -1,0 +1,131 @@
+"""``spec.resources``: what each node's pod asks for, with the rules of a container of Kubernetes."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Final
+
+from pydantic import Field
+
+from evergrad_manifest.base import Section
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.spelling import nearest
+from evergrad_manifest.values.numbers import NumberError, show
+from evergrad_manifest.values.quantities import (
+    SMALLEST_SIZE,
+    Quantity,
+    fault_of_key,
+    parse_quantity,
+    quantity_value,
+)
+from evergrad_manifest.view import View
+
+_STANDARD_RESOURCES = ("cpu", "memory", "ephemeral-storage")
+
+
+class Resources(Section):
+    """Resources of each node's pod, as in a container of Kubernetes."""
+
+    requests: dict[str, Quantity] = Field(default_factory=dict)
+    """Reserved amounts: resource name to quantity, such as ``cpu: "2"``."""
+    limits: dict[str, Quantity] = Field(default_factory=dict)
+    """Limits: resource name to quantity, such as ``memory: 4Gi``."""
+
+
+def check_resources(view: View) -> Iterator[Problem]:
+    """Names, sizes, and requests within limits, as the API server wants them of a container."""
+    requests, limits = _quantities(view, "requests"), _quantities(view, "limits")
+    for kind, values in (("requests", requests), ("limits", limits)):
+        for name, quantity in values.items():
+            yield from _check_resource(
+                format_path(("spec", "resources", kind, name)), name, quantity
+            )
+
+    # Each request against its limit. The API server compares them only in a pod, long after the run is
+    # accepted.
+    for name, request in requests.items():
+        path = format_path(("spec", "resources", "requests", name))
+        limit = limits.get(name)
+
+        # Asked of the file: a limit that is there but wrong has its own problem, and must not count as
+        # missing.
+        if _is_extended(name) and view.raw("spec", "resources", "limits", name) is None:
+            why = "a device is requested by its limit"
+            yield Problem(
+                path,
+                "has no limit",
+                why,
+                f"Move it to limits, or add `{name}: {request}` there",
+            )
+        if limit is None:
+            continue
+        if quantity_value(request) > quantity_value(limit):
+            remedy = f"Raise limits.{name} to at least {request}, or lower the request"
+            yield Problem(path, f"{request} is more than the limit {limit}", "", remedy)
+        elif _is_extended(name) and quantity_value(request) != quantity_value(limit):
+            why = "a device is not shared, so both are equal"
+            yield Problem(
+                path,
+                f"{request} differs from the limit {limit}",
+                why,
+                f"Write {limit}, or leave the request out",
+            )
+
+
+def _quantities(view: View, kind: str) -> dict[str, str]:
+    """The quantities that could be parsed, by the resource's name."""
+    # One by one from the file: a wrong quantity hides nothing of its neighbours.
+    values = view.raw("spec", "resources", kind)
+    found: dict[str, str] = {}
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        with suppress(NumberError):
+            found[name] = parse_quantity(value)
+    return found
+
+
+def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
+    # The commonest slips: 4 for 4Gi, 400m for 400Mi, half a device, gpu for the vendor's name.
+    amount = quantity_value(quantity)
+    if name == "memory" and amount < SMALLEST_SIZE:
+        why = f"it means {float(amount):g} bytes"
+        guess = "400Mi" if quantity.endswith("m") else "4Gi"
+        yield Problem(
+            path,
+            f"{show(quantity)} is too little memory",
+            why,
+            f"Write a unit, such as {guess}",
+        )
+    elif _is_extended(name) and amount.denominator != 1:
+        yield Problem(
+            path,
+            f"{show(quantity)} is not a whole number",
+            "devices are not shared",
+            "Write a whole number",
+        )
+    # A vendor's prefix makes it a resource of its own, of which only the spelling can be checked here.
+    elif "/" in name and (fault := fault_of_key(name)) is not None:
+        yield Problem(path, *fault, "Rename it")
+    elif (
+        "/" not in name
+        and name not in _STANDARD_RESOURCES
+        and not name.startswith("hugepages-")
+    ):
+        # Kubernetes has no `gpu`: each vendor's plug-in brings a name, and this is the most likely one.
+        near = nearest(name, _STANDARD_RESOURCES)
+        if near is None and name.casefold() in ("gpu", "gpus"):
+            near = "nvidia.com/gpu"
+        why = f"did you mean `{near}`? " if near else ""
+        why += (
+            f"It is one of {', '.join(_STANDARD_RESOURCES)}, or has a vendor's prefix such as "
+            "nvidia.com/gpu"
+        )
+        yield Problem(path, "not a resource's name", why, "")
+
+
+def _is_extended(name: str) -> bool:
+    """Whether Kubernetes counts the resource in whole units and shares none of them, as it does devices."""
+    prefix, slash, _ = name.partition("/")
+    return bool(slash) and not (prefix == "kubernetes.io" or prefix.endswith(".kubernetes.io"))
+
+
+RULES: Final = (check_resources,)

@@ -1,0 +1,106 @@
+"""``spec.storage``: the volume that holds the run directory, a new one or one that exists."""
+
+import re
+from collections.abc import Iterator
+from typing import Final, Literal
+
+from pydantic import Field
+
+from evergrad_manifest.base import Section
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.values.numbers import show
+from evergrad_manifest.values.quantities import (
+    SMALLEST_SIZE,
+    Quantity,
+    is_dns_subdomain,
+    quantity_value,
+)
+from evergrad_manifest.view import UNKNOWN, View
+
+_STORAGE = "spec.storage"
+_FOLDER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
+
+
+class Storage(Section):
+    """The volume that holds the run directory.
+
+    Either a new one (``size``) or an existing one (``claimName``).
+    """
+
+    size: Quantity | None = None
+    """Size of the new volume, a Kubernetes quantity such as ``20Gi``."""
+    storage_class_name: str | None = Field(default=None, min_length=1)
+    """Storage class of the new volume. Default: the cluster's."""
+    access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany"], ...] | None = Field(
+        default=None, min_length=1, max_length=2
+    )
+    """Access modes of the new volume. Default: ReadWriteOnce where ``nodes.max`` is 1, else ReadWriteMany.
+    All pods of a run whose volume is ReadWriteOnce are placed on one node of the cluster."""
+    claim_name: str | None = Field(default=None, min_length=1)
+    """An existing PVC instead of a new one."""
+    path: str | None = Field(default=None, min_length=1, max_length=255)
+    """Folder inside the volume that is the run directory, relative and without ``..``; default: the run's
+    name."""
+
+
+def check_storage(view: View) -> Iterator[Problem]:
+    """Either a new volume or an existing one."""
+    if view.get(_STORAGE) is UNKNOWN:
+        return
+
+    # Fields of a new volume contradict an existing one. Only the first contradiction is shown, since one
+    # mistake often causes several.
+    size, claim = view.is_given(f"{_STORAGE}.size"), view.is_given(f"{_STORAGE}.claimName")
+    storage_class = view.is_given(f"{_STORAGE}.storageClassName")
+    if size and claim:
+        why = "a run has either a new volume or an existing one"
+        yield Problem(_STORAGE, "size and claimName are both set", why, "Remove one of them")
+    elif storage_class and claim:
+        why = "an existing claim has its class already"
+        yield Problem(
+            f"{_STORAGE}.storageClassName", "has no meaning with claimName", why, "Remove it"
+        )
+    elif view.is_given(f"{_STORAGE}.accessModes") and claim:
+        why = "an existing claim has its access modes already"
+        yield Problem(
+            f"{_STORAGE}.accessModes", "has no meaning with claimName", why, "Remove it"
+        )
+    elif storage_class and not size:
+        why = "storageClassName asks for a new volume"
+        yield Problem(
+            f"{_STORAGE}.size",
+            "missing",
+            why,
+            "Add `size: 20Gi`, or name an existing claim by claimName",
+        )
+
+    # Single values, also after a contradiction: these mistakes would stay when that one is corrected.
+    quantity = view.get(f"{_STORAGE}.size")
+    if isinstance(quantity, str) and quantity_value(quantity) < SMALLEST_SIZE:
+        why = f"it means {float(quantity_value(quantity)):g} bytes"
+        yield Problem(
+            f"{_STORAGE}.size",
+            f"{show(quantity)} is too small",
+            why,
+            "Write a unit, such as 20Gi",
+        )
+    for key, noun in (("storageClassName", "storage class"), ("claimName", "PVC")):
+        name = view.get(f"{_STORAGE}.{key}")
+        if isinstance(name, str) and not is_dns_subdomain(name):
+            why = f"the name of a {noun} has lower-case letters, digits, '-' and '.'"
+            yield Problem(
+                f"{_STORAGE}.{key}", f"{show(name)} is not a valid name", why, "Correct it"
+            )
+    # The path is joined to the mount inside of the pod: `..` would lead out of the volume.
+    path = view.get(f"{_STORAGE}.path")
+    if isinstance(path, str) and _FOLDER.fullmatch(path) is None:
+        why = "it is relative to the volume, without . or .., of letters, digits, '-', '_', '.' and '/'"
+        yield Problem(
+            f"{_STORAGE}.path",
+            f"{show(path)} is not a folder in the volume",
+            why,
+            "Write a path such as runs/first",
+        )
+
+
+RULES: Final = (check_storage,)
