@@ -19,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the script."""
+    # Imported here, since every other command would wait for it; the parser, because main imports this
+    # module.
     import shtab
 
     from evergrad_cli.main import build_whole_parser

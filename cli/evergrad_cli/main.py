@@ -176,27 +176,24 @@ def _add_commands(
         # One command is imported, not twenty: half of them need packages that take seconds.
         if arguments is not None and list(arguments[:1]) != [name]:
             continue
+
+        # A module of this package, or the one that an installed package names for the command.
+        if name in CLUSTER_COMMANDS or name in OWN_COMMANDS:
+            folder = ".cluster" if name in CLUSTER_COMMANDS else ""
+            path = f"evergrad_cli{folder}.{name}"
+        elif entries := metadata.entry_points(group=COMMAND_GROUP, name=name):
+            path = next(iter(entries)).module
+        else:
+            parser.exit(
+                int(ExitCode.USER_ERROR),
+                f"error: evergrad {name}: comes with the Python package evergrad-trainer, which is not "
+                "installed here. Install it, or use the commands for a cluster.\n",
+            )
         try:
-            module = importlib.import_module(_module_of(name, parser))
+            module = importlib.import_module(path)
         except ModuleNotFoundError as error:
             parser.exit(_explain_missing(error, name))
         sub.epilog = "examples:\n" + module.EXAMPLES.replace("  evergrad ", f"  {parser.prog} ")
         module.add_arguments(sub)
         sub.set_defaults(command=module, is_for_cluster=name in CLUSTER_COMMANDS)
     return parser
-
-
-def _module_of(name: str, parser: _Parser) -> str:
-    """The module of a command: one of this package, or the one that an installed package names for it."""
-    if name in CLUSTER_COMMANDS:
-        return f"evergrad_cli.cluster.{name}"
-    if name in OWN_COMMANDS:
-        return f"evergrad_cli.{name}"
-    for entry in metadata.entry_points(group=COMMAND_GROUP, name=name):
-        return entry.module
-    parser.exit(
-        int(ExitCode.USER_ERROR),
-        f"error: evergrad {name}: comes with the Python package evergrad-trainer, which is not "
-        "installed here. "
-        "Install it, or use the commands for a cluster.\n",
-    )

@@ -1,9 +1,10 @@
-"""``evergrad validate``: is this manifest right?
+"""``evergrad validate``: checks a manifest and shows everything that is wrong with it.
 
-Needs no data, no model and no device; of a script, the file beside it.
+Needs no data, no model and no device; for a script, only its file beside the manifest.
 """
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
@@ -15,7 +16,6 @@ import yaml
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.derive import slots_per_step
-from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, InputError, Problem
 from evergrad_manifest.identity import config_hash, to_wire
 from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
@@ -52,7 +52,7 @@ def execute(args: argparse.Namespace) -> int:
         _print_problems(error.problems, as_json=args.json)
         return int(error.exit_code)
 
-    # Files beside the manifest are part of it; those of a pod or a volume are not looked for.
+    # Files beside the manifest are part of it. Those of a pod or a volume may exist there alone.
     spec, base = loaded.run.spec, loaded.base_directory
     missing = [] if spec.script is None else portable_problems(spec.script, base_directory=base)
     missing += (
@@ -72,9 +72,7 @@ def execute(args: argparse.Namespace) -> int:
     elif args.print_resolved:
         _print(yaml.safe_dump(to_wire(loaded.run), sort_keys=False, width=130).rstrip())
     else:
-        run = loaded.run
-        what = _describe_training(run) if run.spec.script is None else _describe_script(run)
-        _print(f"valid: {run.metadata.name} ({loaded.path}); {what}{_describe_size(loaded)}")
+        _print(f"valid: {loaded.run.metadata.name} ({loaded.path}); {_summarize(loaded)}")
     return int(ExitCode.DONE)
 
 
@@ -96,43 +94,26 @@ def _print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
         _print(f"error: {problem}", file=sys.stderr)
 
 
-def _describe_size(loaded: LoadedManifest) -> str:
-    """Size of the model and of its training state; empty where the trainer's packages or the model's files
-    are not here."""
-    entries = (
-        metadata.entry_points(group="evergrad.describe")
-        if loaded.run.spec.training is not None
-        else ()
-    )
-    try:
-        return "".join(
-            f"; {entry.load()(loaded.run.training, loaded.base_directory)}" for entry in entries
+def _summarize(loaded: LoadedManifest) -> str:
+    """What the run will do, in a few words, so that a slip of a number is seen before it costs a night."""
+    run = loaded.run
+    if run.spec.script is not None:
+        nodes, program = run.spec.nodes, run.script.program
+        number = (
+            f"{nodes.min}" if nodes.max in (None, nodes.min) else f"{nodes.min} to {nodes.max}"
         )
-    except (ModuleNotFoundError, InputError):
-        # The trainer's packages are not all here; or paths of a cluster's volume, which mean nothing on this
-        # machine.
-        return ""
+        command = shlex.join([program.name, *program.arguments])
+        text = f"runs the {program.kind} {command} on {number} node"
+        if number != "1":
+            text += "s"
+        if (workers := run.spec.workers_per_node) is not None:
+            text += f" with {workers} worker" + ("s" if workers > 1 else "")
+            text += " each" if number != "1" else ""
+        return text
 
-
-def _describe_script(run: TrainingRun) -> str:
-    nodes, program = run.spec.nodes, run.script.program
-    number = f"{nodes.min}" if nodes.max in (None, nodes.min) else f"{nodes.min} to {nodes.max}"
-    text = f"runs the {program.kind} {shlex.join([program.name, *program.arguments])} on {number} node"
-    if number != "1":
-        text += "s"
-    if (workers := run.spec.workers_per_node) is not None:
-        text += (
-            f" with {workers} worker"
-            + ("s" if workers > 1 else "")
-            + (" each" if number != "1" else "")
-        )
-    return text
-
-
-def _describe_training(run: TrainingRun) -> str:
+    # A typed run in the units of its file. A task that prepares its data itself names no source.
     training = run.training
     slots = slots_per_step(training.batching)
-    # A task that prepares its data itself names no source.
     sources = ", ".join(source.name for source in training.data.sources)
     trained_on = f", trained on {sources}" if sources else ""
     horizon = training.horizon
@@ -142,10 +123,14 @@ def _describe_training(run: TrainingRun) -> str:
         length = f"{horizon.tokens} tokens"
     else:
         length = f"{horizon.epochs:g} epochs"
-    return (
-        f"{length}, {training.batching.global_batch_size} samples a step in {slots} "
-        f"slots{trained_on}"
-    )
+    text = f"{length}, {training.batching.global_batch_size} samples a step in {slots} slots{trained_on}"
+
+    # The size of model and training state where the trainer's packages and the model's files are here. Paths
+    # of a cluster's volume mean nothing on this machine.
+    with contextlib.suppress(ModuleNotFoundError, InputError):
+        for entry in metadata.entry_points(group="evergrad.describe"):
+            text += f"; {entry.load()(training, loaded.base_directory)}"
+    return text
 
 
 def _print(text: str, *, file: TextIO | None = None) -> None:

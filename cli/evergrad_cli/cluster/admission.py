@@ -1,7 +1,7 @@
-"""The check of the operator's webhook by ``evergrad doctor``: whether it answers, and if not, why. Pure.
+"""Checks the operator's webhook for ``evergrad doctor``: whether it answers, and if not, why. Pure.
 
-The question is a run that only the webhook refuses, sent as a dry run: nothing is made, and the answer shows
-the whole way from the API server to the operator.
+``doctor`` sends a run that only the webhook refuses, as a dry run: nothing is created, and the answer depends
+on the whole way from the API server to the operator.
 """
 
 import base64
@@ -22,6 +22,7 @@ _NAMESPACE_LABEL: Final = "kubernetes.io/metadata.name"
 _UTC_TIME: Final = 0x17
 _VERSION: Final = 0xA0
 """Tags of DER."""
+# A share above 100 %: the API server's schema has no type for shares, so that only the webhook can refuse it.
 _WRONG: Final = "spec.training.schedule.warmup"
 QUESTION: Final[Mapping[str, Any]] = {
     "apiVersion": API_VERSION,
@@ -38,11 +39,11 @@ QUESTION: Final[Mapping[str, Any]] = {
         }
     },
 }
-"""A run whose one mistake the API server's own rules cannot see."""
+"""A run with one mistake, which the API server's own rules cannot find."""
 
 
 class Answer(StrEnum):
-    """How the API server answered the question."""
+    """Kinds of answers of the API server to the question."""
 
     REFUSED = "the webhook refused it"
     ACCEPTED = "nobody refused it"
@@ -57,11 +58,12 @@ class Asked:
     answer: Answer
     message: str = ""
     namespace: str = ""
-    """Where the run would have been made; empty: not known, and every webhook counts as covering it."""
+    """Namespace of the run that was sent; empty: unknown, and every webhook counts as covering it."""
 
 
 def judge_refusal(paths: Sequence[str], message: str) -> Asked:
     """The answer in a refusal of the API server, by the fields that it names."""
+    # Any other field is refused by a rule of the API server, which comes before the webhook.
     if _WRONG in paths:
         return Asked(Answer.REFUSED)
     return Asked(Answer.UNKNOWN, message)
@@ -105,7 +107,8 @@ def check_webhook(
         what += "; a wrong file is accepted, and its run then becomes InvalidSpec"
         return Check(_NAME, State.WARN, what, remedy)
 
-    # Where it may be passed over, runs go on being made; where it may not, none can be.
+    # With failurePolicy Ignore a webhook that is silent is passed over; with Fail it keeps every run from
+    # being created.
     state = State.FAIL if asked.answer is Answer.FAILED else State.WARN
     what = (
         "it does not answer, and no run can be created"
@@ -123,25 +126,18 @@ def find_webhook(
     """Our webhook's entry, among all configurations: the first one that is asked about ``namespace``; without
     a namespace the first of all."""
     entries = [entry for raw in configurations for entry in raw.get("webhooks") or ()]
-    return next(
-        (
-            entry
-            for entry in entries
-            if entry.get("name") == WEBHOOK and (not namespace or _covers(entry, namespace))
-        ),
-        None,
-    )
-
-
-def _covers(webhook: Mapping[str, Any], namespace: str) -> bool:
-    """Whether the API server asks ``webhook`` about objects of ``namespace``, by the names that the chart
-    writes; a choice by other labels cannot be decided here, and counts as covering."""
-    expressions = (webhook.get("namespaceSelector") or {}).get("matchExpressions") or ()
-    return all(
-        namespace in (one.get("values") or ())
-        for one in expressions
-        if (one.get("key"), one.get("operator")) == (_NAMESPACE_LABEL, "In")
-    )
+    for entry in entries:
+        # The chart selects namespaces by their names. A selection by other labels cannot be decided here, and
+        # counts as covering: a warning that is wrong would be worse than none.
+        selector = (entry.get("namespaceSelector") or {}).get("matchExpressions") or ()
+        is_covering = all(
+            namespace in (one.get("values") or ())
+            for one in selector
+            if (one.get("key"), one.get("operator")) == (_NAMESPACE_LABEL, "In")
+        )
+        if entry.get("name") == WEBHOOK and (not namespace or is_covering):
+            return entry
+    return None
 
 
 def service_of(webhook: Mapping[str, Any] | None) -> tuple[str, str]:
@@ -162,7 +158,7 @@ def _find_fault(
     if webhook is None:
         return "this user may not read its configuration", log
 
-    # The authority that the API server trusts.
+    # First the authority that the API server trusts: without it no connection is made at all.
     trusted = _decode((webhook.get("clientConfig") or {}).get("caBundle"))
     if not trusted:
         return "its configuration has no caBundle, which the operator or cert-manager adds", log
@@ -172,13 +168,13 @@ def _find_fault(
         )
         return f"the certificate in its caBundle {fault}", f"{renew}. {log}"
 
-    # Somebody who answers.
+    # Then a pod that takes the request.
     endpoints = [one for raw in slices or () for one in raw.get("endpoints") or ()]
     are_ready = [(one.get("conditions") or {}).get("ready") is not False for one in endpoints]
     if slices is not None and not any(are_ready):
         return f"the service {namespace}/{name} has no endpoint that is ready", log
 
-    # The certificate that is served.
+    # Then the certificate that the pod serves: it may be newer or older than the caBundle.
     data = (secret or {}).get("data") or {}
     served, issuer = _decode(data.get("tls.crt")), _decode(data.get("ca.crt"))
     if served and (fault := _fault_of_time(served, now)) is not None:
@@ -186,6 +182,7 @@ def _find_fault(
     if issuer and not set(_split(issuer)) & set(_split(trusted)):
         why = "its certificate is of another authority than the caBundle names"
         return why, f"Delete the Secret {namespace}/{name}-webhook; the operator makes another"
+    # Only the network is left, which cannot be looked at from here.
     remedy = "Let the API server reach the operator's port 9443: NetworkPolicies, firewalls"
     return "configuration, endpoint and certificate look right", remedy
 
@@ -224,6 +221,7 @@ def read_validity(der: bytes) -> tuple[float, float]:
     The standard library reads only certificates of authorities, and this package needs no other. Raises
     ValueError for what is no certificate.
     """
+    # Certificate and TBSCertificate are sequences: the content of each begins with its first element.
     _, certificate, _ = _element(der, 0)
     _, position, _ = _element(der, certificate)
     # version (tagged 0) may be left out; then serialNumber, signature and issuer precede the validity.
@@ -248,6 +246,7 @@ def _element(der: bytes, position: int) -> tuple[int, int, int]:
     if position + 2 > len(der):
         raise ValueError("the certificate ends early")
     tag, length, start = der[position], der[position + 1], position + 2
+    # The long form: the low bits of the first byte count the bytes of the length.
     if length & 0x80:
         size = length & 0x7F
         length, start = int.from_bytes(der[start : start + size]), start + size

@@ -6,6 +6,7 @@ from typing import Final
 from evergrad_cli.cluster.runs import NON_FINITE, Pod, Run
 from evergrad_cli.cluster.text import age
 
+# Longer than one replica of the operator needs to take over from another: only one that is away is reported.
 _UNSEEN_SECONDS: Final = 30.0
 
 _WHERE: Final[Mapping[str, str]] = {
@@ -19,13 +20,15 @@ _WHERE: Final[Mapping[str, str]] = {
 }
 """Reason of a run that waits → the command that shows more, with the run's ``name`` and ``claim``.
 
-What is in the way and what helps is the operator's to say: the run's message has both.
+The run's message, which the operator writes, has the obstacle and the remedy.
 """
 _ANYWHERE: Final = "evergrad doctor"
 
 
 def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
     """Return what to do next, most important first. ``now`` in Unix seconds."""
+    # States that no other field can change come first: a run that is deleted or over still has its last
+    # phase.
     if run.is_deleting:
         return ["It is being deleted. Its claim keeps the checkpoints."]
     if not run.is_observed:
@@ -59,10 +62,12 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
         ]
     if run.wants_suspension or run.phase == "Suspended":
         return [f"To go on where it stopped: evergrad resume {run.name}"]
+
+    # Nothing to do for most of these but to look, so that each answer is the command to look with.
     if run.phase == "Waiting":
         command = _WHERE.get(run.reason, _ANYWHERE).format(name=run.name, claim=run.claim)
         return [
-            f"The message says what is in the way and what helps. See more: {command}",
+            f"The message has the obstacle and the remedy. See more: {command}",
             *_where_to_look(run, pods),
         ]
     if run.phase == "Running":
@@ -95,6 +100,7 @@ def _unseen(run: Run, now: float) -> list[str]:
 
 
 def _failed(run: Run) -> list[str]:
+    # The node that failed first: the others print only that they lost it.
     failure = run.last_failure
     node = f" --node {failure.node}" if failure is not None and failure.node is not None else ""
     return [

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+# The names under which kubectl prints a run, so that its output can be pasted.
 _KINDS: Final = (
     "trun",
     "trainingrun",
@@ -15,6 +16,7 @@ _KINDS: Final = (
     "trainingruns.evergrad.dev",
     "trainingrun.evergrad.dev",
 )
+# Wider than the name that a file may have: a run of any name may be on the cluster, and can be looked at.
 _RUN_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,251}[a-z0-9])?")
 _DURATION: Final = re.compile(
     r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?"
@@ -24,7 +26,7 @@ _DURATION: Final = re.compile(
 def add_cluster_arguments(
     parser: argparse.ArgumentParser, *, json_help: str = "print one JSON document"
 ) -> None:
-    """``--namespace``, ``--context``, ``--kubeconfig`` and ``--json``."""
+    """Define ``--namespace``, ``--context``, ``--kubeconfig`` and ``--json``."""
     parser.add_argument(
         "-n",
         "--namespace",
@@ -44,21 +46,21 @@ def add_cluster_arguments(
 
 
 def add_run_name(parser: argparse.ArgumentParser) -> None:
-    """The one run a command is about."""
+    """Define the name of the one run that a command is about."""
     parser.add_argument(
         "name", type=run_name, metavar="NAME", help="name of the run; trun/NAME is taken too"
     )
 
 
 def add_all_namespaces(parser: argparse.ArgumentParser) -> None:
-    """``-A``."""
+    """Define ``-A``."""
     parser.add_argument(
         "-A", "--all-namespaces", action="store_true", help="the runs of all namespaces"
     )
 
 
 def add_timeout(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """``--timeout``, in seconds as a float; infinite for 0."""
+    """Define ``--timeout``, in seconds as a float; infinite for 0."""
     parser.add_argument(
         "--timeout",
         type=seconds_of,
@@ -86,6 +88,7 @@ def run_name(text: str) -> str:
 
 def seconds_of(text: str) -> float:
     """``90s``, ``30m``, ``1h30m``, ``45`` → seconds; ``0`` → infinity. Raises ArgumentTypeError."""
+    # Every part may be absent, so that an empty text matches too.
     match = _DURATION.fullmatch(text.strip())
     if match is None or not any(match.groups()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 90s, 30m or 1h30m")
@@ -95,6 +98,7 @@ def seconds_of(text: str) -> float:
 
 def say(text: str, *, file: TextIO | None = None) -> None:
     """Print ``text``; what the terminal's encoding cannot show becomes an escape, never a traceback."""
+    # Flushed, so that the line is seen at once also in a pipe: commands here wait for minutes between lines.
     stream = sys.stdout if file is None else file
     encoding = stream.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

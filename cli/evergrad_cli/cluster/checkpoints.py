@@ -1,5 +1,5 @@
-"""``evergrad checkpoints``: what is known of a run's checkpoints: the newest, where they are, and how to list
-them all."""
+"""``evergrad checkpoints``: shows a run's newest checkpoint, the place of all of them, and how to list
+them."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, say, say_json
-from evergrad_cli.cluster.client import Cluster, connect, core_path, find
+from evergrad_cli.cluster.client import connect, core_path, find
 from evergrad_cli.cluster.errors import RefusedError
 from evergrad_cli.cluster.runs import LABEL_RUN, NODE, Run, newest_of_each, parse_pods
 from evergrad_cli.cluster.text import age, printable
@@ -27,7 +27,7 @@ EXAMPLES = """\
 class Volume:
     """The claim with the run directory, as far as it may be read.
 
-    ``record`` is what it says about the run.
+    ``record`` is the operator's note on it about the run.
     """
 
     phase: str
@@ -45,13 +45,22 @@ def execute(args: argparse.Namespace) -> int:
     """Returns 0, also for a run without a checkpoint."""
     with connect(args) as cluster:
         run = read_run(cluster, args.name)
-        # What this user may not read is named in the answer, not an error.
+        # A claim that this user may not read is named in the answer, and ends nothing.
         path = core_path("persistentvolumeclaims", cluster.namespace, run.claim)
         volume: Volume | None = None
         with contextlib.suppress(RefusedError):
             raw = find(cluster, path, what=f"persistentvolumeclaim {run.claim}")
             volume = Volume("missing", "", {}) if raw is None else parse_volume(raw, run.name)
-        pod = _running_pod(cluster, run)
+
+        # The checkpoints themselves can be listed only in a pod that has the volume mounted.
+        pod: str | None = None
+        with contextlib.suppress(RefusedError):
+            path, query = core_path("pods", cluster.namespace), f"{LABEL_RUN}={run.name}"
+            items = cluster.items(path, what="pods", query={"labelSelector": query})
+            pods = newest_of_each(parse_pods(items))
+            pod = next(
+                (one.name for one in pods if one.role == NODE and one.phase == "Running"), None
+            )
     facts = document(run, volume, pod)
     if args.json:
         say_json(facts)
@@ -62,7 +71,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
-    """A raw PersistentVolumeClaim → what concerns ``run``."""
+    """A raw PersistentVolumeClaim → the part that concerns ``run``."""
+    # An annotation for each run: several may have their folders on one claim. A person may have edited it.
     status, annotations = (
         raw.get("status") or {},
         (raw.get("metadata") or {}).get("annotations") or {},
@@ -77,23 +87,10 @@ def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
     )
 
 
-def _running_pod(cluster: Cluster, run: Run) -> str | None:
-    """The name of a node's pod in which the volume can be listed."""
-    try:
-        raw = cluster.items(
-            core_path("pods", cluster.namespace),
-            what="pods",
-            query={"labelSelector": f"{LABEL_RUN}={run.name}"},
-        )
-        pods = newest_of_each(parse_pods(raw))
-    except RefusedError:
-        return None
-    return next((pod.name for pod in pods if pod.role == NODE and pod.phase == "Running"), None)
-
-
 def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]:
-    """What is known, as one JSON document. ``pod``: one that runs and has the volume."""
-    # The claim's record outlives the run's object, and knows of a completion that the status no longer has.
+    """All that is known, as one JSON document. ``pod``: one that runs and has the volume."""
+    # The record on the claim outlives the run's object, so that it has a completion that a new object's
+    # status lacks.
     complete = volume.record.get("complete") if volume is not None else None
     step = run.checkpoint_step
     if isinstance(complete, Mapping) and isinstance(complete.get("step"), int):
@@ -139,6 +136,8 @@ def render(facts: Mapping[str, Any], *, now: float) -> list[str]:
         claim += " (this user may not read claims)"
     else:
         claim += f" ({', '.join(str(part) for part in (facts['claimPhase'], facts['claimSize']) if part)})"
+
+    # Then its place, and last a command for the others, which only a pod with the volume can run.
     lines = [
         f"Newest:     {newest}",
         f"Claim:      {claim}",

@@ -1,4 +1,4 @@
-"""What ``evergrad doctor`` thinks of what it found: one answer a check, each with a remedy. Pure."""
+"""The checks of ``evergrad doctor``: one answer for each thing that was looked at, with a remedy. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ CRD_NAME: Final = "trainingruns.evergrad.dev"
 VERSION: Final = "v1alpha1"
 _DEFAULT_CLASS: Final = "storageclass.kubernetes.io/is-default-class"
 _ENFORCE: Final = "pod-security.kubernetes.io/enforce"
+# Known by name, because a StorageClass has no field for the access modes of its volumes.
 _ONE_NODE_PROVISIONERS: Final = (
     "ebs.csi.aws.com",
     "kubernetes.io/aws-ebs",
@@ -32,7 +33,7 @@ _ONE_NODE_PROVISIONERS: Final = (
 
 
 class State(StrEnum):
-    """How a check ended; ``skip`` was not looked at, and the message says why."""
+    """Outcome of a check; ``skip`` was not looked at, for the reason in the message."""
 
     OK = "ok"
     WARN = "warn"
@@ -54,7 +55,7 @@ def check_version(raw: Mapping[str, Any], host: str) -> Check:
     """The API server's ``/version``."""
     text = str(raw.get("gitVersion", "unknown"))
 
-    # A vendor writes its own: 1, 34+, v1.34.4-gke.1.
+    # Digits alone: vendors add marks of their own, such as 34+ for the minor version.
     numbers = [
         "".join(c for c in str(raw.get(key, "")) if c.isdigit()) for key in ("major", "minor")
     ]
@@ -62,7 +63,7 @@ def check_version(raw: Mapping[str, Any], host: str) -> Check:
         return Check(
             "api server",
             State.WARN,
-            f"{host} answers, but tells no version",
+            f"{host} answers without a version",
             "Evergrad needs Kubernetes 1.30 or newer",
         )
     if tuple(int(number) for number in numbers) < OLDEST_KUBERNETES:
@@ -78,6 +79,7 @@ def check_version(raw: Mapping[str, Any], host: str) -> Check:
 def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool) -> Check:
     """The CustomResourceDefinition. ``is_served``: whether discovery knows TrainingRuns of our version."""
     install = "Install or upgrade the chart: helm upgrade --install evergrad charts/evergrad"
+    # Discovery counts, and not the object: a CRD may be stored and not be served, such as one being deleted.
     if not is_served:
         what = (
             f"{CRD_NAME} is not installed"
@@ -94,17 +96,19 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
     )
     schema = ((ours.get("schema") or {}).get("openAPIV3Schema") or {}).get("properties") or {}
     known = ((schema.get("spec") or {}).get("properties")) or {}
-    # The models take longer to import than the other checks to make.
+
+    # A field that the stored CRD lacks is refused or dropped at submit. Imported here, since the models take
+    # longer to import than the other checks take together.
     from evergrad_manifest.envelope import Spec
     from evergrad_manifest.fields import fields_of
 
     missing = sorted(set(fields_of(Spec)) - set(known)) if known else []
     if missing:
-        what = f"it is older than this command: it does not know spec.{', spec.'.join(missing)}"
+        what = f"it is older than this command: it lacks spec.{', spec.'.join(missing)}"
         return Check("crd", State.WARN, what, install)
     if "status" not in (ours.get("subresources") or {}):
         return Check("crd", State.FAIL, "it has no status subresource", install)
-    return Check("crd", State.OK, f"{VERSION} is served, and knows every field of this command")
+    return Check("crd", State.OK, f"{VERSION} is served, with every field of this command")
 
 
 def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str) -> Check:
@@ -129,7 +133,7 @@ def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str
                 remedy,
             )
 
-    # Running training does not depend on either version: a warning, no failure.
+    # A warning and no failure: training that runs does not depend on either version.
     shown = ", ".join(f"{_namespace(raw)}/{_name(raw)}" for raw in deployments)
     labels = (deployments[0].get("metadata") or {}).get("labels") or {}
     other = labels.get("app.kubernetes.io/version")
@@ -151,6 +155,7 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
     if not leases:
         remedy = "Is the operator just starting? If not, look at its log"
         return Check("operator lease", State.WARN, "no operator has taken its lease", remedy)
+    # Leases of operators for other namespaces may be there, or one that an old installation left behind.
     newest = max(
         leases, key=lambda raw: parse_time((raw.get("spec") or {}).get("renewTime")) or 0.0
     )
@@ -164,7 +169,7 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
             "nobody holds it",
             "Is the operator just starting? If not, look at its log",
         )
-    # Clocks of two machines differ; what matters is minutes of silence.
+    # Three times the duration, since the clocks of two machines differ: only a long silence counts.
     if now - renewed > 3 * seconds:
         remedy = f"Look at the operator's log: kubectl -n {_namespace(newest)} get pods"
         return Check(
@@ -195,6 +200,7 @@ class Right:
 
 
 _RUNS: Final = ("evergrad.dev", "trainingruns")
+# With the command that needs it, so that a user can see whether the lack of it matters.
 RIGHTS: Final = (
     Right("get", *_RUNS, purpose="status, wait", is_needed=True),
     Right("list", *_RUNS, purpose="list, top", is_needed=True),
@@ -209,7 +215,8 @@ RIGHTS: Final = (
 
 
 def check_rights(allowed: Mapping[Right, bool], namespace: str) -> Check:
-    """What the API server said about each right."""
+    """The API server's answer about each right."""
+    # A warning where only some commands lack a right: who may only watch a run can still use the others.
     lacking = [right for right, is_allowed in allowed.items() if not is_allowed]
     if not lacking:
         return Check(
@@ -249,7 +256,7 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
             shared,
         )
 
-    # Of several defaults Kubernetes takes the newest. A class does not say which access modes it has.
+    # Kubernetes takes the newest of several defaults. No class has a field for its access modes.
     name, provisioner = _name(defaults[-1]), str(defaults[-1].get("provisioner", ""))
     if provisioner in _ONE_NODE_PROVISIONERS:
         what = (
@@ -258,8 +265,8 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
         )
         return Check("storage", State.WARN, what, shared)
     text = (
-        f"default {name} ({provisioner}); whether it allows ReadWriteMany is not told by a class, "
-        "its first volume will show"
+        f"default {name} ({provisioner}); a class does not show whether it allows ReadWriteMany, its "
+        "first volume will"
     )
     return Check("storage", State.OK, text)
 
@@ -280,7 +287,7 @@ def check_namespace(raw: Mapping[str, Any] | None, namespace: str, *, may_read: 
             "namespace", State.FAIL, f"{namespace} is being deleted", "Name another with -n"
         )
 
-    # Shown, not judged: the pods meet every level.
+    # Shown and not judged: the pods of a run are built for the strictest level.
     level = ((raw.get("metadata") or {}).get("labels") or {}).get(_ENFORCE)
     told = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
     return Check("namespace", State.OK, f"{namespace} {told}; a run's pods meet restricted")
@@ -292,6 +299,7 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
         return Check("quota", State.SKIP, "this user may not list ResourceQuotas")
     if not quotas:
         return Check("quota", State.OK, "there is none")
+    # The status, which a controller fills in, and the spec until it has done so.
     full, wanted = [], set()
     for raw in quotas:
         status = raw.get("status") or {}
@@ -310,14 +318,14 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
             "Runs wait until some is free; or have it raised",
         )
 
-    # A quota of cpu or memory makes Kubernetes refuse pods that do not say how much they ask for.
+    # Under a quota of cpu or memory Kubernetes refuses pods without a request for it.
     computing = sorted(
         name
         for name in wanted
         if name.startswith(("limits.", "requests.")) or name in ("cpu", "memory")
     )
     if computing:
-        what = f"there is room; each run must say what it asks for ({', '.join(computing)}) in spec.resources"
+        what = f"there is room; each run must set {', '.join(computing)} in spec.resources"
         return Check("quota", State.OK, what)
     return Check("quota", State.OK, "there is room")
 
@@ -336,7 +344,7 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
     """NetworkPolicies of the namespace that could cut a run's pods off from each other or from DNS."""
     if policies is None:
         return Check("network", State.SKIP, "this user may not list NetworkPolicies")
-    # Those of runs let their own pods reach each other.
+    # The policies of runs are the operator's, and let the pods of a run reach each other.
     others = [
         raw
         for raw in policies
@@ -347,6 +355,7 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
         what = f"{', '.join(closing)} limits what all pods may reach"
         remedy = "Let pods with the label evergrad.dev/run reach each other (all ports) and DNS"
         return Check("network", State.WARN, what, remedy)
+    # Policies add up: traffic that any of them allows is allowed, and each run's own lets its pods in.
     incoming = [_name(raw) for raw in others if _selects_all(raw) and "Ingress" in _types(raw)]
     if incoming:
         what = (
@@ -363,6 +372,7 @@ def _selects_all(raw: Mapping[str, Any]) -> bool:
 
 
 def _types(raw: Mapping[str, Any]) -> Collection[str]:
+    # The default of Kubernetes for a policy that names no types.
     spec = raw.get("spec") or {}
     return spec.get("policyTypes") or ("Ingress", *(("Egress",) if "egress" in spec else ()))
 
@@ -382,6 +392,7 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
     ]
     if not ready:
         return Check("nodes", State.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes")
+    # Extended resources have a vendor's prefix; those of a node that is not ready cannot be used.
     devices: dict[str, float] = {}
     for raw in ready:
         for resource, number in ((raw.get("status") or {}).get("allocatable") or {}).items():
@@ -397,7 +408,8 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
 
 
 def check_groups(groups: Collection[str]) -> list[Check]:
-    """What else the cluster offers, by its API groups: metrics, Prometheus' operator, gang schedulers."""
+    """Extras of the cluster, by its API groups: metrics, Prometheus' operator, gang schedulers."""
+    # None of them is needed, so that nothing here is a failure.
     metrics = (
         Check("metrics api", State.OK, "evergrad top shows CPU and memory")
         if "metrics.k8s.io" in groups
@@ -422,7 +434,7 @@ def check_groups(groups: Collection[str]) -> list[Check]:
         )
     )
 
-    # Of schedulers only what a run would notice.
+    # Only the schedulers that change how a run's pods are placed.
     gangs = {"kueue.x-k8s.io": "Kueue", "scheduling.x-k8s.io": "coscheduling"}
     found = [name for group, name in gangs.items() if group in groups]
     text = (

@@ -14,7 +14,6 @@ from urllib.parse import quote, urlencode
 
 from evergrad_cli import __version__
 from evergrad_cli.cluster.errors import (
-    ClusterInputError,
     KubeconfigError,
     MissingClientError,
     NotFoundError,
@@ -28,8 +27,10 @@ FIELD_MANAGER: Final = "evergrad-cli"
 MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
 _PAGE: Final = 500
+"""Objects an answer: as kubectl asks for them, so that a list of any length takes bounded memory."""
 _CONNECT_SECONDS: Final = 10.0
 _READ_SECONDS: Final = 30.0
+"""A person waits for the answer; an API server ends a request of its own after 60 seconds."""
 _IN_CLUSTER_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _VERSION: Final = "v1alpha1"
 
@@ -80,7 +81,7 @@ class Cluster(Protocol):
 
 
 def runs_path(namespace: str | None, name: str = "") -> str:
-    """Where TrainingRuns live; of all namespaces for None."""
+    """Path of the TrainingRuns of a namespace, of all for None, or of one of them."""
     within = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
     return f"/apis/{API_GROUP}/{_VERSION}{within}/trainingruns" + (
         f"/{quote(name, safe='')}" if name else ""
@@ -88,7 +89,7 @@ def runs_path(namespace: str | None, name: str = "") -> str:
 
 
 def core_path(kind: str, namespace: str | None = None, name: str = "") -> str:
-    """Where objects of the core API live: ``pods``, ``events``, …"""
+    """Path of objects of the core API: ``pods``, ``events``, …"""
     within = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
     return f"/api/v1{within}/{kind}" + (f"/{quote(name, safe='')}" if name else "")
 
@@ -121,7 +122,7 @@ class KubernetesCluster:
         self.namespace = namespace
         self.host: str = api.configuration.host
         self._api = api
-        # Comes with the client, which has been imported by now.
+        # urllib3 comes with the client, which has been imported by now; `evergrad --help` needs neither.
         self._failures: tuple[type[Exception], ...] = (
             importlib.import_module("urllib3").exceptions.HTTPError,
             importlib.import_module("kubernetes.client").ApiException,
@@ -149,6 +150,7 @@ class KubernetesCluster:
         while True:
             answer = self.get(path, what=what, query=pages)
             yield from answer.get("items") or ()
+            # Absent from the last page; the token of another page is good for a few minutes.
             rest = (answer.get("metadata") or {}).get("continue")
             if not rest:
                 return
@@ -164,6 +166,7 @@ class KubernetesCluster:
         content_type: str = "application/json",
         query: Query | None = None,
     ) -> tuple[int, dict[str, Any]]:
+        # The client writes JSON for all types but YAML's, of which JSON is a part.
         text = json.dumps(body) if content_type == APPLY else body
         return self._exchange(_Request(method, path, what, query, text, content_type))
 
@@ -192,6 +195,7 @@ class KubernetesCluster:
         response = self._open(request, read_seconds=_READ_SECONDS)
         with self._translated(request.what):
             data = response.read()
+        # Even a success may be the login page of a proxy in between, which is no JSON.
         if response.status >= 300:
             raise error_of(response.status, data, what=request.what)
         try:
@@ -260,15 +264,16 @@ def connect(args: argparse.Namespace) -> KubernetesCluster:
         raise MissingClientError from error
     settings = type.__call__(client.Configuration)
     namespace = _load(config, settings, args)
-    # A peer that is gone without a word ends a stream. A lost connection is tried again at once; anything
-    # slower is the command's own business.
+
+    # TCP keep-alive: a peer that is gone without a word ends a stream. A lost connection is tried again at
+    # once; anything slower is the command's own business.
     settings.keep_alive = True
     urllib3 = importlib.import_module("urllib3")
     settings.retries = urllib3.util.Retry(
         total=2, connect=2, read=0, redirect=0, backoff_factor=0.2
     )
     if not settings.verify_ssl:
-        # The kubeconfig says so (insecure-skip-tls-verify); to be told at each request helps nobody.
+        # The kubeconfig asks for it (insecure-skip-tls-verify); a warning at each request would help nobody.
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     return KubernetesCluster(
         client.ApiClient(settings), namespace=args.namespace or namespace or "default"
@@ -276,7 +281,7 @@ def connect(args: argparse.Namespace) -> KubernetesCluster:
 
 
 def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
-    """Fill ``settings``; the namespace of the context."""
+    """Fill ``settings``; returns the namespace of the context."""
     file = str(args.kubeconfig) if args.kubeconfig is not None else None
     try:
         # Inside of a pod there is no kubeconfig, unless one is named: its own account is used.
@@ -293,25 +298,18 @@ def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
             persist_config=False,
         )
     except (config.ConfigException, OSError, ValueError, TypeError, KeyError) as error:
-        raise _kubeconfig_error(args, error) from error
+        where = f"kubeconfig {args.kubeconfig}" if args.kubeconfig is not None else "kubeconfig"
+        where += f", context {args.context}" if args.context is not None else ""
+        # Some messages have several lines, and a problem is one.
+        why = str(error).strip().splitlines()[0] if str(error) else ""
+        remedy = (
+            "Name a file with --kubeconfig or KUBECONFIG, and one of its contexts (kubectl "
+            "config get-contexts)"
+        )
+        raise KubeconfigError(Problem(where, "cannot be used", why, remedy)) from error
+
+    # The namespace of the context that is used, as kubectl takes it.
     if args.context is not None:
         current = next((context for context in contexts if context["name"] == args.context), {})
     namespace = (current.get("context") or {}).get("namespace")
     return str(namespace) if namespace else None
-
-
-def _kubeconfig_error(args: argparse.Namespace, error: Exception) -> ClusterInputError:
-    where = f"kubeconfig {args.kubeconfig}" if args.kubeconfig is not None else "kubeconfig"
-    where += f", context {args.context}" if args.context is not None else ""
-    remedy = (
-        "Name a file with --kubeconfig or KUBECONFIG, and one of its contexts (kubectl "
-        "config get-contexts)"
-    )
-    return KubeconfigError(
-        Problem(
-            where,
-            "cannot be used",
-            str(error).strip().splitlines()[0] if str(error) else "",
-            remedy,
-        )
-    )

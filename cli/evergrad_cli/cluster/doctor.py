@@ -1,4 +1,4 @@
-"""``evergrad doctor``: can this user run training in this namespace of this cluster?
+"""``evergrad doctor``: checks whether this user can train in this namespace of this cluster.
 
 One line a check, with a remedy.
 """
@@ -80,14 +80,22 @@ def render(found: Sequence[Check]) -> list[str]:
 
 def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> list[Check]:
     """All checks. Raises UnreachableError when not even the version can be read."""
-    # From the outside in: the cluster, the installation, this user, this namespace.
+    # From the outside in, so that the first failure is the cause of those below it. First the cluster.
     namespace = cluster.namespace
-    found = [
-        checks.check_version(cluster.get("/version", what="version"), cluster.host),
-        _check_crd(cluster),
-    ]
+    found = [checks.check_version(cluster.get("/version", what="version"), cluster.host)]
+
+    # The installation. Discovery shows whether runs are served also to a user who may not read the CRD.
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{checks.CRD_NAME}"
+    raw, may_read = _read(lambda: cluster.get(path, what=f"crd {checks.CRD_NAME}"))
+    group = f"/apis/{API_GROUP}/{checks.VERSION}"
+    served, _ = _read(lambda: cluster.get(group, what="API group"))
+    kinds = [resource.get("name") for resource in (served or {}).get("resources") or ()]
+    is_served = "trainingruns" in kinds
+    found.append(checks.check_crd(raw, is_served=is_served, may_read=may_read))
     found += _check_operator(cluster, operator_namespace, now)
     found.append(_check_webhook(cluster, now))
+
+    # This user, and the namespace that runs are created in.
     rights = {right: _may(cluster, right, namespace) for right in checks.RIGHTS}
     found.append(checks.check_rights(rights, namespace))
     raw, may_read = _read(
@@ -103,16 +111,20 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
             _list(cluster, f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies")
         )
     )
+
+    # The machines, and what else the cluster has that a run can use.
     found.append(checks.check_nodes(_list(cluster, core_path("nodes"))))
     groups = cluster.get("/apis", what="API groups").get("groups") or ()
     found += checks.check_groups({str(group.get("name")) for group in groups})
-    why = "only a node can try to pull them, with its own credentials; a run that cannot says ImagePullFailed"
+    # Listed although it cannot be checked, so that nobody takes a green page for a promise about images.
+    why = "only a node can try to pull them, with its credentials; where it cannot, a run is ImagePullFailed"
     found.append(Check("images", State.SKIP, why))
     return found
 
 
 def _read(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, bool]:
     """The object that was read, None where there is none; and whether it may be read."""
+    # A refusal is no failure: most users may read only their own namespace.
     try:
         return read(), True
     except NotFoundError:
@@ -130,16 +142,6 @@ def _list(cluster: Cluster, path: str, query: dict[str, str] | None = None) -> O
         return None
 
 
-def _check_crd(cluster: Cluster) -> Check:
-    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{checks.CRD_NAME}"
-    raw, may_read = _read(lambda: cluster.get(path, what=f"crd {checks.CRD_NAME}"))
-    served, _ = _read(
-        lambda: cluster.get(f"/apis/{API_GROUP}/{checks.VERSION}", what="API group")
-    )
-    kinds = [resource.get("name") for resource in (served or {}).get("resources") or ()]
-    return checks.check_crd(raw, is_served="trainingruns" in kinds, may_read=may_read)
-
-
 def _check_operator(cluster: Cluster, namespace: str | None, now: float) -> list[Check]:
     within = f"/namespaces/{namespace}" if namespace is not None else ""
     deployments = _list(cluster, f"/apis/apps/v1{within}/deployments", _OPERATOR)
@@ -150,7 +152,7 @@ def _check_operator(cluster: Cluster, namespace: str | None, now: float) -> list
             {raw["metadata"]["name"] for raw in deployments},
         )
         leases = _list(cluster, f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases")
-        # The chart names the lease as the Deployment.
+        # The chart gives the lease the Deployment's name; other operators have leases there too.
         ours = (
             None
             if leases is None
@@ -161,11 +163,28 @@ def _check_operator(cluster: Cluster, namespace: str | None, now: float) -> list
 
 
 def _check_webhook(cluster: Cluster, now: float) -> Check:
-    asked = replace(_ask_webhook(cluster), namespace=cluster.namespace)
+    # A run that only the webhook refuses, without creating it: the API server asks as it would for a real
+    # one.
+    try:
+        cluster.send(
+            "POST",
+            runs_path(cluster.namespace),
+            admission.QUESTION,
+            what="a trainingrun, as a dry run",
+            query={"dryRun": "All"},
+        )
+        asked = Asked(Answer.ACCEPTED)
+    except RefusedError as error:
+        asked = admission.judge_refusal([one.path for one in error.problems], str(error))
+    except NotFoundError as error:
+        asked = Asked(Answer.UNKNOWN, str(error))
+    except UnreachableError as error:
+        asked = admission.judge_failure(str(error))
+    asked = replace(asked, namespace=cluster.namespace)
     if asked.answer in (Answer.REFUSED, Answer.UNKNOWN):
         return admission.check_webhook(asked, None, None, None, now=now)
 
-    # It does not do its work. Only now is looked at why: the Secret holds a private key too.
+    # It does not do its work. The reason is looked for only now, since the Secret has the private key too.
     path = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
     configurations = _list(cluster, path)
     webhook = admission.find_webhook(configurations or (), cluster.namespace)
@@ -182,28 +201,9 @@ def _check_webhook(cluster: Cluster, now: float) -> Check:
     return admission.check_webhook(asked, configurations, slices, secret, now=now)
 
 
-def _ask_webhook(cluster: Cluster) -> Asked:
-    """Send a run that only the webhook refuses, without making it."""
-    try:
-        cluster.send(
-            "POST",
-            runs_path(cluster.namespace),
-            admission.QUESTION,
-            what="a trainingrun, as a dry run",
-            query={"dryRun": "All"},
-        )
-    except RefusedError as error:
-        return admission.judge_refusal([one.path for one in error.problems], str(error))
-    except NotFoundError as error:
-        return Asked(Answer.UNKNOWN, str(error))
-    except UnreachableError as error:
-        return admission.judge_failure(str(error))
-    return Asked(Answer.ACCEPTED)
-
-
 def _may(cluster: Cluster, right: checks.Right, namespace: str) -> bool:
     """Ask the API server about one right of this user."""
-    # What RBAC says counts, and not what a request would do: nothing is changed by asking.
+    # A review and not a try: nothing is changed, and the rights of commands that write can be asked for, too.
     attributes = {
         "namespace": namespace,
         "verb": right.verb,

@@ -22,7 +22,7 @@ CHECK_FAILED: Final = 1
 
 
 class Status(IntEnum):
-    """The HTTP answers of an API server that are told apart."""
+    """HTTP statuses of an API server that commands treat differently."""
 
     UNAUTHORIZED = 401
     FORBIDDEN = 403
@@ -51,7 +51,7 @@ class KubeconfigError(ClusterInputError):
 
 
 class NotFoundError(ClusterInputError):
-    """The API server has no such object. ``is_kind_unknown``: it does not even know this kind of object."""
+    """The API server has no such object. ``is_kind_unknown``: it does not serve this kind at all."""
 
     def __init__(self, problem: Problem, *, is_kind_unknown: bool = False) -> None:
         self.is_kind_unknown = is_kind_unknown
@@ -59,9 +59,9 @@ class NotFoundError(ClusterInputError):
 
 
 class RefusedError(ClusterInputError):
-    """The API server says no.
+    """The API server refuses the request.
 
-    ``status`` is its HTTP status; ``managers`` are those who own fields in conflict.
+    ``status`` is its HTTP status; ``managers`` are the owners of the fields in conflict.
     """
 
     def __init__(

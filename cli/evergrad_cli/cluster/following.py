@@ -16,16 +16,19 @@ from evergrad_cli.cluster.waiting import Patience, read_run
 
 _POLL_SECONDS: Final = 1.0
 _AFTER_THE_END_SECONDS: Final = 10.0
+"""Time for the last lines after the end of the run; a stream may stay open for as long as its pod."""
 _GONE_SECONDS: Final = 10.0
+"""A node may be away for this long: following another one at once would switch back and forth."""
 _RETRY_SECONDS: Final = 1.0
 _MOST_FAILURES: Final = 30
 _SILENCE_SECONDS: Final = 3600.0
-"""A stream that is silent for so long is opened again; lines are not lost by that."""
+"""Silence after which a stream is opened again; no lines are lost by that."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Whose output: node ``index``, the lowest node there is (None), all nodes, or the coordinator."""
+    """The pods whose output is shown: node ``index``, the lowest node there is (None), all nodes, or
+    the coordinator."""
 
     index: int | None = None
     is_all: bool = False
@@ -49,7 +52,7 @@ def choose(
         wanted = [
             pod for pod in wanted if pod.name not in newest or pod.is_over or pod.restarts
         ]
-        # A node whose newest pod has ended and is not replaced yet: that one is what failed.
+        # A node whose newest pod has ended and is not replaced yet: that pod is the attempt that failed.
         older = [pod for pod in wanted if pod.name not in newest]
         covered = {(pod.role, pod.index) for pod in older}
         wanted = older + [
@@ -95,7 +98,7 @@ def order_of(stamp: str) -> str:
 
 
 def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> str:
-    """How a line is printed.
+    """The line as it is printed.
 
     The prefix names the node, as its supervisor does, and the attempt once it is not the first.
     """
@@ -113,7 +116,7 @@ def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> st
     if prefix:
         said = f"[{COORDINATOR}" if pod.index is None else f"[node {pod.index}"
         attempt = f" #{pod.attempt}" if pod.attempt else ""
-        # The supervisor names its node itself; a second prefix would say it twice.
+        # Lines of the supervisor begin with its node already.
         is_named = text.startswith((f"{said} ", f"{said}]"))
         rest = text[len(said) :] if is_named else f"] {text}"
         text = f"{said}{attempt}{rest}"
@@ -129,6 +132,7 @@ class Reader:
         self._cluster = cluster
         self._show = show
         self._tail = tail
+        # One writer at a time: each pod has a thread of its own, and their lines must not be mixed.
         self._lock = threading.Lock()
 
     def read(
@@ -163,9 +167,9 @@ class Reader:
             path, what=f"output of pod {pod.name}", query=query, read_seconds=silence
         ):
             line = split_line(pod, raw)
+            # sinceTime has whole seconds: lines of that second have been shown already.
             if since and line.time and order_of(line.time) <= order_of(since):
                 continue
-            # Lines of two pods must not be mixed: each pod has a thread of its own.
             with self._lock:
                 self._show(line)
             last = line.time or last
@@ -199,6 +203,7 @@ class Follower:
         """Returns when the run has ended and all its output is shown, or when it is deleted."""
         patience, is_seen = Patience(), False
         while True:
+            # A run or a cluster that is not there at first is a mistake of the user; later it is an event.
             try:
                 run = read_run(self._cluster, self._name)
                 pods = list_pods(self._cluster, self._name)
@@ -214,6 +219,8 @@ class Follower:
                 continue
             patience.is_well()
             is_seen = True
+
+            # A thread for each pod that has output, also for the attempts that replace it later.
             wanted = [pod for pod in pods if self._selection.is_wanted(pod)]
             if self._selection == Selection():
                 wanted = self._of_leader(wanted)
@@ -237,7 +244,7 @@ class Follower:
                 self._remark(waiting)
             time.sleep(_POLL_SECONDS)
 
-        # The readers come to the end of what there is; a stream that stays open has no more to say.
+        # The readers come to the end of what there is. A stream that stays open after that has no more lines.
         until = time.monotonic() + _AFTER_THE_END_SECONDS
         self._is_over.set()
         for thread in self._threads.values():
@@ -247,9 +254,9 @@ class Follower:
         """The pods of one node: the lowest there is, also before it has started, and another while that is
         away for long.
 
-        A node that was followed before goes on being shown: either of the two may speak for the run.
+        A node that was followed before goes on being shown: either of the two may have rank 0.
         """
-        # Nodes with output that are still there; the lowest of them speaks for the run.
+        # Nodes with output that are still there; rank 0, which prints the steps, is on the lowest of them.
         alive = sorted(
             {
                 pod.index
@@ -275,7 +282,8 @@ class Follower:
         return [pod for pod in pods if pod.index == self._leader]
 
     def _read(self, pod: Pod) -> None:
-        # From the last line that was shown: a stream ends with its container, but also with the API server.
+        # Each stream begins after the last line that was shown. Failures in a row are bounded: a pod may be
+        # gone for good on a node that nobody answers for.
         last, failures = "", 0
         while failures < _MOST_FAILURES:
             before = last
@@ -288,19 +296,14 @@ class Follower:
                 failures += 1
                 self._is_over.wait(_RETRY_SECONDS)
             else:
-                if self._is_over.is_set() or self._has_ended(pod):
+                if self._is_over.is_set():
                     return
+                # The stream ends with the container, but also with the API server: only the pod itself shows
+                # whether more can come. A coordinator's container may be started again in its pod.
+                if pod.role != COORDINATOR:
+                    with contextlib.suppress(UnreachableError, RefusedError):
+                        others = list_pods(self._cluster, self._name)
+                        if all(one.name != pod.name or one.is_over for one in others):
+                            return
                 failures = 0 if last != before else failures + 1
                 self._is_over.wait(_RETRY_SECONDS)
-
-    def _has_ended(self, pod: Pod) -> bool:
-        """Whether nothing more can come: the stream ends with the container, but also with the API server."""
-        if pod.role == COORDINATOR:
-            # Its container may be started again.
-            return self._is_over.is_set()
-        with contextlib.suppress(UnreachableError, RefusedError):
-            return all(
-                other.name != pod.name or other.is_over
-                for other in list_pods(self._cluster, self._name)
-            )
-        return False

@@ -59,6 +59,7 @@ def execute(args: argparse.Namespace) -> int:
         query = {"labelSelector": args.selector} if args.selector else {}
         runs = [parse_run(raw) for raw in cluster.items(path, what="trainingruns", query=query)]
         namespace = cluster.namespace
+    # Here and not in the query: the API server cannot select by fields of the status.
     if args.phase:
         runs = [run for run in runs if run.phase.lower() == args.phase.lower()]
 

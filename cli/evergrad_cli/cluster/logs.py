@@ -1,4 +1,4 @@
-"""``evergrad logs``: what the pods of a run print, also while they are replaced."""
+"""``evergrad logs``: shows the output of a run's pods, also while they are replaced."""
 
 import argparse
 import sys
@@ -79,6 +79,7 @@ def execute(args: argparse.Namespace) -> int:
         raise ClusterInputError(
             Problem("--tail", f"{args.tail} is negative", "", "Give the number of lines")
         )
+    # Lines name their node where more than one can be shown: with -f, another may become the lowest.
     selection = Selection(args.node, args.all, args.coordinator)
     with connect(args) as cluster:
         shown = partial(
@@ -91,7 +92,7 @@ def execute(args: argparse.Namespace) -> int:
         if not args.follow:
             return _show_once(cluster, args, selection, reader)
 
-        # To the end of the run; then its end is the command's.
+        # Follow to the end of the run, whose outcome then is the command's. A run deleted by then needs none.
         Follower(cluster, args.name, selection, reader, remark=note).follow()
         try:
             outcome = judge(read_run(cluster, args.name), Goal.COMPLETE)
@@ -108,8 +109,22 @@ def _show_once(
     run = read_run(cluster, args.name)
     pods = list_pods(cluster, args.name)
     chosen = choose(pods, selection, is_previous=args.previous)
+
+    # No pod to read: the reason is in the question, in the run's phase, or in the past.
     if not chosen:
-        raise ClusterInputError(_no_pod(args, run.phase, has_pods=bool(pods)))
+        where, what, why = f"trainingrun {args.name}", "has no pods", f"it is {run.phase}"
+        remedy = "What it printed earlier is on its volume, in logs/"
+        if args.previous:
+            what, why = "has no earlier attempt whose pod still exists", ""
+            remedy = "Older output is on its volume, in logs/"
+        elif args.node is not None and pods:
+            where, what, why = "--node", f"there is no pod of node {args.node}", ""
+            remedy = f"evergrad status {args.name} shows those there are"
+        elif run.phase in ("Pending", "Starting", "Waiting"):
+            what, remedy = "has no pods yet", f"See why: evergrad status {args.name}"
+        raise ClusterInputError(Problem(where, what, why, remedy))
+
+    # One pod after the other, so that their lines do not mix.
     newest = {pod.name for pod in choose(pods, Selection(None, True, args.coordinator))}
     failures: list[Problem] = []
     for pod in chosen:
@@ -128,37 +143,9 @@ def _show_once(
         except (NotFoundError, RefusedError) as error:
             failures += error.problems
 
-    # One pod without output is a remark; no output at all is an error.
+    # One pod without output is a remark; no output at all is an error, so that a script sees it.
     if failures and len(failures) == len(chosen):
         raise ClusterInputError(*failures)
     for failure in failures:
         note(f"warning: {failure}")
     return int(ExitCode.DONE)
-
-
-def _no_pod(args: argparse.Namespace, phase: str, *, has_pods: bool) -> Problem:
-    where = f"trainingrun {args.name}"
-    if args.previous:
-        return Problem(
-            where,
-            "has no earlier attempt whose pod still exists",
-            "",
-            "Older output is on its volume, in logs/",
-        )
-    if args.node is not None and has_pods:
-        return Problem(
-            "--node",
-            f"there is no pod of node {args.node}",
-            "",
-            f"evergrad status {args.name} shows those there are",
-        )
-    if phase in ("Pending", "Starting", "Waiting"):
-        return Problem(
-            where, "has no pods yet", f"it is {phase}", f"See why: evergrad status {args.name}"
-        )
-    return Problem(
-        where,
-        "has no pods",
-        f"it is {phase}",
-        "What it printed earlier is on its volume, in logs/",
-    )

@@ -1,4 +1,4 @@
-"""What can work on this machine and cannot in a pod: relative paths, and paths that nothing is mounted at.
+"""Finds paths that can work on this machine and cannot in a pod: relative ones, and those without a mount.
 
 Pure.
 """
@@ -23,7 +23,19 @@ def placement_problems(run: TrainingRun) -> list[Problem]:
         for path, value in local_paths(run)
         if not PurePosixPath(value).is_absolute()
     ]
-    return [*problems, *_problems_of_script(run)]
+    script = run.spec.script
+    if script is None:
+        return problems
+
+    # Paths of a script that are certain to be paths; its other words are its own. The default folder, a dot,
+    # is allowed: a module or an executable of the image can start anywhere.
+    folder, program = script.working_directory, script.program
+    if folder != "." and not PurePosixPath(folder).is_absolute():
+        problems.append(_relative("spec.script.workingDirectory", folder))
+    is_path = program.kind == "file" or (program.kind == "executable" and "/" in program.name)
+    if is_path and not PurePosixPath(program.name).is_absolute():
+        problems.append(_relative("spec.script.command[0]", program.name))
+    return problems
 
 
 def placement_warnings(run: TrainingRun) -> list[Problem]:
@@ -31,7 +43,7 @@ def placement_warnings(run: TrainingRun) -> list[Problem]:
     if run.spec.image is not None:
         return []
 
-    # The stock image holds no data: a path must lie on the run's volume or a mounted one.
+    # A warning and no refusal: a claim may bring its own folders, which cannot be looked into from here.
     mounts = [
         VOLUME_PATH,
         *(str(mount.get("mountPath", "")) for mount in run.spec.template.volume_mounts),
@@ -68,26 +80,10 @@ def _paths_in(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
                 if isinstance(item, Section):
                     yield from _paths_in(item, f"{prefix}.{key}[{index}]")
         elif isinstance(value, str):
-            # The mark stands at the field, or inside of `LocalPath | None`.
+            # pydantic keeps the mark at the field, or inside of `LocalPath | None`.
             members = [get_args(member) for member in get_args(info.annotation)]
             if any(_VALIDATOR in marks for marks in (info.metadata, *members)):
                 yield f"{prefix}.{key}", value
-
-
-def _problems_of_script(run: TrainingRun) -> Iterator[Problem]:
-    script = run.spec.script
-    if script is None:
-        return
-    # A dot is what it is by itself: a module or an executable of the image can start anywhere.
-    if (
-        script.working_directory != "."
-        and not PurePosixPath(script.working_directory).is_absolute()
-    ):
-        yield _relative("spec.script.workingDirectory", script.working_directory)
-    program = script.program
-    is_path = program.kind == "file" or (program.kind == "executable" and "/" in program.name)
-    if is_path and not PurePosixPath(program.name).is_absolute():
-        yield _relative("spec.script.command[0]", program.name)
 
 
 def _relative(path: str, value: str) -> Problem:

@@ -9,6 +9,7 @@ from evergrad_cli.cluster.errors import NotFoundError, RefusedError, Status, Unr
 from evergrad_manifest.errors import EvergradError, Problem
 
 _MANAGER: Final = re.compile(r'conflict with "((?:[^"\\]|\\.)*)"')
+# A proxy may answer with a whole page of HTML.
 _LONGEST: Final = 1000
 NO_CRD: Final = Problem(
     "",
@@ -32,8 +33,22 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
     answer: Mapping[str, Any] = parsed if is_status else {}
     plain = body[:_LONGEST].decode("utf-8", "replace").strip()
     message = str(answer.get("message") or plain)[:_LONGEST]
+
+    # Not found: the path itself where the server has no such kind, the namespace, or the object.
     if status == Status.NOT_FOUND:
-        return _not_found(answer, message, what)
+        details = answer.get("details")
+        if not isinstance(details, Mapping) or not details.get("name"):
+            is_ours = "trainingrun" in what
+            unknown = Problem(what, "is not known to this cluster", message)
+            return NotFoundError(NO_CRD if is_ours else unknown, is_kind_unknown=True)
+        if details.get("kind") == "namespaces":
+            name = details["name"]
+            remedy = f"Create it (kubectl create namespace {name}), or name another with -n"
+            return NotFoundError(Problem(f"namespace {name}", "does not exist", "", remedy))
+        remedy = "evergrad list -A shows all runs"
+        return NotFoundError(Problem(what, "does not exist", "", remedy))
+
+    # The user's part: who it is, what it may do, and who else writes.
     if status == Status.UNAUTHORIZED:
         remedy = (
             "Log in again, or look at the user of the context: kubectl config view --minify"
@@ -46,10 +61,13 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
         return RefusedError(_forbidden(what, message), status=status)
     if status == Status.CONFLICT:
         return _conflict(answer, message, what)
+    # The server's part, which passes: a command that waits asks again.
     if status >= 500 or status == Status.TOO_MANY:
         return UnreachableError(
-            f"{what}: the cluster answers with {status}; {message or 'it says no more'}. Try again."
+            f"{what}: the cluster answers with {status}; {message or 'it gives no reason'}. Try again."
         )
+
+    # Wrong input, with a cause for each field: the webhook's and the schema's alike.
     refusal = "the cluster refuses this"
     problems = [
         Problem(_field(cause, what), str(cause.get("message", "")) or refusal)
@@ -58,26 +76,8 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
     return RefusedError(*problems or [Problem(what, refusal, message)], status=status)
 
 
-def _not_found(answer: Mapping[str, Any], message: str, what: str) -> NotFoundError:
-    details = answer.get("details")
-    if not isinstance(details, Mapping) or not details.get("name"):
-        # The path itself is unknown: the server has no such kind of object.
-        is_ours = "trainingrun" in what
-        return NotFoundError(
-            NO_CRD if is_ours else Problem(what, "is not known to this cluster", message),
-            is_kind_unknown=True,
-        )
-    if details.get("kind") == "namespaces":
-        remedy = (
-            f"Create it (kubectl create namespace {details['name']}), or name another with -n"
-        )
-        return NotFoundError(
-            Problem(f"namespace {details['name']}", "does not exist", "", remedy)
-        )
-    return NotFoundError(Problem(what, "does not exist", "", "evergrad list -A shows all runs"))
-
-
 def _forbidden(what: str, message: str) -> Problem:
+    # Admission plug-ins answer 403 like RBAC does, and differ from it in the text alone.
     if "exceeded quota" in message:
         return Problem(
             what,
@@ -103,7 +103,7 @@ def _forbidden(what: str, message: str) -> Problem:
 def _conflict(answer: Mapping[str, Any], message: str, what: str) -> RefusedError:
     causes = _causes(answer)
 
-    # Server-side apply names each owner of a field in prose alone.
+    # Server-side apply names the owner of a field in the message alone, and has no field for it.
     managers = frozenset(
         match[1]
         for cause in causes

@@ -20,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Sets a new spec.restartNonce. Returns 0, or of a wait 64, 70 or 124."""
+    # Never done already: each use of the command asks for new pods. The wait begins once the operator has
+    # seen it.
     nonce = new_nonce()
     switch = Switch(
         "restarted",

@@ -34,8 +34,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _choose(run: Run) -> Switch:
-    """What takes this run on: of a stop on request spec.suspend knows nothing, only a new restartNonce takes
-    it back."""
+    """The change that lets this run go on: spec.suspend taken back, or a new restartNonce after a stop."""
     if not run.has_stopped_by_itself:
         return Switch(
             "resumed", {"suspend": False}, Goal.RUNNING, lambda run: not run.wants_suspension
@@ -54,6 +53,7 @@ def _choose(run: Run) -> Switch:
 
 
 def _check(run: Run) -> Problem | None:
+    # Refused and not tried: the pods would start, reach the same step and stop.
     if run.is_beyond_its_stop:
         what = (
             f"has finished step {run.checkpoint_step}, and spec.training.stop.afterStep is "

@@ -1,4 +1,4 @@
-"""Raw objects of the API server → what the commands show of runs, pods and events.
+"""Raw objects of the API server → values of runs, pods and events for the commands to show.
 
 Pure; a missing field is no error.
 """
@@ -91,8 +91,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Run:
-    """One TrainingRun as people see it; texts are empty and numbers None where the operator has not said
-    them."""
+    """One TrainingRun as people see it; texts are empty and numbers None where the status lacks them."""
 
     name: str
     namespace: str
@@ -108,7 +107,7 @@ class Run:
     is_deleting: bool
     wants_suspension: bool
     stop_after_step: int | None
-    """Where its recipe has it stop before the horizon."""
+    """Step before the horizon at which its recipe has it stop."""
     nodes: str
     step: int | None
     total_steps: int | None
@@ -132,7 +131,7 @@ class Run:
     conditions: tuple[Condition, ...]
     claim: str
     folder: str
-    """Where on the claim the run directory is."""
+    """Folder of the claim that is the run directory."""
 
     def condition(self, kind: str) -> Condition | None:
         """The condition of this type."""
@@ -152,8 +151,9 @@ class Run:
 
     @property
     def has_stopped_by_itself(self) -> bool:
-        """Whether the run saves and leaves, or has left, without being suspended; what was asked since is not
-        seen yet."""
+        """Whether the run saves and leaves, or has left, without being suspended."""
+        # With spec.suspend set, the reason is that of the stop before it. Without, the status must be of this
+        # very spec: a run that was just resumed is still shown as suspended.
         if self.wants_suspension:
             return self.reason in (STOPPED, NON_FINITE)
         return self.is_current and self.phase in ("Suspending", "Suspended")
@@ -173,22 +173,20 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     """Read a TrainingRun of the API server; never raises."""
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
     name = _text(metadata, "name")
-    progress, nodes, storage = (
-        _mapping(status, "progress"),
-        _mapping(status, "nodes"),
-        _mapping(spec, "storage"),
-    )
+    progress, nodes = _mapping(status, "progress"), _mapping(status, "nodes")
     restarts, failure = _mapping(status, "restarts"), _mapping(status, "lastFailure")
+    storage, stop = _mapping(spec, "storage"), _mapping(_mapping(spec, "training"), "stop")
     step, total = _integer(progress.get("step")), _integer(progress.get("totalSteps"))
     generation = _integer(metadata.get("generation")) or 0
-    # The status rounds to whole percents; both numbers say it better.
+    # The status rounds to whole percents, which stand still for hours in a long run.
     percent = parse_short_count(progress.get("percent"))
     if step is not None and total:
         percent = round(100 * step / total, 1)
     by_cause = _mapping(restarts, "byCause").items()
-    stop_after = parse_short_count(
-        _mapping(_mapping(spec, "training"), "stop").get("afterStep")
-    )
+    # A file may have a human number here, as a text.
+    stop_after = parse_short_count(stop.get("afterStep"))
+
+    # Any version of the operator may have written it: a list that failed at one run would hide all others.
     return Run(
         name=name,
         namespace=_text(metadata, "namespace"),
@@ -295,6 +293,7 @@ def newest_of_each(pods: Sequence[Pod]) -> list[Pod]:
     found: dict[tuple[str, int | None], Pod] = {}
     for pod in pods:
         key = (pod.role, pod.index)
+        # By the label and not by age: clocks of nodes play no part in it.
         if key not in found or pod.attempt > found[key].attempt:
             found[key] = pod
     return list(found.values())
@@ -304,7 +303,8 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
     labels = _mapping(metadata, "labels")
 
-    # Our container among those that others have injected.
+    # Our container among those that others have injected, such as a service mesh, which may run on after
+    # ours.
     containers = _mappings(status, "containerStatuses")
     own = next((item for item in containers if item.get("name") in _OWN_CONTAINERS), _NOTHING)
     state = _mapping(own, "state")
@@ -324,7 +324,7 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
     )
     names = [_text(item, "name") for item in _mappings(spec, "containers")]
 
-    # In one word, as kubectl has it: what is going on now before what the pod's phase says.
+    # In one word, as kubectl shows it: the container's reason is newer and narrower than the pod's phase.
     reason = _text(terminated, "reason") or _text(waiting, "reason") or _text(status, "reason")
     phase = reason or _text(status, "phase") or "Unknown"
     code = _integer(terminated.get("exitCode"))
@@ -378,6 +378,7 @@ class Event:
     def from_raw(cls, raw: Mapping[str, Any]) -> Self:
         """The event as the API server has it, whichever of its two shapes it was written in."""
         involved, series = _mapping(raw, "involvedObject"), _mapping(raw, "series")
+        # The newest time first: of events that repeat, the last time counts.
         times = (
             series.get("lastObservedTime"),
             raw.get("lastTimestamp"),
@@ -395,7 +396,7 @@ class Event:
 
 
 def parse_events(raw: Iterable[Mapping[str, Any]]) -> list[Event]:
-    """Oldest first."""
+    """The events, oldest first."""
     return sorted(map(Event.from_raw, raw), key=lambda event: event.at or 0.0)
 
 
@@ -417,6 +418,7 @@ def _text(raw: Mapping[str, Any], key: str) -> str:
 
 
 def _integer(value: Any) -> int | None:
+    # true is a number for Python.
     try:
         return None if value is None or isinstance(value, bool) else int(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""``evergrad status``: all there is to know about one run, and what to do next."""
+"""``evergrad status``: shows one run with its pods and events, and what to do next."""
 
 import argparse
 import sys
@@ -14,7 +14,6 @@ from evergrad_cli.cluster.errors import RefusedError
 from evergrad_cli.cluster.runs import (
     LABEL_RUN,
     Event,
-    Failure,
     Pod,
     Run,
     newest_of_each,
@@ -61,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0 whatever the run's state is; ``wait`` tells a state by its exit code."""
+    """Returns 0 whatever the run's state is; ``wait`` has an exit code for each state."""
     with connect(args) as cluster:
         facts = gather(cluster, args.name)
     now = time.time()
@@ -75,7 +74,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def gather(cluster: Cluster, name: str) -> Facts:
-    """Read the run, its pods and their events. What may not be read is named, not an error."""
+    """Read the run, its pods and their events. A list that this user may not read is named in ``unknown``."""
     run = read_run(cluster, name)
     unknown: list[str] = []
     pods = parse_pods(
@@ -83,13 +82,13 @@ def gather(cluster: Cluster, name: str) -> Facts:
     )
     selector = {"fieldSelector": f"involvedObject.kind=TrainingRun,involvedObject.name={name}"}
     raw = _try_items(cluster, "events", selector, unknown)
-    # Not those of a run of the same name that is gone.
+    # An event stays for an hour after its object: those of an earlier run of this name are left out.
     raw = [
         item
         for item in raw
         if (item.get("involvedObject") or {}).get("uid") in (run.uid, None, "")
     ]
-    # Of pods only what went wrong: each tells half a dozen times that it starts.
+    # Only warnings of pods: each pod has half a dozen events just for its start.
     if pods and "events" not in unknown:
         names = {pod.name for pod in pods}
         warnings = _try_items(
@@ -149,6 +148,7 @@ def render(
     facts: Facts, *, now: float, num_events: int = _NUM_EVENTS, is_unicode: bool = True
 ) -> list[str]:
     """The run as people read it."""
+    # The state, then its reasons from the run to its pods, and last what to do.
     run = facts.run
     lines = _head(run, now, is_unicode=is_unicode)
     rows = [
@@ -165,10 +165,32 @@ def render(
     head = ("", "TYPE", "STATUS", "SINCE", "REASON", "MESSAGE")
     lines += _section("Conditions", table(head, rows) if rows else [])
     lines += _section("Pods", _pods(facts, now))
-    if run.last_failure is not None:
-        lines += _section("Last failure", _failure(run.last_failure, now))
-    if num_events > 0:
-        lines += _section("Events", _events(facts, num_events, now))
+
+    # The root cause with its whole message: a table would cut its lines, and a traceback has many.
+    if (failure := run.last_failure) is not None:
+        where = (
+            ("node", failure.node),
+            ("rank", failure.rank),
+            ("step", failure.step),
+            ("exit code", failure.exit_code),
+        )
+        told = ", ".join(f"{label} {value}" for label, value in where if value is not None)
+        when = "" if failure.at is None else f", {age(now - failure.at)} ago"
+        cause = f"  {printable(failure.cause or 'unknown')}{f': {told}' if told else ''}{when}"
+        text = [f"    {line}" for line in printable_lines(failure.message)]
+        lines += _section("Last failure", [cause, *text])
+
+    # The newest events last, nearest to the prompt.
+    if num_events > 0 and "events" in facts.unknown:
+        lines += _section("Events", ["  unknown: this user may not list events"])
+    elif num_events > 0:
+        shown = []
+        for event in facts.events[-num_events:]:
+            seen = age(None if event.at is None else now - event.at)
+            seen += f" (x{event.count})" if event.count > 1 else ""
+            shown.append(("", seen, event.type, event.reason, event.object, event.message))
+        head = ("", "AGE", "TYPE", "REASON", "OBJECT", "MESSAGE")
+        lines += _section("Events", table(head, shown) if shown else [])
     return [
         *lines,
         *_section(
@@ -195,6 +217,8 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
         ("tokens/s", run.tokens_per_second),
         ("ETA", "" if run.is_over else run.eta),
     )
+    # With their age, since the operator writes them at most every 10 s, and those of a run that hangs
+    # stay.
     speed = [f"{label} {value}" for label, value in values if value]
     if run.updated is not None and speed and not run.is_over:
         speed.append(f"{age(now - run.updated)} ago")
@@ -226,7 +250,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
         ("Image", run.image),
         ("Age", ages),
     ]
-    # What the operator has not said yet has no line.
+    # A line without a value would look like an error: the operator fills them in as the run goes on.
     return [
         f"{f'{label}:' if label else '':<12}{printable(text)}" for label, text in facts if text
     ]
@@ -265,28 +289,3 @@ def _pods(facts: Facts, now: float) -> list[str]:
         if left_out
         else lines
     )
-
-
-def _failure(failure: Failure, now: float) -> list[str]:
-    where = (
-        ("node", failure.node),
-        ("rank", failure.rank),
-        ("step", failure.step),
-        ("exit code", failure.exit_code),
-    )
-    told = ", ".join(f"{label} {value}" for label, value in where if value is not None)
-    when = "" if failure.at is None else f", {age(now - failure.at)} ago"
-    head = f"  {printable(failure.cause or 'unknown')}{f': {told}' if told else ''}{when}"
-    return [head, *(f"    {line}" for line in printable_lines(failure.message))]
-
-
-def _events(facts: Facts, num_events: int, now: float) -> list[str]:
-    if "events" in facts.unknown:
-        return ["  unknown: this user may not list events"]
-    rows = []
-    for event in facts.events[-num_events:]:
-        seen = age(None if event.at is None else now - event.at) + (
-            f" (x{event.count})" if event.count > 1 else ""
-        )
-        rows.append(("", seen, event.type, event.reason, event.object, event.message))
-    return table(("", "AGE", "TYPE", "REASON", "OBJECT", "MESSAGE"), rows) if rows else []

@@ -63,14 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Returns 0, 64 or 70; with ``--wait`` how the run ended, or 124."""
-    loaded = _with_task(load_from(args))
-    namespace = _namespace(args, loaded)
-
-    # What works here and cannot in a pod is refused before anything is sent.
-    raise_if(placement_problems(loaded.run), ConfigurationError)
-    for warning in placement_warnings(loaded.run):
-        note(f"warning: {warning}")
-    args.namespace = namespace
+    loaded = _read_file(args)
+    args.namespace = loaded.run.metadata.namespace or args.namespace
     name = loaded.run.metadata.name
     with connect(args) as cluster:
         result, run = submit(
@@ -81,8 +75,21 @@ def execute(args: argparse.Namespace) -> int:
         )
         if not args.json:
             say(text)
-            if (remark := _remark(run, result)) is not None:
-                note(remark)
+            # An apply succeeds in every state of the run: this is what it will not do by itself.
+            if run.is_true("Complete"):
+                note(
+                    f"It is complete already and never trains again. See it: evergrad status {name}"
+                )
+            elif run.is_true("Failed"):
+                note(
+                    f"It has failed. See why: evergrad status {name}; try again: evergrad restart {name}"
+                )
+            elif run.wants_suspension:
+                note(f"It is suspended. To let it train: evergrad resume {name}")
+            elif result == "created":
+                note(f"Follow it: evergrad logs {name} -f")
+
+        # The end of the wait is the command's; a run that was only tried has none.
         code = int(ExitCode.DONE)
         if (args.wait or args.watch) and not args.dry_run:
             teller = ChangeTeller()
@@ -108,34 +115,33 @@ def execute(args: argparse.Namespace) -> int:
     return code
 
 
-def _with_task(loaded: LoadedManifest) -> LoadedManifest:
-    """The manifest with the files of the user's own task: there is no folder beside it in a pod."""
-    if loaded.run.spec.training is None:
-        return loaded
-    files = collect_task(loaded.run.training, loaded.base_directory)
-    if not files:
-        return loaded
-    spec = {
-        **loaded.raw["spec"],
-        "training": {**loaded.raw["spec"]["training"], "files": files},
-    }
-    return dataclasses.replace(loaded, raw={**loaded.raw, "spec": spec})
+def _read_file(args: argparse.Namespace) -> LoadedManifest:
+    """The checked manifest, with the files of the user's own task. Raises ConfigurationError."""
+    loaded = load_from(args)
+    # There is no folder beside the manifest in a pod, so that the task's files travel in it.
+    if loaded.run.spec.training is not None and (
+        files := collect_task(loaded.run.training, loaded.base_directory)
+    ):
+        spec = {
+            **loaded.raw["spec"],
+            "training": {**loaded.raw["spec"]["training"], "files": files},
+        }
+        loaded = dataclasses.replace(loaded, raw={**loaded.raw, "spec": spec})
 
-
-def _namespace(args: argparse.Namespace, loaded: LoadedManifest) -> str | None:
-    """The file's namespace or ``--namespace``; they may not contradict each other."""
-    said = loaded.run.metadata.namespace
-    if said is not None and args.namespace not in (None, said):
-        why = f"the file says {said}"
+    # The file's namespace and --namespace may not contradict each other: neither is clearly the one that is
+    # meant.
+    given = loaded.run.metadata.namespace
+    if given is not None and args.namespace not in (None, given):
+        what = f"{args.namespace} is not the namespace of the file"
         raise ConfigurationError(
-            Problem(
-                "--namespace",
-                f"{args.namespace} is not the namespace of the file",
-                why,
-                "Leave one out",
-            )
+            Problem("--namespace", what, f"the file has {given}", "Leave one out")
         )
-    return said or args.namespace
+
+    # A path that cannot exist in a pod is refused before anything is sent: the pod would fail with it, later.
+    raise_if(placement_problems(loaded.run), ConfigurationError)
+    for warning in placement_warnings(loaded.run):
+        note(f"warning: {warning}")
+    return loaded
 
 
 def submit(
@@ -151,7 +157,7 @@ def submit(
     body["metadata"] = {**body["metadata"], "namespace": cluster.namespace}
     path, what = runs_path(cluster.namespace, name), f"trainingrun {name}"
 
-    # Read first: an apply does not say whether it changed anything.
+    # Read first, since the answer to an apply does not have whether it changed anything.
     before = find(cluster, path, what=what)
     query = {
         "fieldManager": FIELD_MANAGER,
@@ -163,7 +169,8 @@ def submit(
     except RefusedError as error:
         if error.managers != {FIELD_MANAGER}:
             raise
-        # The other writer is ourselves: suspend, resume and restart set single fields.
+        # The other writer is this command line: suspend, resume and restart patch single fields, which counts
+        # as another kind of write. What the file has is newer.
         after = _apply(cluster, path, body, what, query, is_forced=True)
     if before is None:
         return "created", parse_run(after)
@@ -172,8 +179,11 @@ def submit(
 
 
 def with_whole_numbers(value: Any) -> Any:
-    """``1e6``, which YAML reads as a float, as the integer it is: the API server's rules know no float where
-    a count stands."""
+    """``value`` with floats such as ``1e6``, which YAML reads so, as the integers they are.
+
+    The API server's schema takes integers and texts for a count, and no float.
+    """
+    # Beyond 2^53 a float is not the integer that was written.
     if isinstance(value, Mapping):
         return {key: with_whole_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -200,6 +210,7 @@ def _apply(
 
 def _without_bookkeeping(raw: dict[str, Any]) -> dict[str, Any]:
     metadata = raw.get("metadata") or {}
+    # resourceVersion, managedFields and the status change with every write, also of an equal file.
     return {
         "spec": raw.get("spec"),
         "labels": metadata.get("labels"),
@@ -207,21 +218,8 @@ def _without_bookkeeping(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _remark(run: Run, result: str) -> str | None:
-    """What the user may not expect of a run in this state, or the next command."""
-    if run.is_true("Complete"):
-        return (
-            f"It is complete already and never trains again. See it: evergrad status {run.name}"
-        )
-    if run.is_true("Failed"):
-        return f"It has failed. See why: evergrad status {run.name}; try again: evergrad restart {run.name}"
-    if run.wants_suspension:
-        return f"It is suspended. To let it train: evergrad resume {run.name}"
-    return f"Follow it: evergrad logs {run.name} -f" if result == "created" else None
-
-
 class ChangeTeller:
-    """Says what changes: a new phase or reason at once, progress every ten seconds."""
+    """Prints changes of a run: a new phase or reason at once, progress every ten seconds."""
 
     def __init__(self) -> None:
         self._last: tuple[str, str, str] | None = None
@@ -229,7 +227,7 @@ class ChangeTeller:
         self._said = 0.0
 
     def tell(self, run: Run) -> None:
-        """Say a line about ``run`` if it is due."""
+        """Print a line about ``run`` if it is due."""
         state = (run.phase, run.reason, run.nodes)
         is_due = run.step != self._step and time.monotonic() - self._said >= _WATCH_SECONDS
         if state == self._last and not is_due:

@@ -50,10 +50,9 @@ def flip(
     *,
     check: Callable[[Run], Problem | None],
 ) -> int:
-    """Make the change that ``choose`` names for the run as it is, unless it stands already; ``check`` says
-    what forbids it.
+    """Make the change that ``choose`` picks for the run as it is, unless it is made already.
 
-    The exit code, of the wait if there is one.
+    ``check`` returns the problem that forbids it. Returns the exit code, that of the wait if there is one.
     """
     with connect(args) as cluster:
         run = read_run(cluster, args.name)
@@ -68,6 +67,8 @@ def flip(
         text = f"trainingrun/{args.name} {switch.verb if is_changed else f'was {switch.verb} already'}"
         if not args.json:
             say(text)
+
+        # The patch is only a request, which the operator acts upon: the wait is for its effect.
         code, message = int(ExitCode.DONE), text
         if args.wait:
             outcome, _ = wait_for(
@@ -85,12 +86,15 @@ def flip(
 
 def new_nonce() -> str:
     """A text for spec.restartNonce that no run has had before: the time, to the microsecond."""
+    # A time and no random text: it shows in the status, and people read it there.
     now = time.time()
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
 
 
 def patch_spec(cluster: Cluster, name: str, spec: dict[str, Any]) -> None:
     """Merge ``spec`` into the run's."""
+    # A merge and no apply: an apply would take back every field that submit has set and this one does not
+    # name.
     path = runs_path(cluster.namespace, name)
     query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
     cluster.send(

@@ -1,4 +1,4 @@
-"""How runs look in a terminal: tables, ages, bars. Pure."""
+"""Writes runs for a terminal: tables, ages, bars. Pure."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -22,13 +22,15 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _width(text: str) -> int:
+    # A terminal shows East Asian characters two columns wide.
     return sum(
         2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text
     )
 
 
 def printable(text: str) -> str:
-    """``text`` on one line, without what could steer a terminal: controls and line ends become spaces."""
+    """``text`` on one line, with controls and line ends as spaces."""
+    # Messages come from pods and from other users: an escape sequence in one could steer the terminal.
     return "".join(
         " " if unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") else character
         for character in text
@@ -68,6 +70,7 @@ def bar(share: float, *, width: int = 30, is_unicode: bool = True) -> str:
     """A progress bar of ``width`` characters; full only when all is done."""
     share = min(1.0, max(0.0, share))
     full, empty = ("█", "░") if is_unicode else ("#", ".")
+    # Rounded down: a bar that is full means that the run is done.
     done = int(share * width)
     return full * done + empty * (width - done)
 
@@ -76,6 +79,7 @@ def parse_time(value: Any) -> float | None:
     """A time as the API writes it (RFC 3339) → Unix seconds; None for what is none."""
     if not isinstance(value, str):
         return None
+    # datetime keeps six digits of a fraction, and the API writes up to nine.
     head, point, fraction = value.removesuffix("Z").partition(".")
     try:
         whole = datetime.fromisoformat(head if value.endswith("Z") else value)
@@ -93,6 +97,7 @@ def parse_short_count(value: Any) -> float | None:
         return None
     if isinstance(value, int | float):
         return float(value)
+    # As the status shortens numbers: powers of ten alone.
     text = str(value).strip()
     scale = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(text[-1:], 1.0)
     try:

@@ -1,4 +1,4 @@
-"""``evergrad top``: how fast runs train and what they use."""
+"""``evergrad top``: shows the speed of runs, and the processors and memory that they use."""
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from evergrad_cli.cluster.arguments import (
     say,
     say_json,
 )
-from evergrad_cli.cluster.client import Cluster, connect, runs_path
+from evergrad_cli.cluster.client import connect, runs_path
 from evergrad_cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
 from evergrad_cli.cluster.runs import LABEL_RUN, Run, parse_run
 from evergrad_cli.cluster.text import NOTHING, parse_short_count, table
@@ -53,22 +53,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0; without the metrics API the columns of usage are empty, and a remark says so."""
+    """Returns 0; without the metrics API the columns of usage are empty, with a remark on the reason."""
     with connect(args) as cluster:
         namespace = None if args.all_namespaces else cluster.namespace
         runs = [
             parse_run(raw) for raw in cluster.items(runs_path(namespace), what="trainingruns")
         ]
-        usage, reason = _read_usage(cluster, namespace)
 
-    # What has ended uses nothing.
+        # Usage is an extra: the table of the runs is shown without it, and with the reason.
+        usage: Mapping[tuple[str, str], Usage] | None = None
+        reason = ""
+        within = f"/namespaces/{namespace}" if namespace is not None else ""
+        path, query = f"{_METRICS}{within}/pods", {"labelSelector": LABEL_RUN}
+        try:
+            usage = parse_usage(cluster.items(path, what="pod metrics", query=query))
+        except NotFoundError:
+            reason = "this cluster has no metrics API (metrics-server is not installed)"
+        except RefusedError:
+            reason = "this user may not read pod metrics"
+        except UnreachableError:
+            reason = "the metrics API does not answer"
+
+    # A run that has ended or is suspended uses nothing.
     if not args.all:
         runs = [run for run in runs if not run.is_over and run.phase != "Suspended"]
     runs = order(runs, usage or {}, by=args.sort)
     if args.json:
-        say_json(
-            {"runs": [_row(run, usage) for run in runs], "metricsAvailable": usage is not None}
-        )
+        rows = []
+        for run in runs:
+            used = (usage or {}).get((run.namespace, run.name))
+            rows.append(
+                {
+                    "name": run.name,
+                    "namespace": run.namespace,
+                    "phase": run.phase,
+                    "nodes": run.nodes or None,
+                    "tokensPerSecond": parse_short_count(run.tokens_per_second or None),
+                    "pods": used.num_pods if used else None,
+                    "cpuCores": round(used.cores, 3) if used else None,
+                    "memoryBytes": round(used.memory_bytes) if used else None,
+                }
+            )
+        say_json({"runs": rows, "metricsAvailable": usage is not None})
         return int(ExitCode.DONE)
     if not runs:
         note("No runs train." if not args.all else "No runs found.")
@@ -78,22 +104,6 @@ def execute(args: argparse.Namespace) -> int:
     if usage is None:
         note(f"CPU and memory are unknown: {reason}")
     return int(ExitCode.DONE)
-
-
-def _read_usage(
-    cluster: Cluster, namespace: str | None
-) -> tuple[dict[tuple[str, str], Usage] | None, str]:
-    path = f"{_METRICS}{f'/namespaces/{namespace}' if namespace is not None else ''}/pods"
-    try:
-        return parse_usage(
-            cluster.items(path, what="pod metrics", query={"labelSelector": LABEL_RUN})
-        ), ""
-    except NotFoundError:
-        return None, "this cluster has no metrics API (metrics-server is not installed)"
-    except RefusedError:
-        return None, "this user may not read pod metrics"
-    except UnreachableError:
-        return None, "the metrics API does not answer"
 
 
 def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Usage]:
@@ -142,20 +152,6 @@ def order(runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage], *, by: st
     return sorted(runs, key=key)
 
 
-def _row(run: Run, usage: Mapping[tuple[str, str], Usage] | None) -> dict[str, Any]:
-    used = (usage or {}).get((run.namespace, run.name))
-    return {
-        "name": run.name,
-        "namespace": run.namespace,
-        "phase": run.phase,
-        "nodes": run.nodes or None,
-        "tokensPerSecond": parse_short_count(run.tokens_per_second or None),
-        "pods": used.num_pods if used else None,
-        "cpuCores": round(used.cores, 3) if used else None,
-        "memoryBytes": round(used.memory_bytes) if used else None,
-    }
-
-
 def render(
     runs: Sequence[Run],
     usage: Mapping[tuple[str, str], Usage] | None,
@@ -189,7 +185,7 @@ def render(
     if len(runs) <= 1:
         return table(headers, rows)
 
-    # The sum of what is known, below the rows.
+    # A sum of the known values below the rows: a run without metrics must not hide the use of the others.
     speed = sum(parse_short_count(run.tokens_per_second or None) or 0.0 for run in runs)
     known = [found for run in runs if (found := (usage or {}).get((run.namespace, run.name)))]
     cores, memory = sum(one.cores for one in known), sum(one.memory_bytes for one in known)

@@ -1,4 +1,4 @@
-"""``evergrad wait``: until a run is complete, failed, running or suspended."""
+"""``evergrad wait``: waits until a run is complete, failed, running or suspended."""
 
 import argparse
 
@@ -43,7 +43,9 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace, outcome: Outcome) -> int:
-    """Say how a wait for ``args.name`` ended; its exit code."""
+    """Print the outcome of a wait for ``args.name``; returns its exit code."""
+    # One text for stdout or stderr, by its outcome: `evergrad wait x && …` must not print a failure as
+    # success.
     code = int(outcome.exit_code or 0)
     if args.json:
         say_json(

@@ -1,4 +1,4 @@
-"""Waiting for a run: what counts as reached, what can never be reached any more, and asking until then.
+"""Waits for a run: decides whether a goal is reached or can never be reached, and asks until then.
 
 Times in seconds.
 """
@@ -18,11 +18,12 @@ from evergrad_coordinator.text import duration
 
 _POLL_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 15.0
+"""An outage may last for hours, and its end should still be noticed soon."""
 _USER_CAUSES: Final = ("user_error", "UserError", "UserFailure")
 
 
 class Goal(StrEnum):
-    """What can be waited for."""
+    """States that can be waited for."""
 
     COMPLETE = "complete"
     FAILED = "failed"
@@ -47,7 +48,7 @@ def judge(run: Run, goal: Goal) -> Outcome:
     if run.is_true("Failed"):
         return Outcome(failure_code(run), f"has failed{_why(run)}")
     if run.is_true("Complete"):
-        # A short run may end between two looks: it has been running.
+        # A short run may end between two looks, and has been running then.
         is_reached = goal is Goal.RUNNING
         return Outcome(ExitCode.DONE if is_reached else ExitCode.INTERNAL, "is complete")
     if (
@@ -59,13 +60,14 @@ def judge(run: Run, goal: Goal) -> Outcome:
         return Outcome(
             ExitCode.DONE, f"is running{f' on {run.nodes} nodes' if run.nodes else ''}"
         )
+    # Only a status of the newest spec counts: one from before a resume would end the wait at once.
     if goal is Goal.SUSPENDED and run.is_current and run.is_true("Suspended"):
         return Outcome(ExitCode.DONE, "is suspended")
     return Outcome(None, run.phase)
 
 
 def failure_code(run: Run) -> ExitCode:
-    """How ``evergrad run`` would have ended: 64 for what no retry cures, else 70."""
+    """The exit code that ``evergrad run`` would have had: 64 for a failure that no retry cures, else 70."""
     failure = run.last_failure
     is_users = failure is not None and (
         failure.exit_code == ExitCode.USER_ERROR or failure.cause in _USER_CAUSES
@@ -89,7 +91,7 @@ def read_run(cluster: Cluster, name: str) -> Run:
 
 @dataclass
 class Patience:
-    """Outages of the cluster during a wait: told once, and asked again with growing pauses."""
+    """Outages of the cluster during a wait: one remark for each, and growing pauses between tries."""
 
     sleep: Callable[[float], None] = time.sleep
     _pause: float = 0.0
@@ -123,6 +125,7 @@ def wait_for(
     ``on_change`` gets every look. A run that is deleted ends the wait; a cluster that does not answer does
     not, once it has answered.
     """
+    # The run must be there at the first look; from then on an outage is waited out.
     deadline, seen, patience = time.monotonic() + timeout, None, Patience()
     while True:
         try:
@@ -140,7 +143,7 @@ def wait_for(
         if run is not None:
             patience.is_well()
 
-            # The name alone does not say that it is the same run.
+            # A run may be deleted and created again under its name between two looks.
             if seen is not None and run.uid != seen.uid:
                 return Outcome(
                     ExitCode.INTERNAL, "was deleted, and another run of its name created"
@@ -151,7 +154,7 @@ def wait_for(
             if outcome.exit_code is not None and is_due(run):
                 return outcome, run
 
-        # Last, so that a run is looked at once even with no time at all.
+        # The deadline comes last, so that the run is looked at once even with no time at all.
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             state = "" if seen is None else f"; it is {seen.phase}{_why(seen)}"

@@ -515,7 +515,7 @@ def test_the_namespace_of_the_file_is_used_and_may_not_be_contradicted(
     api.on("PATCH", path, make_run(), status=201)
     assert call(api, "submit", str(manifest), *override) == 0
     assert call(api, "submit", str(manifest), *override, "-n", "lab") == 64
-    assert "lab is not the namespace of the file; the file says mine" in capsys.readouterr().err
+    assert "lab is not the namespace of the file; the file has mine" in capsys.readouterr().err
 
 
 def test_submit_can_wait_and_ends_as_the_run_did(

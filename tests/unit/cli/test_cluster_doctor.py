@@ -62,7 +62,7 @@ def test_a_crd_that_is_missing_old_or_not_served_is_told() -> None:
         checks.check_crd(None, is_served=True, may_read=False),
     ]
     assert states(*found) == ["fail", "fail", "ok", "warn", "fail", "ok"]
-    assert "does not know spec.image" in found[3].message
+    assert "it lacks spec.image" in found[3].message
 
 
 def deployment(available: int = 1, version: str = __version__) -> dict[str, Any]:

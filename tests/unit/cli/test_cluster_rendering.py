@@ -286,7 +286,7 @@ def test_a_run_that_waits_is_shown_with_a_command_that_shows_more(
     reason: str, make_run: Make
 ) -> None:
     text = advice_of(make_run(phase="Waiting", reason=reason))
-    assert "The message says" in text and ("kubectl" in text or "evergrad" in text)
+    assert "The message has" in text and ("kubectl" in text or "evergrad" in text)
     assert "{" not in text.replace("'{.status.image}'", "")
 
 
