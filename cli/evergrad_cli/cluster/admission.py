@@ -125,7 +125,9 @@ def find_webhook(
 ) -> Mapping[str, Any] | None:
     """Our webhook's entry, among all configurations: the first one that is asked about ``namespace``; without
     a namespace the first of all."""
-    entries = [entry for raw in configurations for entry in raw.get("webhooks") or ()]
+    entries: list[Mapping[str, Any]] = [
+        entry for raw in configurations for entry in raw.get("webhooks") or ()
+    ]
     for entry in entries:
         # The chart selects namespaces by their names. A selection by other labels cannot be decided here, and
         # counts as covering: a warning that is wrong would be worse than none.
