@@ -274,12 +274,10 @@ class CheckpointManager:
         outcome = self._report(flight)
         # A fenced save is no failure of the volume; ``wait`` raises its own error.
         if self.failures >= self._settings.max_failures and outcome.fenced is None:
-            text = (
-                f"{self._directory}: {self.failures} saves in a row have failed; the last one: "
-                f"{outcome.reason}"
-            )
+            kind = ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL
+            failed = f"{self.failures} saves in a row have failed"
             raise SaveError(
-                text, ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL
+                f"{self._directory}: {failed}; the last one: {outcome.reason}", kind
             )
         return outcome
 

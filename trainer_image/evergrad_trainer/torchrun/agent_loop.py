@@ -274,11 +274,8 @@ class AgentLoop:
                 say(f"{message.TYPE} could not be told to the coordinator: {error}")
 
     async def _may_commit(self, generation: int) -> bool:
-        if (
-            self._client is None
-            or self.state.place is None
-            or self.state.place.generation != generation
-        ):
+        place = self.state.place
+        if self._client is None or place is None or place.generation != generation:
             return False
         # A coordinator that is away for less than the lease is waited for: the save would be lost for
         # nothing.
