@@ -51,14 +51,6 @@ run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example on two local nod
 # Files that start processes come first: the long ones must not be left for the end, when the other workers have nothing to do.
 UNITS = -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/integration tests/unit
 
-# Not $(MAKE) itself: make runs a line with that name in it also when it is only to print it.
-SUB_MAKE := $(MAKE)
-# Tests on a cluster mostly wait for it, and those of units and processes mostly compute: side by side they take little more than the former alone.
-test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster of this machine (PYTEST='…': only what that says)
-	$(call stage,tests of units and processes$(if $(PYTEST),,, behind those on a cluster))
-	$(if $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python tests/side_by_side.py \
-		--front '$(SUB_MAKE) --no-print-directory test-e2e KUBECONFIG=' --behind '$(BIN)/python -m pytest $(UNITS)')
-
 # Programs and images are built before pytest begins, whose timeouts are for tests.
 # What a cluster of this machine needs; nothing where KUBECONFIG names another or this machine cannot run one.
 define prepare_cluster
@@ -66,6 +58,17 @@ define prepare_cluster
 	export PYTHONPATH=$(CURDIR)/tests && for profile in full $(1); do \
 		$(BIN)/python -m bed prepare --profile $$profile || exit 1; done && $(BIN)/python -m bed.product_images; fi
 endef
+
+# Not $(MAKE) itself: make runs a line with that name in it also when it is only to print it.
+SUB_MAKE := $(MAKE)
+# Tests on a cluster mostly wait for it, and those of units and processes mostly compute: side by side they take little more than the former alone.
+test: override KUBECONFIG :=
+test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster of this machine (PYTEST='…': only what that says)
+	$(if $(PYTEST),,$(call stage,programs and images of the cluster))
+	$(if $(PYTEST),,$(call prepare_cluster))
+	$(call stage,tests of units and processes$(if $(PYTEST),,, behind those on a cluster))
+	$(if $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python tests/side_by_side.py \
+		--front '$(SUB_MAKE) --no-print-directory test-e2e KUBECONFIG=' --behind '$(BIN)/python -m pytest $(UNITS)')
 
 test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that they start here (as root), or the one KUBECONFIG names
 	$(call stage,tests on a cluster)

@@ -34,6 +34,10 @@ def run(front: Sequence[str], behind: Sequence[str]) -> int:
             first = _start(front)
             try:
                 _wait(first, second, words.fileno())
+            except BaseException:
+                # Both at once: each may take its time to clean up.
+                _interrupt(second)
+                raise
             finally:
                 _end(first)
             _show_rest(second, words.fileno())
@@ -90,8 +94,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     """Interrupt a command that still runs, and kill it where that does not help."""
     if process.poll() is not None:
         return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT)
+    _interrupt(process)
     try:
         process.wait(timeout=_SECONDS_TO_CLEAN_UP)
     except subprocess.TimeoutExpired:
@@ -100,7 +103,12 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
@@ -110,7 +118,10 @@ def main() -> int:
     parser.add_argument("--front", required=True, type=shlex.split)
     parser.add_argument("--behind", required=True, type=shlex.split)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise)
+    # Also where it is ignored, as a shell has it for what runs in the background: the commands would ignore it
+    # as well, and could not be told to clean up.
+    signal.signal(signal.SIGINT, _raise)
     try:
         return run(options.front, options.behind)
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """Two commands at once: both must succeed, all words are shown, and an interrupt ends both."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,9 +38,11 @@ def test_it_fails_if_either_fails_and_shows_what_both_say(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("shell", ["", "trap '' INT; "], ids=["in front", "in the background"])
 def test_a_signal_interrupts_both_and_waits_for_their_clean_up(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, shell: str
 ) -> None:
+    """Also where the shell has SIGINT ignored, as it has for what runs in the background."""
     code = """
 import sys, time, pathlib
 name = sys.argv[1]
@@ -53,9 +56,8 @@ except KeyboardInterrupt:
     program = tmp_path / "program.py"
     program.write_text(code)
     commands = [f"{sys.executable} {program} {tmp_path / name}" for name in ("one", "two")]
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, "--front", commands[0], "--behind", commands[1]]
-    )
+    command = [sys.executable, str(SCRIPT), "--front", commands[0], "--behind", commands[1]]
+    process = subprocess.Popen(["bash", "-c", f"{shell}exec {shlex.join(command)}"])
     try:
         while len(list(tmp_path.glob("*.begun"))) < 2:
             assert process.poll() is None
