@@ -1,21 +1,33 @@
 """Which process of a run reads the newest checkpoint while it imports."""
 
+import argparse
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from evergrad_manifest.reading.loader import load_manifest
 from evergrad_trainer import machine
+from evergrad_trainer.cli import run
+from evergrad_trainer.cli.planning import PlanRequest
 from evergrad_trainer.cli.run import _restores_here
 from evergrad_trainer.cli.run_arguments import RunRequest
 
+MANIFEST = Path(__file__).parents[1] / "manifest" / "base_manifest.yaml"
+
 
 def request(
-    device: str = "auto", asked: int | None = None, in_file: int | None = None, **more: Any
+    device: str = "auto",
+    asked: int | None = None,
+    in_file: int | None = None,
+    parallelism: str = "auto",
+    **more: Any,
 ) -> RunRequest:
+    runtime = SimpleNamespace(device=device, parallelism=parallelism)
     run = SimpleNamespace(
-        training=SimpleNamespace(runtime=SimpleNamespace(device=device)),
+        training=SimpleNamespace(runtime=runtime),
         spec=SimpleNamespace(workers_per_node=in_file),
     )
     loaded = cast(Any, SimpleNamespace(run=run))
@@ -55,3 +67,41 @@ def test_of_the_ranks_that_torchrun_starts_only_the_one_that_restores_reads_ahea
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     assert _restores_here(request("cpu")) is expected
+
+
+@pytest.mark.parametrize(("size", "expected"), [("1", True), ("2", False)])
+def test_a_rank_that_reads_only_its_part_of_a_cut_model_does_not_read_the_whole_ahead(
+    size: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert _restores_here(request("cpu", parallelism="fsdp2")) is expected
+    assert _restores_here(request("cpu"))
+
+
+def test_what_is_read_ahead_is_no_want_of_memory_to_preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that fits would be refused when it is resumed, or not, as far as the reading has come."""
+    free = 2**40
+    monkeypatch.setattr(gc, "disable", lambda: None)
+    monkeypatch.setattr(machine, "_available_memory", lambda: free)
+    monkeypatch.setattr(machine, "_CGROUP_LIMITS", ())
+    asked: list[PlanRequest] = []
+
+    def read(checkpoints: Path, *, memory_bytes: int | None) -> None:
+        nonlocal free
+        free = 2**39
+
+    def plan(request: PlanRequest) -> None:
+        asked.append(request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "read_ahead", read)
+    monkeypatch.setattr(run, "plan_session", plan)
+    loaded = load_manifest(MANIFEST, overrides=["spec.training.runtime.device=cpu"])
+    made = RunRequest(loaded, tmp_path / "run", num_workers=1)
+    monkeypatch.setattr(run, "_read_request", lambda args: made)
+    run.execute(argparse.Namespace())
+    assert free == 2**39
+    assert asked[0].machine.memory_bytes == 2**40

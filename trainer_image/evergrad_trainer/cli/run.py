@@ -86,9 +86,11 @@ def execute(args: argparse.Namespace) -> int:
         print("To train longer, raise the horizon and use --extend.")
         return int(ExitCode.DONE)
     ahead: HeldFiles | None = None
+    # Before anything is read ahead: preflight would take what that holds for a want of memory.
+    memory_bytes = usable_memory_bytes()
     if _restores_here(request):
         # The disk reads while the processor imports.
-        ahead = read_ahead(directory.checkpoints, memory_bytes=usable_memory_bytes())
+        ahead = read_ahead(directory.checkpoints, memory_bytes=memory_bytes)
     # Imports make objects that stay: to collect among them costs a tenth of the start-up.
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
@@ -99,6 +101,7 @@ def execute(args: argparse.Namespace) -> int:
     machine, num_workers = machine_and_workers(
         request.num_workers, loaded.run, forks_above=forks_above
     )
+    machine = dataclasses.replace(machine, memory_bytes=memory_bytes)
     is_alone = request.num_nodes is None and (num_workers == 1 or _is_launched())
     if is_alone and loaded.run.training.runtime.compile != "on":
         torch_private.delay_compiler()
@@ -170,12 +173,18 @@ def _restores_here(request: RunRequest) -> bool:
     imported.
 
     A process that forks workers must have no threads; it forks one for each accelerator where nobody says how
-    many. Ranks that torchrun has started get the state from rank 0.
+    many. Ranks that torchrun has started get the state from rank 0, or read their own part of a model that is
+    cut.
     """
     run = request.loaded.run
-    is_on_cpu = run.training.runtime.device == "cpu" or not has_accelerator_driver()
+    runtime = run.training.runtime
+    if request.num_nodes is not None or os.environ.get("RANK", "0") != "0":
+        return False
+    if runtime.parallelism == "fsdp2" and os.environ.get("WORLD_SIZE", "1") != "1":
+        return False
+    is_on_cpu = runtime.device == "cpu" or not has_accelerator_driver()
     num_workers = request.num_workers or run.spec.workers_per_node or (1 if is_on_cpu else 0)
-    return request.num_nodes is None and num_workers == 1 and os.environ.get("RANK", "0") == "0"
+    return num_workers == 1
 
 
 def _is_launched() -> bool:
