@@ -4,16 +4,19 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from evergrad_trainer.checkpoint import files, restoring
 from evergrad_trainer.checkpoint import held as held_module
+from evergrad_trainer.checkpoint import reader as reader_module
 from evergrad_trainer.checkpoint.ahead import read_ahead
 from evergrad_trainer.checkpoint.files import hash_bytes
 from evergrad_trainer.checkpoint.held import HeldFiles
-from evergrad_trainer.checkpoint.reader import FileSource, Reader
+from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError
+from evergrad_trainer.checkpoint.reader import FileSource, MemorySource, Reader
 from evergrad_trainer.checkpoint.search import choose_together
 
 MakeSolo = Callable[..., Any]
@@ -159,6 +162,25 @@ def test_memory_is_for_one_checkpoint_at_a_time(tmp_path: Path) -> None:
     assert not held.has(tmp_path / "step-1" / SHARD)
     held.release()
     assert not held.has(tmp_path / "step-2" / SHARD)
+
+
+@pytest.mark.parametrize(("begin", "size"), [(0, 100), (3, 64), (36, 64), (99, 1), (100, 0)])
+def test_a_large_tensor_is_copied_in_pieces_between_which_other_threads_run(
+    monkeypatch: pytest.MonkeyPatch, begin: int, size: int
+) -> None:
+    monkeypatch.setattr(reader_module, "COPY_BYTES", 32)
+    moved: list[int] = []
+    monkeypatch.setattr(reader_module, "MOVED", SimpleNamespace(note=moved.append))
+    data = os.urandom(100)
+    buffer = memoryview(bytearray(size))
+    MemorySource(memoryview(data), SHARD).read_into(buffer, begin)
+    assert buffer == data[begin : begin + size]
+    assert sum(moved) == size and all(count <= 32 for count in moved)
+
+
+def test_a_part_beyond_the_end_of_a_file_in_memory_is_damage() -> None:
+    with pytest.raises(InvalidCheckpointError, match="ends at byte 10"):
+        MemorySource(memoryview(bytes(10)), SHARD).read_into(memoryview(bytearray(4)), 7)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 100_000])

@@ -20,6 +20,8 @@ from evergrad_trainer.checkpoint.manifest import (
 )
 
 HASH_THREADS = 8
+COPY_BYTES = 16 * 2**20
+"""Bytes of one copy from memory, which holds the interpreter lock: other threads get it in between."""
 
 
 class ShardSource(Protocol):
@@ -41,9 +43,11 @@ class MemorySource:
         part = self._data[offset : offset + len(buffer)]
         if len(part) < len(buffer):
             raise InvalidCheckpointError(f"file {self._name}: ends at byte {len(self._data)}")
-        buffer[:] = part
-        # Counted again, as bytes from a file are: whoever watches this process sees that it goes on.
-        MOVED.note(len(part))
+        for begin in range(0, len(part), COPY_BYTES):
+            piece = part[begin : begin + COPY_BYTES]
+            buffer[begin : begin + len(piece)] = piece
+            # Counted again, as bytes from a file are: whoever watches this process sees that it goes on.
+            MOVED.note(len(piece))
 
 
 class FileSource:
