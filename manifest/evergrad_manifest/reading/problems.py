@@ -200,8 +200,10 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
         why = why or "only the part of a pod template listed here may be given"
         return "not allowed in a run's template", why, f"Remove it. {here}"
 
-    # Before similar words are looked for: `warmup_steps` would be called a slip of some other key.
-    if (foreign := say_foreign(finding.key)) is not None:
+    # Before similar words are looked for: `warmup_steps` would be called a slip of some other key. Options of
+    # a task have the user's own names, and no field of the recipe takes their place.
+    is_file = finding.root is TrainingRun
+    if is_file and (foreign := say_foreign(finding.key)) is not None:
         return foreign
     here = f"Known here: {', '.join(known)}"
     word = _OTHER_TRAINERS_WORDS.get(fold(finding.key))
@@ -210,7 +212,7 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
     if near is not None:
         return "unknown key", f"did you mean `{near}`? {here}", ""
     # A known key in a wrong place is a slip of the indentation, unless many sections have one of that name.
-    places = _all_places().get(finding.key, ()) if finding.root is TrainingRun else ()
+    places = _all_places().get(finding.key, ()) if is_file else ()
     if 0 < len(places) <= 2:
         remedy = f"Check the indentation, or the path that follows --set. {here}"
         return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", remedy

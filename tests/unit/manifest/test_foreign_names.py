@@ -4,12 +4,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.fields import find_field, walk_fields
 from evergrad_manifest.reading.foreign import FOREIGN
 from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.reading.problems import problems_of
 from evergrad_manifest.spelling import fold
 
 BASE = Path(__file__).parent / "base_manifest.yaml"
@@ -66,3 +69,14 @@ def test_each_foreign_name_leads_to_fields_that_exist_and_stands_once() -> None:
 def test_no_foreign_name_is_the_name_of_a_field_here() -> None:
     own = {fold(field.key) for field in walk_fields(TrainingRun)}
     assert own.isdisjoint(fold(name) for one in FOREIGN for name in one.names)
+
+
+def test_an_option_of_the_users_own_task_is_compared_with_the_tasks_options_alone() -> None:
+    class Options(Section):
+        strategies: int = 1
+        """How many there are."""
+
+    with pytest.raises(ValidationError) as refused:
+        Options.model_validate({"strategy": 2})
+    [problem] = problems_of(refused.value, {"strategy": 2}, root=Options)
+    assert str(problem).startswith("strategy: unknown key; did you mean `strategies`?")
