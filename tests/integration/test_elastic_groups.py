@@ -150,6 +150,9 @@ def test_a_frozen_peer_holds_nobody_and_the_rest_meet_again(
         )
 
 
+_OPEN: list[object] = []
+
+
 def keep_an_own_connection(
     ports: list[str], rank: int, size: int, directory: str
 ) -> dict[str, Any]:
@@ -190,6 +193,8 @@ def keep_an_own_connection(
         service.sendall(b"still here")
         heard = own.recv(100).decode()
         world.barrier()
+    # Its end would end this process, before the result is taken for one.
+    _OPEN.append(supervisor)
     return {"heard": heard, "total": total}
 
 

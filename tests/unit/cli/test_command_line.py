@@ -131,7 +131,7 @@ def test_a_command_that_needs_a_missing_package_names_it_instead_of_a_traceback(
     result = _run_without_trainer("[['run', 'trainingrun.yaml']]")
     assert result.stdout.splitlines()[-1] == "ended run trainingrun.yaml 64"
     assert result.stderr.startswith(
-        "error: evergrad run: needs the Python package numpy, which is not installed here"
+        "error: evergrad run: needs the Python package xxhash, which is not installed here"
     )
 
 

@@ -61,14 +61,12 @@ class Code:
             where = self._find_line(error)
             if where is None:
                 raise
-            what = type(error).__name__
             # On one line, cut short: the message travels to a status.
             said = " ".join(str(error).split())[:500]
-            if said:
-                what = f"{what}: {said}"
+            name = type(error).__name__
             problem = Problem(
                 where,
-                what,
+                f"{name}: {said}" if said else name,
                 f"the task of spec.training.recipe failed in {what}",
                 "Correct the file",
             )
