@@ -10,7 +10,6 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import load_from
 from evergrad_trainer.checkpoint.ahead import read_ahead
-from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
     RunRequest,
@@ -71,23 +70,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → train; the exit code says how it ended (0, 64, 70, 75, 76)."""
     request = _read_request(args)
-    loaded = request.loaded
-    if loaded.run.spec.script is not None:
+    run = request.loaded.run
+    if run.spec.script is not None:
         check_request_of_script(request)
         from evergrad_trainer.cli.nodes import run_script
 
         return run_script(request)
 
     directory = RunDirectory(request.directory)
-    run_state = inspect_directory(directory, loaded.run, extend=request.is_extension)
+    run_state = inspect_directory(directory, run, extend=request.is_extension)
     if run_state.state == "complete":
-        step, name = (directory.read_complete() or {}).get("step"), loaded.run.metadata.name
-        print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
+        step, where = (directory.read_complete() or {}).get("step"), directory.path
+        print(f"{run.metadata.name} is complete: {step} steps, in {where}. Nothing to do.")
         print("To train longer, raise the horizon and use --extend.")
         return int(ExitCode.DONE)
-    ahead: HeldFiles | None = None
     # Before anything is read ahead: preflight would take what that holds for a want of memory.
     memory_bytes = usable_memory_bytes()
+    ahead = None
     if _restores_here(request):
         # The disk reads while the processor imports.
         ahead = read_ahead(directory.checkpoints, memory_bytes=memory_bytes)
@@ -97,22 +96,19 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer import torch_private
     from evergrad_trainer.worker.run import run_session
 
-    forks_above = None if _is_launched() else 1 if request.num_nodes is None else 0
-    machine, num_workers = machine_and_workers(
-        request.num_workers, loaded.run, forks_above=forks_above
-    )
-    machine = dataclasses.replace(machine, memory_bytes=memory_bytes)
+    limit = None if _is_launched() else 1 if request.num_nodes is None else 0
+    machine, num_workers = machine_and_workers(request.num_workers, run, forks_above=limit)
     is_alone = request.num_nodes is None and (num_workers == 1 or _is_launched())
-    if is_alone and loaded.run.training.runtime.compile != "on":
+    if is_alone and run.training.runtime.compile != "on":
         torch_private.delay_compiler()
     num_nodes = request.num_nodes or 1
     asked = PlanRequest(
-        loaded,
+        request.loaded,
         directory,
         run_state,
-        machine,
+        dataclasses.replace(machine, memory_bytes=memory_bytes),
         num_workers * num_nodes,
-        world_sizes=world_sizes_of(loaded.run, num_workers=num_workers, num_nodes=num_nodes),
+        world_sizes=world_sizes_of(run, num_workers=num_workers, num_nodes=num_nodes),
         stop_after_steps=request.stop_after_steps,
         ignores_preflight=request.ignores_preflight,
     )
