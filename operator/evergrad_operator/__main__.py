@@ -1,11 +1,10 @@
 """``python -m evergrad_operator``: settings → client → kopf."""
 
+import asyncio
 import os
 import sys
 from collections.abc import Sequence
 from typing import Final
-
-import uvloop
 
 from evergrad_operator.errors import SettingsError
 from evergrad_operator.logs import set_up_logging
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = parse_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
     set_up_logging(settings.log_level, settings.log_format)
     try:
-        return uvloop.run(run_operator(settings, os.environ))
+        return asyncio.run(run_operator(settings, os.environ))
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_SETTINGS

@@ -105,7 +105,6 @@ def test_the_operators_wheel_asks_for_coordinator_and_manifest_and_never_for_tor
         "kopf",
         "kubernetes",
         "prometheus-client",
-        "uvloop",
     ]
     assert "evergrad-coordinator==0.1.0" in asked
 
