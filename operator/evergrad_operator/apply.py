@@ -392,35 +392,13 @@ def describe_failure(
 ) -> ApplyFailure:
     """Describe a step that was refused, or not answered, for the policies."""
     verb, kind, name = step
+    # What is no answer of the API server is the coordinator's, to which only bounds are posted.
+    status, reason, message = 0, BOUNDS_NOT_TAKEN, str(error)
     if isinstance(error, ApiError):
-        return ApplyFailure(
-            kind,
-            name,
-            error.status,
-            error.reason,
-            error.message,
-            at=at,
-            verb=verb,
-        )
-    if isinstance(error, TimeoutError):
-        return ApplyFailure(
-            kind,
-            name,
-            0,
-            "Timeout",
-            "no answer in time",
-            at=at,
-            verb=verb,
-        )
-    return ApplyFailure(
-        kind,
-        name,
-        0,
-        BOUNDS_NOT_TAKEN,
-        str(error),
-        at=at,
-        verb=verb,
-    )
+        status, reason, message = error.status, error.reason, error.message
+    elif isinstance(error, TimeoutError):
+        reason, message = "Timeout", "no answer in time"
+    return ApplyFailure(kind, name, status, reason, message, at=at, verb=verb)
 
 
 def _concerns_all_pods(failure: ApplyFailure) -> bool:

@@ -27,11 +27,24 @@ _DOCKER_HUB: Final = "docker.io"
 def pin_image(image: str, image_id: str) -> str:
     """Return the reference by digest to just the image of ``image_id``; empty where none can be pulled."""
     repository, _, digest = _SCHEME.sub("", image_id).partition("@")
-    asked = _find_repository(image)
-    if "@" in image or not _DIGEST.fullmatch(digest) or repository != asked:
+    if "@" in image or not _DIGEST.fullmatch(digest):
         return ""
+
+    # Container runtimes write the repository in full, with its registry. The first part of a name is a
+    # registry only where it looks like a host; else it is on Docker Hub, a bare name as an official image.
+    head, slash, last = image.rpartition("/")
+    name = f"{head}{slash}{last.partition(':')[0]}"
+    first, slash, rest = name.partition("/")
+    is_host = "." in first or ":" in first or first == "localhost"
+    asked = name
+    if not slash or not is_host:
+        asked = f"{_DOCKER_HUB}/{name if slash else f'library/{name}'}"
+    elif first in (_DOCKER_HUB, "index.docker.io"):
+        asked = f"{_DOCKER_HUB}/{rest if '/' in rest else f'library/{rest}'}"
     # A name of this machine alone is in no registry, whatever a runtime has computed for it.
-    return "" if asked.startswith("localhost/") else f"{_strip_tag(image)}@{digest}"
+    if repository != asked or asked.startswith("localhost/"):
+        return ""
+    return f"{name}@{digest}"
 
 
 def is_same_image(one: str, other: str) -> bool:
@@ -49,24 +62,3 @@ def _parse_id(image_id: str) -> tuple[str, str]:
     repository, _, digest = _SCHEME.sub("", image_id).rpartition("@")
     kind = "import" if _IMPORT.search(repository) else repository
     return kind, digest if _DIGEST.fullmatch(digest) else ""
-
-
-def _strip_tag(image: str) -> str:
-    head, slash, last = image.rpartition("/")
-    return f"{head}{slash}{last.partition(':')[0]}"
-
-
-def _find_repository(image: str) -> str:
-    """Return the repository in full, as container runtimes write it: with registry, and with ``library`` for
-    an official image of Docker Hub."""
-    repository = _strip_tag(image.partition("@")[0])
-    first, slash, rest = repository.partition("/")
-    # A bare name is an official image of Docker Hub.
-    if not slash:
-        return f"{_DOCKER_HUB}/library/{repository}"
-    # The first part is a registry only where it looks like a host.
-    if "." not in first and ":" not in first and first != "localhost":
-        return f"{_DOCKER_HUB}/{repository}"
-    if first in (_DOCKER_HUB, "index.docker.io"):
-        return f"{_DOCKER_HUB}/{rest if '/' in rest else f'library/{rest}'}"
-    return repository

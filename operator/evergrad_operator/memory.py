@@ -232,6 +232,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         )
         for one in get_maps(status, "attempts")
     ]
+    said = get_pairs(_unpack(notes, "inputErrors"), "said")
+    errors = [InputError(node, str(host)) for node, host in said if isinstance(node, int)]
     return Memory(
         is_known=bool(conditions),
         image=get_text(status, "image"),
@@ -253,7 +255,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
         budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
         faults=_parse_faults(_unpack(notes, "hostFaults"), get_text(notes, "faultyNodes")),
-        input_errors=_parse_input_errors(_unpack(notes, "inputErrors")),
+        input_errors=tuple(errors[-MAX_HOSTS:]),
         # An older release did not note it; a phase Running says the same.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
         last_failure=_parse_failure(get_map(status, "lastFailure")),
@@ -323,12 +325,6 @@ def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
         at=parse_time(raw.get("at")) or 0.0,
         retry_at=parse_time(raw.get("retryAt")) or 0.0,
     )
-
-
-def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[InputError, ...]:
-    pairs = get_pairs(raw, "said")
-    errors = [InputError(node, str(host)) for node, host in pairs if isinstance(node, int)]
-    return tuple(errors[-MAX_HOSTS:])
 
 
 def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:

@@ -6,7 +6,7 @@ No event is an argument: a pass that was cut short between two writes is simply 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -209,15 +209,32 @@ class Reconciler:
             except OperatorError as error:
                 log.warning("%s/%s: %s", *key, error)
 
+        # The run's claim and other children, by kind and name.
+        children: dict[tuple[str, str], Raw] = {}
+        claim_name = claim_of(work.raw)
+        claim = self._cache.claim(key[0], claim_name)
+        if claim is not None:
+            children[CLAIM.kind, claim_name] = claim
+        for name, child in self._cache.children(key).items():
+            metadata = child["metadata"]
+            version = work.hints.applied.versions.get(name)
+            if version is not None and version != metadata.get("resourceVersion"):
+                # Somebody else has changed it since our last apply, and left the hash of what was applied as
+                # it was. Without that hash it is applied again.
+                annotations = dict(metadata.get("annotations") or {})
+                annotations.pop(names.ANNOTATION_HASH, None)
+                child = {**child, "metadata": {**metadata, "annotations": annotations}}
+            children[name] = child
+
         observed = observe(
             parsed,
             pods=self._cache.pods(key),
             others=self._cache.others(key),
-            children=_list_children(self._cache, work),
+            children=children,
             progress=progress,
             failures=work.refusals.failures(),
         )
-        users = self._cache.claim_index.users_of(key[0], claim_of(work.raw))
+        users = self._cache.claim_index.users_of(key[0], claim_name)
         seen = replace(
             observed,
             claim_users=frozenset(name for _, name in users),
@@ -288,27 +305,6 @@ class Reconciler:
             self._follow(work.key, seen)
             await self._coordinators.ask(work.key)
         return is_new
-
-
-def _list_children(cache: InformerCache, work: Pass) -> Mapping[tuple[str, str], Raw]:
-    """Return the run's claim and other children by kind and name."""
-    found: dict[tuple[str, str], Raw] = {}
-    claim_name = claim_of(work.raw)
-    claim = cache.claim(work.key[0], claim_name)
-    if claim is not None:
-        found[CLAIM.kind, claim_name] = claim
-
-    for name, child in cache.children(work.key).items():
-        metadata = child["metadata"]
-        version = work.hints.applied.versions.get(name)
-        if version is not None and version != metadata.get("resourceVersion"):
-            # Somebody else has changed it since our last apply, and left the hash of what was applied as it
-            # was. Without that hash it is applied again.
-            annotations = dict(metadata.get("annotations") or {})
-            annotations.pop(names.ANNOTATION_HASH, None)
-            child = {**child, "metadata": {**metadata, "annotations": annotations}}
-        found[name] = child
-    return found
 
 
 def _refuse_token(uid: str) -> str:

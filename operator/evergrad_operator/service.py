@@ -128,7 +128,21 @@ class Service:
         except (ApiError, LeaseLostError) as error:
             self._fault = error
         finally:
-            await self._close()
+            # Everything that writes ends before the lease is released: the next holder may begin at once.
+            await self.queue.close(seconds=1.0)
+            await self.coordinators.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if isinstance(self.gate, LeaseGate):
+                await self.gate.release(self._lease_kube)
+
+            # The connections close last: the release still needs one.
+            if self._webhook is not None:
+                await self._webhook.close()
+            await self._health.close()
+            await self.kube.close()
+            await self._lease_kube.close()
 
         if self._fault is not None:
             log.error("ends: %s", str(self._fault) or type(self._fault).__name__)
@@ -213,23 +227,6 @@ class Service:
         except Exception as error:  # noqa: BLE001
             # A watch that died or a login that failed ends the process: its next start lists everything anew.
             self._fault = self._fault or error
-
-    async def _close(self) -> None:
-        # Everything that writes ends before the lease is released: the next holder may begin at once.
-        await self.queue.close(seconds=1.0)
-        await self.coordinators.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if isinstance(self.gate, LeaseGate):
-            await self.gate.release(self._lease_kube)
-
-        # The connections close last: the release still needs one.
-        if self._webhook is not None:
-            await self._webhook.close()
-        await self._health.close()
-        await self.kube.close()
-        await self._lease_kube.close()
 
     # ---- helpers -------------------------------------------------------------------------------------------
 

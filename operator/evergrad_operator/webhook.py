@@ -251,30 +251,23 @@ class Webhook:
             }
             await self._store.apply(body, manager=FIELD_MANAGER, is_brief=True)
 
-    def _load(self, certificate: bytes, key: bytes) -> None:
-        """Serve this certificate on new connections.
-
-        Raises SSLError where the key is another certificate's, as when both files are just being replaced.
-        The certificate before is then still served.
-        """
-        # OpenSSL reads a certificate only from files.
-        with tempfile.TemporaryDirectory(prefix="evergrad-webhook-") as scratch:
-            chain = Path(scratch) / "tls.crt"
-            private = Path(scratch) / "tls.key"
-            private.touch(mode=0o600)
-            chain.write_bytes(certificate)
-            private.write_bytes(key)
-            # A context that refuses a pair has already dropped the one before: a scratch context tries first.
-            for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._context):
-                context.load_cert_chain(chain, private)
-
     # ---- the server ----------------------------------------------------------------------------------------
 
     async def _serve(self, certificate: bytes, key: bytes) -> None:
         """Serve this certificate from now on; listen if that has not begun. Raises SSLError and OSError."""
         # Loaded before the port is open: a connection without a certificate would only fail.
         if (certificate, key) != self._served:
-            self._load(certificate, key)
+            # OpenSSL reads a certificate only from files.
+            with tempfile.TemporaryDirectory(prefix="evergrad-webhook-") as scratch:
+                chain = Path(scratch) / "tls.crt"
+                private = Path(scratch) / "tls.key"
+                private.touch(mode=0o600)
+                chain.write_bytes(certificate)
+                private.write_bytes(key)
+                # A context that refuses a pair, as when both files are just being replaced, has already
+                # dropped the one before: a scratch context tries first, so that the old pair is still served.
+                for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._context):
+                    context.load_cert_chain(chain, private)
             self._served = certificate, key
         if self._runner is not None:
             return

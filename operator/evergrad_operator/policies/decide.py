@@ -47,6 +47,7 @@ _GROUP_PHASES = {
     "Starting": Phase.STARTING,
     "Waiting": Phase.WAITING,
 }
+"""Phases of a run that wants to train, by what its coordinator says of the group."""
 
 
 def decide(observation: Observation, config: Config, now: float) -> Decision:
@@ -226,32 +227,30 @@ def _run(context: ReconcileContext) -> Decision:
     )
 
 
-def _find_phase(context: ReconcileContext, scale: Scale, obstacle: Obstacle | None) -> Phase:
-    """Return the phase of a run that wants to train: what its coordinator says, else what was known."""
-    progress, known = context.progress, context.memory.phase
-    is_known = known in (Phase.RUNNING, Phase.STARTING, Phase.WAITING)
+def _describe(
+    context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
+) -> tuple[Phase, str, str, float | None]:
+    """Return phase, reason, message, and the time from which on a person has to act; None for never."""
+    progress, memory = context.progress, context.memory
+    # The phase is what the coordinator says, else what was known.
     if progress is not None:
         phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
         # The coordinator waits for nodes that are only young: every pod is there and has not had its time.
         newest = max((pod.created_at for pod in context.live), default=0.0)
         is_warming_up = scale.missing == 0 and context.now - newest < _WARM_UP_SECONDS
         if phase == Phase.WAITING and obstacle is None and is_warming_up:
-            return Phase.STARTING
-        return phase
-
-    # The coordinator was not polled yet, as after a start of the operator: the last known phase still holds.
-    if is_known and context.observation.live_coordinator is not None:
-        return Phase(known)
+            phase = Phase.STARTING
+    # It was not polled yet, as after a start of the operator: the last known phase still holds.
+    elif (
+        memory.phase in _GROUP_PHASES.values()
+        and context.observation.live_coordinator is not None
+    ):
+        phase = Phase(memory.phase)
     # Nodes train on without a coordinator, until its successor takes the group over.
-    return Phase.RUNNING if known == Phase.RUNNING and context.live else Phase.STARTING
+    else:
+        is_training = memory.phase == Phase.RUNNING and context.live
+        phase = Phase.RUNNING if is_training else Phase.STARTING
 
-
-def _describe(
-    context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
-) -> tuple[Phase, str, str, float | None]:
-    """Return phase, reason, message, and the time from which on a person has to act; None for never."""
-    progress, memory = context.progress, context.memory
-    phase = _find_phase(context, scale, obstacle)
     if phase == Phase.RUNNING:
         # A run that trains needs no person: an obstacle is only added to its message.
         behind = obstacle.message if obstacle else ""

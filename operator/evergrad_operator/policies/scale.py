@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator.decision import Bounds, PodDeletion
 from evergrad_operator.images import pin_image
 from evergrad_operator.pods import PodState
@@ -52,7 +53,7 @@ def decide_scale(context: ReconcileContext) -> Scale:
     held = {
         pod.index
         for pod in context.leaving
-        if pod.is_running and pod.disruption != "NodeLost" and not is_anybody_left
+        if pod.is_running and pod.disruption != PodCause.NODE_LOST and not is_anybody_left
     }
     faults = context.memory.faults
     is_faulty = context.now < faults.retry_at

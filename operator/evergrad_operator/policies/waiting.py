@@ -153,10 +153,23 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
             f"the new bounds are not in force: {quote(said)}. They are sent again",
         )
 
+    # Nothing was refused: the API server, or a webhook, did not answer.
+    if _is_passing(failure):
+        could_not = f"could not {failure.verb} {what}"
+        words = quote(said) or failure.reason
+        # 409 without a name that is taken: another write came first, and the next try will do.
+        if failure.status == 409:
+            return Obstacle(Reason.STARTING, f"{could_not} yet: {words}. It is tried again")
+        if "failed calling webhook" in said:
+            remedy = "See the webhook's pods and its failurePolicy; it is tried again"
+            text = f"{could_not}: an admission webhook does not answer: {words}. {remedy}"
+            return Obstacle(Reason.WEBHOOK_FAILED, text)
+        code = f" (HTTP {failure.status})" if failure.status else ""
+        text = f"{could_not}: the API server does not answer, or not now: {words}{code}"
+        return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
+
     # The texts of the API server are read last: they are prose, and a wrong guess is wrong only about the
     # remedy.
-    if _is_passing(failure):
-        return _explain_outage(failure)
     text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
     if "exceeded quota" in said or "insufficient quota" in said:
         return Obstacle(
@@ -180,24 +193,6 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
 def _is_passing(failure: ApplyFailure) -> bool:
     """Whether the object was not refused: something did not answer, was busy, or another write was first."""
     return failure.status in (0, 401, 409, 429) or failure.status >= 500
-
-
-def _explain_outage(failure: ApplyFailure) -> Obstacle:
-    """Return in words that the API server, or a webhook, did not answer."""
-    what = f"{failure.verb} {failure.kind} {failure.name}"
-    said = quote(failure.message) or failure.reason
-    # 409 without a name that is taken: another write came first, and the next try will do.
-    if failure.status == 409:
-        return Obstacle(Reason.STARTING, f"could not {what} yet: {said}. It is tried again")
-    if "failed calling webhook" in failure.message:
-        remedy = "See the webhook's pods and its failurePolicy; it is tried again"
-        return Obstacle(
-            Reason.WEBHOOK_FAILED,
-            f"could not {what}: an admission webhook does not answer: {said}. {remedy}",
-        )
-    code = f" (HTTP {failure.status})" if failure.status else ""
-    text = f"could not {what}: the API server does not answer, or not now: {said}{code}"
-    return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
 
 
 def _explain_record(failure: ApplyFailure) -> Obstacle:
