@@ -146,12 +146,25 @@ class FailureBudget:
         # Nodes that come back, as they were, were not lost: the break is then judged anew.
         if ending.lost and not hosts:
             self._away = _Away(ending, reached, set(ending.lost), before)
-        if ending.lost or hosts:
-            self._add_loss(
-                ending, reached, training, names=hosts | {name for name, _ in ending.lost}
-            )
-        else:
+        if not ending.lost and not hosts:
             self._judge_unexplained(ending, reached, before, training)
+            return
+
+        # A loss, or a host's trouble: some of them in a row are one failure. Progress begins a new row.
+        # Scripts that report none have made it if they ran long enough.
+        mark, last_at = self._loss_mark
+        is_told = max(training.step, training.checkpoint_step) >= 0
+        if reached > mark or (not is_told and ending.at - last_at >= UNDISTURBED_SECONDS):
+            self._losses, mark = 0, reached
+        self._losses, self._loss_mark = self._losses + 1, (mark, ending.at)
+        if self._losses % LOSSES_PER_FAILURE == 0:
+            last = min(hosts | {name for name, _ in ending.lost})
+            text = (
+                f"nodes or their hosts were lost {self._losses} times in a row without progress; "
+                f"{LOSSES_PER_FAILURE} such "
+                f"losses are one failure, {self.limit} allowed. Last: node {last}. Look at why its pods end."
+            )
+            self._count_silent(ending, last, text, training)
 
     def note_return(self, key: Key, training: Training) -> None:
         """Note that the same process of a node is back.
@@ -168,25 +181,6 @@ class FailureBudget:
             self._judge_unexplained(
                 away.ending, away.reached, away.before, training, silent=key[0]
             )
-
-    def _add_loss(
-        self, ending: Break, reached: int, training: Training, *, names: set[str]
-    ) -> None:
-        """Count a break that lost a node or was a host's; some of them in a row are one failure."""
-        # Progress begins a new row. Scripts that report none have made it if they ran long enough.
-        mark, last_at = self._loss_mark
-        is_told = max(training.step, training.checkpoint_step) >= 0
-        if reached > mark or (not is_told and ending.at - last_at >= UNDISTURBED_SECONDS):
-            self._losses, mark = 0, reached
-        self._losses, self._loss_mark = self._losses + 1, (mark, ending.at)
-        if self._losses % LOSSES_PER_FAILURE == 0:
-            last = min(names)
-            text = (
-                f"nodes or their hosts were lost {self._losses} times in a row without progress; "
-                f"{LOSSES_PER_FAILURE} such "
-                f"losses are one failure, {self.limit} allowed. Last: node {last}. Look at why its pods end."
-            )
-            self._count_silent(ending, last, text, training)
 
     def _judge_unexplained(
         self,

@@ -11,7 +11,7 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.metrics import COORDINATOR
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.planning import find_lost
-from evergrad_coordinator.rules.state import Proposal, World, node_order
+from evergrad_coordinator.rules.state import World, node_order
 from evergrad_coordinator.wire import MAX_TEXT
 
 MAX_LISTED = 64
@@ -51,7 +51,16 @@ def describe_condition(group: Group, *, now: float) -> Condition:
         text = "no node of the last group is left: its workers stop by themselves when their lease ends"
         return Condition("Waiting", "WaitingForLease", text)
     if group.proposal:
-        return _describe_proposal(group, group.proposal)
+        proposal, waits_for = group.proposal, len(group.proposal.waits_for)
+        if len(proposal.members) < group.settings.min_nodes:
+            return _describe_shortage(group)
+        # All are ready and the group has not begun: only a save can be in its way.
+        if not waits_for and group.departures.saver:
+            text = f"node {group.departures.saver[0]} saves before it leaves"
+            return Condition("Draining", "WaitingForSave", text)
+        is_draining = group.world is not None and not group.world.is_over and not proposal.hard
+        text = f"{proposal.reason}; waiting for {waits_for} nodes to be ready"
+        return Condition("Draining" if is_draining else "Starting", "MembersGettingReady", text)
     if group.world and not group.world.is_over and group.nodes and not group.rendezvous:
         return _describe_world(group, group.world)
 
@@ -102,18 +111,6 @@ def _describe_world(group: Group, world: World) -> Condition:
     return Condition(
         "Running", "AllMembersUp", f"{len(world.places)} nodes, {world.size} workers"
     )
-
-
-def _describe_proposal(group: Group, proposal: Proposal) -> Condition:
-    if len(proposal.members) < group.settings.min_nodes:
-        return _describe_shortage(group)
-    # All are ready and the group has not begun: only a save can be in its way.
-    if not proposal.waits_for and group.departures.saver:
-        text = f"node {group.departures.saver[0]} saves before it leaves"
-        return Condition("Draining", "WaitingForSave", text)
-    is_draining = group.world is not None and not group.world.is_over and not proposal.hard
-    waits = f"{proposal.reason}; waiting for {len(proposal.waits_for)} nodes to be ready"
-    return Condition("Draining" if is_draining else "Starting", "MembersGettingReady", waits)
 
 
 def _describe_shortage(group: Group) -> Condition:
