@@ -178,3 +178,16 @@ def test_a_connection_that_beats_can_do_nothing_else(
     assert [line["reason"] for line in coordinator.log() if line["event"] == "rejected"] == [
         reason
     ]
+
+
+def test_a_heartbeat_that_says_what_only_a_newer_version_knows_keeps_its_connection(
+    start: Start,
+) -> None:
+    coordinator = start().wait_until_listening()
+    with coordinator.connect() as peer, peer.makefile("rb") as lines:
+        peer.settimeout(PATIENCE)
+        peer.sendall(encode(Beat("r", "0", "i0", token=TOKEN)))
+        assert b'"pong"' in lines.readline()
+        peer.sendall(b'{"type": "of a later version"}\n{"type": "ping"}\n')
+        assert b'"pong"' in lines.readline()
+    assert coordinator.metric("evergrad_coordinator_rejected_total") == 0

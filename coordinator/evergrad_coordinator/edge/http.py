@@ -156,7 +156,7 @@ class StatusServer:
         if path == "/healthz":
             return 200, _TEXT, "ok\n"
         if path == "/readyz":
-            is_ready = server.is_writable
+            is_ready = server.effects.is_writable
             text = "ok\n" if is_ready else "the newest generation cannot be stored\n"
             return 200 if is_ready else 503, _TEXT, text
         if path == "/status":
@@ -170,8 +170,8 @@ class StatusServer:
             connections_total=counters.connections,
             messages_total=counters.messages,
             internal_errors_total=counters.internal_errors,
-            journal_failures_total=counters.persist_failures,
-            journal_writable=int(server.is_writable),
+            journal_failures_total=server.effects.num_failures,
+            journal_writable=int(server.effects.is_writable),
             rejected_total=counters.rejected,
         )
         return 200, _METRICS, build_metrics(server.group, edge, now=time.monotonic())

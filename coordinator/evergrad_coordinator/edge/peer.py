@@ -24,6 +24,8 @@ class Limits:
     messages_per_second: float = 100.0
     closing_seconds: float = 5.0
     persist_retry_seconds: float = 0.5
+    waiting_effects: int = 65_536
+    """Effects that wait for the journal, such as 16 plans to 4096 nodes, in some ten megabytes."""
     log_lines_per_second: float = 20.0
 
 

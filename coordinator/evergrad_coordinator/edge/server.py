@@ -8,12 +8,12 @@ import contextlib
 import functools
 import resource
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.edge.journal import GenerationStore, JournalError
+from evergrad_coordinator.edge.bounded_log import BoundedLog, LogLine
+from evergrad_coordinator.edge.effects import EffectQueue
+from evergrad_coordinator.edge.journal import GenerationStore
 from evergrad_coordinator.edge.peer import Limits, Peer
 from evergrad_coordinator.protocol import Beat, Hello, Message, Ping, Pong, decode_from_node
 from evergrad_coordinator.rules import events
@@ -28,7 +28,6 @@ _PING_LINE = encode(_PING).rstrip()
 """Nearly all messages of a run are this line, which needs no decoder."""
 _encode_once = functools.lru_cache(maxsize=8)(encode)
 """Keeps the newest lines: a plan is the same one for a thousand nodes."""
-LogLine = Callable[..., None]
 
 
 @dataclass
@@ -39,25 +38,6 @@ class Counters:
     messages: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     internal_errors: int = 0
-    persist_failures: int = 0
-
-
-class BoundedLog:
-    """A log with a bounded number of lines a second: peers that cause lines at will must not fill a disk."""
-
-    def __init__(self, log: LogLine, *, lines_per_second: float) -> None:
-        self.say_always = log
-        self._rate = lines_per_second
-        self._left, self._at = lines_per_second, 0.0
-
-    def say(self, event: str, **fields: object) -> None:
-        """Write the line, unless there were too many shortly before."""
-        now = time.monotonic()
-        self._left = min(4 * self._rate, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if self._left >= 1:
-            self.say_always(event, **fields)
-            self._left -= 1
 
 
 class Server:
@@ -74,15 +54,19 @@ class Server:
         self.group = group
         self.limits = limits or Limits()
         self.counters = Counters()
-        self.is_writable = True
-        """Whether the journal took the newest number."""
         self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._store = store
         self._log = BoundedLog(log, lines_per_second=self.limits.log_lines_per_second)
+        self.effects = EffectQueue(
+            store,
+            self._carry_out,
+            log=self._log,
+            most=self.limits.waiting_effects,
+            retry_seconds=self.limits.persist_retry_seconds,
+        )
         self._peers: dict[int, Peer] = {}
         self._unknown: dict[int, Peer] = {}
-        self._effects: deque[Effect] = deque()
-        self._persisting: asyncio.Task[None] | None = None
+        self._unheard: dict[int, Peer] = {}
+        """Nodes that have said something while too much waited for the journal."""
         self._pong = encode(Pong(group.generation))
         self._timer: asyncio.TimerHandle | None = None
         self._listener: asyncio.Server | None = None
@@ -96,7 +80,14 @@ class Server:
         """Begin to serve; the port. Raises OSError."""
         allow_many_files()
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._report_error)
+
+        # A defect that one line of a peer has met ends neither the other connections nor the group.
+        def report_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+            self.counters.internal_errors += 1
+            what, error = str(context.get("message")), context.get("exception")
+            self._log.say("internal_error", message=what, error=repr(error))
+
+        loop.set_exception_handler(report_error)
         self._listener = await loop.create_server(
             lambda: Peer(self, self.limits), host, port, backlog=4096
         )
@@ -107,8 +98,7 @@ class Server:
         """Stop listening and end all connections."""
         if self._timer:
             self._timer.cancel()
-        if self._persisting:
-            self._persisting.cancel()
+        self.effects.cancel()
         if self._listener:
             self._listener.close()
         # Each may take a second for what is still to be sent, such as the end of the run.
@@ -132,6 +122,11 @@ class Server:
         if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
             return f"bounds: maxFailures {max_failures} is not within 0 and {MAX_FAILURES}. Correct it."
 
+        if self.effects.is_full:
+            return (
+                "bounds: the newest generation cannot be stored, and too much waits for that. Look at "
+                "the coordinator's log, and try again."
+            )
         bounds = events.set_bounds(
             self.group,
             min_nodes=min_nodes,
@@ -158,6 +153,7 @@ class Server:
         if self._peers.pop(peer.number, None) is None:
             return
         self._unknown.pop(peer.number, None)
+        self._unheard.pop(peer.number, None)
         if peer.has_joined:
             self._apply(events.on_lost(self.group, peer.number, why, now=time.monotonic()))
 
@@ -172,7 +168,8 @@ class Server:
         except ProtocolError as error:
             # A newer node may say more than this version knows. It would do so on each connection, and could
             # not train at all.
-            if not (isinstance(error, UnknownTypeError) and peer.has_joined):
+            is_known = peer.has_joined or peer.beats_for is not None
+            if not (isinstance(error, UnknownTypeError) and is_known):
                 self.reject(peer, "malformed", str(error))
             return
         self.counters.messages += 1
@@ -183,6 +180,13 @@ class Server:
         elif isinstance(message, Hello) == peer.has_joined:
             what = "said twice" if peer.has_joined else "before hello"
             self.reject(peer, "malformed", f"{message.TYPE}: {what}")
+        elif self.effects.is_full and not isinstance(message, Ping):
+            # Too much waits for the journal: no node is let in, and those that are here go on training by
+            # their pings. What they say is not taken; they are to say it again.
+            if isinstance(message, Hello):
+                self.reject(peer, "journal_waits")
+            else:
+                self._unheard[peer.number] = peer
         elif isinstance(message, Hello):
             peer.has_joined = True
             self._unknown.pop(peer.number, None)
@@ -225,11 +229,7 @@ class Server:
     # ---- effects -------------------------------------------------------------------------------------------
 
     def _apply(self, effects: Iterable[Effect]) -> None:
-        self._effects.extend(effects)
-        # While a generation is on its way to the disk all effects wait behind it, in their order.
-        if self._persisting is None:
-            self._carry_out()
-
+        self.effects.add(effects)
         # An event may have asked for a review that is due before the next tick.
         at = events.next_tick(self.group, now=time.monotonic())
         if self._timer is not None:
@@ -238,57 +238,24 @@ class Server:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_at(at, self._tick)
 
-    def _carry_out(self) -> None:
-        while self._effects:
-            effect = self._effects.popleft()
-            match effect:
-                case Send(number, message):
-                    if (peer := self._peers.get(number)) is not None:
-                        self._write(peer, _encode_once(message))
-                case Close(number, why):
-                    if (peer := self._peers.get(number)) is not None:
-                        self._log.say("closed", peer=peer.host, why=why)
-                        peer.close(patience=self.limits.closing_seconds)
-                case Log(event, fields):
-                    say = self._log.say_always if event in _RARE else self._log.say
-                    say(event, **fields)
-                case Finish(exit_code):
-                    if not self.finished.done():
-                        self.finished.set_result(exit_code)
-                case Persist(expected, generation):
-                    persisting = self._persist(expected, generation)
-                    self._persisting = asyncio.create_task(persisting)
-                    return
-
-    async def _persist(self, expected: int, generation: int) -> None:
-        """Make a number durable; all effects behind it wait, so that nobody learns of it before."""
-        # Tried without end: nobody else may decide, and training goes on meanwhile; /readyz shows the wait.
-        while True:
-            try:
-                is_ours = await asyncio.to_thread(self._store.advance, expected, generation)
-                break
-            except (OSError, JournalError) as error:
-                self.is_writable = False
-                self.counters.persist_failures += 1
-                self._log.say("journal_failed", error=str(error), newGeneration=generation)
-                await asyncio.sleep(self.limits.persist_retry_seconds)
-        self.is_writable = True
-
-        # Another coordinator has the number. What waits here belongs to a group that must never begin.
-        if not is_ours:
-            self._log.say_always(
-                "superseded",
-                message="another coordinator has taken the next generation: this one ends",
-            )
-            self._effects.clear()
-            if not self.finished.done():
-                self.finished.set_result(ExitCode.INTERNAL)
-            return  # and _persisting stays: nothing is carried out any more
-
-        # Only now may a pong name the number, too.
-        self._pong = encode(Pong(generation))
-        self._persisting = None
-        self._carry_out()
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Send(number, message):
+                if (peer := self._peers.get(number)) is not None:
+                    self._write(peer, _encode_once(message))
+            case Close(number, why):
+                if (peer := self._peers.get(number)) is not None:
+                    self._log.say("closed", peer=peer.host, why=why)
+                    peer.close(patience=self.limits.closing_seconds)
+            case Log(event, fields):
+                say = self._log.say_always if event in _RARE else self._log.say
+                say(event, **fields)
+            case Finish(exit_code):
+                if not self.finished.done():
+                    self.finished.set_result(exit_code)
+            case Persist(_, generation):
+                # Only now that it is durable a pong may name it, too.
+                self._pong = encode(Pong(generation))
 
     def _write(self, peer: Peer, data: bytes) -> None:
         if not peer.write(data, limit=self.limits.unsent_bytes):
@@ -301,15 +268,15 @@ class Server:
         for peer in list(self._unknown.values()):
             if now - peer.connected_at > self.limits.hello_seconds:
                 self.reject(peer, "no_hello")
-        self._apply(events.on_tick(self.group, now=now))
 
-    def _report_error(
-        self, loop: asyncio.AbstractEventLoop, context: dict[str, object]
-    ) -> None:
-        del loop
-        self.counters.internal_errors += 1
-        error = context.get("exception")
-        self._log.say("internal_error", message=str(context.get("message")), error=repr(error))
+        # Nothing is decided while too much waits for the journal, as if this process had stood still.
+        if self.effects.is_full:
+            self._timer = asyncio.get_running_loop().call_later(events.TICK_SECONDS, self._tick)
+            return
+        # On a new connection a node says all of it again.
+        for peer in list(self._unheard.values()):
+            self.reject(peer, "journal_waits")
+        self._apply(events.on_tick(self.group, now=now))
 
 
 _RARE = frozenset({"plan", "go", "up", "adopted", "bounds", "finished", "waiting", "empty"})

@@ -100,7 +100,8 @@ COORDINATOR: Final[tuple[Series, ...]] = (
         unit="connections",
         labels=("reason",),
         note="`malformed`, `line_too_long`, `no_hello`, `too_many_connections`, `too_many_messages`, "
-        "`does_not_read`.",
+        "`does_not_read`, `wrong_token`; `journal_waits` for nodes that came, or said something, while more "
+        "waited for the journal than may wait.",
     ),
 )
 """Metrics of a run's coordinator. It serves one run, so the run has no label."""
