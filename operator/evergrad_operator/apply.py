@@ -251,7 +251,7 @@ class Applier:
         except LeaseLostError:
             raise
         except (OperatorError, TimeoutError) as error:
-            failure = describe_failure(step, error, at=self._clock())
+            failure = build_failure(step, error, at=self._clock())
             if step[:2] == ("create", POD.kind) and failure.status == 0:
                 work.applied.is_in_doubt = True  # it may have been made all the same
             asked = error.retry_after if isinstance(error, ApiError) else None
@@ -387,10 +387,10 @@ class Applier:
 _BOUNDS_STEP: Final = ("post", "Coordinator", "bounds")
 
 
-def describe_failure(
+def build_failure(
     step: Step, error: OperatorError | TimeoutError, *, at: float
 ) -> ApplyFailure:
-    """Describe a step that was refused, or not answered, for the policies."""
+    """Build the failure of a step that was refused, or not answered, for the policies."""
     verb, kind, name = step
     # What is no answer of the API server is the coordinator's, to which only bounds are posted.
     status, reason, message = 0, BOUNDS_NOT_TAKEN, str(error)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from evergrad_operator import names
-from evergrad_operator.apply import Cluster, describe_failure
+from evergrad_operator.apply import Cluster, build_failure
 from evergrad_operator.cache import InformerCache, find_vanished
 from evergrad_operator.claim_index import existing_claim
 from evergrad_operator.errors import ApiError
@@ -131,7 +131,7 @@ class Confirmer:
             async with asyncio.timeout(READ_SECONDS):
                 await look()
         except (ApiError, TimeoutError) as error:
-            failure = describe_failure(step, error, at=self._clock())
+            failure = build_failure(step, error, at=self._clock())
             refusals.note(failure, generation=generation)
             note_failure(self._metrics, work.key, failure)
             return False
