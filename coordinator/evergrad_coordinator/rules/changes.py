@@ -45,16 +45,15 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
     if proposal and node.key not in proposal.members:
         proposal.waits_for.discard(node.key)
     group.change(now)
-    if not group.nodes:
-        _become_empty(group, node, now)
-    elif proposal and not proposal.waits_for:
-        settle(group, now)
+    if group.nodes:
+        if proposal and not proposal.waits_for:
+            settle(group, now)
+        return
 
-
-def _become_empty(group: Group, last: Node, now: float) -> None:
-    """Begin to wait for nodes again, or end the run where the last one left in order and that is enough."""
+    # It was the last one: nodes are waited for again, or the run ends where it left in order and that is
+    # enough.
     group.proposal = None
-    group.departures.was_left = last.is_leaving or last.released_at is not None
+    group.departures.was_left = node.is_leaving or node.released_at is not None
     is_gone = group.world is None or group.world.places.keys() <= group.world.out
     # All connections at once: more likely ours failed than all nodes. They may come back as they were.
     adopts_until = None if is_gone else now + group.lease_end

@@ -46,19 +46,62 @@ TICK_SECONDS = 0.25
 
 
 def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effect]:
-    """Take the first message of a connection."""
+    """Take the first message of a connection: refuse the node, or take it in, in the place of the connection
+    or process that it had before."""
     is_adopting = find_phase(group) is Phase.ADOPTING
     refusal = group.members.refuse(hello, finished=group.finished, is_adopting=is_adopting)
     if refusal is not None:
         group.send(peer, refusal)
         group.close(peer, refusal.reason)
         group.log("refused", node=hello.node[:64], reason=refusal.reason)
+        return _take_effects(group)
     # No refusal: the node is well, and finds the later coordinator when it connects again.
-    elif group.members.is_superseded_by(hello):
+    if group.members.is_superseded_by(hello):
         group.close(peer, "superseded")
         group.log("superseded", node=hello.node[:64], known=hello.known_generation)
-    else:
-        _join(group, peer, hello, now)
+        return _take_effects(group)
+
+    # The same process on a new connection was never away; another process of the node replaces the old one.
+    older, was_seen = group.members.claim(hello), now
+    if older is not None and older.incarnation == hello.incarnation:
+        group.close(older.peer, "reconnected")
+        group.members.remove(older)
+        was_seen = older.seen
+    elif older is not None:
+        group.send(older.peer, REPLACED)
+        drop_node(group, older, "replaced", now)
+    # The process that was replaced may have been the last one, and leaving: that ends the run.
+    if group.finished:
+        group.send(peer, group.finished)
+        group.close(peer, "finished")
+        return _take_effects(group)
+
+    # A reconnected node may have been away for long enough that its workers have ended by their lease.
+    node = group.members.add(peer, hello, now=now)
+    if group.world:
+        was_seen = group.world.last_contact.pop(node.key, was_seen)
+    adoption.note_absence(group, node, now - was_seen)
+    adoption.drop_others(group, node, now)
+
+    # The next number goes above every one that a node knows: it would ignore a plan below.
+    group.heard_generation = max(group.heard_generation, hello.known_generation, node.group)
+    group.log("hello", node=node.name, workers=node.workers, had=node.group)
+    settings = group.settings
+    welcome = Welcome(
+        group.generation,
+        settings.lease_seconds,
+        settings.silence_seconds,
+        takes_restoring=True,
+    )
+    group.send(peer, welcome)
+
+    # A node that is back may show that a break was silence and no loss. The plan that it missed follows the
+    # welcome: a client answers nothing before that.
+    group.budget.note_return(node.key, group.training)
+    _catch_up(group, node, now)
+    if group.rendezvous and node.is_candidate and group.rendezvous.first_seen is None:
+        group.rendezvous.first_seen = now
+    group.change(now)
     return _take_effects(group)
 
 
@@ -146,54 +189,6 @@ def next_tick(group: Group, *, now: float) -> float:
 def _take_effects(group: Group) -> list[Effect]:
     effects, group.effects = group.effects, []
     return effects
-
-
-# ---- a node joins ------------------------------------------------------------------------------------------
-
-
-def _join(group: Group, peer: int, hello: Hello, now: float) -> None:
-    """Take a node in, in the place of the connection or process that it had before."""
-    # The same process on a new connection was never away; another process of the node replaces the old one.
-    older, was_seen = group.members.claim(hello), now
-    if older is not None and older.incarnation == hello.incarnation:
-        group.close(older.peer, "reconnected")
-        group.members.remove(older)
-        was_seen = older.seen
-    elif older is not None:
-        group.send(older.peer, REPLACED)
-        drop_node(group, older, "replaced", now)
-    # The process that was replaced may have been the last one, and leaving: that ends the run.
-    if group.finished:
-        group.send(peer, group.finished)
-        group.close(peer, "finished")
-        return
-
-    # A reconnected node may have been away for long enough that its workers have ended by their lease.
-    node = group.members.add(peer, hello, now=now)
-    if group.world:
-        was_seen = group.world.last_contact.pop(node.key, was_seen)
-    adoption.note_absence(group, node, now - was_seen)
-    adoption.drop_others(group, node, now)
-
-    # The next number goes above every one that a node knows: it would ignore a plan below.
-    group.heard_generation = max(group.heard_generation, hello.known_generation, node.group)
-    group.log("hello", node=node.name, workers=node.workers, had=node.group)
-    settings = group.settings
-    welcome = Welcome(
-        group.generation,
-        settings.lease_seconds,
-        settings.silence_seconds,
-        takes_restoring=True,
-    )
-    group.send(peer, welcome)
-
-    # A node that is back may show that a break was silence and no loss. The plan that it missed follows the
-    # welcome: a client answers nothing before that.
-    group.budget.note_return(node.key, group.training)
-    _catch_up(group, node, now)
-    if group.rendezvous and node.is_candidate and group.rendezvous.first_seen is None:
-        group.rendezvous.first_seen = now
-    group.change(now)
 
 
 def _catch_up(group: Group, node: Node, now: float) -> None:

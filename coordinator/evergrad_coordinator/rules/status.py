@@ -138,6 +138,19 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
     )
     ready = sum(node.is_candidate for node in group.nodes.values())
     members = list(_list_members(group))
+    failure: dict[str, Any] | None = None
+    if last := group.budget.last:
+        failure = {
+            "generation": last.report.generation,
+            "cause": last.report.cause,
+            "node": last.node,
+            "rank": last.report.rank,
+            "step": last.report.step,
+            "exitCode": last.report.exit_code,
+            "message": last.report.message[:MAX_TEXT],
+            "secondsAgo": round(max(0.0, now - last.at), 3),
+            "withoutProgress": group.budget.used,
+        }
     return {
         "run": group.settings.run,
         "phase": condition.phase,
@@ -166,7 +179,7 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
             for cause, seconds in group.accounting.observe_lost(now=now).items()
         },
         "maxFailures": group.budget.limit,
-        "lastFailure": _build_failure(group, now),
+        "lastFailure": failure,
         "updatedSecondsAgo": None
         if training.updated_at is None
         else round(now - training.updated_at, 3),
@@ -200,24 +213,6 @@ def _list_members(group: Group) -> Iterable[dict[str, Any]]:
             "state": next((name for name, applies in states if applies), "spare"),
             "address": node.address,
         }
-
-
-def _build_failure(group: Group, now: float) -> dict[str, Any] | None:
-    failure = group.budget.last
-    if failure is None:
-        return None
-    report = failure.report
-    return {
-        "generation": report.generation,
-        "cause": report.cause,
-        "node": failure.node,
-        "rank": report.rank,
-        "step": report.step,
-        "exitCode": report.exit_code,
-        "message": report.message[:MAX_TEXT],
-        "secondsAgo": round(max(0.0, now - failure.at), 3),
-        "withoutProgress": group.budget.used,
-    }
 
 
 # ---- metrics -----------------------------------------------------------------------------------------------
