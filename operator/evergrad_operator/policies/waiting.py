@@ -153,7 +153,7 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
             f"the new bounds are not in force: {quote(said)}. They are sent again",
         )
 
-    # Nothing was refused: the API server, or a webhook, did not answer.
+    # Nothing was refused: it may go through at the next try.
     if _is_passing(failure):
         could_not = f"could not {failure.verb} {what}"
         words = quote(said) or failure.reason
