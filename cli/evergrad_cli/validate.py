@@ -18,8 +18,7 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.derive import slots_per_step
 from evergrad_manifest.errors import ConfigurationError, InputError, Problem
 from evergrad_manifest.identity import config_hash, to_wire
-from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
-from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_manifest.reading.loader import LoadedManifest, add_manifest_arguments, load_from
 from evergrad_manifest.script_files import portable_problems
 from evergrad_manifest.task_files import task_problems
 

@@ -28,7 +28,6 @@ from bed.fixtures import Cluster
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest, read_document
 from evergrad_manifest.reading.overrides import (
-    Layered,
     Override,
     apply_override,
     parse_override,
@@ -140,8 +139,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
 
 def changed(changes: Mapping[str, Any], *, base: str = "base_manifest.yaml") -> Object:
     """The base manifest with changes, as the loader merges them and as kubectl would send it."""
-    document = read_document(UNIT / base)
-    layered = Layered(document.value, document.places, document.problems, document.lost)
+    layered = read_document(UNIT / base)
     for path, value in changes.items():
         text = (
             value

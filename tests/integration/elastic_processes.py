@@ -177,7 +177,7 @@ def _be_node(task: dict[str, Any]) -> int:
     """What ``evergrad node`` does, from the arguments of ``evergrad run``."""
     from evergrad_cli.main import build_whole_parser
     from evergrad_coordinator.contract import ExitCode
-    from evergrad_manifest.reading.arguments import load_from
+    from evergrad_manifest.reading.loader import load_from
     from evergrad_trainer.cli.planning import PlanRequest, plan_session
     from evergrad_trainer.cli.run_arguments import machine_and_workers
     from evergrad_trainer.node.fingerprint import fingerprint

@@ -22,8 +22,7 @@ from evergrad_cli.cluster.waiting import Goal, describe_change, wait_for
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
-from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_manifest.reading.loader import LoadedManifest, add_manifest_arguments, load_from
 from evergrad_manifest.task_files import collect_task
 from evergrad_manifest.view import without_nulls
 

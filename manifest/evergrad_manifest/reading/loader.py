@@ -1,6 +1,7 @@
 """The manifest on disk → a validated TrainingRun: file, overlays, ``--set``, validation, and every problem
-with its line."""
+with its line; and the arguments of the commands that read one."""
 
+import argparse
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.fields import format_path
 from evergrad_manifest.reading.document import Document, parse_document
 from evergrad_manifest.reading.overrides import (
-    Layered,
     Override,
     apply_overlay,
     apply_override,
@@ -47,6 +47,40 @@ class LoadedManifest:
     """Absolute; what relative paths of the run are relative to, overlays' too: the directory of the manifest
     as it was named."""
     raw: dict[str, Any]
+
+
+def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``manifest``, ``--overlay FILE`` and ``--set PATH=VALUE`` to ``parser``."""
+    parser.add_argument(
+        "manifest", type=Path, metavar="TRAININGRUN.YAML", help="the TrainingRun to read"
+    )
+    parser.add_argument(
+        "--overlay",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help=(
+            "lay this YAML over the manifest: mappings are merged, lists are replaced, null removes "
+            "a key (repeatable)"
+        ),
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        dest="overrides",
+        help=(
+            "change one value, after the overlays, e.g. spec.training.optimizer.learningRate=3e-4 "
+            "(repeatable)"
+        ),
+    )
+
+
+def load_from(args: argparse.Namespace) -> LoadedManifest:
+    """The manifest that these arguments name. Raises ConfigurationError with every problem."""
+    return load_manifest(args.manifest, overlays=args.overlay, overrides=args.overrides)
 
 
 def load_manifest(
@@ -86,7 +120,7 @@ def load_manifest(
     )
 
 
-def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]) -> Layered:
+def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]) -> Document:
     """The merged manifest. Raises ConfigurationError when a file or an argument cannot be used at all."""
     documents = [
         read_document(path),
@@ -112,8 +146,7 @@ def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
         raise ConfigurationError(*at_most([*fatal, *others]))
 
     # Overlays in their order and --set last, whatever their order on the command line: the narrower wins.
-    base, *over = documents
-    layered = Layered(base.value, base.places, base.problems, base.lost)
+    layered, *over = documents
     for document in over:
         layered = apply_overlay(layered, document)
     for item in parsed:

@@ -15,18 +15,6 @@ _SEGMENT = re.compile(r"""([^.\[\]"'=\s]+)|\[([0-9]{1,6})\]|\[(?:"([^"]*)"|'([^'
 _EXAMPLE: Final = "Write it as spec.training.optimizer.learningRate=3e-4"
 
 
-@dataclass
-class Layered:
-    """A manifest under construction: its value, the place each part was written at, and the problems so
-    far."""
-
-    value: dict[str, Any]
-    places: dict[FieldPath, Place] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)
-    """Paths (as written in problems) of values that could not be read."""
-
-
 @dataclass(frozen=True)
 class Override:
     """One ``--set``: a value for a path. None removes the key."""
@@ -36,14 +24,14 @@ class Override:
     places: dict[FieldPath, Place] = field(default_factory=dict)
 
 
-def apply_overlay(base: Layered, overlay: Document) -> Layered:
+def apply_overlay(base: Document, overlay: Document) -> Document:
     """``overlay`` laid over ``base``: mappings are merged, anything else (lists too) is replaced whole, null
     removes a key."""
     # Places are replaced with the values, so that a problem names the file that the value came from.
     merging = _Merging(overlay)
     value = merging.merge(base.value, overlay.value, ())
     new = {path: place for path, place in overlay.places.items() if path not in merging.removed}
-    return Layered(
+    return Document(
         value,
         _replace_places(base.places, new, merging.replaced | merging.removed),
         [*base.problems, *overlay.problems, *merging.problems],
@@ -198,7 +186,7 @@ def parse_path(text: str) -> FieldPath | None:
     )
 
 
-def apply_override(base: Layered, override: Override) -> Layered:
+def apply_override(base: Document, override: Override) -> Document:
     """``base`` with one value set or removed; missing mappings on the way are made."""
     path = override.path
     try:
@@ -221,7 +209,7 @@ def apply_override(base: Layered, override: Override) -> Layered:
     places = _replace_places(
         base.places, override.places if override.value is not None else {}, {path}
     )
-    return Layered(value, places, problems, base.lost - {format_path(path)})
+    return Document(value, places, problems, base.lost - {format_path(path)})
 
 
 class _UnfittingPathError(Exception):

@@ -12,8 +12,7 @@ from evergrad_manifest.reading.loader import load_manifest
 from evergrad_trainer import machine
 from evergrad_trainer.cli import run
 from evergrad_trainer.cli.planning import PlanRequest
-from evergrad_trainer.cli.run import _restores_here
-from evergrad_trainer.cli.run_arguments import RunRequest
+from evergrad_trainer.cli.run import RunRequest, _restores_here
 
 MANIFEST = Path(__file__).parents[1] / "manifest" / "base_manifest.yaml"
 

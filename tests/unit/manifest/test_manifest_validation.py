@@ -13,9 +13,9 @@ import yaml
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.nesting import MAX_DEPTH, cut_deep, find_too_deep
 from evergrad_manifest.reading import problems
+from evergrad_manifest.reading.document import Document
 from evergrad_manifest.reading.loader import load_manifest, read_document
 from evergrad_manifest.reading.overrides import (
-    Layered,
     Override,
     apply_override,
     parse_override,
@@ -54,7 +54,7 @@ OF_CLUSTER = {
 
 def changed(changes: dict[str, Any], base: dict[str, Any] = BASE) -> dict[str, Any]:
     """The content of ``base`` with ``changes``, path to value; a text is read as YAML."""
-    layered = Layered(copy.deepcopy(base), {}, [], set())
+    layered = Document(copy.deepcopy(base), {}, [], set())
     for path, value in changes.items():
         override = parse_override(f"{path}=x")
         assert isinstance(override, Override)

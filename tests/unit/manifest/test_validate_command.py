@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from evergrad_cli import validate
-from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
-from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.reading.loader import add_manifest_arguments, load_from, load_manifest
 
 BASE = Path(__file__).parent / "base_manifest.yaml"
 SCRIPT = Path(__file__).parent / "script_manifest.yaml"

@@ -16,8 +16,7 @@ from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.secret import read_token
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
-from evergrad_manifest.reading.arguments import load_from
-from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_manifest.reading.loader import LoadedManifest, load_from
 from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
     add_run_arguments,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from evergrad_coordinator.contract import ExitCode, build_soft_limit
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.checkpoint.generations import newest_generation
-from evergrad_trainer.cli.run_arguments import RunRequest, fewest_nodes, machine_and_workers
+from evergrad_trainer.cli.run_arguments import fewest_nodes, machine_and_workers
 from evergrad_trainer.cli.script_runs import prepare_script
 from evergrad_trainer.node.chaos.disturb import run_disturbed
 from evergrad_trainer.node.chaos.nodes import DisturbedNodes
@@ -41,11 +42,20 @@ COORDINATOR = "coordinator"
 
 
 def run_nodes(
-    request: RunRequest, plan: "SessionPlan", *, num_workers: int, num_accelerators: int
+    plan: "SessionPlan",
+    *,
+    num_nodes: int | None,
+    chaos_seed: int | None,
+    num_workers: int,
+    num_accelerators: int,
 ) -> int:
-    """Train a typed run on the nodes that were asked for (default 1) of this machine; returns the
-    exit code."""
-    num_nodes = request.num_nodes or 1
+    """Train a typed run on nodes of this machine; returns the exit code.
+
+    ``num_nodes``: None: one that nobody joins. ``chaos_seed``: processes are killed and frozen at random,
+    drawn by it; None: they are not.
+    """
+    is_only_node = num_nodes is None
+    num_nodes = num_nodes or 1
     prepare_process()
     method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
@@ -67,28 +77,35 @@ def run_nodes(
             index,
             recovery=plan.run.recovery,
         )
-        settings = dataclasses.replace(settings, is_only_node=request.num_nodes is None)
+        settings = dataclasses.replace(settings, is_only_node=is_only_node)
         # The start-up of a node that comes back is its own, and not as old as the command.
         own = plan if nodes.starts[index] == 1 else started_later(plan)
         return run_node(own, settings, num_workers=num_workers, start_method=method)
 
-    if request.chaos_seed is not None:
+    if chaos_seed is not None:
         nodes = disturbed = DisturbedNodes(be_node, num_nodes)
-        return run_disturbed(request.chaos_seed, coordinator, disturbed, directory=directory)
+        return run_disturbed(chaos_seed, coordinator, disturbed, directory=directory)
     nodes = LocalNodes(be_node, num_nodes)
     return run_local(coordinator, nodes)
 
 
-def run_script(request: RunRequest) -> int:
-    """Run a script on the nodes that were asked for (default 1) of this machine; returns the exit code."""
-    loaded, num_nodes = request.loaded, request.num_nodes or 1
+def run_script(
+    loaded: LoadedManifest,
+    directory: RunDirectory,
+    *,
+    num_nodes: int,
+    asked_workers: int | None,
+) -> int:
+    """Run a script on ``num_nodes`` nodes of this machine; returns the exit code.
+
+    ``asked_workers``: processes of a node; None: as the manifest says.
+    """
     run, base = loaded.run, loaded.base_directory
-    directory = RunDirectory(request.directory)
     run_state = inspect_directory(directory, run, extend=False)
     if run_state.state == "complete":
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return int(ExitCode.DONE)
-    _, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)
+    _, num_workers = machine_and_workers(asked_workers, run, forks_above=0)
     prepare_process()
 
     def serve() -> int:

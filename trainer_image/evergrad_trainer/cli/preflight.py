@@ -5,7 +5,7 @@ import json
 import sys
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_manifest.reading.arguments import load_from
+from evergrad_manifest.reading.loader import load_from
 from evergrad_trainer.cli.run_arguments import (
     add_run_arguments,
     machine_and_workers,

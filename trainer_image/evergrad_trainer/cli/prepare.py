@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, TextIO
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.text import count, duration, short_count, size
-from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
+from evergrad_manifest.reading.loader import add_manifest_arguments, load_from
 from evergrad_manifest.training import RECIPES, Training
 from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, Reason
 from evergrad_trainer.data.prepare import PrepareProgress, prepare, resolve_prepared_directory

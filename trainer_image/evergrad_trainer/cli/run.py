@@ -5,22 +5,23 @@ import dataclasses
 import gc
 import os
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.reading.arguments import load_from
+from evergrad_manifest.reading.loader import LoadedManifest, load_from
 from evergrad_trainer.checkpoint.ahead import read_ahead
+from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
-    RunRequest,
     add_run_arguments,
-    check_request_of_script,
     machine_and_workers,
     run_directory_of,
     world_sizes_of,
 )
 from evergrad_trainer.machine import has_accelerator_driver, usable_memory_bytes
-from evergrad_trainer.resume import inspect_directory
+from evergrad_trainer.resume import RunState, inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
 NAME = "run"
@@ -32,6 +33,25 @@ EXAMPLES = """\
   evergrad run trainingrun.yaml --set spec.training.optimizer.learningRate=3e-4 --set metadata.name=docs-lm-2
   evergrad run trainingrun.yaml --set spec.training.horizon.tokens=40M --extend
   touch runs/docs-lm/stop        # stops it at the next step boundary, state saved, exit 75"""
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Arguments of ``evergrad run``, checked and with names for what they mean."""
+
+    loaded: LoadedManifest
+    directory: Path
+    """The run directory."""
+    num_workers: int | None = None
+    """Training processes of a node; None: as the manifest says."""
+    num_nodes: int | None = None
+    """Nodes on this machine; None: one that nobody joins."""
+    chaos_seed: int | None = None
+    """Processes are killed and frozen at random, drawn by this seed; None: they are not."""
+    stop_after_steps: int | None = None
+    is_extension: bool = False
+    """The manifest's horizon may be longer than the run's was."""
+    ignores_preflight: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,23 +90,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → train; the exit code says how it ended (0, 64, 70, 75, 76)."""
     request = _read_request(args)
-    run = request.loaded.run
+    run, directory = request.loaded.run, RunDirectory(request.directory)
     if run.spec.script is not None:
-        check_request_of_script(request)
         from evergrad_trainer.cli.nodes import run_script
 
-        return run_script(request)
-
-    directory = RunDirectory(request.directory)
+        return run_script(
+            request.loaded,
+            directory,
+            num_nodes=request.num_nodes or 1,
+            asked_workers=request.num_workers,
+        )
     run_state = inspect_directory(directory, run, extend=request.is_extension)
     if run_state.state == "complete":
-        step, where = (directory.read_complete() or {}).get("step"), directory.path
-        print(f"{run.metadata.name} is complete: {step} steps, in {where}. Nothing to do.")
+        step, name = (directory.read_complete() or {}).get("step"), run.metadata.name
+        print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
         print("To train longer, raise the horizon and use --extend.")
         return int(ExitCode.DONE)
+    return _train(request, directory, run_state)
+
+
+def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) -> int:
+    """Plan a typed run that is not complete, and train it: in this process, or on nodes of this machine."""
+    run = request.loaded.run
+    ahead: HeldFiles | None = None
     # Before anything is read ahead: preflight would take what that holds for a want of memory.
     memory_bytes = usable_memory_bytes()
-    ahead = None
     if _restores_here(request):
         # The disk reads while the processor imports.
         ahead = read_ahead(directory.checkpoints, memory_bytes=memory_bytes)
@@ -94,11 +122,17 @@ def execute(args: argparse.Namespace) -> int:
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
     from evergrad_trainer import torch_private
+    from evergrad_trainer.distributed import read_launch
     from evergrad_trainer.worker.run import run_session
 
-    limit = None if _is_launched() else 1 if request.num_nodes is None else 0
-    machine, num_workers = machine_and_workers(request.num_workers, run, forks_above=limit)
-    is_alone = request.num_nodes is None and (num_workers == 1 or _is_launched())
+    # torchrun may have started this process as one of several.
+    is_launched = read_launch().world_size > 1
+    forks_above = None if is_launched else 1 if request.num_nodes is None else 0
+    machine, num_workers = machine_and_workers(
+        request.num_workers, run, forks_above=forks_above
+    )
+    machine = dataclasses.replace(machine, memory_bytes=memory_bytes)
+    is_alone = request.num_nodes is None and (num_workers == 1 or is_launched)
     if is_alone and run.training.runtime.compile != "on":
         torch_private.delay_compiler()
     num_nodes = request.num_nodes or 1
@@ -106,7 +140,7 @@ def execute(args: argparse.Namespace) -> int:
         request.loaded,
         directory,
         run_state,
-        dataclasses.replace(machine, memory_bytes=memory_bytes),
+        machine,
         num_workers * num_nodes,
         world_sizes=world_sizes_of(run, num_workers=num_workers, num_nodes=num_nodes),
         stop_after_steps=request.stop_after_steps,
@@ -125,7 +159,11 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.cli.nodes import run_nodes
 
     return run_nodes(
-        request, plan, num_workers=num_workers, num_accelerators=machine.num_accelerators
+        plan,
+        num_nodes=request.num_nodes,
+        chaos_seed=request.chaos_seed,
+        num_workers=num_workers,
+        num_accelerators=machine.num_accelerators,
     )
 
 
@@ -152,7 +190,7 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
             )
         )
     raise_if(problems, ConfigurationError)
-    return RunRequest(
+    request = RunRequest(
         loaded,
         directory=run_directory_of(args.run_directory, loaded.run),
         num_workers=args.workers,
@@ -162,6 +200,29 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
         is_extension=args.extend,
         ignores_preflight=args.no_preflight,
     )
+    if loaded.run.spec.script is not None:
+        check_request_of_script(request)
+    return request
+
+
+def check_request_of_script(request: RunRequest) -> None:
+    """Refuse what only a typed run knows. Raises ConfigurationError."""
+    why = "the steps of a script are its own"
+    problems = [
+        Problem(
+            option,
+            "has no meaning for spec.script",
+            why,
+            "Leave it out, or give the script an argument of its own",
+        )
+        for option, is_given in (
+            ("--stop-after-steps", request.stop_after_steps is not None),
+            ("--extend", request.is_extension),
+            ("--chaos", request.chaos_seed is not None),
+        )
+        if is_given
+    ]
+    raise_if(problems, ConfigurationError)
 
 
 def _restores_here(request: RunRequest) -> bool:
@@ -181,10 +242,3 @@ def _restores_here(request: RunRequest) -> bool:
     is_on_cpu = runtime.device == "cpu" or not has_accelerator_driver()
     num_workers = request.num_workers or run.spec.workers_per_node or (1 if is_on_cpu else 0)
     return num_workers == 1
-
-
-def _is_launched() -> bool:
-    """Whether torchrun has already started this process as one of several."""
-    from evergrad_trainer.distributed import read_launch
-
-    return read_launch().world_size > 1

@@ -1,13 +1,10 @@
 """Arguments and machine facts that ``run`` and ``preflight`` share."""
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.reading.arguments import add_manifest_arguments
-from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_manifest.reading.loader import add_manifest_arguments
 from evergrad_trainer.machine import Machine, observe_machine
 
 
@@ -26,45 +23,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="training processes on this machine, instead of spec.workersPerNode",
     )
-
-
-@dataclass(frozen=True)
-class RunRequest:
-    """Arguments of ``evergrad run``, checked and with names for what they mean."""
-
-    loaded: LoadedManifest
-    directory: Path
-    """The run directory."""
-    num_workers: int | None = None
-    """Training processes of a node; None: as the manifest says."""
-    num_nodes: int | None = None
-    """Nodes on this machine; None: one that nobody joins."""
-    chaos_seed: int | None = None
-    """Processes are killed and frozen at random, drawn by this seed; None: they are not."""
-    stop_after_steps: int | None = None
-    is_extension: bool = False
-    """The manifest's horizon may be longer than the run's was."""
-    ignores_preflight: bool = False
-
-
-def check_request_of_script(request: RunRequest) -> None:
-    """Refuse what only a typed run knows. Raises ConfigurationError."""
-    why = "the steps of a script are its own"
-    problems = [
-        Problem(
-            option,
-            "has no meaning for spec.script",
-            why,
-            "Leave it out, or give the script an argument of its own",
-        )
-        for option, is_given in (
-            ("--stop-after-steps", request.stop_after_steps is not None),
-            ("--extend", request.is_extension),
-            ("--chaos", request.chaos_seed is not None),
-        )
-        if is_given
-    ]
-    raise_if(problems, ConfigurationError)
 
 
 def run_directory_of(given: Path | None, run: TrainingRun) -> Path:
