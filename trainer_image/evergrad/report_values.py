@@ -3,6 +3,7 @@
 Nothing here raises; standard library only.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,17 @@ def read_values(values: Mapping[str, object]) -> tuple[dict[str, int | float], d
         value = values.get(name)
         if value is None:
             continue
-        number = _read_number(value)
+        # A finite number, an int where it is one; anything else is left out. An object of the script's may
+        # raise whatever it likes, and training must go on.
+        number: int | float | None = None
+        with contextlib.suppress(Exception):
+            # A tensor, an array or a numpy scalar; more than one element is refused by all of them.
+            item = getattr(value, "item", None)
+            plain: Any = item() if callable(item) else value
+            is_text = isinstance(plain, (bool, str, bytes, bytearray))
+            # A whole number that no float can hold is none that anybody measures.
+            if not is_text and math.isfinite(plain):
+                number = int(plain) if isinstance(plain, int) else float(plain)
         if name in _LEAST and number is not None:
             # A whole number that came as a float, and within what a coordinator takes.
             is_whole = number == int(number) and _LEAST[name] <= number <= _MAX_WHOLE
@@ -41,21 +52,3 @@ def read_values(values: Mapping[str, object]) -> tuple[dict[str, int | float], d
         kind = "whole" if name in _LEAST else "finite"
         left_out[name] = f"{name}: {shown} is no {kind} number; it is left out"
     return found, left_out
-
-
-def _read_number(value: object) -> int | float | None:
-    """A finite number, an int where it is one; None for anything else."""
-    try:
-        # A tensor, an array or a numpy scalar; more than one element is refused by all of them.
-        item = getattr(value, "item", None)
-        plain: Any = item() if callable(item) else value
-        if isinstance(plain, (bool, str, bytes, bytearray)):
-            return None
-        # A whole number that no float can hold is none that anybody measures.
-        return (
-            (int(plain) if isinstance(plain, int) else float(plain))
-            if math.isfinite(plain)
-            else None
-        )
-    except Exception:  # noqa: BLE001 - an object of the script's: it may raise anything, and training must go on
-        return None

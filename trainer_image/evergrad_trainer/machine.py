@@ -1,5 +1,6 @@
 """Facts of this machine: cores, memory, free space, compiler. Read once, at the edge."""
 
+import contextlib
 import os
 import shutil
 import time
@@ -47,11 +48,19 @@ def observe_machine(
 def usable_memory_bytes() -> int | None:
     """Memory that a process may use here, in bytes; None where it cannot be known."""
     # In a container the machine's memory says little: the smallest of all limits is what kills a process.
-    limits = [
-        value
-        for value in (_available_memory(), *map(_read_limit, _CGROUP_LIMITS))
-        if value is not None
-    ]
+    limits: list[int] = []
+    # What new processes could have without swapping, where Linux says so.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            key, _, value = line.partition(":")
+            if key == "MemAvailable":
+                limits.append(int(value.split()[0]) * 1024)
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError):
+            text = path.read_text(encoding="ascii").strip()
+            # A control group without a limit says "max", or a number near 2**63.
+            if text.isdigit() and int(text) < 2**60:
+                limits.append(int(text))
     return min(limits) if limits else None
 
 
@@ -69,25 +78,6 @@ def free_bytes(path: Path) -> int:
     """Free space of the file system that holds ``path`` or its nearest existing parent."""
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
-
-
-def _available_memory() -> int | None:
-    """Return the bytes that new processes could have without swapping; None where Linux does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    facts = {key: value for key, _, value in (line.partition(":") for line in lines)}
-    return int(facts["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in facts else None
-
-
-def _read_limit(path: Path) -> int | None:
-    """Return the bytes a control group allows; None where it has no limit or is not there."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() and int(text) < 2**60 else None
 
 
 def process_start_time() -> float:

@@ -9,7 +9,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.build import ModelPlan, count_parameters
-from evergrad_trainer.models.memory import ModelFacts, Need, largest_fit, memory_of
+from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
 
 Level = Literal["ok", "warning", "error"]
 
@@ -74,7 +74,17 @@ def check_memory(
             if fit is None
             else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
         )
-        what = f"{text} ({_describe_parts(need, sharers)}) and {size(available)} are there"
+        # What the processes need together, without parts that are nothing.
+        parts = {
+            "state": need.state,
+            "gathered": need.gathered,
+            "activations": need.activations,
+            "logits": need.logits,
+        }
+        listed = ", ".join(
+            f"{name} {size(part * sharers)}" for name, part in parts.items() if part
+        )
+        what = f"{text} ({listed}) and {size(available)} are there"
         why = f"the process would be killed; in this plan {largest}"
         remedy = (
             "Lower batching.microBatchSize, use runtime.activationCheckpointing, "
@@ -82,14 +92,3 @@ def check_memory(
             "fsdp2, or a smaller model; docs/model-sizes.md has a table"
         )
         yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
-
-
-def _describe_parts(need: Need, sharers: int) -> str:
-    """The parts of what ``sharers`` processes need together, without those that are nothing."""
-    parts = {
-        "state": need.state,
-        "gathered": need.gathered,
-        "activations": need.activations,
-        "logits": need.logits,
-    }
-    return ", ".join(f"{name} {size(part * sharers)}" for name, part in parts.items() if part)

@@ -103,30 +103,29 @@ class World:
         Raises PeerLostError when it failed, or was given up.
         """
         try:
-            if self.interrupt is not None:
-                self._await_end(work, self.interrupt)
+            # Polled, since no wait of torch can be given up from another thread, and a peer that is gone or
+            # frozen may leave work.wait() waiting for the whole timeout of the group.
+            latest = time.monotonic() + self.timeout_seconds
+            while self.interrupt is not None and not work.is_completed():
+                if self.interrupt.is_overdue:
+                    raise PeerLostError("the group was given up during a collective")
+                if time.monotonic() > latest:
+                    raise PeerLostError(
+                        f"a collective did not end within {self.timeout_seconds:g} s"
+                    )
+                time.sleep(_POLL_SECONDS)
+            # It may have ended because it was aborted: what it was to bring is not there, and a silent
+            # transport does not say so.
+            if (
+                self.interrupt is not None
+                and self.transport.is_silent
+                and self.interrupt.is_set
+            ):
+                raise PeerLostError("the group was given up during a collective")
             work.wait()
         except Exception as error:  # noqa: BLE001 - raised again, as what it means
             raise self._explained(error) from None
         self.unfinished[:] = [entry for entry in self.unfinished if entry[0] is not work]
-
-    def _await_end(self, work: Pending, interrupt: Interrupt) -> None:
-        """Not work.wait(): a peer that is gone or frozen may leave it waiting for the whole timeout of the
-        group."""
-        latest = time.monotonic() + self.timeout_seconds
-        while not work.is_completed():
-            if interrupt.is_overdue:
-                raise PeerLostError("the group was given up during a collective")
-            if time.monotonic() > latest:
-                raise PeerLostError(
-                    f"a collective did not end within {self.timeout_seconds:g} s"
-                )
-            # Polled, since no wait of torch can be given up from another thread.
-            time.sleep(_POLL_SECONDS)
-        if self.transport.is_silent and interrupt.is_set:
-            # It may have ended because it was aborted: what it was to bring is not there, and it does not say
-            # so.
-            raise PeerLostError("the group was given up during a collective")
 
     def send(self, values: torch.Tensor, *, to: int) -> None:
         """Give ``values`` to one rank. Raises PeerLostError."""
@@ -240,10 +239,24 @@ class World:
         """Every rank's JSON value on every rank, in rank order."""
         if self.control is None:
             return [value]
-        values: list[Any] = [None] * self.size
-        for rank, data in enumerate(self._all_gather_bytes(json.dumps(value).encode())):
-            values[rank] = json.loads(data)
-        return values
+        data = json.dumps(value).encode()
+        # Collective: lengths first, since an all-gather needs the same size from every rank.
+        sizes = self.gather_integers(len(data))
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = [torch.zeros_like(padded) for _ in range(self.size)]
+        # Collective: every rank's bytes to every rank.
+        self.wait(
+            self._start(
+                lambda: dist.all_gather(rows, padded, group=self.control, async_op=True),
+                padded,
+                *rows,
+            )
+        )
+        return [
+            json.loads(bytes(row[:length].tolist()))
+            for row, length in zip(rows, sizes, strict=True)
+        ]
 
     def gather_integers(self, value: int) -> list[int]:
         """Every rank's signed 64-bit integer on every rank, in rank order."""
@@ -255,25 +268,6 @@ class World:
     def barrier(self) -> None:
         """Wait for every rank."""
         self.all_agree(True)
-
-    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        # Collective: lengths first, since an all-gather needs the same size from every rank.
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        sizes[self.rank] = len(data)
-        self.sum_integers(sizes)
-        longest = max(1, int(sizes.max()))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        if data:
-            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self.wait(
-            self._start(
-                lambda: dist.all_gather(rows, padded, group=self.control, async_op=True),
-                padded,
-                *rows,
-            )
-        )
-        return [bytes(row[: int(size)].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
 
 class Membership:

@@ -119,8 +119,21 @@ def _list(args: argparse.Namespace) -> int:
         document = {"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside}
         print(json.dumps(document, indent=1))
         return ExitCode.DONE
-    for line in _render(rows):
-        print(line)
+    if not rows:
+        print("no checkpoints")
+    else:
+        columns = f"{'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20}"
+        print(f"{'CHECKPOINT':<20} {columns} MARKS")
+    for row in rows:
+        # Without its manifest only the name is known, and why it cannot be read.
+        if row.bytes is None or row.finished is None:
+            print(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")
+            continue
+        names = (("latest", row.is_latest), ("best", row.is_best))
+        marks = " ".join(name for name, is_marked in names if is_marked)
+        finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.finished))
+        facts = f"{row.step:>9} {row.generation:>10} {row.world_size:>5} {size(row.bytes):>10}"
+        print(f"{row.checkpoint:<20} {facts}  {finished:<20} {marks}".rstrip())
     for name in set_aside:
         print(f"set aside as damaged: {name}")
     return ExitCode.DONE
@@ -185,23 +198,3 @@ def _open_store(run_directory: Path) -> Store:
             )
         )
     return open_store(directory)
-
-
-def _render(rows: list[Row]) -> list[str]:
-    if not rows:
-        return ["no checkpoints"]
-    lines = [
-        f"{'CHECKPOINT':<20} {'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20} MARKS"
-    ]
-    for row in rows:
-        marks = "latest" if row.is_latest else ""
-        if row.is_best:
-            marks = f"{marks} best".lstrip()
-        # Without its manifest only the name is known, and why it cannot be read.
-        if row.bytes is None or row.finished is None:
-            lines.append(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")
-            continue
-        finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.finished))
-        facts = f"{row.step:>9} {row.generation:>10} {row.world_size:>5} {size(row.bytes):>10}"
-        lines.append(f"{row.checkpoint:<20} {facts}  {finished:<20} {marks}".rstrip())
-    return lines

@@ -11,7 +11,7 @@ from evergrad_manifest.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from evergrad_trainer.observers.history import History
-    from evergrad_trainer.report.compare import Comparison, Difference, Repeats, Rules
+    from evergrad_trainer.report.compare import Comparison, Difference, Rules
 
 NAME = "compare-runs"
 EXAMPLES = """\
@@ -187,7 +187,13 @@ def _as_text(
     evaluations = _number(comparison.evaluations_compared, "evaluation")
     yield f"   {_number(comparison.num_compared, 'step')} compared{span}, and {evaluations}"
     for name, repeats in (("A", comparison.repeats_a), ("B", comparison.repeats_b)):
-        yield from _repeats(name, repeats)
+        if repeats.num_steps:
+            others = repeats.num_with_other_samples
+            same = "each time on the same samples"
+            if others:
+                same = f"{_number(others, 'step')} of them on other samples"
+            again = f"{_number(repeats.num_steps, 'step')} more than once"
+            yield f"   {name} trained {again}: {_ranges(repeats.ranges)}; {same}"
     for name, changes in (("A", comparison.changes_a), ("B", comparison.changes_b)):
         for one in changes:
             where = f"   {name} went on after step {one.step:,} with another file"
@@ -230,20 +236,6 @@ def _difference(difference: "Difference") -> str:
         f"{kind}  {what}: first at step {difference.first_step:,} (A {difference.a!r}, B "
         f"{difference.b!r}); {many}{size}"
     )
-
-
-def _repeats(name: str, repeats: "Repeats") -> Iterable[str]:
-    if repeats.num_steps:
-        others = repeats.num_with_other_samples
-        same = (
-            f"{_number(others, 'step')} of them on other samples"
-            if others
-            else "each time on the same samples"
-        )
-        yield (
-            f"   {name} trained {_number(repeats.num_steps, 'step')} more than once: "
-            f"{_ranges(repeats.ranges)}; {same}"
-        )
 
 
 def _ranges(found: Sequence[tuple[int, int]]) -> str:

@@ -5,8 +5,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, Protocol, TextIO
 
@@ -126,7 +126,8 @@ def prepare_with_progress(
     every start.
     """
     shown = sys.stderr if stream is None else stream
-    with _display(shown) as display:
+    chosen: _Display = _Bar(shown) if shown.isatty() else _Lines(shown)
+    with closing(chosen) as display:
         prepared = prepare(
             training,
             base_directory=base_directory,
@@ -208,17 +209,7 @@ def _source_summary(source: PreparedSource) -> dict[str, Any]:
 class _Display(Protocol):
     def show(self, progress: PrepareProgress) -> None: ...
 
-
-@contextmanager
-def _display(stream: TextIO) -> Iterator[_Display]:
-    if not stream.isatty():
-        yield _Lines(stream)
-        return
-    bar = _Bar(stream)
-    try:
-        yield bar
-    finally:
-        bar.close()
+    def close(self) -> None: ...
 
 
 class _Lines:
@@ -241,6 +232,9 @@ class _Lines:
         if progress.tokens:
             line += f", {short_count(progress.tokens)} tokens"
         print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing is left on the screen."""
 
 
 class _Bar:

@@ -49,7 +49,20 @@ class Prefetcher:
             found = self._ready.pop(key, None)
             # Read here what nobody has begun; the thread goes on with what comes after it.
             if not self._is_closed:
-                self._foresee([one for one in upcoming if one != key])
+                coming = [one for one in upcoming if one != key]
+                self._ready = {
+                    one: batch for one, batch in self._ready.items() if one in coming
+                }
+                known = {*self._ready, self._reading}
+                self._wanted = deque(one for one in coming if one not in known)
+                # Started with the first wish: a stream that is never read ahead has no thread.
+                if self._wanted and self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._serve, name="evergrad-prefetch", daemon=True
+                    )
+                    self._thread.start()
+                if self._wanted:
+                    self._changed.notify_all()
         if isinstance(found, BaseException):
             raise found
         if found is None:
@@ -72,21 +85,6 @@ class Prefetcher:
         if self._prepare is None:
             return batch
         return self._prepare(batch)
-
-    def _foresee(self, upcoming: Sequence[Key]) -> None:
-        """Replace what the thread should read. Called with the lock held."""
-        self._ready = {key: result for key, result in self._ready.items() if key in upcoming}
-        known = {*self._ready, self._reading}
-        self._wanted = deque(key for key in upcoming if key not in known)
-        if not self._wanted:
-            return
-        # Started with the first wish: a stream that is never read ahead has no thread.
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name="evergrad-prefetch", daemon=True
-            )
-            self._thread.start()
-        self._changed.notify_all()
 
     def _serve(self) -> None:
         """Read what is wanted, one batch after the other, until ``close``."""

@@ -29,27 +29,29 @@ class Departure:
         conversation: Conversation,
         *,
         worker_group: Callable[[], WorkerGroup],
+        say: Callable[[str], None],
         grace_seconds: float,
     ) -> None:
-        """``grace_seconds``: from the request to leaving on its own."""
+        """``say``: logs a line about the node. ``grace_seconds``: from the request to leaving on its own."""
         self._conversation = conversation
         self._workers = worker_group
+        self._say = say
         self._grace_seconds = grace_seconds
         self._since: float | None = None
         self.is_alone = False
         """Whether the workers leave without a plan of the coordinator."""
 
-    def begin(self) -> bool:
-        """Ask the coordinator for a group without this node; False if that was done before."""
+    def begin(self) -> None:
+        """Ask the coordinator for a group without this node, unless that was done before."""
         if self._since is not None:
-            return False
+            return
         self._since = time.monotonic()
         # Said again on every new connection: the coordinator that has heard it may be gone.
         self._conversation.is_leaving = True
         # Without a coordinator and without a group nobody can plan anything for this node.
         if not self._conversation.send(Leaving()) and self._workers().place is None:
             self._workers().depart(None, save=True)
-        return True
+        self._say("was asked to leave")
 
     def tick(self, away_seconds: float) -> None:
         """Leave alone where no plan has come in time. ``away_seconds``: since the last contact."""

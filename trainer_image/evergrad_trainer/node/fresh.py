@@ -108,12 +108,27 @@ class FreshWorkers:
         # Each generation has its own processes: what an older one left behind cannot reach the new group.
         for local_rank in range(go.workers):
             self._serial += 1
-            worker = self._start_process(local_rank, self._serial, _variables(go, local_rank))
-            worker.state, worker.rank, worker.inside_generation = (
-                "inside",
-                go.first_rank + local_rank,
-                go.generation,
-            )
+            rank = go.first_rank + local_rank
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "WORLD_SIZE": str(go.world_size),
+                "LOCAL_WORLD_SIZE": str(go.workers),
+                "GROUP_RANK": str(go.node_rank),
+                "GROUP_WORLD_SIZE": str(go.num_nodes),
+                "ROLE_NAME": "default",
+                "ROLE_RANK": str(rank),
+                "ROLE_WORLD_SIZE": str(go.world_size),
+                "MASTER_ADDR": go.address,
+                "MASTER_PORT": str(go.port),
+                "TORCHELASTIC_RUN_ID": str(go.generation),
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                # The store is the node's: rank 0 must not try to open another one at its port.
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            worker = self._start_process(local_rank, self._serial, variables)
+            worker.state, worker.rank, worker.inside_generation = "inside", rank, go.generation
             self._workers[local_rank] = worker
         self._tell(Up(go.generation, -1))
 
@@ -162,24 +177,19 @@ class FreshWorkers:
             self._are_saved = self._are_saved and end.is_saved
         elif end.why in (Why.FAILED, Why.LEASE_LOST) and self._go is not None:
             self._tell(build_broken(worker, end, generation=self._go.generation))
-            if end.kind is ErrorKind.ENVIRONMENT and not self._note_trouble(end):
-                return
+            if end.kind is ErrorKind.ENVIRONMENT:
+                pause = self._trouble.note(end.step)
+                if pause is None:
+                    text = f"workers failed again and again; the last one: {end.text}"
+                    self._tell(NoWorkers(text, end.kind))
+                    return
+                # This host tries once more, a while later.
+                self._ready_at = time.monotonic() + pause
+                self._call_later(pause, self.tick)
             # Its siblings' group is gone too.
             self._stop(_HARD_SECONDS, is_asking=True)
         if not self._workers:
             self._all_ended()
-
-    def _note_trouble(self, end: WorkerEnd) -> bool:
-        """Whether this host tries once more."""
-        pause = self._trouble.note(end.step)
-        if pause is None:
-            self._tell(
-                NoWorkers(f"workers failed again and again; the last one: {end.text}", end.kind)
-            )
-            return False
-        self._ready_at = time.monotonic() + pause
-        self._call_later(pause, self.tick)
-        return True
 
     def tick(self) -> None:
         """Now and then: end workers that have had their time."""
@@ -228,26 +238,3 @@ class FreshWorkers:
         if self._is_departing and not self._workers:
             self._is_departing = False
             self._tell(WorkersLeft(self._are_saved))
-
-
-def _variables(go: Go, local_rank: int) -> dict[str, str]:
-    """torchrun's variables for one worker."""
-    rank = go.first_rank + local_rank
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(go.world_size),
-        "LOCAL_WORLD_SIZE": str(go.workers),
-        "GROUP_RANK": str(go.node_rank),
-        "GROUP_WORLD_SIZE": str(go.num_nodes),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(go.world_size),
-        "MASTER_ADDR": go.address,
-        "MASTER_PORT": str(go.port),
-        "TORCHELASTIC_RUN_ID": str(go.generation),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        # The store is the node's: rank 0 must not try to open another one at its port.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }

@@ -38,7 +38,13 @@ class WorkerProcesses:
         """Listen to a worker that was just started."""
         loop = asyncio.get_running_loop()
         loop.add_reader(worker.channel.socket, self._tasks.call, self._read, worker)
-        end = self._end_descriptors[worker.serial] = _open_end(worker)
+        # Can be read once the worker has ended. Its sentinel is a pipe that its own children hold open, too:
+        # processes that load a script's data would hide the worker's end until somebody has ended them.
+        try:
+            end = os.pidfd_open(worker.pid)
+        except (OSError, AttributeError):
+            end = os.dup(worker.process.sentinel)
+        self._end_descriptors[worker.serial] = end
         loop.add_reader(end, self._tasks.call, self._reap, worker)
         if worker.output is not None:
             name = f"node-{self._settings.node}-worker-{worker.local_rank}.out"
@@ -90,14 +96,3 @@ class WorkerProcesses:
         self._workers().end(worker, int(ExitCode.INTERNAL) if code is None else code)
         worker.process.close()
         worker.last_lines = None
-
-
-def _open_end(worker: Worker) -> int:
-    """A descriptor that can be read once the worker has ended.
-
-    Its sentinel is a pipe that its own children hold open, too: processes that load a script's data would
-    hide the worker's end until somebody has ended them.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        return os.pidfd_open(worker.pid)
-    return os.dup(worker.process.sentinel)

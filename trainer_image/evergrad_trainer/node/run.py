@@ -65,16 +65,9 @@ def choose_start_method(
     if num_accelerators and torch.cuda.is_initialized():
         _log.warning("workers are spawned, not forked: this process has touched an accelerator")
         return "spawn"
-    if num_accelerators and not _can_use_accelerator_after_fork():
-        _log.warning(
-            "workers are spawned, not forked: a forked process cannot use the accelerator here"
-        )
-        return "spawn"
-    return "fork"
-
-
-def _can_use_accelerator_after_fork() -> bool:
-    """Try it in a child: drivers differ, and a worker that fails at its first kernel says nothing useful."""
+    if num_accelerators == 0:
+        return "fork"
+    # Tried in a child: drivers differ, and a worker that fails at its first kernel says nothing useful.
     child = os.fork()
     if child == 0:
         try:
@@ -82,7 +75,12 @@ def _can_use_accelerator_after_fork() -> bool:
         except Exception:  # noqa: BLE001 - any error is the answer
             os._exit(1)
         os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+        _log.warning(
+            "workers are spawned, not forked: a forked process cannot use the accelerator here"
+        )
+        return "spawn"
+    return "fork"
 
 
 def started_later(plan: SessionPlan) -> SessionPlan:

@@ -11,7 +11,6 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
@@ -55,7 +54,17 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
             importlib.import_module(name)
             loaded.append(name)
     if "accelerate" in loaded or "transformers" in loaded:
-        _load_classes(sorted(names.get("transformers", ())))
+        # transformers loads each class on first use: here those that every training script uses, and its own.
+        with contextlib.suppress(Exception):
+            from transformers import (  # noqa: F401
+                AutoModelForCausalLM,
+                Trainer,
+                TrainingArguments,
+            )
+        for name in sorted(names.get("transformers", ())):
+            # An error of a name is the script's, whose worker meets it again.
+            with contextlib.suppress(Exception):
+                getattr(sys.modules.get("transformers"), name)
     return tuple(loaded)
 
 
@@ -105,7 +114,14 @@ def run_script(
         return 1
     except BaseException as error:  # noqa: BLE001 - the user's own error: told to the supervisor, printed, and an exit code
         traceback.print_exc()
-        _tell(channel, error, world_size=world_size)
+        # The node gets the error's kind and its last frames.
+        text = "".join(traceback.format_exception(error)[-_LAST_FRAMES:])[-MAX_TEXT:]
+        said = fit_text(f"{error}\n{text}")
+        kind = kind_of_script_error(error)
+        if kind is ErrorKind.INTERNAL and is_peer_error(error, world_size=world_size):
+            kind = ErrorKind.PEER
+        name = type(error).__name__
+        channel.send(Failed(-1, -1, 1, name, said, is_final=False, is_agreed=False, kind=kind))
         return 1
     return int(ExitCode.DONE)
 
@@ -117,20 +133,6 @@ def can_fork() -> str | None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return "this process has touched an accelerator"
     return None
-
-
-def _tell(channel: Channel, error: BaseException, *, world_size: int) -> None:
-    """Report the error that ended the script, with its kind and its last frames."""
-    text = "".join(traceback.format_exception(error)[-_LAST_FRAMES:])[-MAX_TEXT:]
-    said = fit_text(f"{error}\n{text}")
-    kind = kind_of_script_error(error)
-    if kind is ErrorKind.INTERNAL and is_peer_error(error, world_size=world_size):
-        kind = ErrorKind.PEER
-    channel.send(
-        Failed(
-            -1, -1, 1, type(error).__name__, said, is_final=False, is_agreed=False, kind=kind
-        )
-    )
 
 
 def _names_from(path: Path) -> dict[str, set[str]]:
@@ -150,14 +152,3 @@ def _names_from(path: Path) -> dict[str, set[str]]:
                 if not part:
                     taken |= {alias.name for alias in node.names}
     return names
-
-
-def _load_classes(names: Sequence[str]) -> None:
-    """Load the classes that a training script uses, and ``names``: transformers loads each on first use."""
-    with contextlib.suppress(Exception):
-        from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: F401
-    transformers = sys.modules.get("transformers")
-    for name in names:
-        # An error of a name is the script's, whose worker meets it again.
-        with contextlib.suppress(Exception):
-            getattr(transformers, name)

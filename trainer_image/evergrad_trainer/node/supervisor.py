@@ -110,6 +110,7 @@ class Supervisor:
         self._departure = Departure(
             self.conversation,
             worker_group=lambda: self._workers,
+            say=self._say,
             grace_seconds=settings.grace_seconds,
         )
         self.is_draining = False
@@ -125,7 +126,7 @@ class Supervisor:
         name_process(f"evergrad-node{self._settings.node}")
         stops = StopRequests(
             asyncio.get_running_loop(),
-            on_first=lambda: self._tasks.call(self._leave),
+            on_first=lambda: self._tasks.call(self._departure.begin),
             on_last=self._leave_at_once,
             grace_seconds=self._settings.grace_seconds,
         )
@@ -270,10 +271,6 @@ class Supervisor:
                 print(f"error: {message.message}", file=sys.stderr, flush=True)
                 # It concerns this host or its image: another one may be let in, and the run is not to blame.
                 self._end.note_host(ErrorKind.ENVIRONMENT, f" was refused: {message.message}")
-
-    def _leave(self) -> None:
-        if self._departure.begin():
-            self._say("was asked to leave")
 
     def _leave_at_once(self) -> None:
         """Asked twice, or out of time: workers are killed, and nobody is waited for."""

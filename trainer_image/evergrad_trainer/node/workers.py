@@ -196,12 +196,22 @@ def _worker_main(start: _Start) -> None:
     os.setpgid(0, 0)
     fall_silent()
     name_process(f"evergrad-w{start.order.name}")
-    _forget_parent(
-        keep=(
-            start.channel.socket.fileno(),
-            None if start.output is None else start.output.number,
-        )
-    )
+    # What a fork copies: the node's signal handling, and its sockets, whose other ends wait for them to be
+    # closed.
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        is_request = number in (signal.SIGTERM, signal.SIGINT)
+        signal.signal(number, signal.SIG_IGN if is_request else signal.SIG_DFL)
+    unblock_stop_signals()
+    kept = {0, 1, 2, start.channel.socket.fileno()}
+    if start.output is not None:
+        kept.add(start.output.number)
+    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - kept:
+        # The descriptor by which the folder itself was listed is closed by now.
+        with contextlib.suppress(OSError):
+            kind = os.readlink(f"/proc/self/fd/{descriptor}")
+            if kind.startswith("socket:") or kind in _FOREIGN:
+                os.close(descriptor)
     os.environ.update(start.variables)
 
     def run() -> int:
@@ -214,26 +224,6 @@ def _worker_main(start: _Start) -> None:
         return start.target(start.channel, start.heartbeat)
 
     run_and_exit(run)
-
-
-def _forget_parent(*, keep: tuple[int | None, ...]) -> None:
-    """Undo what a fork copies: the node's signal handling, and its sockets, whose other ends wait for them to
-    be closed."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(
-            number,
-            signal.SIG_IGN if number in (signal.SIGTERM, signal.SIGINT) else signal.SIG_DFL,
-        )
-    unblock_stop_signals()
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor <= 2 or descriptor in keep:
-            continue
-        # The descriptor by which the folder itself was listed is closed by now.
-        with contextlib.suppress(OSError):
-            kind = os.readlink(f"/proc/self/fd/{descriptor}")
-            if kind.startswith("socket:") or kind in _FOREIGN:
-                os.close(descriptor)
 
 
 def name_process(name: str) -> None:

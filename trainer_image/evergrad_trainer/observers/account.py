@@ -56,11 +56,29 @@ class Account:
                 record.time,
             )
         elif isinstance(record, RunInfo):
-            self._add_rank_0(record)
+            # A new rank 0: others hold the accounts of the time since the last one here. Steps above the
+            # newest one here were counted as productive where rank 0 was meanwhile.
+            if record.highest_step is not None and record.highest_step > self._highest_step:
+                self._elsewhere.append((self._highest_step + 1, record.highest_step))
+                self._highest_step = record.highest_step
+            if record.last_time is not None:
+                self._last_time = record.last_time
+            self._takes_over = record.takes_over
         elif isinstance(record, EvaluationRecord):
             self._add_owned(record)
         elif record.type == EventType.START:
-            self._add_start(record)
+            # The state comes from a checkpoint or from nothing, and newer steps are lost. What the process
+            # wrote before its start event, such as of what it read, is its own.
+            mine = [one for one in self._waiting if one.generation == record.generation]
+            self._waiting = [one for one in self._waiting if one.generation < record.generation]
+            self.finish()
+            part = Part(record.generation, record, after=self._last_time)
+            self._last_time, self._takes_over = None, False
+            if part.resumed_from is not None:
+                part.steps_lost_before = self._take_back(part.resumed_from)
+            self._append(part)
+            for one in mine:
+                _give(part, one)
         elif record.type == EventType.WORLD:
             part = self._go_on(record.generation)
             self._take_back(record.step)
@@ -181,30 +199,6 @@ class Account:
             restarts=tuple(restarts),
             notes=tuple(notes),
         )
-
-    def _add_rank_0(self, info: RunInfo) -> None:
-        """Take a new rank 0 into account. Others hold the accounts of the time since the last one here."""
-        # Steps above the newest one here were counted as productive where rank 0 was meanwhile.
-        if info.highest_step is not None and info.highest_step > self._highest_step:
-            self._elsewhere.append((self._highest_step + 1, info.highest_step))
-            self._highest_step = info.highest_step
-        if info.last_time is not None:
-            self._last_time = info.last_time
-        self._takes_over = info.takes_over
-
-    def _add_start(self, event: Event) -> None:
-        """Begin a part: the state comes from a checkpoint or from nothing, and newer steps are lost."""
-        # Records that the process wrote before its start event, such as of what it read, are its own.
-        mine = [one for one in self._waiting if one.generation == event.generation]
-        self._waiting = [one for one in self._waiting if one.generation < event.generation]
-        self.finish()
-        part = Part(event.generation, event, after=self._last_time)
-        self._last_time, self._takes_over = None, False
-        if part.resumed_from is not None:
-            part.steps_lost_before = self._take_back(part.resumed_from)
-        self._append(part)
-        for record in mine:
-            _give(part, record)
 
     def _go_on(self, generation: int) -> Part:
         """Find the part that trains, stops or changes its world in ``generation``: the last one, as a

@@ -132,22 +132,22 @@ class ProgressBar(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         self._state.start(info)
+        # A rank 0 that takes over goes on under the lines of the one before.
         if not info.takes_over:
-            self._introduce(info)
+            facts = [
+                f"{short_count(info.parameters)} parameters",
+                f"{count(info.total_steps)} steps of {count(info.tokens_per_step)} tokens",
+                f"{info.world_size} process{'es' if info.world_size > 1 else ''}",
+                info.precision,
+                info.parallelism,
+            ]
+            self._print(
+                Text.assemble((info.name, "bold"), f"  {info.model}, {', '.join(facts)}")
+            )
+            self._print(Text.assemble(("run directory  ", "dim"), info.run_directory))
+            if info.metrics_address:
+                self._print(Text.assemble(("metrics        ", "dim"), info.metrics_address))
         self._live.start(refresh=True)
-
-    def _introduce(self, info: RunInfo) -> None:
-        facts = [
-            f"{short_count(info.parameters)} parameters",
-            f"{count(info.total_steps)} steps of {count(info.tokens_per_step)} tokens",
-            f"{info.world_size} process{'es' if info.world_size > 1 else ''}",
-            info.precision,
-            info.parallelism,
-        ]
-        self._print(Text.assemble((info.name, "bold"), f"  {info.model}, {', '.join(facts)}"))
-        self._print(Text.assemble(("run directory  ", "dim"), info.run_directory))
-        if info.metrics_address:
-            self._print(Text.assemble(("metrics        ", "dim"), info.metrics_address))
 
     def step_end(self, record: StepRecord) -> None:
         self._state.finish_step(record)

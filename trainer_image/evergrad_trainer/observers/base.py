@@ -113,6 +113,8 @@ class Observers(BaseObserver):
         )
         self.failures: dict[str, int] = {}
         """Exceptions so far, by class name of the observer."""
+        self.listener: Observer = BaseObserver()
+        """Hears, beside the observers that are left, of one that is switched off."""
 
     def run_start(self, info: RunInfo) -> None:
         # A warning about an observer names the step at which it failed.
@@ -181,34 +183,27 @@ class Observers(BaseObserver):
     def _call(self, observer: Observer, call: Callable[[Observer], None]) -> None:
         try:
             call(observer)
-        except Exception as error:  # noqa: BLE001 - isolation is this class's duty; it logs and counts
-            self._failed(observer, error)
+        except Exception as error:
+            name = type(observer).__name__
+            self.failures[name] = self.failures.get(name, 0) + 1
+            # An essential observer is the record itself: without it nobody could say what was trained.
+            if observer.essential:
+                if isinstance(error, OSError):
+                    what = f"cannot be written by {name}"
+                    where = error.filename or "run directory"
+                    raise run_directory_error(error, where, what=what) from error
+                raise
+            _log.exception("observer %s failed: %s: %s", name, type(error).__name__, error)
+            # One failure may pass, such as a full disk; several in a row will go on failing.
+            in_a_row = self._in_a_row.get(id(observer), 0) + 1
+            self._in_a_row[id(observer)] = in_a_row
+            if in_a_row >= FAILURES_BEFORE_DISABLED and observer in self._active:
+                how_often = f"after {FAILURES_BEFORE_DISABLED} failures in a row"
+                self._switch_off(
+                    observer, f"observer {name} is switched off {how_often}: {error}"
+                )
         else:
             self._in_a_row.pop(id(observer), None)
-
-    def _failed(self, observer: Observer, error: Exception) -> None:
-        name = type(observer).__name__
-        self.failures[name] = self.failures.get(name, 0) + 1
-        # An essential observer is the record itself: without it nobody could say what was trained.
-        if observer.essential:
-            if isinstance(error, OSError):
-                what = f"cannot be written by {name}"
-                raise run_directory_error(
-                    error, error.filename or "run directory", what=what
-                ) from error
-            raise error
-        _log.error(
-            "observer %s failed: %s: %s", name, type(error).__name__, error, exc_info=error
-        )
-        # One failure may pass, such as a full disk; several in a row will go on failing.
-        in_a_row = self._in_a_row.get(id(observer), 0) + 1
-        self._in_a_row[id(observer)] = in_a_row
-        if in_a_row >= FAILURES_BEFORE_DISABLED and observer in self._active:
-            self._switch_off(
-                observer,
-                f"observer {name} is switched off after {FAILURES_BEFORE_DISABLED} failures in a "
-                f"row: {error}",
-            )
 
     def _switch_off(self, observer: Observer, message: str) -> None:
         name = type(observer).__name__
@@ -219,14 +214,6 @@ class Observers(BaseObserver):
             observer.close()
         except Exception as closing:  # noqa: BLE001 - it has failed already; what it holds is released as far as it can be
             _log.error("observer %s could not be closed: %s", name, closing)
-        self._warn(
-            replace(
-                self._last,
-                time=time.time(),
-                fields={"message": message},
-            )
-        )
-
-    def _warn(self, event: Event) -> None:
-        """Pass a warning on to the observers that are left."""
-        self.event(event)
+        warning = replace(self._last, time=time.time(), fields={"message": message})
+        self.event(warning)
+        self.listener.event(warning)

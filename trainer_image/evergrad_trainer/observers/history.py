@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.observers.events import parse_event_row
 from evergrad_trainer.records import EvaluationRecord, Event, StepRecord
 from evergrad_trainer.run_directory import JsonLines, RunDirectory, parse_object, reported
@@ -185,27 +184,25 @@ def read_steps(path: Path, notes: list[str]) -> StepTable:
         try:
             columns.extend([row for _, row in chunk])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            # Which row it was is only looked for now, so that good files are read quickly.
-            raise _first_bad(lines, chunk) from error
+            # Which row it was is only looked for now, so that good files are read quickly: one row at a time,
+            # each by each of its fields.
+            for number, row in chunk:
+                if missing := [name for name in _NAMES if name not in row]:
+                    why = f"has no {' and no '.join(missing)}"
+                    raise lines.malformed(number, why) from error
+                if _fits(row):
+                    continue
+                if _fits({**row, "metrics": {}}):
+                    why = f"has impossible metrics, {row['metrics']!r}"
+                    raise lines.malformed(number, why) from error
+                # The first field that is impossible also in a row that is otherwise sound.
+                bad = [name for name in _NAMES if not _fits(_EXAMPLE | {name: row[name]})]
+                name = bad[0] if bad else _NAMES[0]
+                why = f"has an impossible {name}, {row[name]!r}"
+                raise lines.malformed(number, why) from error
+            raise lines.malformed(chunk[0][0], "is not a row of this file") from error
     _note_torn(lines, notes)
     return columns.table()
-
-
-def _first_bad(lines: JsonLines, chunk: list[tuple[int, dict[str, Any]]]) -> RunDirectoryError:
-    # One row at a time, each by each of its fields: this is only done for a bad file.
-    for number, row in chunk:
-        missing = [name for name in _NAMES if name not in row]
-        if missing:
-            return lines.malformed(number, f"has no {' and no '.join(missing)}")
-        if _fits(row):
-            continue
-        if _fits({**row, "metrics": {}}):
-            return lines.malformed(number, f"has impossible metrics, {row['metrics']!r}")
-        # The first field that is impossible also in a row that is otherwise sound.
-        bad = [name for name in _NAMES if not _fits(_EXAMPLE | {name: row[name]})]
-        name = bad[0] if bad else _NAMES[0]
-        return lines.malformed(number, f"has an impossible {name}, {row[name]!r}")
-    return lines.malformed(chunk[0][0], "is not a row of this file")
 
 
 def _fits(row: dict[str, Any]) -> bool:

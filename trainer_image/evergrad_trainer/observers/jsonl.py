@@ -105,24 +105,20 @@ class JsonLinesWriter:
         try:
             self._write_waiting()
         except (OSError, VolumeError, RunDirectoryError) as error:
-            self._put_off(error)
-
-    def _put_off(self, error: Exception) -> None:
-        """Try again after a pause that grows; give up where too much waits."""
-        # Memory is for the training: rather an end that is understood than one by the kernel.
-        if self._waiting_bytes > LONGEST_WAITING_BYTES:
-            what = f"{len(self._waiting)} lines wait to be written"
-            remedy = "Free some space, raise the quota, or check the volume's server, and start again"
-            raise VolumeError(
-                str(Problem(str(self._path), what, str(error), remedy))
-            ) from error
-        if not self._pause:
-            _log.warning(
-                "%s: cannot be written: %s; its lines wait in memory", self._path, error
-            )
-        # Twice as long each time: a volume that is away for an hour is asked a hundred times, not thousands.
-        self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
-        self._next_try = self._clock() + self._pause
+            # Memory is for the training: rather an end that is understood than one by the kernel.
+            if self._waiting_bytes > LONGEST_WAITING_BYTES:
+                what = f"{len(self._waiting)} lines wait to be written"
+                remedy = "Free some space, raise the quota, or check the volume's server, and start again"
+                problem = Problem(str(self._path), what, str(error), remedy)
+                raise VolumeError(str(problem)) from error
+            if not self._pause:
+                _log.warning(
+                    "%s: cannot be written: %s; its lines wait in memory", self._path, error
+                )
+            # Twice as long each time: a volume that is away for an hour is asked a hundred times, not
+            # thousands.
+            self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
+            self._next_try = self._clock() + self._pause
 
     def _write_waiting(self) -> None:
         if self._pause:
@@ -133,25 +129,22 @@ class JsonLinesWriter:
         if self._descriptor < 0:
             self._descriptor = self._open()
         while self._waiting:
+            data, written = self._waiting[0], 0
+            try:
+                while written < len(data):
+                    written += os.write(self._descriptor, data[written:])
+            except OSError:
+                # Half a line would join the next one; another process may have appended after it, though.
+                with suppress(OSError):
+                    end = os.lseek(self._descriptor, 0, os.SEEK_CUR)
+                    if written and end == os.fstat(self._descriptor).st_size:
+                        os.ftruncate(self._descriptor, end - written)
+                raise
             # A line leaves the queue once it is written whole: a failure leaves it for the next try.
-            self._append(self._waiting[0])
             self._waiting_bytes -= len(self._waiting.popleft())
         if self._pause:
             _log.warning("%s: is written again", self._path)
             self._pause = 0.0
-
-    def _append(self, data: bytes) -> None:
-        written = 0
-        try:
-            while written < len(data):
-                written += os.write(self._descriptor, data[written:])
-        except OSError:
-            # Half a line would join the next one; another process may have appended after it, though.
-            with suppress(OSError):
-                end = os.lseek(self._descriptor, 0, os.SEEK_CUR)
-                if written and end == os.fstat(self._descriptor).st_size:
-                    os.ftruncate(self._descriptor, end - written)
-            raise
 
     def _close_descriptor(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

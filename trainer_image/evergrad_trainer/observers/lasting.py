@@ -6,6 +6,7 @@ that each holds the same state, whichever rank is lost. On rank 0 they are calle
 transitions, too.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
@@ -23,7 +24,7 @@ class Lasting(Observers):
     """A task's observers as a provider of the state registry.
 
     An observer fails or ends the run by its own ``essential``, in its state as in all else: a failing one
-    keeps the state that it had last.
+    keeps the state that it had last. Its ``listener`` are the run's own observers, on rank 0.
     """
 
     essential = True
@@ -32,8 +33,6 @@ class Lasting(Observers):
         """Names in the checkpoint are those of the classes; of several of one class the second ends with
         ``#2``."""
         super().__init__(observers)
-        self.listener: Observer = BaseObserver()
-        """Hears of a task's observer that is switched off: the run's own observers, on rank 0."""
         self._names: dict[str, Observer] = {}
         self._states: dict[str, Any] = {}
         self._agreed: frozenset[str] = frozenset()
@@ -71,8 +70,18 @@ class Lasting(Observers):
     def values(self) -> Mapping[str, Any]:
         """Return the state of each observer after the last step it was called for, by its name; those without
         one are left out."""
+
+        def keep(name: str, observer: Observer) -> None:
+            # Written and read back at once: what is kept is what a restart would give, without shared
+            # objects.
+            text = json.dumps(observer.state(), allow_nan=False)
+            if len(text) > MAX_STATE_BYTES:
+                limit = f"at most {MAX_STATE_BYTES:,} are kept"
+                raise ValueError(f"its state has {len(text):,} bytes; {limit}")
+            self._states[name] = json.loads(text)
+
         for name, observer in self._names.items():
-            self._ask(observer, lambda one, name=name: self._keep(name, one.state()))  # type: ignore[misc]
+            self._ask(observer, functools.partial(keep, name))
         return {name: state for name, state in self._states.items() if state}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
@@ -85,18 +94,6 @@ class Lasting(Observers):
     def reset(self) -> None:
         """Go back to the state before the first step."""
         self.load_values({})
-
-    def _warn(self, event: Event) -> None:
-        super()._warn(event)
-        self.listener.event(event)
-
-    def _keep(self, name: str, state: Mapping[str, Any]) -> None:
-        # Written and read back at once: what a restart would give is what is kept, without shared objects.
-        text = json.dumps(state, allow_nan=False)
-        if len(text) > MAX_STATE_BYTES:
-            limit = f"at most {MAX_STATE_BYTES:,} are kept"
-            raise ValueError(f"its state has {len(text):,} bytes; {limit}")
-        self._states[name] = json.loads(text)
 
 
 class Together(BaseObserver):

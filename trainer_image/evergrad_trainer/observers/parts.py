@@ -114,7 +114,27 @@ class Part:
             self._claim_before_step(seconds)
             step = saved_step(event) if event.type == EventType.SAVE else event.step
             self.changes.add_save(step, event.generation, seconds)
-        self._add_ending(event)
+        elif event.type in (
+            EventType.STOP,
+            EventType.COMPLETE,
+            EventType.FAILED,
+            EventType.END,
+        ):
+            self._settled = event.time
+            # The first ending counts, and an error's name and message above all: a failure after a stop is
+            # the ending, and an exit code alone says least.
+            fields = event.fields
+            if self.ended == "failed":
+                return
+            if event.type == EventType.STOP:
+                self.ended = str(fields.get("reason", "stop"))
+            elif event.type == EventType.COMPLETE:
+                self.ended = "complete"
+            elif event.type == EventType.FAILED:
+                text = f"{fields.get('error', 'error')}: {fields.get('message', '')}"
+                self.ended, self.detail = "failed", text.rstrip(": ")
+            elif not self.ended:
+                self.ended = f"exit {fields.get('exit_code')}"
 
     def add_world(self, event: Event, *, takes_over: bool) -> None:
         """Open a change of the world: training stands still since the last step or change.
@@ -135,24 +155,6 @@ class Part:
         self.newest, self._settled = event.generation, event.time
         # One of its processes may have ended or failed; the others went on.
         self.ended = self.detail = ""
-
-    def _add_ending(self, event: Event) -> None:
-        """Note how a process ends; what came first counts, and an error's name and message above all."""
-        fields = event.fields
-        if event.type in (EventType.STOP, EventType.COMPLETE, EventType.FAILED, EventType.END):
-            self._settled = event.time
-        if self.ended == "failed":
-            return
-        # A failure after a stop is the ending; an exit code alone says least.
-        if event.type == EventType.STOP:
-            self.ended = str(fields.get("reason", "stop"))
-        elif event.type == EventType.COMPLETE:
-            self.ended = "complete"
-        elif event.type == EventType.FAILED:
-            text = f"{fields.get('error', 'error')}: {fields.get('message', '')}"
-            self.ended, self.detail = "failed", text.rstrip(": ")
-        elif event.type == EventType.END and not self.ended:
-            self.ended = f"exit {fields.get('exit_code')}"
 
     def _claim_before_step(self, seconds: float) -> None:
         """Take ``seconds`` out of the start-up, before the first step."""

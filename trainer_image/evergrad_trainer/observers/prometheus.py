@@ -176,7 +176,15 @@ class PrometheusExporter(BaseObserver):
         self._account.add(event)
         # Counters of what happened; durations and steps of a save come with its event.
         if event.type == EventType.SAVE:
-            self._saved(event)
+            seconds = seconds_of(event, "seconds")
+            blocking = seconds_of(event, "blocking_seconds")
+            # A save that blocked nearly as long as it took was no background save.
+            mode = "sync" if blocking >= 0.9 * seconds else "async"
+            metrics.observe("checkpoint_duration_seconds", seconds, "save", mode)
+            metrics.add("checkpoint_blocking_seconds_total", blocking)
+            metrics.set("checkpoint_size_bytes", seconds_of(event, "bytes"))
+            metrics.set("checkpoint_last_success_timestamp_seconds", event.time)
+            metrics.set("checkpoint_last_step", saved_step(event))
         elif event.type == EventType.SAVE_FAILED:
             metrics.add(
                 "checkpoint_failures_total",
@@ -209,21 +217,6 @@ class PrometheusExporter(BaseObserver):
         elif event.type == EventType.END:
             metrics.set("exit_code", float(event.fields["exit_code"]))
         self._publish()
-
-    def _saved(self, event: Event) -> None:
-        metrics = self._metrics
-        seconds, blocking = seconds_of(event, "seconds"), seconds_of(event, "blocking_seconds")
-        # A save that blocked nearly as long as it took was no background save.
-        metrics.observe(
-            "checkpoint_duration_seconds",
-            seconds,
-            "save",
-            "sync" if blocking >= 0.9 * seconds else "async",
-        )
-        metrics.add("checkpoint_blocking_seconds_total", blocking)
-        metrics.set("checkpoint_size_bytes", seconds_of(event, "bytes"))
-        metrics.set("checkpoint_last_success_timestamp_seconds", event.time)
-        metrics.set("checkpoint_last_step", saved_step(event))
 
     def _publish(self) -> None:
         """Bring the counters up to the accounts of this moment."""

@@ -1,7 +1,6 @@
 """Renders the report as one HTML file that fetches nothing and runs no script."""
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import jinja2
@@ -24,16 +23,7 @@ def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
         }
         for plot in plots
     ]
-    return (
-        _environment()
-        .get_template("report.html.jinja")
-        .render(facts=facts, plots=safe, created=created, version=__version__)
-    )
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -41,3 +31,5 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    template = environment.get_template("report.html.jinja")
+    return template.render(facts=facts, plots=safe, created=created, version=__version__)

@@ -1,6 +1,7 @@
 """The report's tables, as text cells both renderers show. Pure."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,32 +58,21 @@ def checkpoint_table(events: Sequence[Event]) -> Table:
     # Failed saves are listed among the others: the gap they leave is what a reader looks for.
     saves = [event for event in events if event.type in (EventType.SAVE, EventType.SAVE_FAILED)]
     titles = ("Step", "Published (UTC)", "Size", "Took", "Training waited", "")
-    return build_table(
-        titles, [_checkpoint_row(event) for event in saves], numeric=titles[:1] + titles[2:5]
-    )
-
-
-def _checkpoint_row(event: Event) -> tuple[str, ...]:
-    waited = duration(seconds_of(event, "blocking_seconds"))
-    if event.type == EventType.SAVE_FAILED:
-        return (
-            count(event.step),
-            utc(event.time),
-            "–",
-            "–",
-            waited,
-            f"failed: {event.fields.get('reason', 'unknown')}",
+    rows = []
+    for event in saves:
+        num_bytes, took = (
+            size(seconds_of(event, "bytes")),
+            duration(seconds_of(event, "seconds")),
         )
-    took, num_bytes = seconds_of(event, "seconds"), seconds_of(event, "bytes")
-    note = "best so far" if event.fields.get("best") is True else ""
-    return (
-        count(saved_step(event)),
-        utc(event.time),
-        size(num_bytes),
-        duration(took),
-        waited,
-        note,
-    )
+        step, note = saved_step(event), ""
+        if event.type == EventType.SAVE_FAILED:
+            num_bytes, took, step = "–", "–", event.step
+            note = f"failed: {event.fields.get('reason', 'unknown')}"
+        elif event.fields.get("best") is True:
+            note = "best so far"
+        waited = duration(seconds_of(event, "blocking_seconds"))
+        rows.append((count(step), utc(event.time), num_bytes, took, waited, note))
+    return build_table(titles, rows, numeric=titles[:1] + titles[2:5])
 
 
 def restart_table(goodput: Goodput) -> Table:
@@ -201,52 +191,38 @@ def last_evaluations(evaluations: Sequence[EvaluationRecord]) -> list[Evaluation
 def warnings_of(history: History, goodput: Goodput) -> tuple[str, ...]:
     """Collect everything that a reader should not overlook, as sentences."""
     # In the order of the run; what concerns the files as a whole comes last.
-    found = [text for event in history.events if (text := _warning(event)) is not None]
+    found = []
+    for event in history.events:
+        fields, step = event.fields, count(event.step)
+        message, reason = fields.get("message"), fields.get("reason")
+        if event.type == EventType.WARNING:
+            found.append(str(message))
+        elif event.type == EventType.FALLBACK:
+            name = fields.get("checkpoint")
+            found.append(f"checkpoint {name} did not validate and was set aside: {reason}")
+        elif event.type == EventType.SAVE_FAILED:
+            found.append(f"a checkpoint could not be saved at step {step}: {reason}")
+        elif event.type == EventType.SKIPPED:
+            found.append(f"step {step} made no update: {message}")
+        elif event.type == EventType.NON_FINITE:
+            found.append(f"the run stopped after step {step}: {message}")
+        elif event.type == EventType.FAILED:
+            error = fields.get("error")
+            found.append(f"a process failed at step {step} with {error}: {message}")
     non_finite = int(np.count_nonzero(~np.isfinite(history.steps.loss)))
     # Such steps leave gaps in the curve, which are easily overlooked.
     if non_finite:
         found.append(
             f"{count(non_finite)} step{'s' if non_finite > 1 else ''} had a loss that is not a number"
         )
-    return (*_folded(found), *history.notes, *goodput.notes)
-
-
-def _warning(event: Event) -> str | None:
-    fields = event.fields
-    if event.type == EventType.WARNING:
-        return str(fields.get("message"))
-    if event.type == EventType.FALLBACK:
-        return (
-            f"checkpoint {fields.get('checkpoint')} did not validate and was set aside: "
-            f"{fields.get('reason')}"
-        )
-    if event.type == EventType.SAVE_FAILED:
-        return f"a checkpoint could not be saved at step {count(event.step)}: {fields.get('reason')}"
-    if event.type == EventType.SKIPPED:
-        return f"step {count(event.step)} made no update: {fields.get('message')}"
-    if event.type == EventType.NON_FINITE:
-        return f"the run stopped after step {count(event.step)}: {fields.get('message')}"
-    if event.type == EventType.FAILED:
-        return (
-            f"a process failed at step {count(event.step)} with {fields.get('error')}: "
-            f"{fields.get('message')}"
-        )
-    return None
-
-
-def _folded(sentences: Sequence[str]) -> list[str]:
-    """Keep each sentence once, with how often it was said; the newest hundred."""
-    times: dict[str, int] = {}
-    for sentence in sentences:
-        times[sentence] = times.get(sentence, 0) + 1
+    # Each sentence once, with how often it was said.
+    times = Counter(found)
     folded = [
         sentence if number == 1 else f"{sentence} ({number} times)"
         for sentence, number in times.items()
     ]
     # A page of ten thousand warnings would not be read; the newest ones say where the run is.
-    if len(folded) <= _MOST_WARNINGS:
-        return folded
-    return [
-        f"{len(folded) - _MOST_WARNINGS:,} older warnings are in events.jsonl",
-        *folded[-_MOST_WARNINGS:],
-    ]
+    if len(folded) > _MOST_WARNINGS:
+        older = f"{len(folded) - _MOST_WARNINGS:,} older warnings are in events.jsonl"
+        folded = [older, *folded[-_MOST_WARNINGS:]]
+    return (*folded, *history.notes, *goodput.notes)

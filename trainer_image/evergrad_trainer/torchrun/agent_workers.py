@@ -110,8 +110,29 @@ class WorkerWatch:
                 for listed in Path("/proc/self/task").glob("*/children"):
                     children += [int(number) for number in listed.read_text().split()]
             for process in children:
-                if process not in self._seen:
-                    self._try_watch(process)
+                if process in self._seen:
+                    continue
+                # One that has ended since is none of this generation's workers.
+                with contextlib.suppress(OSError, AttributeError):
+                    text = (
+                        Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace")
+                    )
+                    variables = dict(
+                        pair.split("=", 1) for pair in text.split("\0") if "=" in pair
+                    )
+                    # Until it has become the worker's program, a child shows the agent's variables.
+                    is_ours = variables.get("MASTER_PORT") == str(self._port)
+                    if not is_ours or "LOCAL_RANK" not in variables:
+                        continue
+                    # A pidfd is readable at the end, before the agent collects the process, and never means
+                    # another one.
+                    descriptor = os.pidfd_open(process)
+                    self._expected = int(variables["LOCAL_WORLD_SIZE"])
+                    self._seen.add(process)
+                    self._living[descriptor] = (process, variables)
+                    asyncio.get_running_loop().add_reader(
+                        descriptor, self._note_end, descriptor
+                    )
             if 0 < self._expected <= len(self._seen):
                 return
             await asyncio.sleep(_FIND_EVERY_SECONDS)
@@ -122,25 +143,6 @@ class WorkerWatch:
             asyncio.get_running_loop().remove_reader(descriptor)
             os.close(descriptor)
         self._living.clear()
-
-    def _try_watch(self, process: int) -> None:
-        try:
-            text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace")
-        except OSError:
-            return
-        variables = dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
-        # Until it has become the worker's program, a child shows the agent's variables.
-        if variables.get("MASTER_PORT") != str(self._port) or "LOCAL_RANK" not in variables:
-            return
-        try:
-            descriptor = os.pidfd_open(process)
-        except (OSError, AttributeError):
-            return
-        # A pidfd is readable at the end, before the agent collects the process, and never means another one.
-        self._expected = int(variables["LOCAL_WORLD_SIZE"])
-        self._seen.add(process)
-        self._living[descriptor] = (process, variables)
-        asyncio.get_running_loop().add_reader(descriptor, self._note_end, descriptor)
 
     def _note_end(self, descriptor: int) -> None:
         _, variables = self._living.pop(descriptor)

@@ -77,20 +77,15 @@ def close_run(
             flush=True,
         )
     else:
-        _write_report(session)
+        from evergrad_trainer.report.build import write_report
+
+        try:
+            print(f"report: {write_report(session.directory.path).html}", flush=True)
+        except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
+            _log.exception("the report could not be written")
+            hint = f"Try: evergrad report {session.directory.path}"
+            print(f"warning: the report could not be written: {error}. {hint}", file=sys.stderr)
     if not is_saved:
         message = "error: the state of the last steps could not be saved; the newest checkpoint is older"
         print(message, file=sys.stderr)
     return code
-
-
-def _write_report(session: Session) -> None:
-    from evergrad_trainer.report.build import write_report
-
-    try:
-        paths = write_report(session.directory.path)
-        print(f"report: {paths.html}", flush=True)
-    except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
-        _log.exception("the report could not be written")
-        hint = f"Try: evergrad report {session.directory.path}"
-        print(f"warning: the report could not be written: {error}. {hint}", file=sys.stderr)

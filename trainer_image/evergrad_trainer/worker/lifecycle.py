@@ -8,7 +8,7 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.checkpoint.generations import claim_exactly
 from evergrad_trainer.errors import DivergedError, PeerLostError
-from evergrad_trainer.records import EventType, StopReason
+from evergrad_trainer.records import EventType
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.loop import train
 from evergrad_trainer.training.progress import published_step
@@ -126,19 +126,15 @@ class Lifecycle:
         # Collectives, until all ranks agree to leave this world.
         reason = train(self._run)
         if reason != "change":
+            # The ranks of this world have agreed that the run stops.
             self.life.enter(Phase.CLOSING)
-            self._end_run(reason)
-
-    def _end_run(self, reason: StopReason) -> None:
-        """The ranks of this world have agreed that the run stops."""
-        session = self._session
-        # Collective: a rank that failed alone here would leave the others in their last save.
-        is_saved = save_all(self._run)
-        code = close_run(session, self._writer, reason, is_saved=is_saved)
-        self._run.observers = session.observers
-        self._has_ended_run = True
-        step = session.progress.finished_steps
-        self._worlds.agreed_end(session.world, step=step, exit_code=int(code), reason=reason)
+            # Collective: a rank that failed alone here would leave the others in their last save.
+            is_saved = save_all(self._run)
+            code = close_run(session, self._writer, reason, is_saved=is_saved)
+            self._run.observers = session.observers
+            self._has_ended_run = True
+            step = session.progress.finished_steps
+            self._worlds.agreed_end(world, step=step, exit_code=int(code), reason=reason)
 
     def _leave(self, world: World | None, broken_by: EvergradError | None) -> None:
         """Out of the group, whatever has become of it.

@@ -18,7 +18,6 @@ from evergrad.node_messages import (
     CommitAnswer,
     CommitRequest,
     Guard,
-    NodeMessage,
     Report,
     Stopping,
 )
@@ -149,7 +148,22 @@ class NodeStateServer:
                 )
                 return
             while line := await reader.readline():
-                await self._handle(CODEC.decode(line), writer)
+                match CODEC.decode(line):
+                    case Report() as report:
+                        # Its values are read by the listener: one that is no number must not cost the others.
+                        self._on_report(report.values)
+                    case Guard() as guard:
+                        self._guarded[writer] = guard.generation
+                    case Stopping() as stopping:
+                        self._stopped_generation = max(
+                            self._stopped_generation, stopping.generation
+                        )
+                    case CommitRequest() as request:
+                        granted = await self._may_commit(request.generation)
+                        writer.write(CODEC.encode(CommitAnswer(granted)))
+                        await writer.drain()
+                    case CommitAnswer():
+                        raise ValueError("only a node sends an answer")
         except (OSError, ValueError, asyncio.CancelledError) as error:
             # ValueError is a line beyond the limit, or no message: the sender, which may wait for an answer,
             # learns of it by the end of its connection. The loop's end cancels us: nothing is left to do.
@@ -159,19 +173,3 @@ class NodeStateServer:
             self._connections.discard(writer)
             self._guarded.pop(writer, None)
             writer.close()
-
-    async def _handle(self, message: NodeMessage, writer: asyncio.StreamWriter) -> None:
-        match message:
-            case Report():
-                # Its values are read by the listener: one that is no number must not cost the others.
-                self._on_report(message.values)
-            case Guard():
-                self._guarded[writer] = message.generation
-            case Stopping():
-                self._stopped_generation = max(self._stopped_generation, message.generation)
-            case CommitRequest():
-                granted = await self._may_commit(message.generation)
-                writer.write(CODEC.encode(CommitAnswer(granted)))
-                await writer.drain()
-            case CommitAnswer():
-                raise ValueError("only a node sends an answer")

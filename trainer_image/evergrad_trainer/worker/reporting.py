@@ -29,7 +29,19 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
         exc_info=None if isinstance(error, InputError) else error,
     )
     if session is not None:
-        _close_quietly(session, error, code)
+        name = type(error).__name__
+        facts = {"error": name, "message": str(error)[:4000], "exit_code": int(code)}
+        last_calls: tuple[Callable[[], None], ...] = (
+            session.release_events,
+            lambda: session.emit(EventType.FAILED, facts),
+            lambda: session.emit(EventType.END, {"exit_code": int(code)}),
+            session.observers.close,
+        )
+        for call in last_calls:
+            try:
+                call()
+            except Exception:  # noqa: BLE001 - the first error is the one that counts
+                _log.exception("while closing after an error")
     # All ranks have raised it, and one of them speaks for all.
     if is_agreed(error) and rank != 0:
         return code
@@ -78,25 +90,3 @@ def build_last_words(
         is_agreed=is_agreed,
         kind=kind,
     )
-
-
-def _close_quietly(session: Session, error: Exception, code: ExitCode) -> None:
-    """The last events of a failing process; a second failure here must not hide the first."""
-    calls: list[Callable[[], None]] = [
-        session.release_events,
-        lambda: session.emit(
-            EventType.FAILED,
-            {
-                "error": type(error).__name__,
-                "message": str(error)[:4000],
-                "exit_code": int(code),
-            },
-        ),
-        lambda: session.emit(EventType.END, {"exit_code": int(code)}),
-        session.observers.close,
-    ]
-    for call in calls:
-        try:
-            call()
-        except Exception:  # noqa: BLE001 - the first error is the one that counts
-            _log.exception("while closing after an error")

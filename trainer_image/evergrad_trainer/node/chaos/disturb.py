@@ -68,7 +68,19 @@ class Chaos:
                 self._strike(item[1])
             return
         if self._starving is not None:
-            self._await_transfer(self._starving, now)
+            # A group of two forms anew: its members bring each other to one state before they report that
+            # they are up.
+            status = self._recovery.look()
+            if (
+                status is not None
+                and status["generation"] >= self._recovery.needs_generation
+                and status["worldSize"] == 2
+            ):
+                source = Disturbance("kill_source", self._starving.pick)
+                self._todo.append((now + self._starving.seconds, source))
+                self._starving = None
+            elif now - self._recovery.began > PATIENCE_SECONDS:
+                self._starving = None
         elif self._ripe_at is not None:
             if now >= self._ripe_at:
                 self._event, self._ripe_at = next(self._events), None
@@ -128,7 +140,18 @@ class Chaos:
                 self._say(f"kills all nodes at once (pids {', '.join(map(str, pids))})")
                 self._kill_all(set(pids))
             case "starve":
-                self._starve(one)
+                # One of two nodes; then the other, while it hands its state to the first one's successor.
+                alive = self._nodes.alive()
+                index = choose_victim(one.pick, alive, self._recovery.whole)
+                if index is None or len(alive) != 2:
+                    self._say("would starve a newcomer, but not two nodes hold the state")
+                    return
+                self._source = next(pid for other, pid in alive.items() if other != index)
+                self._say(f"kills node {index} (pid {alive[index]})")
+                self._recovery.expect_generation({alive[index]})
+                self._recovery.whole.discard(alive[index])
+                os.kill(alive[index], signal.SIGKILL)
+                self._starving = one
             case "kill_source":
                 self._say(f"kills the only node that holds the state (pid {self._source})")
                 self._kill_all({self._source})
@@ -143,36 +166,6 @@ class Chaos:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._recovery.whole = set()
-
-    def _starve(self, one: Disturbance) -> None:
-        """Kill one of two nodes, and the other while it hands its state to the successor of the first."""
-        alive = self._nodes.alive()
-        index = choose_victim(one.pick, alive, self._recovery.whole)
-        if index is None or len(alive) != 2:
-            self._say(
-                "would starve a newcomer, but there are not two nodes that hold the state"
-            )
-            return
-        self._source = next(pid for other, pid in alive.items() if other != index)
-        self._say(f"kills node {index} (pid {alive[index]})")
-        self._recovery.expect_generation({alive[index]})
-        self._recovery.whole.discard(alive[index])
-        os.kill(alive[index], signal.SIGKILL)
-        self._starving = one
-
-    def _await_transfer(self, one: Disturbance, now: float) -> None:
-        """Wait until a group of two forms anew: its members bring each other to one state before they report
-        that they are up."""
-        status = self._recovery.look()
-        if (
-            status is not None
-            and status["generation"] >= self._recovery.needs_generation
-            and status["worldSize"] == 2
-        ):
-            self._starving = None
-            self._todo.append((now + one.seconds, Disturbance("kill_source", one.pick)))
-        elif now - self._recovery.began > PATIENCE_SECONDS:
-            self._starving = None
 
     def _hit(self, one: Disturbance) -> None:
         """Disturb one node, or one of its workers, without which somebody still holds the state."""
