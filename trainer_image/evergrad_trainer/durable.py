@@ -38,7 +38,12 @@ def write_new(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def replace_durably(path: Path, data: bytes, *, aside: Path | None = None) -> None:
+def replace_durably(
+    path: Path,
+    data: bytes,
+    *,
+    aside: Path | None = None,
+) -> None:
     """Give ``path`` the content ``data``: a reader, or a machine that loses power, sees the old or the new.
 
     ``aside``: directory of the temporary file, on the same file system; by default the one of ``path``.
@@ -57,7 +62,12 @@ def replace_durably(path: Path, data: bytes, *, aside: Path | None = None) -> No
     fsync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any, *, aside: Path | None = None) -> None:
+def write_json(
+    path: Path,
+    value: Any,
+    *,
+    aside: Path | None = None,
+) -> None:
     """Replace ``path`` durably by the JSON text of ``value``; equal values give equal bytes."""
     text = json.dumps(value, separators=(",", ":"), sort_keys=True)
     replace_durably(path, text.encode(), aside=aside)

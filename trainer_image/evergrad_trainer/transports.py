@@ -341,7 +341,11 @@ class AsynchronousTransport:
         self._abort.close()
 
     def _start(
-        self, values: torch.Tensor, call: Callable[[torch.Tensor], object], *, is_input: bool
+        self,
+        values: torch.Tensor,
+        call: Callable[[torch.Tensor], object],
+        *,
+        is_input: bool,
     ) -> "_QueuedWork":
         if self._stream is None:
             self._stream = threading.Thread(

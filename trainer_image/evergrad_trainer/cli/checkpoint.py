@@ -81,7 +81,10 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _add_action(
-    actions: Any, name: str, action: Callable[[argparse.Namespace], int], text: str
+    actions: Any,
+    name: str,
+    action: Callable[[argparse.Namespace], int],
+    text: str,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
     parser.add_argument("run_directory", type=Path, metavar="RUN_DIRECTORY")

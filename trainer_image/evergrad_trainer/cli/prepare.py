@@ -215,7 +215,12 @@ class _Display(Protocol):
 class _Lines:
     """Display that prints a line every few seconds."""
 
-    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stream = stream
         self._clock = clock
         self._printed = clock()

@@ -83,7 +83,12 @@ class FreshWorkers:
         """Nothing to start before a group begins."""
 
     def change(
-        self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False
+        self,
+        order: say.Plan,
+        *,
+        cause: str,
+        detail: str = "",
+        is_only_holder: bool = False,
     ) -> None:
         """Leave the running group: in order if it is whole and its workers know how, at once otherwise.
 

@@ -127,7 +127,12 @@ class _ScriptNode:
             lease_seconds=conversation.lease_seconds,
         )
 
-    def _start(self, local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
+    def _start(
+        self,
+        local_rank: int,
+        serial: int,
+        variables: Mapping[str, str],
+    ) -> Worker:
         # Before the worker runs: it would take the generation that the file still has for its own.
         self._announce()
         script, settings = self._script, self._settings

@@ -30,7 +30,12 @@ class WorkerStarts:
     """The workers that run, by local rank, and those that are to be started at a time of the
     monotonic clock."""
 
-    def __init__(self, start: Callable[[int, int], Worker], *, num_workers: int) -> None:
+    def __init__(
+        self,
+        start: Callable[[int, int], Worker],
+        *,
+        num_workers: int,
+    ) -> None:
         """``start(local_rank, serial)`` starts a process."""
         self._start_process = start
         self._num_workers = num_workers
@@ -120,7 +125,13 @@ class WorkerStarts:
         if self.workers.get(worker.local_rank) is worker:
             del self.workers[worker.local_rank]
 
-    def replace(self, worker: Worker, end: WorkerEnd, *, was_warm: bool) -> NoWorkers | None:
+    def replace(
+        self,
+        worker: Worker,
+        end: WorkerEnd,
+        *,
+        was_warm: bool,
+    ) -> NoWorkers | None:
         """Start another one in its place after a pause; why not, where this host has failed too often."""
         # Before it was warm nothing is known to be wrong with the run; after, the group counts the failure.
         if not was_warm:

@@ -17,7 +17,11 @@ class TaskWatch:
         self._is_closed = False
 
     def begin(
-        self, work: Coroutine[object, object, None], name: str, *, is_endless: bool = False
+        self,
+        work: Coroutine[object, object, None],
+        name: str,
+        *,
+        is_endless: bool = False,
     ) -> None:
         """Run ``work`` beside the others. It has failed, too, if it ends although it is ``is_endless``."""
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -35,7 +35,12 @@ class WorkerGroup(Protocol):
     def is_empty(self) -> bool: ...
     def start(self) -> None: ...
     def change(
-        self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False
+        self,
+        order: say.Plan,
+        *,
+        cause: str,
+        detail: str = "",
+        is_only_holder: bool = False,
     ) -> None: ...
     def begin(self, go: Go) -> None: ...
     def depart(self, generation: int | None, *, save: bool) -> None: ...
@@ -156,7 +161,12 @@ class InProcessWorkers:
         self._starts.start_all()
 
     def change(
-        self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False
+        self,
+        order: say.Plan,
+        *,
+        cause: str,
+        detail: str = "",
+        is_only_holder: bool = False,
     ) -> None:
         """Ask all workers to leave the running group. ``is_only_holder``: no other node holds a state."""
         if order.generation < self._change.generation:

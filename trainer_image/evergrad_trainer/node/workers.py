@@ -125,7 +125,12 @@ class WorkerOrder:
     """Node and local rank, for whoever looks at processes."""
 
 
-def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, str]) -> Worker:
+def start_worker(
+    target: Target,
+    order: WorkerOrder,
+    *,
+    variables: Mapping[str, str],
+) -> Worker:
     """Start one worker; ``variables`` are set in its environment."""
     ours, theirs = channel_pair()
     heartbeat = WorkerHeartbeat()

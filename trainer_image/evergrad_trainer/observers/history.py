@@ -240,7 +240,9 @@ def _evaluation(row: dict[str, Any]) -> EvaluationRecord:
 
 
 def _parsed(
-    path: Path, notes: list[str], parse: Callable[[dict[str, Any]], Row]
+    path: Path,
+    notes: list[str],
+    parse: Callable[[dict[str, Any]], Row],
 ) -> Iterator[Row]:
     lines = JsonLines(path)
     for number, row in lines:

@@ -40,7 +40,11 @@ class ProgressLines(BaseObserver):
     rewritten."""
 
     def __init__(
-        self, stream: TextIO, *, every: int, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO,
+        *,
+        every: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
         self._every = every

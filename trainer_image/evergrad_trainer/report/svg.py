@@ -113,7 +113,13 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def _dress(axes: "Axes", unit: str, across: str, *, columns: int) -> None:
+def _dress(
+    axes: "Axes",
+    unit: str,
+    across: str,
+    *,
+    columns: int,
+) -> None:
     """Set ticks, labels and their formats, alike on all plots."""
     ticker = _matplotlib().ticker
     axes.xaxis.set_major_locator(

@@ -35,7 +35,10 @@ class Table:
 
 
 def build_table(
-    titles: Sequence[str], rows: Sequence[tuple[str, ...]], *, numeric: Sequence[str]
+    titles: Sequence[str],
+    rows: Sequence[tuple[str, ...]],
+    *,
+    numeric: Sequence[str],
 ) -> Table:
     """Build a table, of its first and last rows alone when there are too many to read."""
     left_out = len(rows) - _FIRST_ROWS - _LAST_ROWS

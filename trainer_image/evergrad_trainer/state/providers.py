@@ -14,7 +14,10 @@ class ModuleState:
     """Registers a module's parameters and persistent buffers by their own names; tied weights appear once."""
 
     def __init__(
-        self, module: nn.Module, *, initial: Callable[[], Mapping[str, torch.Tensor]]
+        self,
+        module: nn.Module,
+        *,
+        initial: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         """``initial`` computes the tensors before the first step, by the same names; it may take long."""
         self._module = module

@@ -27,27 +27,14 @@ def hash_state(state: Mapping[str, torch.Tensor]) -> int:
     Reads each tensor once and allocates next to nothing. Not against anybody who means harm.
     """
     names = sorted(state)
-    if not names:
+    sums = [_sum_words(state[name]) for name in names]
+    if not sums:
         return 0
-    # The bits of each tensor as 64-bit words, summed on its device (wrapping); what is left at the end counts
-    # as smaller words.
-    sums = []
-    for name in names:
-        flat = state[name].detach().contiguous().flatten()
-        integers = flat.view(_INTEGERS[flat.element_size()])
-        per_word = _WORD_BYTES // flat.element_size()
-        # A view as words needs an offset that is a multiple of a word.
-        if integers.storage_offset() % per_word:
-            integers = integers.clone()
-        end = integers.numel() - integers.numel() % per_word
-        rest = integers[end:].sum(dtype=torch.int64)
-        sums.append(integers[:end].view(torch.int64).sum() + rest)
     # One transfer from the device for all tensors.
-    total = 0
-    for name, value in zip(names, torch.stack(sums).tolist(), strict=True):
-        # An odd number that belongs to the name, the same in every process.
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        total += value * (int.from_bytes(digest, "little") | 1)
+    total = sum(
+        value * _weight(name)
+        for name, value in zip(names, torch.stack(sums).tolist(), strict=True)
+    )
     return int((total + 2**63) % 2**64) - 2**63
 
 
@@ -151,3 +138,21 @@ def describe_difference(
         f"replicas: {what} differs between ranks; by majority {who}: {why}. Look at that host if "
         "this comes again."
     )
+
+
+def _sum_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the tensor's bits as 64-bit words (wrapping), on its device; what is left at the end counts as
+    smaller ones."""
+    flat = tensor.detach().contiguous().flatten()
+    integers = flat.view(_INTEGERS[flat.element_size()])
+    per_word = _WORD_BYTES // flat.element_size()
+    # A view as words needs an offset that is a multiple of a word.
+    if integers.storage_offset() % per_word:
+        integers = integers.clone()
+    end = integers.numel() - integers.numel() % per_word
+    return integers[:end].view(torch.int64).sum() + integers[end:].sum(dtype=torch.int64)
+
+
+def _weight(name: str) -> int:
+    """An odd number that belongs to a name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1

@@ -118,7 +118,12 @@ def _flatten(piece: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in piece.values()])
 
 
-def _receive(piece: Mapping[str, torch.Tensor], world: World, *, source: int) -> None:
+def _receive(
+    piece: Mapping[str, torch.Tensor],
+    world: World,
+    *,
+    source: int,
+) -> None:
     """Fill the tensors of ``piece`` with what ``source`` sends."""
     sizes = [tensor.numel() for tensor in piece.values()]
     first = next(iter(piece.values()))

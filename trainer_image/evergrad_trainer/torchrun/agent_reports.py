@@ -36,7 +36,12 @@ class WorkerReports:
         """Step of the newest report; -1 before the first."""
         return int(self._values.get("step", -1))
 
-    def take(self, report: Mapping[str, object], *, now: float) -> list[Message]:
+    def take(
+        self,
+        report: Mapping[str, object],
+        *,
+        now: float,
+    ) -> list[Message]:
         """Note a worker's report; only the world's rank 0 counts.
 
         Returns what cannot wait: a new checkpoint.

@@ -87,7 +87,12 @@ def classify(end: SeenEnd, *, world_size: int) -> BreakCause:
 class WorkerWatch:
     """Watches the workers of one generation on the running loop; ``on_end`` is called for each, in order."""
 
-    def __init__(self, *, port: int, on_end: Callable[[SeenEnd], None]) -> None:
+    def __init__(
+        self,
+        *,
+        port: int,
+        on_end: Callable[[SeenEnd], None],
+    ) -> None:
         self._port = port
         self._on_end = on_end
         self._living: dict[int, tuple[int, Mapping[str, str]]] = {}

@@ -107,7 +107,9 @@ def parse_settings(
 
 
 def _find_identity(
-    given: Mapping[str, object], environment: Mapping[str, str], problems: list[str]
+    given: Mapping[str, object],
+    environment: Mapping[str, str],
+    problems: list[str],
 ) -> tuple[str, str]:
     """The node's index and the file of the run's token: from the arguments, else from the environment."""
     node = str(

@@ -79,7 +79,11 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     return is_fresh
 
 
-def _check_frozen(world: World, frozen: list[dict[str, str]], steps: list[int]) -> None:
+def _check_frozen(
+    world: World,
+    frozen: list[dict[str, str]],
+    steps: list[int],
+) -> None:
     """Frozen modules are no part of what is transferred: this rank has built the same ones as those whose
     state it would go on with."""
     newest = max(steps)

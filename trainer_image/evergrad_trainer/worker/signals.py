@@ -22,7 +22,12 @@ class StopCount:
     def __init__(self) -> None:
         self.first_at: float | None = None
 
-    def note(self, number: int, *, now: float) -> Literal["first", "same", "second"]:
+    def note(
+        self,
+        number: int,
+        *,
+        now: float,
+    ) -> Literal["first", "same", "second"]:
         """What a SIGTERM or SIGINT at the monotonic time ``now`` is."""
         if self.first_at is None:
             self.first_at = now

@@ -28,7 +28,14 @@ class Worlds(Protocol):
     def trains(self, world: World, step: int) -> None:
         """All members hold the state after ``step`` and go on from it."""
 
-    def agreed_end(self, world: World, *, step: int, exit_code: int, reason: str) -> None:
+    def agreed_end(
+        self,
+        world: World,
+        *,
+        step: int,
+        exit_code: int,
+        reason: str,
+    ) -> None:
         """The run's end is written down."""
 
     def cut(self) -> None:
@@ -89,7 +96,14 @@ class SupervisedWorlds:
     def trains(self, world: World, step: int) -> None:
         self._channel.send(Up(world.generation, step))
 
-    def agreed_end(self, world: World, *, step: int, exit_code: int, reason: str) -> None:
+    def agreed_end(
+        self,
+        world: World,
+        *,
+        step: int,
+        exit_code: int,
+        reason: str,
+    ) -> None:
         # Only rank 0's report counts; the others wait for the supervisor's order.
         if world.is_main:
             self._channel.send(Result(world.generation, step, exit_code, reason))
@@ -152,7 +166,14 @@ class OnlyWorld:
     def trains(self, world: World, step: int) -> None:
         """Report nothing: the launcher does not wait for it."""
 
-    def agreed_end(self, world: World, *, step: int, exit_code: int, reason: str) -> None:
+    def agreed_end(
+        self,
+        world: World,
+        *,
+        step: int,
+        exit_code: int,
+        reason: str,
+    ) -> None:
         self._exit_code = exit_code
 
     def cut(self) -> None:

@@ -93,7 +93,11 @@ def _draw(source: random.Random, *, delay_seconds: float) -> Disturbance:
     )
 
 
-def choose_victim(pick: float, alive: Mapping[int, int], whole: Set[int]) -> int | None:
+def choose_victim(
+    pick: float,
+    alive: Mapping[int, int],
+    whole: Set[int],
+) -> int | None:
     """Index of a node that may be disturbed: without it somebody still holds the newest state. None if there
     is none.
 
