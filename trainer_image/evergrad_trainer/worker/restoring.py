@@ -5,8 +5,6 @@ from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError
-from evergrad_trainer.models.compilation import should_compile
-from evergrad_trainer.models.compile_cache import load_compiled
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.resume import compare_models
 from evergrad_trainer.state.registry import (
@@ -21,21 +19,15 @@ from evergrad_trainer.state.registry import (
     Values,
     from_extra,
 )
-from evergrad_trainer.training.build import Machinery, build_machinery
+from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.calls import enter_first
 from evergrad_trainer.worker.session import Session
 
 
-def build_state(session: Session, *, with_weights: bool) -> Machinery:
-    """Build what holds the run's state and register all of it; ``with_weights=False`` when a checkpoint
-    follows."""
-    plan, device = session.plan, session.world.device
-    # Before anything is compiled.
-    if should_compile(plan.run.training.runtime, device):
-        session.compiled_bytes = load_compiled(session.directory.compiled, device)
-    machinery = build_machinery(
-        plan.run.training, session.opened, plan.model, session.world, with_weights=with_weights
-    )
+def register_state(session: Session, machinery: Machinery) -> None:
+    """Register all of the run's state that is no tensor of ``machinery``: what is loaded, and what must
+    agree."""
+    plan = session.plan
     machinery.registry.register(COUNTERS, session.progress)
     cursor = Agreement(
         value=lambda: session.data.train.cursor(session.progress.finished_steps),
@@ -57,7 +49,6 @@ def build_state(session: Session, *, with_weights: bool) -> Machinery:
     machinery.registry.register(TASK, task)
     recipe = session.identity.recipe
     machinery.registry.register(RECIPE, Agreement(value=lambda: recipe))
-    return machinery
 
 
 def restore(

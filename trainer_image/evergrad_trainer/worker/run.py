@@ -18,10 +18,13 @@ from evergrad_trainer.distributed import (
     with_generation,
 )
 from evergrad_trainer.errors import is_agreed
+from evergrad_trainer.models.compilation import should_compile
+from evergrad_trainer.models.compile_cache import load_compiled
 from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.observers.logs import setup_logging
 from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.training.build import Machinery, build_machinery
 from evergrad_trainer.transports import choose_transport
 from evergrad_trainer.worker.channel import Channel, Failed, Warm
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
@@ -34,7 +37,7 @@ from evergrad_trainer.worker.opening import (
     open_plan,
 )
 from evergrad_trainer.worker.reporting import build_last_words, report_failure
-from evergrad_trainer.worker.restoring import build_state
+from evergrad_trainer.worker.restoring import register_state
 from evergrad_trainer.worker.session import Session, SessionPlan
 from evergrad_trainer.worker.signals import StopSignals
 from evergrad_trainer.worker.watchdog import Watchdog
@@ -148,6 +151,20 @@ def _live_in_world(session: Session, relay: Observer | None) -> int:
         checkpoints.abandon()
         raise
     return end.exit_code
+
+
+def build_state(session: Session, *, with_weights: bool) -> Machinery:
+    """Build what holds the run's state and register all of it; ``with_weights=False`` when a checkpoint
+    follows."""
+    plan, device = session.plan, session.world.device
+    # Before anything is compiled.
+    if should_compile(plan.run.training.runtime, device):
+        session.compiled_bytes = load_compiled(session.directory.compiled, device)
+    machinery = build_machinery(
+        plan.run.training, session.opened, plan.model, session.world, with_weights=with_weights
+    )
+    register_state(session, machinery)
+    return machinery
 
 
 def run_worker(

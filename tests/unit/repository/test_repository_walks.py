@@ -1,0 +1,41 @@
+"""The walks in CONTRIBUTING.md: each file is there, and so is what is called in it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[3]
+_SECTION = (_ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Five walks")[2]
+_WALKS = {
+    title.strip(): [tuple(line.split(maxsplit=1)) for line in block.strip().splitlines()]
+    for title, block in re.findall(
+        r"^### ([^\n]+)\n.*?^```\n(.*?)^```$",
+        _SECTION.partition("\n## ")[0],
+        re.MULTILINE | re.DOTALL,
+    )
+}
+
+
+def test_there_are_five_walks_and_none_passes_a_file_twice() -> None:
+    assert len(_WALKS) == 5
+    for steps in _WALKS.values():
+        files = [file for file, _ in steps]
+        assert len(files) == len(set(files))
+
+
+@pytest.mark.parametrize("title", _WALKS)
+def test_each_file_of_a_walk_exists_and_defines_what_is_called_in_it(title: str) -> None:
+    for file, names in _WALKS[title]:
+        defined = {
+            node.name
+            for node in ast.walk(ast.parse((_ROOT / file).read_text("utf-8")))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        }
+        assert set(names.split(", ")) <= defined, file
+
+
+def test_a_file_goes_from_the_command_to_the_optimizer_through_twelve_files_at_most() -> None:
+    (steps,) = [steps for title, steps in _WALKS.items() if title.endswith("its optimizer")]
+    assert len(steps) <= 12
