@@ -29,13 +29,13 @@ class Departure:
         conversation: Conversation,
         *,
         worker_group: Callable[[], WorkerGroup],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         grace_seconds: float,
     ) -> None:
-        """``say``: logs a line about the node. ``grace_seconds``: from the request to leaving on its own."""
+        """``log``: writes a line. ``grace_seconds``: from the request to leaving on its own."""
         self._conversation = conversation
         self._workers = worker_group
-        self._say = say
+        self._log = log
         self._grace_seconds = grace_seconds
         self._since: float | None = None
         self.is_alone = False
@@ -51,7 +51,7 @@ class Departure:
         # Without a coordinator and without a group nobody can plan anything for this node.
         if not self._conversation.send(Leaving()) and self._workers().place is None:
             self._workers().depart(None, save=True)
-        self._say("was asked to leave")
+        self._log("was asked to leave")
 
     def tick(self, away_seconds: float) -> None:
         """Leave alone where no plan has come in time. ``away_seconds``: since the last contact."""

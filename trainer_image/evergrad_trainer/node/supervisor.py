@@ -110,7 +110,7 @@ class Supervisor:
         self._departure = Departure(
             self.conversation,
             worker_group=lambda: self._workers,
-            say=self._say,
+            log=self._say,
             grace_seconds=settings.grace_seconds,
         )
         self.is_draining = False

@@ -117,27 +117,28 @@ class WorkerWatch:
             for process in children:
                 if process in self._seen:
                     continue
-                # One that has ended since is none of this generation's workers.
-                with contextlib.suppress(OSError, AttributeError):
-                    text = (
-                        Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace")
-                    )
-                    variables = dict(
-                        pair.split("=", 1) for pair in text.split("\0") if "=" in pair
-                    )
-                    # Until it has become the worker's program, a child shows the agent's variables.
-                    is_ours = variables.get("MASTER_PORT") == str(self._port)
-                    if not is_ours or "LOCAL_RANK" not in variables:
-                        continue
-                    # A pidfd is readable at the end, before the agent collects the process, and never means
-                    # another one.
+                # One that has ended since is no worker of this generation.
+                try:
+                    data = Path(f"/proc/{process}/environ").read_bytes()
+                except OSError:
+                    continue
+                pairs = data.decode(errors="replace").split("\0")
+                variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+                # Until it has become the worker's program, a child shows the agent's variables.
+                is_ours = variables.get("MASTER_PORT") == str(self._port)
+                if not is_ours or "LOCAL_RANK" not in variables:
+                    continue
+                try:
                     descriptor = os.pidfd_open(process)
-                    self._expected = int(variables["LOCAL_WORLD_SIZE"])
-                    self._seen.add(process)
-                    self._living[descriptor] = (process, variables)
-                    asyncio.get_running_loop().add_reader(
-                        descriptor, self._note_end, descriptor
-                    )
+                except (OSError, AttributeError):
+                    continue
+                # A pidfd is readable at the end, before the agent collects the process, and never means
+                # another one.
+                self._expected = int(variables["LOCAL_WORLD_SIZE"])
+                self._seen.add(process)
+                self._living[descriptor] = (process, variables)
+                loop = asyncio.get_running_loop()
+                loop.add_reader(descriptor, self._note_end, descriptor)
             if 0 < self._expected <= len(self._seen):
                 return
             await asyncio.sleep(_FIND_EVERY_SECONDS)
