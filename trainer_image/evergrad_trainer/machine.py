@@ -48,13 +48,8 @@ def observe_machine(
 def usable_memory_bytes() -> int | None:
     """Memory that a process may use here, in bytes; None where it cannot be known."""
     # In a container the machine's memory says little: the smallest of all limits is what kills a process.
-    limits: list[int] = []
-    # What new processes could have without swapping, where Linux says so.
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            key, _, value = line.partition(":")
-            if key == "MemAvailable":
-                limits.append(int(value.split()[0]) * 1024)
+    available = _available_memory()
+    limits = [] if available is None else [available]
     for path in _CGROUP_LIMITS:
         with contextlib.suppress(OSError):
             text = path.read_text(encoding="ascii").strip()
@@ -78,6 +73,16 @@ def free_bytes(path: Path) -> int:
     """Free space of the file system that holds ``path`` or its nearest existing parent."""
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
+
+
+def _available_memory() -> int | None:
+    """Return the bytes that new processes could have without swapping; None where Linux does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    facts = {key: value for key, _, value in (line.partition(":") for line in lines)}
+    return int(facts["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in facts else None
 
 
 def process_start_time() -> float:

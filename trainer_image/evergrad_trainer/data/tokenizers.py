@@ -132,7 +132,16 @@ class ByteTokenizer:
     def save_pretrained(self, directory: Path) -> None:
         """A BPE without merges over GPT-2's printable names of the 256 bytes."""
         # The ids of the bytes are the bytes; the end of a document gets the next free id, which is 256.
-        names = {name: byte for byte, name in _byte_names().items()}
+        # The names are part of a published format (GPT-2's ``bytes_to_unicode``), which other tools read: a
+        # byte that can be printed stands for itself, and the others for the next characters after those.
+        printable = {
+            *range(ord("!"), ord("~") + 1),
+            *range(ord("¡"), ord("¬") + 1),
+            *range(ord("®"), ord("ÿ") + 1),
+        }
+        others = [byte for byte in range(256) if byte not in printable]
+        names = {chr(byte): byte for byte in printable}
+        names |= {chr(256 + place): byte for place, byte in enumerate(others)}
         backend = Backend(models.BPE(vocab=names, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(
             add_prefix_space=False, use_regex=False
@@ -157,21 +166,6 @@ def _utf8(texts: Sequence[str]) -> list[bytes]:
         return [text.encode() for text in texts]
     except UnicodeEncodeError:
         return [replace_lone_surrogates(text).encode() for text in texts]
-
-
-def _byte_names() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's
-    ``bytes_to_unicode``)."""
-    # Part of a published format: other tools read the vocabularies that are written with these names.
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + place) for place, byte in enumerate(others)
-    }
 
 
 class BackendTokenizer:

@@ -32,10 +32,26 @@ def run_script_node(
 ) -> int:
     """Be a node of a script's run until it is over; returns the exit code."""
     metrics = build_metrics(script.metrics, settings)
+
+    async def serve_script() -> int:
+        reason = can_fork()
+        if reason is not None:
+            _log.warning("workers are started cold: %s", reason)
+        with tempfile.TemporaryDirectory(prefix="evergrad-node-") as folder:
+            node = _ScriptNode(
+                script, base_directory, settings, metrics, Path(folder), is_warm=reason is None
+            )
+            worker_group = node.build_worker_group(num_workers)
+
+            # Workers look for the state file and the socket as soon as they are started.
+            await node.node_state.start()
+            try:
+                return await serve(node.supervisor, worker_group, settings)
+            finally:
+                await node.node_state.close()
+
     with speaking_as(settings.node):
-        return asyncio.run(
-            _serve_script(script, base_directory, settings, metrics, num_workers=num_workers)
-        )
+        return asyncio.run(serve_script())
 
 
 def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
@@ -49,31 +65,6 @@ def stop_seconds(grace_seconds: float) -> float:
     """How long a script that was asked to stop may still work: it leaves by itself a moment before its node
     would kill it."""
     return grace_seconds - min(_MARGIN_SECONDS, grace_seconds / 10)
-
-
-async def _serve_script(
-    script: Script,
-    base_directory: Path,
-    settings: NodeSettings,
-    metrics: NodeMetrics,
-    *,
-    num_workers: int,
-) -> int:
-    reason = can_fork()
-    if reason is not None:
-        _log.warning("workers are started cold: %s", reason)
-    with tempfile.TemporaryDirectory(prefix="evergrad-node-") as folder:
-        node = _ScriptNode(
-            script, base_directory, settings, metrics, Path(folder), is_warm=reason is None
-        )
-        worker_group = node.build_worker_group(num_workers)
-
-        # Workers look for the state file and the socket as soon as they are started.
-        await node.node_state.start()
-        try:
-            return await serve(node.supervisor, worker_group, settings)
-        finally:
-            await node.node_state.close()
 
 
 class _ScriptNode:

@@ -88,6 +88,8 @@ def describe_event(event: Event) -> str | None:
     saved = (
         size(num_bytes).replace(" ", "") if isinstance(num_bytes, int | float) else "unknown"
     )
+    before, paused = fields.get("from_world_size"), fields.get("paused_seconds")
+    cause = fields.get("detail") or fields.get("cause")
     line = {
         EventType.SAVE: lambda: (
             f"step={saved_step(event)} seconds={_get(fields, 'seconds')} size={saved}"
@@ -111,7 +113,15 @@ def describe_event(event: Event) -> str | None:
         EventType.WARNING: lambda: str(fields.get("message")),
         EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
         EventType.NON_FINITE: lambda: f"step={event.step + 1} message={fields.get('message')}",
-        EventType.WORLD: lambda: _describe_world(fields),
+        # What is unknown of a change is left out.
+        EventType.WORLD: lambda: " ".join(
+            (
+                f"size={fields.get('world_size')}",
+                "" if before is None else f"from={before}",
+                f"cause={json.dumps(cause, ensure_ascii=False)}" if cause else "",
+                f"paused={paused:.2f}s" if isinstance(paused, int | float) else "",
+            )
+        ),
         EventType.STOP: lambda: (
             f"step={event.step} reason={fields.get('reason')} saved={str(fields.get('saved')).lower()}"
         ),
@@ -146,22 +156,6 @@ def changes_of(event: Event) -> list[FieldChange]:
         for one in (changes if isinstance(changes, list) else ())
         if isinstance(one, dict)
     ]
-
-
-def _describe_world(fields: dict[str, object]) -> str:
-    """``size=2 from=3 cause="node 0 lost" paused=0.12s``, without what is unknown."""
-    size, before, paused = (
-        fields.get(key) for key in ("world_size", "from_world_size", "paused_seconds")
-    )
-    cause = fields.get("detail") or fields.get("cause")
-    parts = [f"size={size}"]
-    if before is not None:
-        parts.append(f"from={before}")
-    if cause:
-        parts.append(f"cause={json.dumps(cause, ensure_ascii=False)}")
-    if isinstance(paused, int | float):
-        parts.append(f"paused={paused:.2f}s")
-    return " ".join(parts)
 
 
 def _get(fields: dict[str, object], key: str) -> str:
