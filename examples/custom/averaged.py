@@ -10,7 +10,16 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from evergrad_trainer.recipes.pretrain import Pretrain
-from evergrad_trainer.task import Evaluator, Loss, Modules, Prepared, Section, Stage, Tensors
+from evergrad_trainer.task import (
+    Evaluator,
+    Loss,
+    Modules,
+    Prepared,
+    Section,
+    Stage,
+    Tensors,
+    full_tensor,
+)
 
 
 class Options(Section):
@@ -32,11 +41,11 @@ class Averaged(Pretrain):
 
     def enter(self, modules: Modules, stage: Stage) -> None:
         for name, weight in modules.trained["model"].named_parameters():
-            modules.kept[name].copy_(weight)
+            modules.kept[name].copy_(full_tensor(weight))
 
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
         for name, weight in modules.trained["model"].named_parameters():
-            modules.kept[name].lerp_(weight, 1 - self.setup.options.decay)
+            modules.kept[name].lerp_(full_tensor(weight), 1 - self.setup.options.decay)
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         output = modules.trained["model"](input_ids=batch["input_ids"])

@@ -6,7 +6,7 @@ checkpoints, resumption, changes of the world. Each method is called on every ra
 but for :meth:`Task.loss`, whose batches the ranks share.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -38,6 +38,7 @@ __all__ = [
     "Task",
     "Tensors",
     "Wish",
+    "full_tensor",
 ]
 
 Tensors = Mapping[str, Tensor]
@@ -75,17 +76,22 @@ class Modules:
     makes them again in :meth:`Task.build`, and a checkpoint holds their hashes, so that a run goes on with the
     same ones only. ``kept``: further tensors that are saved and given to newcomers (snapshots, averages);
     changed in place, and only where all ranks do so alike: in :meth:`Task.enter` and
-    :meth:`Task.after_update`. ``blocks``: parts of the trained modules to compile, checkpoint and shard one by
-    one; empty: the longest ModuleList.
+    :meth:`Task.after_update`. ``blocks``: parts of the modules to compile, checkpoint and shard one by one; a
+    module without any has the modules of its longest ModuleList. ``replicated``: frozen modules that no process
+    holds a part of.
 
     The names of trained modules have no dots and are none of the state's own, such as ``optimizer``.
-    ``parallelism: fsdp2`` takes one trained module, named "model", and no kept tensors.
+
+    ``parallelism: fsdp2`` cuts each trained module, and each frozen one of 64 MiB or more that is not in
+    ``replicated``. A module that is cut is whole while it is called; outside of its call each rank holds a part
+    of its weights: see :func:`full_tensor`. Kept tensors are whole on every rank.
     """
 
     trained: dict[str, nn.Module]
     frozen: dict[str, nn.Module] = field(default_factory=dict)
     kept: dict[str, Tensor] = field(default_factory=dict)
     blocks: Sequence[nn.Module] = ()
+    replicated: Collection[str] = ()
 
     def root(self) -> nn.Module:
         """All trained modules as one: what is optimised and saved.
@@ -95,6 +101,17 @@ class Modules:
         if list(self.trained) == ["model"]:
             return self.trained["model"]
         return nn.ModuleDict(self.trained)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a module's weight, to be read in :meth:`Task.enter` and :meth:`Task.after_update`.
+
+    Under ``parallelism: fsdp2`` it is gathered, so that all ranks call this for the same weights in the same
+    order; elsewhere it is ``tensor`` itself.
+    """
+    # Not by its type, whose import takes a second that a file which is only checked should not wait for.
+    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 @dataclass(frozen=True)
@@ -166,5 +183,6 @@ class Task(Protocol):
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
         """Change kept tensors after an update.
 
-        ``metrics``: the step's, the same on every rank. No collectives; random numbers as in :meth:`enter`.
+        ``metrics``: the step's, the same on every rank. No collectives but :func:`full_tensor`; random numbers
+        as in :meth:`enter`.
         """

@@ -54,6 +54,31 @@ def scale(tensors: list[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def has_foreign_weights(module: Any) -> bool:
+    """Whether one of the weights that FSDP2 has cut for ``module`` has another in its place.
+
+    FSDP2 puts its own there when the module is called, without a word. No public name tells them apart.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for managed in group.fsdp_params:
+            place = managed._module_info
+            current = place.module._parameters.get(place.param_name)
+            whole = getattr(managed, "_unsharded_param", None)
+            if current is not managed.sharded_param and current is not whole:
+                return True
+    return False
+
+
+def forget_passes(module: Any) -> None:
+    """Drop what FSDP2 remembers of passes that no backward pass has followed: a list that would grow.
+
+    Nothing is done for the parts of a module, nor for one that was not called yet, of which torch's public
+    name for it knows nothing.
+    """
+    if module._get_fsdp_state()._is_root:
+        module.reset_iter_state()
+
+
 def attention_backend(query: torch.Tensor, key: torch.Tensor) -> str:
     """Name the backend of causal attention that torch takes for these tensors, [1, heads, tokens, size].
 

@@ -242,3 +242,5 @@ def test_the_bytes_of_weights_that_were_read_are_reported(
     monkeypatch.setattr(MOVED, "_on_moved", read.append)
     load_directory(tmp_path / "weights", torch.bfloat16)
     assert sum(read) == 2 * sum(parameter.numel() for parameter in made.parameters())
+    # One by one, while they are read: a long load is not taken for a hang.
+    assert len(read) > len(list(made.parameters()))

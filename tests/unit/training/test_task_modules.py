@@ -10,11 +10,18 @@ from torch import nn
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.errors import HostError, TaskInputError
+from evergrad_trainer.models import parallel
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.calls import build_finish
-from evergrad_trainer.training.modules import check_modules, hash_frozen, module_problems
+from evergrad_trainer.training.frozen import compare_frozen, hash_frozen
+from evergrad_trainer.training.modules import (
+    check_modules,
+    module_problems,
+    plan_cuts,
+    trained_blocks,
+)
 from evergrad_trainer.training.step_parts import StepOutcome
 from evergrad_trainer.worker.settling import _check_frozen
 from evergrad_trainer.world import World
@@ -64,12 +71,48 @@ def test_a_parameter_cannot_be_trained_and_frozen() -> None:
     assert "as trained and as frozen" in problem.what
 
 
+class Tied(nn.Module):
+    """Two blocks that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([linear(), linear()])
+        self.blocks[1].weight = self.blocks[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+class Scalar(nn.Linear):
+    """A weight and a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+
+class Mixed(nn.Linear):
+    """Weights of two types."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.extra = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+
+
+def sharing() -> Modules:
+    encoder, head = linear(), linear()
+    head.weight = encoder.weight
+    return Modules({"encoder": encoder, "head": head})
+
+
 @pytest.mark.parametrize(
     ("modules", "words"),
     [
-        (Modules({"encoder": linear(), "head": linear()}), "trained modules encoder, head"),
-        (Modules({"encoder": linear()}), "trained modules encoder"),
-        (Modules({"model": linear()}, kept={"mean": torch.zeros(2)}), "kept tensors mean"),
+        (sharing(), "shared parameter encoder.weight: it is also head.weight"),
+        (Modules({"model": Tied()}), "blocks.0.weight: it is also model.blocks.1.weight"),
+        (Modules({"parts": nn.ModuleList([linear()])}), "the module parts: its weights are"),
+        (Modules({"head": Scalar()}), "the parameter head.temperature: it has no dimension"),
+        (Modules({"head": Mixed()}), "have the types bfloat16, float32"),
     ],
 )
 def test_what_fsdp2_cannot_cut_is_refused_in_a_world_of_any_size(
@@ -77,11 +120,45 @@ def test_what_fsdp2_cannot_cut_is_refused_in_a_world_of_any_size(
 ) -> None:
     assert module_problems(modules, PLAIN) == []
     (problem,) = module_problems(modules, SHARDED)
-    assert problem.path == "spec.training.runtime.parallelism" and words in problem.what
+    assert problem.path == "spec.training.runtime.parallelism" and words in str(problem)
     assert PLAIN.runtime.parallelism == "dataParallel"
     assert "parallelism: dataParallel; a run goes on from its checkpoints with it" in str(
         problem
     )
+
+
+def test_fsdp2_takes_several_trained_modules_and_kept_tensors() -> None:
+    modules = Modules({"encoder": linear(), "head": linear()}, kept={"mean": torch.zeros(2)})
+    assert module_problems(modules, SHARDED) == []
+    assert list(plan_cuts(modules)) == ["encoder", "head"]
+
+
+def test_a_large_frozen_module_is_cut_unless_the_task_wants_it_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parallel, "LARGE_BYTES", 24)
+    frozen = {"large": linear(), "small": nn.Linear(1, 1), "parts": nn.ModuleList([linear()])}
+    modules = Modules({"model": linear()}, frozen)
+    (problem,) = module_problems(modules, SHARDED)
+    assert "the module frozen.parts" in problem.what
+    assert "name the frozen module in Modules.replicated" in problem.remedy
+    modules.replicated = ["parts"]
+    assert module_problems(modules, SHARDED) == []
+    assert list(plan_cuts(modules)) == ["model", "frozen.large"]
+    modules.replicated = ["model"]
+    (problem,) = module_problems(modules, PLAIN)
+    assert "Modules.replicated names model" in problem.what
+
+
+def test_each_trained_module_has_its_own_blocks() -> None:
+    encoder, decoder, named = Tied(), Tied(), Tied()
+    modules = Modules(
+        {"encoder": encoder, "decoder": decoder, "named": named}, blocks=[named.blocks[1]]
+    )
+    assert trained_blocks(modules) == [*encoder.blocks, *decoder.blocks, named.blocks[1]]
+    cuts = plan_cuts(modules)
+    assert cuts["decoder"].units() == [*decoder.blocks, decoder]
+    assert cuts["named"].units() == [named.blocks[1], named]
 
 
 def test_a_frozen_module_that_changes_is_an_error_of_the_task() -> None:
@@ -108,6 +185,24 @@ def test_the_hash_of_a_frozen_module_depends_on_all_its_bits() -> None:
     with torch.no_grad():
         next(module.parameters())[1, 1] += 1e-6
     assert before != hash_frozen(Modules({}, {"teacher": module}))
+
+
+def test_a_frozen_module_that_changes_on_one_rank_alone_is_trouble_of_its_host() -> None:
+    modules = Modules({"model": linear()}, {"teacher": linear()})
+    built = hash_frozen(modules)
+
+    def compare(other: int) -> None:
+        # The other rank says how many frozen modules have changed there.
+        world = SimpleNamespace(gather_integers=lambda value: [value, other])
+        compare_frozen(modules, built, cast(World, world), code=Code(None))
+
+    compare(0)
+    compare(1)
+    next(modules.frozen["teacher"].parameters()).data[0, 0] += 1
+    with pytest.raises(HostError, match="the frozen modules teacher have changed"):
+        compare(0)
+    with pytest.raises(TaskInputError, match=r"Keep what changes as tensors in Modules\.kept"):
+        compare(1)
 
 
 def test_a_host_with_another_frozen_module_leaves_the_others_alone() -> None:

@@ -147,6 +147,15 @@ def test_the_rank_whose_part_of_a_replica_differs_is_named() -> None:
         compare_states(state, Ranks(3, own, 4), step=7, shards=2)  # type: ignore[arg-type]
 
 
+def test_what_every_rank_holds_is_compared_with_all_of_them_also_beside_shards() -> None:
+    state = make_state()
+    name = sorted(state)[0]
+    own = hash_state({name: state[name]})
+    compare_states(state, Ranks(own, own), step=7, shards=3, replicated=[name])  # type: ignore[arg-type]
+    with pytest.raises(DivergedError, match="by majority that of rank 1 is wrong"):
+        compare_states(state, Ranks(own + 1, own), step=7, shards=3, replicated=[name])  # type: ignore[arg-type]
+
+
 def test_a_rank_that_was_fed_is_compared_with_its_source_alone() -> None:
     """Where replicas are not compared, since hosts of different kinds may differ by rounding."""
     state = make_state()

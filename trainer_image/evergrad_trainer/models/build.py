@@ -3,7 +3,8 @@ remote code."""
 
 import difflib
 import json
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -269,16 +270,17 @@ def load_directory(
     disable_progress_bar()
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, info = load(
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with _watch_reading() as read:
+            model, info = load(
+                directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except Exception as error:
         raise ModelError(
             Problem(
@@ -299,9 +301,37 @@ def load_directory(
             )
         )
     loaded: PreTrainedModel = model
-    # In one piece: transformers does not say how far it is.
-    MOVED.note(sum(one.numel() * one.element_size() for one in loaded.parameters()))
+    # Those that were not noted while they were read.
+    num_bytes = sum(one.numel() * one.element_size() for one in loaded.parameters())
+    MOVED.note(max(0, num_bytes - sum(read)))
     return loaded
+
+
+@contextmanager
+def _watch_reading() -> Iterator[list[int]]:
+    """Note one byte for each weight that transformers has read: it says no more than that one is there.
+
+    It shows a progress bar, whose items are the weights, and lets others make the bar. One that shows none
+    notes nothing here. Yields what was noted.
+    """
+    from transformers.utils import logging
+
+    noted: list[int] = []
+
+    def note_each(items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            yield item
+            noted.append(1)
+            MOVED.note(1)
+
+    def make_bar(factory: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return factory(note_each(args[0]), *args[1:], **kwargs) if args else factory(**kwargs)
+
+    before = logging.set_tqdm_hook(make_bar)
+    try:
+        yield noted
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def _unknown(path: str, name: str, known: list[str], why: str) -> Problem:

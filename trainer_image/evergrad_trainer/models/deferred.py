@@ -7,7 +7,7 @@ generator's numbers are the same ones; a process holds one whole tensor at a tim
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,8 +95,16 @@ class DeferredModel:
         # As they are before sharding replaces them.
         self._names = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
 
-    def materialise(self, device: torch.device) -> None:
-        """Give the parameters, sharded by now or not, memory on ``device`` and their values."""
+    def materialise(
+        self,
+        device: torch.device,
+        *,
+        on_whole: Callable[[nn.Parameter, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Give the parameters, sharded by now or not, memory on ``device`` and their values.
+
+        ``on_whole`` is given each parameter with its whole value, which no process holds later.
+        """
         made: dict[int, nn.Parameter] = {}
         with torch.no_grad():
             # Memory first, for all parameters: values are made in an order that is not that of the modules.
@@ -117,6 +125,8 @@ class DeferredModel:
             for name, whole in self.weights or ():
                 target = parameters[name]
                 values = whole.to(device, target.dtype)
+                if on_whole is not None:
+                    on_whole(target, values)
                 if isinstance(target, DTensor):
                     # Without a source rank each one cuts its own copy, and nothing is sent.
                     mesh, cut = target.device_mesh, target.placements
@@ -189,7 +199,8 @@ def defer_model(
 ) -> DeferredModel | None:
     """The planned model without memory for its weights; None where their values cannot be made one by one.
 
-    ``with_weights=False`` is for a checkpoint that is loaded over them.
+    ``with_weights=False`` is for a checkpoint that is loaded over them: then a model whose values cannot be
+    made will do, and its ``weights`` are None.
     """
     if plan.config is None:
         return None
@@ -211,13 +222,12 @@ def defer_model(
     model.config.use_cache = False
     model.train()
     deferred = DeferredModel(model, recorder.fills, seed)
-    if with_weights:
-        directory = plan.weights
-        deferred.weights = (
-            deferred.initial_weights()
-            if directory is None
-            else deferred.stored_weights(directory)
-        )
+    # Nothing is made or read before somebody asks for the first one.
+    deferred.weights = (
+        deferred.initial_weights()
+        if plan.weights is None
+        else deferred.stored_weights(plan.weights)
+    )
     return None if with_weights and deferred.weights is None else deferred
 
 

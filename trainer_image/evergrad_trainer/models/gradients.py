@@ -6,7 +6,7 @@ change between two steps. ``begin`` → for each slot: ``before_backward``, back
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -265,10 +265,12 @@ class ShardedSum:
     Holding sums back until the last slot would send less, and keep the whole model's gradients on every rank.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, free: Callable[[], None]) -> None:
+        """``free`` frees what a slot has left gathered."""
         self._parameters = tuple(
             parameter for parameter in model.parameters() if parameter.requires_grad
         )
+        self._free = free
 
     def begin(self, world: World) -> None:
         for parameter in self._parameters:
@@ -278,7 +280,9 @@ class ShardedSum:
         """Nothing to prepare: every slot is reduced."""
 
     def after_backward(self) -> None:
-        """Nothing to do: FSDP2 has added the slot's sum over ranks to the sharded gradients."""
+        # FSDP2 has added the slot's sum over ranks to the sharded gradients, and freed the modules that the
+        # backward pass has come through. Others would stay as they are now, through all updates to come.
+        self._free()
 
     def finish(self) -> None:
         # FSDP2 has waited for its reductions at the end of the backward pass.

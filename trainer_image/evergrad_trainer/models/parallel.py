@@ -1,9 +1,10 @@
 """Sharding by FSDP2, and the choice of how gradients are summed."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,17 @@ from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
+from evergrad_trainer import torch_private
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, ShardedSum
 from evergrad_trainer.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+LARGE_BYTES: Final = 64 * 2**20
+"""Weights from which on a frozen module is cut: less is no burden for a process, and gathering it in every
+pass would cost more than it saves."""
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
@@ -35,18 +41,62 @@ class Sharding:
     """Of the collectives inside of one copy and between copies."""
 
 
-def shard(
-    model: nn.Module, world: World, sharding: Sharding, *, blocks: Sequence[nn.Module] = ()
-) -> None:
-    """Shard ``model`` in place, block by block (FSDP2). Gradients are summed over all ranks, not averaged.
+@dataclass(frozen=True)
+class Cut:
+    """A module that is cut as a tree of its own: its weights are whole while it is called, and only then."""
 
-    In a world of one there is nothing to share, and the model stays as it is. Raises HostError where the
-    ranks cannot be cut into copies.
+    module: nn.Module
+    blocks: Sequence[nn.Module] = ()
+    """Parts that are gathered one by one; empty: the longest ModuleList."""
+    is_frozen: bool = False
+
+    def units(self) -> list[nn.Module]:
+        """The parts that are gathered one by one, each without those before it; the module is the last."""
+        blocks = self.blocks or transformer_blocks(self.module)
+        units = [block for block in dict.fromkeys(blocks) if block is not self.module]
+        embedding, head = (
+            find() if (find := getattr(self.module, name, None)) else None
+            for name in ("get_input_embeddings", "get_output_embeddings")
+        )
+        if embedding is not None and getattr(head, "weight", None) is not embedding.weight:
+            # Not needed between its forward and its backward pass; the head is, and stays with the root.
+            units.append(embedding)
+        return [*units, self.module]
+
+    def parameters(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Each unit with its parameters and their names, once for each module that uses one."""
+        names = {module: path for path, module in self.module.named_modules()}
+        *inner, root = self.units()
+        rest = set(names).difference(*(unit.modules() for unit in inner))
+        for unit in (*inner, root):
+            for module in unit.modules():
+                if unit is root and module not in rest:
+                    continue
+                for own, parameter in module.named_parameters(recurse=False):
+                    yield unit, ".".join(filter(None, (names[module], own))), parameter
+
+
+def find_shared(cuts: Mapping[str, Cut]) -> Iterator[tuple[str, str]]:
+    """Both names of each parameter that two units use: each unit would cut a copy, and train it alone."""
+    seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for name, cut in cuts.items():
+        for unit, own, parameter in cut.parameters():
+            first, where = seen.setdefault(parameter, (unit, f"{name}.{own}"))
+            if first is not unit:
+                yield where, f"{name}.{own}"
+
+
+def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
+    """Cut modules in place, unit by unit (FSDP2). Gradients are summed over all ranks, not averaged.
+
+    What lies on the CPU moves to the device unit by unit. In a world of one there is nothing to share, and
+    the modules stay as they are. Raises HostError where the ranks cannot be cut into copies.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if world.group is None:
         return
+    # One for all: the norm of the gradients is taken over the parts of all modules together.
     mesh = _build_mesh(world, sharding)
     # What is gathered has the type of the products, which halves traffic and memory; sums over ranks keep the
     # type of the weights, which are fp32 but in pure bf16.
@@ -56,26 +106,40 @@ def shard(
         ),
         "bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
     }.get(sharding.precision, MixedPrecisionPolicy())
-    # From the inside out: a module takes what its own modules have not taken.
-    blocks = blocks or transformer_blocks(model)
-    for block in blocks:
-        # The last one is the first that the backward pass needs: it would be gathered again at once.
-        fully_shard(
-            block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not blocks[-1]
+    for cut in cuts:
+        # From the inside out: a module takes what its own modules have not taken.
+        *inner, root = cut.units()
+        blocks = cut.blocks or transformer_blocks(cut.module)
+        for unit in inner:
+            # The last block is the first that the backward pass needs: it would be gathered again at once.
+            # Most frozen modules have no backward pass.
+            is_needed_next = bool(blocks) and unit is blocks[-1] and not cut.is_frozen
+            fully_shard(
+                unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not is_needed_next
+            )
+        fully_shard(root, mesh=mesh, mp_policy=policy)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                # The step divides by what its samples weigh, not by the number of ranks; gloo has no sums
+                # that divide.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        # Before FSDP2's own, and on the root alone: blocks may be compiled with their hooks.
+        root.register_forward_pre_hook(_require_own_weights, prepend=True)
+
+
+def _require_own_weights(module: nn.Module, _inputs: Any) -> None:
+    """Refuse a call with other weights (torch.func.functional_call): the gathered ones would take their
+    place, and the result would be that of another model."""
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = (part for part in module.modules() if isinstance(part, FSDPModule))
+    if any(torch_private.has_foreign_weights(part) for part in parts):
+        raise ValueError(
+            f"{type(module).__name__} is called with weights that are not its own, and fsdp2 would compute "
+            "with its own ones: call a frozen copy of the module with them, and name the copy in "
+            "Modules.replicated"
         )
-    embedding, head = (
-        find() if (find := getattr(model, name, None)) else None
-        for name in ("get_input_embeddings", "get_output_embeddings")
-    )
-    if embedding is not None and getattr(head, "weight", None) is not embedding.weight:
-        # Not needed between its forward and its backward pass; the head is, and stays with the root.
-        fully_shard(embedding, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    # The step divides by what its samples weigh, not by the number of ranks; gloo has no sums that divide.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def _build_mesh(world: World, sharding: Sharding) -> "DeviceMesh":
@@ -120,16 +184,19 @@ def problem_of_shards(shards: int, world_size: int) -> Problem | None:
     )
 
 
-def reshard(model: nn.Module) -> None:
-    """Free what a forward pass without a backward pass has left gathered: the root and the last block.
+def reshard(*modules: nn.Module) -> None:
+    """Free what passes have left gathered, and forget them: those that no backward pass has followed.
 
-    A save would find no shards otherwise.
+    A root and its last block stay gathered for the backward pass; where none comes, the next pass would
+    compute with weights of before the update, and a save would find no shards.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+                torch_private.forget_passes(part)
 
 
 def default_bucket_bytes(*, on_accelerator: bool) -> int:
@@ -141,16 +208,24 @@ def default_bucket_bytes(*, on_accelerator: bool) -> int:
 
 
 def build_gradient_sum(
-    model: nn.Module, training: Training, *, slots_per_step: int, is_sharded: bool
+    model: nn.Module,
+    training: Training,
+    *,
+    slots_per_step: int,
+    is_sharded: bool,
+    frozen: Sequence[nn.Module] = (),
 ) -> GradientSum:
-    """Choose how this run sums its gradients."""
+    """Choose how this run sums its gradients.
+
+    ``frozen``: modules that are cut, too, and used by the passes.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     on_accelerator = parameters[0].device.type == "cuda"
     bucket_bytes = training.runtime.bucket_size or default_bucket_bytes(
         on_accelerator=on_accelerator
     )
     if is_sharded:
-        return ShardedSum(model)
+        return ShardedSum(model, free=functools.partial(reshard, model, *frozen))
     if training.reproducibility.elastic == "exact":
         return ExactSum(parameters, bucket_bytes=bucket_bytes, slots_per_step=slots_per_step)
     return BucketedSum(parameters, bucket_bytes=bucket_bytes)

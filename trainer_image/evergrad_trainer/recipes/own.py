@@ -33,6 +33,8 @@ _OF_THE_HOST = (
 """Errors that say by themselves what is wrong, whichever code they come from."""
 _COLLECTIVES: Final = os.path.join("torch", "distributed", "")
 """Below it lies the code of torch that talks to other processes."""
+_MIXED: Final = "mixed torch.Tensor and DTensor"
+"""What torch says of an operation on a part of a weight and a whole tensor, without another process."""
 
 
 class Code:
@@ -61,15 +63,20 @@ class Code:
             where = self._find_line(error)
             if where is None:
                 raise
+            found = type(error).__name__
+            remedy = "Correct the file"
             # On one line, cut short: the message travels to a status.
             said = " ".join(str(error).split())[:500]
-            name = type(error).__name__
-            problem = Problem(
-                where,
-                f"{name}: {said}" if said else name,
-                f"the task of spec.training.recipe failed in {what}",
-                "Correct the file",
-            )
+            if _MIXED in said:
+                found = "a weight that is cut (fsdp2) is whole only while its module is called"
+                remedy = (
+                    "Compute with it in its module's forward, or read task.full_tensor(weight) in enter and "
+                    "after_update"
+                )
+            elif said:
+                found = f"{found}: {said}"
+            why = f"the task of spec.training.recipe failed in {what}"
+            problem = Problem(where, found, why, remedy)
             raise self.explain(problem) from error
 
     @property
@@ -94,7 +101,7 @@ class Code:
             return f"{error.filename}:{error.lineno}"
         # The innermost line of the task's own files: what torch or we call below it is not the user's.
         stack = traceback.extract_tb(error.__traceback__)
-        if stack and _COLLECTIVES in stack[-1].filename:
+        if stack and _COLLECTIVES in stack[-1].filename and _MIXED not in str(error):
             # A sharded model gathers its weights under the task's calls: a peer is gone, or the network.
             return None
         frames = [frame for frame in stack if self._is_own(frame.filename)]

@@ -27,14 +27,15 @@ def hash_state(state: Mapping[str, torch.Tensor]) -> int:
     Reads each tensor once and allocates next to nothing. Not against anybody who means harm.
     """
     names = sorted(state)
-    sums = [_sum_words(state[name]) for name in names]
-    if not sums:
-        return 0
+    sums = [sum_words(state[name]) for name in names]
     # One transfer from the device for all tensors.
-    total = sum(
-        value * _weight(name)
-        for name, value in zip(names, torch.stack(sums).tolist(), strict=True)
-    )
+    numbers = torch.stack(sums).tolist() if sums else []
+    return hash_sums(dict(zip(names, numbers, strict=True)))
+
+
+def hash_sums(sums: Mapping[str, int]) -> int:
+    """The number of :func:`hash_state`, from each tensor's own: what :func:`sum_words` makes of it."""
+    total = sum(value * _weight(name) for name, value in sums.items())
     return int((total + 2**63) % 2**64) - 2**63
 
 
@@ -65,22 +66,27 @@ def compare_states(
     step: int,
     holders: Collection[int] = (),
     shards: int = 1,
+    replicated: Collection[str] = (),
 ) -> None:
     """Compare the states of all replicas after ``step``; ``state``: what this rank holds of its replica.
 
-    All ranks call this. Raises DivergedError on all, or PeerLostError.
+    ``replicated``: names of tensors that every rank holds, whatever ``shards`` is. All ranks call this.
+    Raises DivergedError on all, or PeerLostError.
     """
-    if world.size == shards:
-        # One replica: nobody holds the same.
-        return
-    # Collective: one number of each rank, whatever the size of the state.
-    hashes = world.gather_integers(hash_state(state))
-    suspects = find_suspects(hashes, holders=holders, shards=shards)
-    if suspects:
-        what = f"the state after step {step}"
-        raise DivergedError(
-            describe_difference(suspects, size=world.size, what=what, shards=shards), suspects
-        )
+    parts = {name: tensor for name, tensor in state.items() if name not in replicated}
+    for own, copies in (({name: state[name] for name in replicated}, 1), (parts, shards)):
+        if not own or world.size == copies:
+            # Nobody holds the same.
+            continue
+        # Collective: one number of each rank, whatever the size of the state.
+        hashes = world.gather_integers(hash_state(own))
+        suspects = find_suspects(hashes, holders=holders, shards=copies)
+        if suspects:
+            what = f"the state after step {step}"
+            raise DivergedError(
+                describe_difference(suspects, size=world.size, what=what, shards=copies),
+                suspects,
+            )
 
 
 def compare_transferred(
@@ -140,7 +146,7 @@ def describe_difference(
     )
 
 
-def _sum_words(tensor: torch.Tensor) -> torch.Tensor:
+def sum_words(tensor: torch.Tensor) -> torch.Tensor:
     """Sum of the tensor's bits as 64-bit words (wrapping), on its device; what is left at the end counts as
     smaller ones."""
     flat = tensor.detach().contiguous().flatten()

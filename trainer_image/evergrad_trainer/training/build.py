@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +44,14 @@ from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.calls import GuardedStream, build_loss, build_measures
 from evergrad_trainer.training.evaluation import EvaluationRunner
-from evergrad_trainer.training.modules import check_modules, find_blocks, hash_frozen
+from evergrad_trainer.training.frozen import WholeHashes, compare_frozen, hash_frozen
+from evergrad_trainer.training.modules import (
+    check_modules,
+    choose_deferred,
+    find_blocks,
+    plan_cuts,
+    trained_blocks,
+)
 from evergrad_trainer.training.phase_clock import build_clock
 from evergrad_trainer.training.run import Best, Limits
 from evergrad_trainer.training.step import Stepper
@@ -71,7 +77,11 @@ class Machinery:
     autocast: Callable[[], AbstractContextManager[object]]
     registry: Registry
     frozen: Mapping[str, str]
-    """Hashes of the frozen modules as they were built."""
+    """Hashes of the frozen modules as they were built, the same on every rank."""
+    held_frozen: Mapping[str, str]
+    """The same of what this rank holds of them."""
+    cut_frozen: Sequence[nn.Module]
+    """The frozen modules of which it holds a part."""
     kernels: Mapping[str, str]
     """What computes here, for the run's provenance: device, matrix products, attention."""
 
@@ -85,6 +95,14 @@ class Machinery:
             name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
             for name, tensor in self.state().items()
         }
+
+    def replicated(self) -> list[str]:
+        """Names of the state's tensors that every rank holds, although others are cut."""
+        if not self.is_sharded:
+            return []
+        return [
+            name for name, tensor in self.state().items() if not isinstance(tensor, DTensor)
+        ]
 
 
 def build_machinery(
@@ -109,26 +127,35 @@ def build_machinery(
         # Before compilation, so that what is computed again is a part of the graphs.
         is_selective = runtime.activation_checkpointing == "selective"
         recompute(find_blocks(modules), is_selective=is_selective)
-    for module in (*modules.trained.values(), *modules.frozen.values()):
-        # No process holds a sharded model whole, not even at the start.
-        if deferred is None or module is not deferred.model:
-            module.to(device)
-    modules.kept = {name: tensor.to(device) for name, tensor in modules.kept.items()}
-
     is_compiled = should_compile(runtime, device)
     # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before
     # sharding, so that FSDP2's gathers stay outside of them.
-    has_blocks = is_compiled and compile_blocks(modules.root(), modules.blocks)
-    model = modules.root()
+    has_blocks = is_compiled and compile_blocks(modules.root(), trained_blocks(modules))
+
+    cuts = plan_cuts(modules) if is_sharded else {}
+    cut_frozen = {
+        name: module
+        for name, module in modules.frozen.items()
+        if any(cut.module is module for cut in cuts.values())
+    }
+    whole_hashes = WholeHashes(cut_frozen)
     if is_sharded:
         timeout_seconds = float(runtime.collective_timeout_seconds)
         sharding = Sharding(runtime.precision, runtime.shards, timeout_seconds)
         # Collective with several copies: every rank makes the groups of all of them.
-        shard(model, world, sharding, blocks=modules.blocks)
-    if deferred is not None:
-        deferred.materialise(device)
+        shard(list(cuts.values()), world, sharding)
+    for one in deferred:
+        # No process holds a sharded model whole, not even at the start.
+        one.materialise(device, on_whole=whole_hashes.add)
+    for module in (*modules.trained.values(), *modules.frozen.values()):
+        module.to(device)
+    # Detached: a parameter that the task keeps is no parameter of anything.
+    modules.kept = {name: one.detach().to(device) for name, one in modules.kept.items()}
+
+    model = modules.root()
     is_whole = is_compiled and not has_blocks and not is_sharded
     optimizer = build_adamw(model, training.optimizer)
+    held_frozen = hash_frozen(modules)
 
     def build_again() -> Modules:
         # A function of the seed, so that every process gets the same values.
@@ -144,7 +171,9 @@ def build_machinery(
         shards=shards if is_sharded else 1,
         autocast=choose_autocast(runtime.precision, device),
         registry=_register(modules, model, optimizer, build_again),
-        frozen=hash_frozen(modules),
+        frozen={**held_frozen, **whole_hashes.hashes()},
+        held_frozen=held_frozen,
+        cut_frozen=tuple(cut_frozen.values()),
         kernels=kernels,
     )
 
@@ -178,27 +207,22 @@ def _build_modules(
     *,
     with_weights: bool = True,
     is_deferred: bool = False,
-) -> tuple[Modules, DeferredModel | None]:
+) -> tuple[Modules, list[DeferredModel]]:
     """The task's modules on the CPU, ready for the first stage: a function of the seed alone.
 
-    ``is_deferred``: the file's model has no memory for its weights yet, where nothing of the task reads them.
+    ``is_deferred``: models of the file have no memory for their weights yet, where nothing of the task reads
+    them.
     """
-    seed = training.reproducibility.seed
-    make: dict[str, Any] = {
-        "seed": seed,
-        "precision": training.runtime.precision,
-        "with_weights": with_weights,
-    }
-    deferred = defer_model(plan, **make) if is_deferred else None
+    seed, precision = training.reproducibility.seed, training.runtime.precision
 
-    def build() -> nn.Module:
-        model = build_model(plan, **make) if deferred is None else deferred.model
-        # Modules that are made after this one get the same values whether or not its weights were
-        # initialised.
-        seed_generators(seed, 0, 1, Purpose.INITIAL_WEIGHTS)
-        return model
+    def build_all(build_one: Callable[[], nn.Module]) -> Modules:
+        def build() -> nn.Module:
+            model = build_one()
+            # Modules that are made after this one get the same values whether or not its weights were
+            # initialised.
+            seed_generators(seed, 0, 1, Purpose.INITIAL_WEIGHTS)
+            return model
 
-    def build_all() -> Modules:
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
         modules = opened.task.build(build)
         check_modules(modules, training, opened.code)
@@ -208,22 +232,30 @@ def _build_modules(
             opened.task.enter(modules, opened.data.train.stages[0])
         return modules
 
-    if deferred is not None:
+    if is_deferred and plan.config is not None:
+        made: list[DeferredModel] = []
+
+        def defer() -> nn.Module:
+            one = defer_model(plan, seed=seed, precision=precision, with_weights=with_weights)
+            if one is None:
+                raise NotImplementedError
+            made.append(one)
+            return one.model
+
         # A task that reads weights, for a snapshot of them, cannot do so before they are there.
         with contextlib.suppress(NotImplementedError, RuntimeError):
-            modules = build_all()
-            own = {id(tensor) for tensor in deferred.model.parameters()}
-            tensors = [*modules.kept.values(), *modules.root().parameters()]
-            for frozen in modules.frozen.values():
-                tensors += frozen.parameters()
-            others = [tensor for tensor in tensors if id(tensor) not in own]
-            # What is made from weights without memory has none either.
-            if not any(tensor.is_meta for tensor in others):
-                return modules, deferred
-        # The whole model on every rank, once.
-        deferred = None
+            modules = build_all(defer)
+            used = choose_deferred(made, modules, with_weights=with_weights)
+            if used is not None:
+                return modules, used
+    # The whole model on every rank, once.
     with opened.code.guarding("build and enter"):
-        return build_all(), None
+        made_whole = functools.partial(build_model, plan, seed=seed, precision=precision)
+        modules = build_all(functools.partial(made_whole, with_weights=with_weights))
+        if modules.frozen and not with_weights and plan.config is not None:
+            # A copy of the model that stays frozen is in no checkpoint: it needs the initial weights.
+            modules = build_all(made_whole)
+        return modules, []
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
@@ -232,7 +264,18 @@ def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[
     def compare(step: int) -> None:
         # Collective: one number of each rank, where there is more than one replica.
         compare_states(
-            machinery.own_state(), membership.world, step=step, shards=machinery.shards
+            machinery.own_state(),
+            membership.world,
+            step=step,
+            shards=machinery.shards,
+            replicated=machinery.replicated(),
+        )
+        # Collective: one number of each rank, where there are frozen modules.
+        compare_frozen(
+            machinery.modules,
+            machinery.held_frozen,
+            membership.world,
+            code=machinery.opened.code,
         )
 
     return compare
@@ -245,7 +288,11 @@ def build_stepper(
     batching = training.batching
     slots = slots_per_step(batching)
     gradients = build_gradient_sum(
-        machinery.model, training, slots_per_step=slots, is_sharded=machinery.is_sharded
+        machinery.model,
+        training,
+        slots_per_step=slots,
+        is_sharded=machinery.is_sharded,
+        frozen=machinery.cut_frozen,
     )
     device = next(machinery.model.parameters()).device
     parts = StepParts(
@@ -292,6 +339,7 @@ def build_evaluations(machinery: Machinery) -> EvaluationRunner:
         is_sharded=machinery.is_sharded,
         autocast=machinery.autocast,
         reading=functools.partial(machinery.opened.code.guarding, "read of its source"),
+        frozen=machinery.cut_frozen,
     )
 
 

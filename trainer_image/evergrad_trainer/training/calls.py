@@ -14,7 +14,7 @@ from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Loss, Modules, Tensors
 from evergrad_trainer.training.evaluation import Measure
-from evergrad_trainer.training.modules import hash_frozen
+from evergrad_trainer.training.frozen import require_unchanged
 from evergrad_trainer.training.step_parts import LossOf, StepOutcome
 
 _Sums = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -104,7 +104,7 @@ def build_finish(
     """What the task does with its modules when a step is finished: after an update, and before
     another stage.
 
-    ``frozen``: hashes of the frozen modules as they were built.
+    ``frozen``: hashes of what this rank holds of the frozen modules, as they were built.
     """
     task, code = opened.task, opened.code
 
@@ -122,14 +122,7 @@ def build_finish(
                 task.enter(modules, entered)
             # Looked at here and not at each step, since it reads all of them: a newcomer builds them again,
             # and would go on with others.
-            now = hash_frozen(modules)
-            names = {**frozen, **now}
-            changed = [name for name in names if frozen.get(name) != now.get(name)]
-            if changed:
-                what = f"the frozen modules {', '.join(changed)} have changed since they were built"
-                why = "they are not saved, so that a newcomer or a resumed run would go on with others"
-                remedy = "Keep what changes as tensors in Modules.kept"
-                raise code.explain(Problem("spec.training.recipe", what, why, remedy))
+            require_unchanged(modules, frozen, code=code)
 
     return finish
 

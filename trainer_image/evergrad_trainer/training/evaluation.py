@@ -55,6 +55,8 @@ class EvaluationRunner:
     is_sharded: bool
     autocast: Callable[[], AbstractContextManager[object]]
     reading: Callable[[], AbstractContextManager[object]] = nullcontext
+    frozen: Sequence[nn.Module] = ()
+    """Modules that are cut besides the model, and used by measures."""
 
     def run(
         self,
@@ -86,7 +88,7 @@ class EvaluationRunner:
             self.model.train(was_training)
             if self.is_sharded:
                 # FSDP2 leaves modules gathered for a backward pass, which does not come.
-                reshard(self.model)
+                reshard(self.model, *self.frozen)
         if found is None:
             return None
         sums, weight = found

@@ -1,6 +1,7 @@
-"""What a task's modules must be like before anything is trained with them, and the hashes of those that are
-never saved."""
+"""What a task's modules must be like before anything is trained with them, and which parts of them are cut
+over ranks, compiled and computed again."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from torch import nn
@@ -8,16 +9,19 @@ from torch import nn
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.errors import ModelError
-from evergrad_trainer.models.parallel import transformer_blocks
+from evergrad_trainer.models import parallel
+from evergrad_trainer.models.deferred import DeferredModel
+from evergrad_trainer.models.parallel import Cut, find_shared, transformer_blocks
 from evergrad_trainer.recipes.own import Code
-from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import RESERVED
-from evergrad_trainer.state.replicas import hash_state
 from evergrad_trainer.task import Modules
 
 _RECIPE: Final = "spec.training.recipe"
 _PARALLELISM: Final = "spec.training.runtime.parallelism"
 _UNCUT: Final = "use parallelism: dataParallel; a run goes on from its checkpoints with it"
+_REPLICATED: Final = (
+    "name the frozen module in Modules.replicated, and each process holds it whole"
+)
 """Parallelism is no part of the recipe: it may be changed for a run that an earlier version has begun."""
 
 
@@ -58,27 +62,85 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
         what = "build gives a parameter as trained and as frozen"
         why = "it can be only one of them"
         problems.append(Problem(_RECIPE, what, why, "Copy the module that stays as it is"))
+    if unknown := sorted(set(modules.replicated) - modules.frozen.keys()):
+        what = f"Modules.replicated names {', '.join(unknown)}"
+        why = "only frozen modules can be whole in every process where others are cut"
+        problems.append(Problem(_RECIPE, what, why, "Use the names of frozen modules"))
+    # A world of one is refused as well: a run that grows must not meet the refusal in its middle.
     if training.runtime.parallelism == "fsdp2":
-        problems += _sharding_problems(modules)
+        problems += _sharding_problems(plan_cuts(modules))
     return problems
 
 
-def _sharding_problems(modules: Modules) -> list[Problem]:
-    """A world of one is refused as well: a run that grows must not meet the refusal in its middle."""
-    problems = []
-    if list(modules.trained) != ["model"]:
-        # Weights that no block holds are gathered when the root is called, and nothing calls several at once.
-        what = f"fsdp2 cannot cut the trained modules {', '.join(modules.trained)}"
-        why = "it cuts one module, which build names 'model'"
-        remedy = f"Make them parts of one module, or {_UNCUT}"
-        problems.append(Problem(_PARALLELISM, what, why, remedy))
-    if modules.kept:
-        some = ", ".join(list(modules.kept)[:3])
-        what = f"fsdp2 does not go with the kept tensors {some}"
-        why = "every rank holds those whole, and only a part of each weight"
-        remedy = f"Keep nothing, or {_UNCUT}"
-        problems.append(Problem(_PARALLELISM, what, why, remedy))
-    return problems
+def plan_cuts(modules: Modules) -> dict[str, Cut]:
+    """What ``fsdp2`` cuts: every trained module, and the large frozen ones (as ``frozen.NAME``)."""
+    cuts = {
+        name: Cut(module, _blocks_in(module, modules))
+        for name, module in modules.trained.items()
+        if any(True for _ in module.parameters())
+    }
+    for name, module in modules.frozen.items():
+        size = sum(one.numel() * one.element_size() for one in module.parameters())
+        if size >= parallel.LARGE_BYTES and name not in modules.replicated:
+            cuts[f"frozen.{name}"] = Cut(module, _blocks_in(module, modules), is_frozen=True)
+    return cuts
+
+
+def _sharding_problems(cuts: Mapping[str, Cut]) -> Iterator[Problem]:
+    """What would fail, or compute something else, once the first rank has cut it."""
+
+    def refuse(name: str, what: str, why: str, remedy: str) -> Problem:
+        way_out = _REPLICATED if cuts[name].is_frozen else _UNCUT
+        return Problem(_PARALLELISM, f"fsdp2 cannot cut {what}", why, f"{remedy}, or {way_out}")
+
+    for name, cut in cuts.items():
+        # Containers have none: their parts are called, and nothing would gather them.
+        if type(cut.module).forward is nn.Module.forward:
+            why = "its weights are whole while it is called, and it has no forward pass"
+            yield refuse(name, f"the module {name}", why, "Name its parts as modules")
+        types: dict[nn.Module, set[str]] = {}
+        for unit, own, parameter in cut.parameters():
+            if parameter.ndim == 0:
+                why = "it has no dimension to be cut along"
+                yield refuse(name, f"the parameter {name}.{own}", why, "Give it the shape [1]")
+            if parameter.requires_grad:
+                types.setdefault(unit, set()).add(str(parameter.dtype).removeprefix("torch."))
+        if mixed := next((found for found in types.values() if len(found) > 1), None):
+            why = (
+                f"weights that are gathered together have the types {', '.join(sorted(mixed))}"
+            )
+            yield refuse(name, f"the module {name}", why, "Give them one type")
+    for one, other in find_shared(cuts):
+        why = f"it is also {other}, and the two would be cut and trained apart"
+        name = next(name for name in cuts if one.startswith(f"{name}."))
+        yield refuse(name, f"the shared parameter {one}", why, "Put both uses into one module")
+
+
+def choose_deferred(
+    deferred: Sequence[DeferredModel], modules: Modules, *, with_weights: bool
+) -> list[DeferredModel] | None:
+    """Those of ``deferred`` that are parts of ``modules``; None where something needs their weights already.
+
+    ``with_weights=False``: those that are trained get none, since a checkpoint follows.
+    """
+    own = {parameter: one for one in deferred for parameter in one.model.parameters()}
+    trained, frozen = (
+        [parameter for module in part.values() for parameter in module.parameters()]
+        for part in (modules.trained, modules.frozen)
+    )
+    # What is made from weights without memory has none either.
+    rest = [one for one in (*trained, *frozen) if one not in own]
+    if any(tensor.is_meta for tensor in (*rest, *modules.kept.values())):
+        return None
+    if not with_weights:
+        # The frozen ones are in no checkpoint.
+        needed = [own[parameter] for parameter in frozen if parameter in own]
+        for one in deferred:
+            if one not in needed:
+                one.weights = None
+            elif one.weights is None:
+                return None
+    return [one for one in deferred if any(own.get(p) is one for p in (*trained, *frozen))]
 
 
 def find_blocks(modules: Modules) -> list[nn.Module]:
@@ -87,10 +149,7 @@ def find_blocks(modules: Modules) -> list[nn.Module]:
 
     Raises ModelError where there are none: the file asks for memory that it would not get.
     """
-    blocks = list(modules.blocks)
-    if not blocks:
-        for module in modules.trained.values():
-            blocks += transformer_blocks(module)
+    blocks = trained_blocks(modules)
     if blocks:
         return blocks
     raise ModelError(
@@ -103,9 +162,16 @@ def find_blocks(modules: Modules) -> list[nn.Module]:
     )
 
 
-def hash_frozen(modules: Modules) -> dict[str, str]:
-    """The content of each frozen module, as 16 hex digits."""
-    return {
-        name: f"{hash_state(module_tensors(module)) % 2**64:016x}"
-        for name, module in modules.frozen.items()
-    }
+def trained_blocks(modules: Modules) -> list[nn.Module]:
+    """The blocks of all trained modules: of each those that the task names, or else its repeated ones."""
+    return [
+        block
+        for module in modules.trained.values()
+        for block in _blocks_in(module, modules) or transformer_blocks(module)
+    ]
+
+
+def _blocks_in(module: nn.Module, modules: Modules) -> list[nn.Module]:
+    """The blocks that the task names, as far as they are parts of ``module``."""
+    parts = set(module.modules())
+    return [block for block in modules.blocks if block in parts]

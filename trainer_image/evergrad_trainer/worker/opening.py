@@ -92,7 +92,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
             machinery.opened,
             machinery.modules,
             seed=training.reproducibility.seed,
-            frozen=machinery.frozen,
+            frozen=machinery.held_frozen,
         ),
         progress=session.progress,
         lasting=session.opened.observers,

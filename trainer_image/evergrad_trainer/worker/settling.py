@@ -72,6 +72,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
             step=progress.finished_steps,
             holders=[rank for rank, step in enumerate(steps) if step == newest >= 0],
             shards=machinery.shards,
+            replicated=machinery.replicated(),
         )
     elif transfers := plan_transfers(steps):
         compare_transferred(state, world, transfers)
