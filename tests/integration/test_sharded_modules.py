@@ -175,7 +175,8 @@ def train(
         slots = range(world.rank, SLOTS, world.size)
         for slot in slots:
             gradients.before_backward(is_last=slot == slots[-1])
-            loss = machinery.loss_of(batch_of(SLOTS * step + slot), STAGE)
+            with machinery.autocast():
+                loss = machinery.loss_of(batch_of(SLOTS * step + slot), STAGE)
             (loss.total / (8 * WIDTH)).backward()
             gradients.after_backward()
         gradients.finish()
@@ -216,8 +217,11 @@ def compare_with_replicated(world: World, directory: Path) -> dict[str, Any]:
             for own, parameter in module.named_parameters()
         },
     }
+    mixed = build(world, {**SHARDED, "precision": "bf16-autocast"})
+    train(mixed, world, SHARDED)
     return {
         "begun": begun,
+        "mixed": difference(whole_state(mixed), whole_state(one)),
         "trained": difference(whole_state(other), whole_state(one)),
         "moved": difference(whole_state(other), whole_state(build(world, SHARDED))),
         "names": sorted(other.state()),
@@ -237,6 +241,8 @@ def test_modules_that_are_cut_train_as_whole_ones(tmp_path: Path, size: int) -> 
         assert found["begun"] == 0
         # The additions have another order, and nothing else differs.
         assert found["trained"] < 1e-5 < 1e-3 < found["moved"]
+        # Adam makes steps of one size: where gradients are nearly zero, products in bf16 turn some around.
+        assert found["trained"] < found["mixed"] < 2.1 * STEPS * 1e-2
         # Frozen modules are cut, too, but for the one that is called with other weights.
         assert found["whole"] and all(n.startswith("frozen.target.") for n in found["whole"])
         # The hash of a frozen module says nothing of how it is held.

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from evergrad_trainer import torch_private
 
@@ -52,6 +54,35 @@ def test_a_failed_set_up_leaves_the_counter_raised_and_nothing_to_destroy(
     )
     torch_private.reset_group_counter()
     assert torch_private.group_state()[0] == 0
+
+
+def cut(group: dist.ProcessGroup) -> Any:
+    module = torch.nn.Linear(2, 2)
+    return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+
+
+def test_weights_in_the_place_of_those_that_were_cut_are_noticed(
+    group: dist.ProcessGroup,
+) -> None:
+    module = cut(group)
+    for _ in range(2):
+        # Before the first call, and while they are whole.
+        assert not torch_private.has_foreign_weights(module)
+        module(torch.ones(1, 2))
+    module._parameters["weight"] = torch.nn.Parameter(torch.ones(2, 2))
+    assert torch_private.has_foreign_weights(module)
+
+
+def test_passes_that_no_backward_pass_followed_are_forgotten(group: dist.ProcessGroup) -> None:
+    module = cut(group)
+    torch_private.forget_passes(module)
+    with torch.no_grad():
+        module(torch.ones(1, 2))
+        module(torch.ones(1, 2))
+    remembered = module._get_fsdp_state()._comm_ctx.post_forward_order
+    assert len(remembered) == 2, "forget_passes is not needed with this torch"
+    torch_private.forget_passes(module)
+    assert remembered == []
 
 
 def test_a_group_takes_another_timeout_after_its_set_up(group: dist.ProcessGroup) -> None:

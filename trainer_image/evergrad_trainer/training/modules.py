@@ -95,7 +95,7 @@ def _sharding_problems(cuts: Mapping[str, Cut]) -> Iterator[Problem]:
 
     for name, cut in cuts.items():
         # Containers have none: their parts are called, and nothing would gather them.
-        if type(cut.module).forward is nn.Module.forward:
+        if getattr(cut.module.forward, "__func__", None) is nn.Module.forward:
             why = "its weights are whole while it is called, and it has no forward pass"
             yield refuse(name, f"the module {name}", why, "Name its parts as modules")
         types: dict[nn.Module, set[str]] = {}
