@@ -96,7 +96,8 @@ class Distilled:
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
         for name, weight in modules.trained["encoder"].named_parameters():
             modules.kept[f"average/{name}"].lerp_(full_tensor(weight), 0.25)
-        modules.kept["centre"].lerp_(full_tensor(modules.trained["predictor"].bias), 0.5)
+        predictor: Any = modules.trained["predictor"]
+        modules.kept["centre"].lerp_(full_tensor(predictor.bias), 0.5)
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         x, other = batch["x"], batch["other"]
@@ -205,10 +206,8 @@ def compare_with_replicated(world: World, directory: Path) -> dict[str, Any]:
     begun = difference(whole_state(other), whole_state(one))
     train(one, world, REPLICATED)
     train(other, world, SHARDED)
-    passes = [
-        len(module._get_fsdp_state()._comm_ctx.post_forward_order)
-        for module in (*other.modules.trained.values(), *other.cut_frozen)
-    ]
+    roots: list[Any] = [*other.modules.trained.values(), *other.cut_frozen]
+    passes = [len(root._get_fsdp_state()._comm_ctx.post_forward_order) for root in roots]
     parameters = {
         **dict(other.model.named_parameters()),
         **{
@@ -355,8 +354,9 @@ def alter_everywhere(world: World, directory: Path) -> dict[str, str]:
     compare = build_comparison(machinery, Membership(world))
     outcome = StepOutcome(1, 1.0, {}, 8, "0" * 16, 0.1, 1.0, (), {}, 0.0)
     finish(outcome, STAGE)
+    teacher: Any = machinery.modules.frozen["teacher"]
     with torch.no_grad():
-        machinery.modules.frozen["teacher"].scale.mul_(2)
+        teacher.scale.mul_(2)
     for name, call in {
         "stage": lambda: finish(outcome, STAGE),
         "compare": lambda: compare(1),
@@ -385,11 +385,13 @@ class Careless(Distilled):
         self.where = where
 
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
+        predictor: Any = modules.trained["predictor"]
         if self.where == "after_update":
-            modules.kept["centre"].lerp_(modules.trained["predictor"].bias, 0.5)
+            modules.kept["centre"].lerp_(predictor.bias, 0.5)
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        predictor, x = modules.trained["predictor"], batch["x"]
+        predictor: Any = modules.trained["predictor"]
+        x = batch["x"]
         if self.where == "weight":
             return Loss(nn.functional.linear(x, predictor.weight).sum())
         if self.where == "functional_call":
