@@ -7,12 +7,8 @@ from math import ceil
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.training import Batching, Training
-from evergrad_manifest.training.steps import (
-    check_schedule,
-    check_stop,
-    steps_for_tokens,
-    steps_of,
-)
+from evergrad_manifest.training.optimization import check_pieces, check_schedule
+from evergrad_manifest.training.steps import check_stop, steps_for_tokens, steps_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,7 @@ def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
     raise_if(
         [
             *check_schedule(schedule.warmup, decay, total=total),
+            *check_pieces(schedule.warmup, [one.until for one in schedule.pieces], total=total),
             *check_stop(training.stop.after_step, total=total),
         ],
         ConfigurationError,

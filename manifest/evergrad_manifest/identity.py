@@ -15,8 +15,8 @@ from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.script import Script
 from evergrad_manifest.training import Training
 from evergrad_manifest.training.common import RECOMPUTATION_BY_SWITCH, without_meaningless
+from evergrad_manifest.training.optimization import OF_OPTIMIZER, OF_SCHEDULE
 from evergrad_manifest.training.pretrain import OF_SOURCES
-from evergrad_manifest.training.steps import OF_SCHEDULE
 from evergrad_manifest.values.numbers import show
 from evergrad_manifest.view import without_nulls
 
@@ -81,9 +81,19 @@ _OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skip
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
 _LATER_SETTINGS: Final = frozenset(
     {
+        "training.optimizer.groups",
+        "training.optimizer.groups[].learningRateRatio",
+        "training.optimizer.groups[].weightDecay",
+        "training.optimizer.momentum",
+        "training.optimizer.nesterov",
         "training.runtime.matmulPrecision",
         "training.runtime.attention",
         "training.runtime.shards",
+        "training.schedule.decayShape",
+        "training.schedule.pieces",
+        "training.schedule.pieces[].shape",
+        "training.schedule.power",
+        "training.schedule.startRatio",
     }
 )
 """Optional fields that came after the hash of the settings, which leaves them out where they have their first
@@ -110,6 +120,7 @@ def to_wire(run: TrainingRun) -> dict[str, Any]:
         return wire
 
     # Keys that a file must not have with their neighbours' values: what is written has to load again.
+    training["optimizer"] = without_meaningless(training["optimizer"], OF_OPTIMIZER)
     training["schedule"] = without_meaningless(training["schedule"], OF_SCHEDULE)
     training["data"]["sources"] = [
         without_meaningless(source, OF_SOURCES) for source in training["data"]["sources"]

@@ -372,6 +372,14 @@ def test_moments_in_bf16_that_would_never_fall_are_refused() -> None:
         assert traps(runtime={"precision": "bf16-autocast"}, optimizer=optimizer) == []
 
 
+def test_a_momentum_in_bf16_that_would_never_fall_is_refused_where_there_is_one() -> None:
+    slow = {"type": "sgd", "learningRate": 1e-3, "momentum": 0.999}
+    found = traps(runtime={"precision": "bf16"}, optimizer=slow)
+    assert found == ["spec.training.optimizer.momentum"]
+    lion = {"type": "lion", "learningRate": 1e-3}
+    assert traps(runtime={"precision": "bf16"}, optimizer=lion) == []
+
+
 def test_exact_sums_are_promised_on_an_accelerator_only_with_determinism_switched_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

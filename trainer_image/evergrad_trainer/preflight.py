@@ -17,7 +17,8 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
 from evergrad_manifest.script_files import is_module_found, script_problems
-from evergrad_manifest.training import Training
+from evergrad_manifest.training import Optimizer, Training
+from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_trainer.data.preparation.sources import (
     evaluation_files,
     source_problems,
@@ -376,10 +377,10 @@ def find_traps(
             f"Leave lossChunk out, or use one of {', '.join(sorted(PLAIN_HEADS))}",
         )
     # Moments that are kept in bf16 round small decays away.
-    slowest = max(training.optimizer.betas)
+    field, slowest = _find_slowest_decay(training.optimizer)
     if training.runtime.precision == "bf16" and slowest > _SLOWEST_BF16_DECAY:
         yield Problem(
-            f"{where}.optimizer.betas",
+            f"{where}.optimizer.{field}",
             f"{slowest} is too close to 1 for runtime.precision bf16",
             (
                 "bf16 has 8 bits: a moment that should shrink by less than a 256th is rounded back "
@@ -403,6 +404,14 @@ def find_traps(
                 "(spec.template.env), or use elastic: fast"
             ),
         )
+
+
+def _find_slowest_decay(optimizer: Optimizer) -> tuple[str, float]:
+    """Field and value of the slowest decay of a moment that the optimizer has."""
+    unused = {one.key for one in OF_OPTIMIZER if optimizer.type in one.values}
+    decays = {"betas": max(optimizer.betas), "momentum": optimizer.momentum}
+    found = [(field, decay) for field, decay in decays.items() if field not in unused]
+    return max(found, key=lambda one: one[1], default=("type", 0.0))
 
 
 def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Finding]:

@@ -99,6 +99,18 @@ FOREIGN: Final = (
     Foreign(("warmup_steps", "warmup_ratio", "warmup_pct"), (f"{_T}.schedule.warmup",)),
     Foreign(("decay_pct", "decay_fraction", "decay_ratio"), (f"{_T}.schedule.decay",)),
     Foreign(("min_lr", "min_lr_ratio", "lr_min"), (f"{_T}.schedule.minimumRatio",)),
+    Foreign(("decay_type", "cooldown_type"), (f"{_T}.schedule.decayShape",)),
+    Foreign(
+        ("init_div_factor", "start_divisor", "div_factor"),
+        (f"{_T}.schedule.startRatio",),
+        "the ratio is one divided by it",
+    ),
+    Foreign(("lr_power", "poly_power"), (f"{_T}.schedule.power",)),
+    Foreign(("optim", "optimizer_name", "optimizer_type"), (f"{_T}.optimizer.type",)),
+    Foreign(
+        ("param_groups", "optimizer_grouped_parameters", "no_decay", "no_weight_decay_params"),
+        (f"{_T}.optimizer.groups",),
+    ),
     # The machine.
     Foreign(("bf16", "fp16", "mixed_precision", "amp"), (f"{_T}.runtime.precision",)),
     Foreign(("tf32", "allow_tf32"), (f"{_T}.runtime.matmulPrecision",)),

@@ -20,6 +20,8 @@ from evergrad_manifest.training.common import (
     Runtime,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
+from evergrad_manifest.training.optimization import RULES as RULES_OF_OPTIMIZATION
+from evergrad_manifest.training.optimization import Optimizer, ParameterGroup, Piece, Schedule
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
 from evergrad_manifest.training.own_task import check_recipe
 from evergrad_manifest.training.pretrain import (
@@ -39,8 +41,6 @@ from evergrad_manifest.training.steps import (
     Batching,
     Horizon,
     OnNonFinite,
-    Optimizer,
-    Schedule,
     SkippedStep,
     StepOverride,
     Stop,
@@ -66,6 +66,8 @@ __all__ = [
     "Model",
     "OnNonFinite",
     "Optimizer",
+    "ParameterGroup",
+    "Piece",
     "Reproducibility",
     "Runtime",
     "Schedule",
@@ -133,4 +135,10 @@ class Training(Section):
     """The Prometheus endpoint."""
 
 
-RULES: Final = (*RULES_OF_OWN_TASK, *RULES_OF_STEPS, *RULES_OF_PRETRAIN, *RULES_OF_ALL)
+RULES: Final = (
+    *RULES_OF_OWN_TASK,
+    *RULES_OF_STEPS,
+    *RULES_OF_OPTIMIZATION,
+    *RULES_OF_PRETRAIN,
+    *RULES_OF_ALL,
+)

@@ -1,9 +1,7 @@
-"""The steps of a run: how many, how large, with which optimizer and learning rate; what replaces those
-values from a step on."""
+"""The steps of a run: how many, how large, when they stop, and what replaces values of the recipe from a step
+on."""
 
 from collections.abc import Iterator
-from decimal import Decimal
-from fractions import Fraction as Ratio
 from math import isqrt
 from typing import Annotated, Final, Literal
 
@@ -12,21 +10,14 @@ from pydantic import Field, Strict
 from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
-from evergrad_manifest.training.common import (
-    LENGTH_WITHOUT_DATA,
-    RECIPES,
-    TRAINING,
-    Meaningless,
-    meaningless_in,
-)
-from evergrad_manifest.values.numbers import Count, Fraction, Real, StepsOrFraction
+from evergrad_manifest.training.common import LENGTH_WITHOUT_DATA, RECIPES, TRAINING
+from evergrad_manifest.values.numbers import Count, Real
 from evergrad_manifest.view import UNKNOWN, View
 
 HORIZON: Final = f"{TRAINING}.horizon"
 _GLOBAL: Final = f"{TRAINING}.batching.globalBatchSize"
 _MICRO: Final = f"{TRAINING}.batching.microBatchSize"
 _LENGTH: Final = f"{TRAINING}.data.sequenceLength"
-_SCHEDULE: Final = f"{TRAINING}.schedule"
 _AFTER_STEP: Final = f"{TRAINING}.stop.afterStep"
 
 
@@ -172,102 +163,11 @@ def check_stop(after_step: int | None, *, total: int) -> list[Problem]:
     ]
 
 
-Beta = Annotated[Real, Field(ge=0, lt=1)]
-
-
-class Optimizer(Section):
-    """The update rule."""
-
-    type: Literal["adamw"] = "adamw"
-    """AdamW, fused."""
-    learning_rate: Real = Field(gt=0, le=10)
-    """Peak learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay of the first and second moments, each in [0, 1)."""
-    epsilon: Real = Field(default=1e-8, gt=0, le=1)
-    """Added to the denominator of the update."""
-    weight_decay: Real = Field(default=0.1, ge=0, le=1)
-    """Decoupled decay of matrices; vectors (norms, biases) are never decayed."""
-    clip_norm: Real = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 switches clipping off."""
-
-
-class Schedule(Section):
-    """Learning rate as a pure function of the step. Its length is the horizon, not the stop step."""
-
-    type: Literal["wsd", "linear", "cosine", "constant"] = "wsd"
-    """``wsd``: warm-up, stable, linear decay at the end."""
-    warmup: StepsOrFraction = Field(default=0, ge=0)
-    """Steps, or a fraction of the horizon (``5%``), of linear warm-up."""
-    decay: StepsOrFraction = Field(default=0.2, ge=0)
-    """wsd only: steps, or a fraction of the horizon (``20%``), of the final decay."""
-    minimum_ratio: Fraction = 0.0
-    """Learning rate at the end, as a fraction of the peak; not for constant."""
-
-
-OF_SCHEDULE: Final = (
-    Meaningless(
-        "decay", "type", ("linear", "cosine", "constant"), "Remove it, or set type: wsd"
-    ),
-    Meaningless("minimumRatio", "type", ("constant",), "Remove it, or choose another type"),
-)
-
-
-def check_schedule_keys(view: View) -> Iterator[Problem]:
-    """Keys of the schedule that would silently do nothing with its type."""
-    if (schedule := view.get(_SCHEDULE)) is not UNKNOWN:
-        yield from meaningless_in(view, tuple(_SCHEDULE.split(".")), schedule, OF_SCHEDULE)
-
-
-def check_schedule_fits(view: View) -> Iterator[Problem]:
-    """Warm-up and decay lie within the horizon, and the stop step too."""
-    total = total_steps_of(view)
-    if (
-        found := view.known(f"{_SCHEDULE}.type", f"{_SCHEDULE}.warmup", f"{_SCHEDULE}.decay")
-    ) is not None:
-        kind, warmup, decay = found
-        decay = decay if kind == "wsd" else 0
-        both_are_shares = isinstance(warmup, float) and isinstance(decay, float)
-        if total is not None:
-            yield from check_schedule(warmup, decay, total=total)
-        elif both_are_shares and check_schedule(warmup, decay, total=100):
-            what = (
-                f"the warm-up of {warmup * 100:g}% and the final decay of {decay * 100:g}% are more "
-                "than the whole horizon"
-            )
-            yield Problem(f"{_SCHEDULE}.warmup", what, "", "Shorten warmup or decay")
-    after_step = view.get(_AFTER_STEP)
+def check_stop_fits(view: View) -> Iterator[Problem]:
+    """The stop step lies within the horizon, where that does not depend on the data."""
+    total, after_step = total_steps_of(view), view.get(_AFTER_STEP)
     if total is not None and after_step is not UNKNOWN:
         yield from check_stop(after_step, total=total)
-
-
-def check_schedule(warmup: int | float, decay: int | float, *, total: int) -> list[Problem]:
-    """Warm-up and final decay (0 unless wsd) must fit into ``total`` steps."""
-    if isinstance(warmup, float) and isinstance(decay, float):
-        # Both are shares: whether they fit does not depend on the length, and rounding must not decide it.
-        fits = Ratio(Decimal(repr(warmup))) + Ratio(Decimal(repr(decay))) <= 1
-    else:
-        fits = steps_of(warmup, total) + steps_of(decay, total) <= total
-    if fits:
-        return []
-    what = f"the warm-up of {_amount(warmup, total)}"
-    if decay:
-        what += f" and the final decay of {_amount(decay, total)} together are"
-    else:
-        what += " is"
-    remedy = (
-        "Shorten warmup or decay, or lengthen the horizon"
-        if decay
-        else "Shorten warmup, or lengthen the horizon"
-    )
-    return [
-        Problem(
-            f"{_SCHEDULE}.warmup",
-            f"{what} longer than the horizon of {total} steps",
-            "",
-            remedy,
-        )
-    ]
 
 
 def steps_of(amount: int | float, total: int) -> int:
@@ -275,7 +175,7 @@ def steps_of(amount: int | float, total: int) -> int:
     return round(amount * total) if isinstance(amount, float) else amount
 
 
-def _amount(amount: int | float, total: int) -> str:
+def show_steps(amount: int | float, total: int) -> str:
     return (
         f"{amount * 100:g}% ({steps_of(amount, total)} steps)"
         if isinstance(amount, float)
@@ -341,10 +241,4 @@ def check_overrides(view: View) -> Iterator[Problem]:
         last = max(last, first)
 
 
-RULES: Final = (
-    check_overrides,
-    check_horizon,
-    check_batching,
-    check_schedule_keys,
-    check_schedule_fits,
-)
+RULES: Final = (check_overrides, check_horizon, check_batching, check_stop_fits)

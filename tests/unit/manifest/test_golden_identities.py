@@ -69,8 +69,8 @@ class LaterData(Data):
 class LaterOptimizer(Optimizer):
     """An optimizer with further fields."""
 
-    momentum: float = 0.95
-    groups: dict[str, Any] = Field(default_factory=dict)
+    friction: float = 0.95
+    teams: dict[str, Any] = Field(default_factory=dict)
 
 
 class LaterTraining(Training):
@@ -176,8 +176,8 @@ def test_a_field_that_a_later_version_adds_changes_no_hash_of_a_file_that_does_n
         (("data", "shards"), {"count": 2}),
         (("data", "filter"), "short"),
         (("data", "sources"), [{"name": "a", "path": "a.jsonl", "glob": True}]),
-        (("optimizer", "momentum"), 0.9),
-        (("optimizer", "groups"), {"head": {"learningRate": 1}}),
+        (("optimizer", "friction"), 0.9),
+        (("optimizer", "teams"), {"head": {"learningRate": 1}}),
     ],
     ids=["section", "optional", "item of a list", "number", "mapping"],
 )
@@ -189,7 +189,7 @@ def test_a_later_field_that_is_set_changes_the_hash(path: tuple[str, str], value
 
 def test_a_later_field_at_its_default_has_the_hash_of_a_file_without_it() -> None:
     raw = json.loads(json.dumps(document(GOLDEN[0])))
-    raw["spec"]["training"]["optimizer"] |= {"momentum": 0.95, "groups": {}}
+    raw["spec"]["training"]["optimizer"] |= {"friction": 0.95, "teams": {}}
     raw["spec"]["training"]["data"]["shards"] = {"count": 1}
     assert config_hash(LaterRun.model_validate(raw)) == GOLDEN[0]["hash"]
 
@@ -208,10 +208,10 @@ def test_a_later_default_that_changed_gives_the_old_hash_to_the_old_meaning_only
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The field came with 0.9 and has 0.95 today: a file that does not set it means another run than it did.
-    monkeypatch.setitem(identity.FIRST_DEFAULTS, "training.optimizer.momentum", 0.9)
+    monkeypatch.setitem(identity.FIRST_DEFAULTS, "training.optimizer.friction", 0.9)
     raw = json.loads(json.dumps(document(GOLDEN[0])))
     assert config_hash(LaterRun.model_validate(raw)) != GOLDEN[0]["hash"]
-    raw["spec"]["training"]["optimizer"]["momentum"] = 0.9
+    raw["spec"]["training"]["optimizer"]["friction"] = 0.9
     assert config_hash(LaterRun.model_validate(raw)) == GOLDEN[0]["hash"]
 
 

@@ -59,6 +59,28 @@ def test_the_state_is_what_stands_in_the_manual() -> None:
     assert need(facts, training({"parallelism": "fsdp2"}), 64).state == 16 * 10**9 // 64
 
 
+def test_the_state_follows_the_optimizer() -> None:
+    tables = 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
+    states = {}
+    for kind in ("adamw", "lion", "sgd", "muon", "adafactor"):
+        plan = training({"precision": "fp32"})
+        optimizer = plan.optimizer.model_copy(update={"type": kind})
+        plan = plan.model_copy(update={"optimizer": optimizer})
+        states[kind] = need(LLAMA_8B, plan).state / 4 - 2 * LLAMA_8B.parameters
+    each = LLAMA_8B.parameters
+    assert states == {
+        "adamw": 2 * each,
+        "lion": each,
+        "sgd": each,
+        "muon": each + tables,
+        "adafactor": 0,
+    }
+    plan = training({"precision": "fp32"})
+    still = plan.optimizer.model_copy(update={"type": "sgd", "momentum": 0.0})
+    plan = plan.model_copy(update={"optimizer": still})
+    assert need(LLAMA_8B, plan).state == 8 * each
+
+
 def test_a_world_of_one_shares_its_state_with_nobody() -> None:
     sharded, plain = training({"parallelism": "fsdp2"}), training()
     assert need(LLAMA_8B, sharded, 1).state == need(LLAMA_8B, plain, 1).state

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from evergrad_manifest.training import Optimizer
-from evergrad_trainer.optim.adamw import MOMENTS, build_adamw, set_learning_rate
+from evergrad_trainer.optim.adamw import MOMENTS, build_adamw
+from evergrad_trainer.optim.groups import set_learning_rate
 
 SETTINGS = Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0.5})
 

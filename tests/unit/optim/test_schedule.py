@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from evergrad_manifest.training import Schedule, StepOverride
-from evergrad_trainer.optim.schedule import LearningRate, build_schedule, value_at
+from evergrad_manifest.fields import choices_of, fields_of
+from evergrad_manifest.training import Piece, Schedule, StepOverride
+from evergrad_trainer.optim.schedule import (
+    CURVES,
+    SHAPES,
+    LearningRate,
+    build_schedule,
+    value_at,
+)
 
 
 def schedule(total: int = 100, **settings: Any) -> LearningRate:
@@ -45,6 +52,121 @@ def schedule(total: int = 100, **settings: Any) -> LearningRate:
 def test_rates_at_listed_steps(settings: dict[str, Any], points: dict[int, float]) -> None:
     rate = schedule(**settings)
     assert {step: rate(step) for step in points} == pytest.approx(points, abs=1e-12)
+
+
+@pytest.mark.capability("O-76")
+@pytest.mark.parametrize(
+    ("settings", "points"),
+    [
+        # 1 - x^2, 1 - √x, c^x and twice the line less the cosine at x = 0.25, 0.5, 0.75 of the last 40 steps.
+        ({"decayShape": "square"}, {60: 2.0, 61: 2.0, 71: 1.875, 81: 1.5, 91: 0.875, 101: 0.0}),
+        ({"decayShape": "squareRoot"}, {61: 2.0, 71: 1.0, 81: 2 - math.sqrt(2), 101: 0.0}),
+        (
+            {"decayShape": "exponential", "minimumRatio": 0.0625},
+            {61: 2.0, 71: 1.0, 81: 0.5, 91: 0.25, 101: 0.125, 300: 0.125},
+        ),
+        (
+            {"decayShape": "cosine", "minimumRatio": 0.5},
+            {61: 2.0, 71: 1.5 + math.sqrt(0.5) / 2, 81: 1.5, 101: 1.0},
+        ),
+        (
+            {"decayShape": "mirrorCosine"},
+            {61: 2.0, 71: 3 - 1 - math.sqrt(0.5), 81: 1.0, 91: math.sqrt(0.5), 101: 0.0},
+        ),
+    ],
+    ids=lambda value: value.get("decayShape", ""),
+)
+def test_the_final_decay_has_the_shape_that_is_named(
+    settings: dict[str, Any], points: dict[int, float]
+) -> None:
+    rate = schedule(type="wsd", decay=40, **settings)
+    assert {step: rate(step) for step in points} == pytest.approx(points, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "points"),
+    [
+        (
+            {"type": "polynomial", "power": 2, "minimumRatio": 0.2},
+            {1: 2.0, 26: 0.4 + 1.6 * 0.5625, 51: 0.8, 101: 0.4},
+        ),
+        ({"type": "polynomial"}, {1: 2.0, 51: 1.0, 100: 0.02, 101: 0.0}),
+        (
+            {"type": "inverseSquareRoot", "warmup": 16},
+            {8: 1.0, 16: 2.0, 25: 1.6, 64: 1.0, 100: 0.8, 400: 0.4},
+        ),
+        ({"type": "inverseSquareRoot"}, {1: 2.0, 4: 1.0, 100: 0.2}),
+        # A start divisor of 100: from 0.02 at step 0.
+        (
+            {"type": "wsd", "warmup": 10, "startRatio": 0.01, "decay": 10},
+            {1: 0.218, 5: 1.01, 9: 1.802, 10: 2.0, 91: 2.0, 96: 1.0},
+        ),
+    ],
+    ids=[
+        "polynomial",
+        "polynomial of power 1",
+        "inverseSquareRoot",
+        "no warm-up",
+        "startRatio",
+    ],
+)
+def test_rates_of_the_other_named_schedules(
+    settings: dict[str, Any], points: dict[int, float]
+) -> None:
+    rate = schedule(**settings)
+    assert {step: rate(step) for step in points} == pytest.approx(points, abs=1e-12)
+
+
+@pytest.mark.capability("G-81")
+def test_a_tail_of_two_pieces_has_the_published_points() -> None:
+    # GenoLeWM's wsd for 100 steps and a warm-up of 10: 1 → 0.1 by 98 % of the rest, then 0.1 → 0.01.
+    pieces = [
+        {"until": 82, "ratio": 1},
+        {"until": 98, "ratio": 0.1},
+        {"until": 100, "ratio": 0.01},
+    ]
+    rate = schedule(type="pieces", warmup=10, pieces=pieces)
+    points = {1: 0.1, 10: 1, 11: 1, 82: 1, 90: 0.55, 98: 0.1, 99: 0.055, 100: 0.01, 200: 0.01}
+    assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
+
+
+@pytest.mark.capability("T-8", "T-55")
+def test_pieces_make_two_decays_with_a_hold_between_and_a_cosine_that_is_warmed_again() -> None:
+    twice = [
+        {"until": "49%", "ratio": 1},
+        {"until": "50%", "ratio": 0.1},
+        {"until": "99%", "ratio": "10%"},
+        {"until": "100%", "ratio": 0.01},
+    ]
+    rate = schedule(1000, type="pieces", warmup="1%", startRatio="1%", pieces=twice)
+    points = {5: 0.505, 10: 1, 490: 1, 495: 0.55, 500: 0.1, 990: 0.1, 995: 0.055, 1000: 0.01}
+    assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
+
+    again = [
+        {"until": 40, "ratio": 0.1, "shape": "cosine"},
+        {"until": 50, "ratio": 0.8},
+        {"until": 90, "ratio": 0.05, "shape": "exponential"},
+    ]
+    rate = schedule(type="pieces", pieces=again)
+    points = {20: 0.55, 40: 0.1, 45: 0.45, 50: 0.8, 70: 0.2, 90: 0.05, 100: 0.05}
+    assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
+
+
+def test_each_name_that_the_file_may_have_is_registered() -> None:
+    assert set(choices_of(fields_of(Schedule)["type"])) == set(CURVES)
+    assert set(choices_of(fields_of(Schedule)["decayShape"])) == set(SHAPES)
+    assert set(choices_of(fields_of(Piece)["shape"])) == set(SHAPES)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_begins_and_ends_where_it_is_said_to(shape: str) -> None:
+    assert SHAPES[shape](0.7, 0.3, 0.0) == 0.7
+    assert SHAPES[shape](0.7, 0.3, 1.0) == pytest.approx(0.3, abs=1e-15)
+
+
+def test_a_decay_of_no_length_leaves_the_rate_where_it_is_also_behind_the_horizon() -> None:
+    assert schedule(type="wsd", decay=0)(500) == 2.0
+    assert schedule(type="cosine", warmup=100)(500) == 2.0
 
 
 @pytest.mark.parametrize("type_", ["wsd", "linear", "cosine"])

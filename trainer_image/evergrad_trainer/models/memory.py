@@ -6,7 +6,7 @@ docs/model-sizes.md has what was calculated and what was measured.
 
 from dataclasses import dataclass, replace
 
-from evergrad_manifest.training import Training
+from evergrad_manifest.training import Optimizer, Training
 
 _ACTIVATIONS_PER_LAYER = 17
 """Values of hidden size a token kept per transformer block for the backward pass, without recomputation."""
@@ -15,6 +15,8 @@ _KEPT_PER_LAYER = {"full": 1, "selective": 12}
 are about 12 for a Llama with grouped queries."""
 _ACCELERATOR_CONTEXT = int(1.5 * 2**30)
 """What the driver, the kernels' code and the buffers of NCCL take on an accelerator."""
+_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0}
+"""Values of an optimizer for each parameter; adafactor's few for each row and column are left out."""
 _WEIGHT_BYTES = {"fp32": 4, "bf16-autocast": 4, "bf16": 2}
 GROUPS_GATHERED = 2
 """Blocks whose weights FSDP2 holds whole at once: the one that is computed and the one that is fetched."""
@@ -59,8 +61,23 @@ class Need:
 
 
 def checkpoint_bytes(facts: ModelFacts, training: Training) -> int:
-    """Weights and both moments, as saved."""
-    return 3 * facts.parameters * _WEIGHT_BYTES[training.runtime.precision]
+    """Weights and moments, as saved."""
+    values = facts.parameters + _count_moments(facts, training.optimizer)
+    return values * _WEIGHT_BYTES[training.runtime.precision]
+
+
+def _count_moments(facts: ModelFacts, optimizer: Optimizer) -> int:
+    """Values that the optimizer keeps."""
+    if optimizer.type == "sgd" and not optimizer.momentum:
+        return 0
+    # Muon leaves tables to AdamW.
+    further = _count_tables(facts) if optimizer.type == "muon" else 0
+    return _MOMENTS[optimizer.type] * facts.parameters + further
+
+
+def _count_tables(facts: ModelFacts) -> int:
+    """Parameters of the tables of the vocabulary, which lie outside the blocks."""
+    return min(2 * facts.vocab_size * facts.hidden_size, facts.parameters)
 
 
 def memory_of(
@@ -76,14 +93,13 @@ def memory_of(
     weight = _WEIGHT_BYTES[runtime.precision]
     product = 4 if runtime.precision == "fp32" else 2
     is_sharded = runtime.parallelism == "fsdp2" and world_size > 1
-    # Tables of the vocabulary lie outside the blocks.
-    tables = min(2 * facts.vocab_size * facts.hidden_size, facts.parameters)
+    tables = _count_tables(facts)
     block = (facts.parameters - tables) // max(1, facts.num_layers)
 
-    # Weights, gradients and both moments.
-    each = 4 * weight
+    # Weights, gradients and moments.
+    state = weight * (2 * facts.parameters + _count_moments(facts, training.optimizer))
     if is_sharded:
-        state = each * facts.parameters // (runtime.shards or world_size)
+        state //= runtime.shards or world_size
         # Gathered in the products' type; a block's gradients are whole until they are reduced, in the
         # weights' type.
         gathered = (
@@ -92,7 +108,7 @@ def memory_of(
     else:
         exact = 8 if training.reproducibility.elastic == "exact" else 0
         casts = 2 if runtime.precision == "bf16-autocast" else 0
-        state = (each + exact + casts) * facts.parameters
+        state += (exact + casts) * facts.parameters
         # A compiled block gives all its gradients at once, beside the buckets that they are added to.
         gathered = block * weight if compiles and world_size > 1 else 0
 

@@ -1,7 +1,7 @@
 """AdamW with decay groups, its state allocated from the beginning; sharded or whole, an element gets the same
 update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.training import Optimizer
+from evergrad_trainer.optim.groups import Group, group_parameters
 from evergrad_trainer.optim.parts import Part, update_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -68,37 +69,29 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_adamw(model: nn.Module, settings: Optimizer) -> AdamW:
-    """AdamW (fused) over the trainable parameters of ``model``; vectors (norms, biases) are not decayed.
+    """AdamW (fused) over the trainable parameters of ``model``; vectors (norms, biases) are not decayed."""
+    return adamw_over(group_parameters(model, settings), settings)
+
+
+def adamw_over(groups: Sequence[Group], settings: Optimizer) -> AdamW:
+    """AdamW (fused) over ``groups``.
 
     The state is allocated at once, so that a checkpoint can be loaded into it and memory does not grow in the
     first step.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
     optimizer = AdamW(
-        [group for group in groups if group["params"]],
+        list(groups),
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.epsilon,
         fused=True,
     )
-    for parameter in trainable:
+    for parameter in [one for group in groups for one in group["params"]]:
         # On the device: the fused kernel counts there, and the host need not wait for it.
         count = torch.zeros((), dtype=torch.float32, device=parameter.device)
         moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
         optimizer.state[parameter] = {"step": count, **moments}
     return optimizer
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """The rate of the next update."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,36 @@
-"""Learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""Learning rate as a pure function of the step: nothing to save, nothing to restore.
+
+A schedule is a warm-up and a curve. The curve is registered by name in :data:`CURVES`, the way from one ratio
+to another in :data:`SHAPES`.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from evergrad_manifest.training import Schedule, StepOverride
 from evergrad_manifest.training.steps import steps_of
 
 
 @dataclass(frozen=True)
+class Point:
+    """A step of the curve, the ratio to the peak that it has, and the shape of the way to it."""
+
+    step: int
+    ratio: float
+    shape: str
+
+
+@dataclass(frozen=True)
 class LearningRate:
     """Learning rate of step s, for s from 1 to ``total_steps`` and beyond (it stays at its last value).
 
-    Warm-up rises linearly and reaches the peak at step ``warmup_steps``. ``wsd`` then stays, and decays
-    linearly over its last ``decay_steps``; ``linear`` and ``cosine`` decay from the end of the warm-up. All
-    three are on their way to ``peak * minimum_ratio``, which the step after the last would have: a last step
-    at rate 0 would be wasted.
+    Warm-up rises linearly from ``start_ratio`` (step 0) and reaches the peak at step ``warmup_steps``.
+    ``wsd`` then stays, and decays over its last ``decay_steps``; ``linear``, ``cosine`` and ``polynomial``
+    decay from the end of the warm-up. All of these are on their way to ``peak * minimum_ratio``, which the
+    step after the last would have: a last step at rate 0 would be wasted. ``pieces`` reach the ratio of each
+    point at its step.
     """
 
     type: str
@@ -26,30 +41,114 @@ class LearningRate:
     minimum_ratio: float
     peaks: tuple[tuple[int, float], ...] = ()
     """First step and peak of each override, ascending: the same shape, at another height."""
+    start_ratio: float = 0.0
+    decay_shape: str = "linear"
+    power: float = 1.0
+    points: tuple[Point, ...] = ()
+    """Ends of the pieces, ascending."""
 
     def __call__(self, step: int) -> float:
         # Overrides move the whole curve: warm-up and decay keep their steps and their shape.
         peak = value_at(step, self.peak, self.peaks)
         if step < self.warmup_steps:
-            return peak * step / self.warmup_steps
-        if self.type == "constant":
-            return peak
+            if not self.start_ratio:
+                return peak * step / self.warmup_steps
+            done = step / self.warmup_steps
+            return peak * (self.start_ratio + (1 - self.start_ratio) * done)
+        return peak * CURVES[self.type](self, step)
 
-        length = self.total_steps - self.warmup_steps
-        if self.type == "wsd":
-            length = self.decay_steps
+    def share_of_decay(self, step: int, length: int) -> float:
+        """How much of a decay over the last ``length`` steps is done: from 0 to 1, which the step after the
+        last has."""
         # From the step before, so that the last step of the horizon is still above the minimum.
         done = step - 1 - (self.total_steps - length)
-        if done <= 0:
-            return peak
+        return 0.0 if done <= 0 or length == 0 else min(1.0, done / length)
 
-        # The share of the decay that is left: 1 at the peak, 0 at the end.
-        share = min(1.0, done / length)
-        remaining = 1 - share
-        if self.type == "cosine":
-            remaining = (1 + math.cos(math.pi * share)) / 2
-        ratio = self.minimum_ratio + (1 - self.minimum_ratio) * remaining
-        return peak * ratio
+    @property
+    def after_warmup(self) -> int:
+        """Steps behind the warm-up."""
+        return self.total_steps - self.warmup_steps
+
+
+def _wsd(rate: LearningRate, step: int) -> float:
+    share = rate.share_of_decay(step, rate.decay_steps)
+    return SHAPES[rate.decay_shape](1.0, rate.minimum_ratio, share)
+
+
+def _linear(rate: LearningRate, step: int) -> float:
+    share = rate.share_of_decay(step, rate.after_warmup)
+    return SHAPES["linear"](1.0, rate.minimum_ratio, share)
+
+
+def _cosine(rate: LearningRate, step: int) -> float:
+    share = rate.share_of_decay(step, rate.after_warmup)
+    return SHAPES["cosine"](1.0, rate.minimum_ratio, share)
+
+
+def _constant(rate: LearningRate, step: int) -> float:
+    return 1.0
+
+
+def _polynomial(rate: LearningRate, step: int) -> float:
+    share = rate.share_of_decay(step, rate.after_warmup)
+    shape = _falling(lambda share: (1 - share) ** rate.power)
+    return shape(1.0, rate.minimum_ratio, share)
+
+
+def _inverse_square_root(rate: LearningRate, step: int) -> float:
+    # Vaswani et al. 2017, section 5.3, scaled to 1 at the end of the warm-up.
+    return math.sqrt(max(1, rate.warmup_steps) / step)
+
+
+def _pieces(rate: LearningRate, step: int) -> float:
+    begin, ratio = rate.warmup_steps, 1.0
+    for point in rate.points:
+        if step < point.step:
+            share = (step - begin) / (point.step - begin)
+            return SHAPES[point.shape](ratio, point.ratio, share)
+        begin, ratio = point.step, point.ratio
+    return ratio
+
+
+CURVES: Final[Mapping[str, Callable[[LearningRate, int], float]]] = {
+    "wsd": _wsd,
+    "linear": _linear,
+    "cosine": _cosine,
+    "constant": _constant,
+    "polynomial": _polynomial,
+    "inverseSquareRoot": _inverse_square_root,
+    "pieces": _pieces,
+}
+"""Name of a schedule → ratio to the peak of a step from the end of the warm-up on."""
+
+
+def _falling(remaining: Callable[[float], float]) -> Callable[[float, float, float], float]:
+    """A shape whose share of the way that is left is a function of the share of the steps that are done."""
+
+    def value(start: float, end: float, share: float) -> float:
+        # Exactly the start before the first step: the sum below may be off by a rounding.
+        return end + (start - end) * remaining(share) if share > 0 else start
+
+    return value
+
+
+def _exponential(start: float, end: float, share: float) -> float:
+    """The same factor each step."""
+    return float(start ** (1 - share) * end**share)
+
+
+SHAPES: Final[Mapping[str, Callable[[float, float, float], float]]] = {
+    "linear": _falling(lambda share: 1 - share),
+    "cosine": _falling(lambda share: (1 + math.cos(math.pi * share)) / 2),
+    # Twice the line less the cosine.
+    "mirrorCosine": _falling(
+        lambda share: 2 * (1 - share) - (1 + math.cos(math.pi * share)) / 2
+    ),
+    "exponential": _exponential,
+    "square": _falling(lambda share: 1 - share * share),
+    "squareRoot": _falling(lambda share: 1 - math.sqrt(share)),
+}
+"""Name of a shape → the value of (start, end, share of the steps that are done)."""
 
 
 def value_at(step: int, value: float, changes: Sequence[tuple[int, float]]) -> float:
@@ -64,7 +163,7 @@ def build_schedule(
 ) -> LearningRate:
     """Build the schedule over a horizon of ``total_steps``.
 
-    That warm-up and decay fit is checked where the horizon is derived.
+    That warm-up, decay and pieces fit is checked where the horizon is derived.
     """
     warmup = min(steps_of(settings.warmup, total_steps), total_steps)
     decay = min(steps_of(settings.decay, total_steps), total_steps - warmup)
@@ -77,4 +176,11 @@ def build_schedule(
         decay_steps=decay,
         minimum_ratio=settings.minimum_ratio,
         peaks=tuple((first, height) for first, height in peaks if height is not None),
+        start_ratio=settings.start_ratio,
+        decay_shape=settings.decay_shape,
+        power=settings.power,
+        points=tuple(
+            Point(steps_of(one.until, total_steps), one.ratio, one.shape)
+            for one in settings.pieces
+        ),
     )

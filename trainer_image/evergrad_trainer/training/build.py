@@ -30,7 +30,7 @@ from evergrad_trainer.models.parallel import (
 )
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.models.recomputation import recompute
-from evergrad_trainer.optim.adamw import build_adamw
+from evergrad_trainer.optim.build import build_optimizer
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.state.providers import (
@@ -69,7 +69,7 @@ class Machinery:
     opened: Opened
     modules: Modules
     model: nn.Module
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     loss_of: LossOf
     is_sharded: bool
     shards: int
@@ -154,7 +154,7 @@ def build_machinery(
 
     model = modules.root()
     is_whole = is_compiled and not has_blocks and not is_sharded
-    optimizer = build_adamw(model, training.optimizer)
+    optimizer = build_optimizer(model, training.optimizer)
     held_frozen = hash_frozen(modules)
 
     def build_again() -> Modules:

@@ -13,7 +13,7 @@ from evergrad_trainer import torch_private
 from evergrad_trainer.data.batch import Batch
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.models.randomness import Purpose, seed_generators
-from evergrad_trainer.optim.adamw import set_learning_rate
+from evergrad_trainer.optim.groups import set_learning_rate
 from evergrad_trainer.optim.schedule import value_at
 from evergrad_trainer.task import Loss
 from evergrad_trainer.training.exchange import Sums

@@ -1,0 +1,35 @@
+"""The optimizer that the file names.
+
+Each keeps its state in ``optimizer.state``, allocated at once and zero, so that a checkpoint can be loaded
+into it and memory does not grow in the first step; between two steps it changes nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from evergrad_manifest.training import Optimizer
+from evergrad_trainer.optim.adamw import adamw_over
+from evergrad_trainer.optim.elementwise import build_lion, build_sgd
+from evergrad_trainer.optim.groups import Group, group_parameters
+from evergrad_trainer.optim.whole_tensors import build_adafactor, build_muon
+
+Builder = Callable[[nn.Module, Sequence[Group], Optimizer], torch.optim.Optimizer]
+
+OPTIMIZERS: Final[Mapping[str, Builder]] = {
+    "adamw": lambda model, groups, settings: adamw_over(groups, settings),
+    "lion": lambda model, groups, settings: build_lion(groups, settings),
+    "sgd": lambda model, groups, settings: build_sgd(groups, settings),
+    "muon": build_muon,
+    "adafactor": lambda model, groups, settings: build_adafactor(groups, settings),
+}
+"""``spec.training.optimizer.type`` → what builds it over groups of parameters of a model."""
+
+
+def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of ``settings`` over the trainable parameters of ``model``. Raises ModelError where a
+    group of the file names none."""
+    groups = group_parameters(model, settings)
+    return OPTIMIZERS[settings.type](model, groups, settings)

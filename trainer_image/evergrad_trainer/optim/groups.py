@@ -1,0 +1,119 @@
+"""Which parameters share a learning rate and a weight decay, and how the rate of a step reaches them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.spelling import nearest
+from evergrad_manifest.training import Optimizer, ParameterGroup
+from evergrad_trainer.errors import ModelError
+
+Group = dict[str, Any]
+"""A group of parameters as torch has them, with the ratio of its learning rate to the schedule's."""
+
+_RATIO = "learning_rate_ratio"
+_MOST_NAMED = 4
+
+
+def group_parameters(model: nn.Module, settings: Optimizer) -> list[Group]:
+    """The trainable parameters of ``model`` by what they have in common: decay, and ratio of the rate.
+
+    Matrices come before vectors, which are not decayed unless a group of the file says so. Raises ModelError
+    where a pattern of the file names no trainable parameter.
+    """
+    chosen = _choose_groups(model, settings.groups)
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for is_vector in (False, True):
+        for parameter in model.parameters():
+            if not parameter.requires_grad or (parameter.ndim < 2) != is_vector:
+                continue
+            group = chosen.get(parameter)
+            decay = 0.0 if is_vector else settings.weight_decay
+            if group is not None and group.weight_decay is not None:
+                decay = group.weight_decay
+            ratio = 1.0 if group is None else group.learning_rate_ratio
+            found.setdefault((decay, ratio), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": decay,
+            "lr": settings.learning_rate * ratio,
+            _RATIO: ratio,
+        }
+        for (decay, ratio), parameters in found.items()
+    ]
+
+
+def _choose_groups(
+    model: nn.Module, groups: Sequence[ParameterGroup]
+) -> Mapping[nn.Parameter, ParameterGroup]:
+    """The first group that names a parameter, for each that one does."""
+    # A weight that two modules share has two names, and is named by either.
+    named = [
+        (name, parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    ]
+    chosen: dict[nn.Parameter, ParameterGroup] = {}
+    for index, group in enumerate(groups):
+        for place, pattern in enumerate(group.parameters):
+            matching = [one for name, one in named if fnmatchcase(name, pattern)]
+            if not matching:
+                where = f"spec.training.optimizer.groups[{index}].parameters[{place}]"
+                raise ModelError(_say_unmatched(where, pattern, [name for name, _ in named]))
+            for parameter in matching:
+                chosen.setdefault(parameter, group)
+    return chosen
+
+
+def _say_unmatched(where: str, pattern: str, names: Sequence[str]) -> Problem:
+    near = nearest(pattern, names)
+    some = ", ".join(names[:_MOST_NAMED])
+    remedy = f"Did you mean {near}? " if near else ""
+    return Problem(
+        where,
+        f"{pattern!r} names no parameter that is trained",
+        f"there are {len(names)}, such as {some}",
+        f"{remedy}Write a name, or a pattern such as *.bias",
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """The rate of the next update, for each group at its ratio."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get(_RATIO, 1.0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a parameter that has a gradient; all share the memory of the whole's."""
+
+    group: Group
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+
+
+def parts_held(optimizer: torch.optim.Optimizer) -> Iterator[Held]:
+    """Each parameter of ``optimizer`` that has a gradient, as far as this rank holds it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = optimizer.state[parameter]
+            yield Held(
+                group,
+                _local(parameter.detach()),
+                _local(parameter.grad),
+                {slot: _local(tensor) for slot, tensor in state.items()},
+            )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,106 @@
+"""Muon and Adafactor: torch's own optimizers whose update of an element depends on its whole tensor.
+
+They need the tensor in one place. Gathering it would be a collective behind the step's last one, from which
+on nobody waits for anybody (a rank that is lost there would leave an update half made), so that the manifest
+refuses them with fsdp2.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import overload
+
+import torch
+from torch import nn
+
+from evergrad_manifest.training import Optimizer
+from evergrad_trainer.optim.adamw import adamw_over
+from evergrad_trainer.optim.groups import Group
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers of different kinds, each over its own groups, that are one: one list of groups and one
+    state."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        # The same groups, so that a rate that is set here is set there.
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+        self._parts = tuple(parts)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient."""
+        if closure is not None:
+            raise ValueError("several optimizers take no closure")
+        for part in self._parts:
+            part.step()
+        return None
+
+
+def build_muon(model: nn.Module, groups: Sequence[Group], settings: Optimizer) -> Several:
+    """Muon (Jordan 2024) for the matrices inside of ``model``; AdamW for its tables, its head, its vectors
+    and tensors of more dimensions.
+
+    The rate is scaled by 0.2 √(larger side), by which an update is as large as one of AdamW (Liu et al. 2025,
+    Muon is Scalable for LLM Training), so that one learning rate and one decay fit both.
+    """
+    outside = _tables_of(model)
+    inside: list[Group] = []
+    rest: list[Group] = []
+    for group in groups:
+        matrices = [one for one in group["params"] if one.ndim == 2 and one not in outside]
+        taken = set(matrices)
+        others = [one for one in group["params"] if one not in taken]
+        inside += [{**group, "params": matrices}] if matrices else []
+        rest += [{**group, "params": others}] if others else []
+    parts: list[torch.optim.Optimizer] = []
+    if inside:
+        muon = torch.optim.Muon(
+            inside,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        for group in muon.param_groups:
+            for parameter in group["params"]:
+                muon.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+        parts.append(muon)
+    if rest:
+        parts.append(adamw_over(rest, settings))
+    return Several(parts)
+
+
+def _tables_of(model: nn.Module) -> set[nn.Parameter]:
+    """Weights of embeddings, and of the heads that transformers names: rows of them are looked up or chosen
+    among, and are no linear map."""
+    modules = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    for module in model.modules():
+        find_head = getattr(module, "get_output_embeddings", None)
+        head = find_head() if callable(find_head) else None
+        modules += [head] if isinstance(head, nn.Module) else []
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def build_adafactor(groups: Sequence[Group], settings: Optimizer) -> torch.optim.Adafactor:
+    """torch's Adafactor (Shazeer and Stern 2018) over ``groups``: no first moment, and one number a row and a
+    column for the second; the rate is relative to the root mean square of each tensor."""
+    optimizer = torch.optim.Adafactor(groups, lr=settings.learning_rate, foreach=False)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # As torch would make it in the first step, which a checkpoint to be loaded comes before.
+            state: dict[str, torch.Tensor] = {"step": torch.tensor(0.0)}
+            if parameter.ndim > 1:
+                *rest, rows, columns = parameter.shape
+                state["row_var"] = parameter.new_zeros((*rest, rows, 1))
+                state["col_var"] = parameter.new_zeros((*rest, 1, columns))
+            else:
+                state["variance"] = torch.zeros_like(parameter)
+            optimizer.state[parameter] = state
+    return optimizer
