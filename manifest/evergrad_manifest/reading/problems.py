@@ -285,7 +285,11 @@ def _say_choice(finding: _Finding) -> Sentence:
     listed = ", ".join(choices)
     if len(choices) == 1:
         return f"{finding.shown} is not supported", "", f"Write {listed}"
-    near = nearest(finding.value, choices) if isinstance(finding.value, str) else None
+    near = None
+    if isinstance(finding.value, str):
+        # Others' names are often one of ours with something behind it: adamw_torch, constant_with_warmup.
+        begun = [one for one in choices if fold(finding.value).startswith(fold(one))]
+        near = nearest(finding.value, choices) or max(begun, key=len, default=None)
     return (
         f"{finding.shown} is not one of {listed}",
         "",

@@ -150,11 +150,11 @@ class Schedule(Section):
     """wsd only: shape of the decay. ``square`` falls late, ``squareRoot`` (1 - √x) early, ``mirrorCosine`` is
     the cosine mirrored at the line."""
     power: Real = Field(default=1.0, gt=0, le=100)
-    """polynomial only: p of (1 - x)^p."""
+    """Exponent p of (1 - x)^p, of polynomial only."""
     minimum_ratio: Fraction = 0.0
     """Learning rate at the end, as a fraction of the peak; not for constant, inverseSquareRoot and pieces."""
     pieces: tuple[Piece, ...] = Field(default=(), max_length=16)
-    """pieces only: parts of the curve after the warm-up, in order; the last ratio stays."""
+    """Parts of the curve after the warm-up, in order; the last ratio stays. Of pieces only."""
 
 
 _BUT_WSD: Final = (

@@ -248,8 +248,16 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
             "epsilon": 1e-08,
             "weightDecay": 0.1,
             "clipNorm": 1.0,
+            "groups": [],
         },
-        "schedule": {"type": "wsd", "warmup": 0, "decay": 0.2, "minimumRatio": 0.0},
+        "schedule": {
+            "type": "wsd",
+            "warmup": 0,
+            "startRatio": 0.0,
+            "decay": 0.2,
+            "decayShape": "linear",
+            "minimumRatio": 0.0,
+        },
         "horizon": {"steps": 10},
         "reproducibility": {"seed": 0, "elastic": "fast"},
         "runtime": {

@@ -80,7 +80,7 @@ def build_muon(model: nn.Module, groups: Sequence[Group], settings: Optimizer) -
 def _tables_of(model: nn.Module) -> set[nn.Parameter]:
     """Weights of embeddings, and of the heads that transformers names: rows of them are looked up or chosen
     among, and are no linear map."""
-    modules = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    modules: list[nn.Module] = [one for one in model.modules() if isinstance(one, nn.Embedding)]
     for module in model.modules():
         find_head = getattr(module, "get_output_embeddings", None)
         head = find_head() if callable(find_head) else None
