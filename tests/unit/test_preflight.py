@@ -11,8 +11,9 @@ import torch
 
 from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.reading.validation import parse_run
-from evergrad_manifest.training import Training
+from evergrad_manifest.training import Model, Training
 from evergrad_trainer.machine import Machine
+from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes
 from evergrad_trainer.preflight import (
     check_device,
@@ -378,6 +379,26 @@ def test_a_momentum_in_bf16_that_would_never_fall_is_refused_where_there_is_one(
     assert found == ["spec.training.optimizer.momentum"]
     lion = {"type": "lion", "learningRate": 1e-3}
     assert traps(runtime={"precision": "bf16"}, optimizer=lion) == []
+
+
+def test_groups_that_name_no_parameter_are_found_before_anything_is_prepared() -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    names = ["*.bias", "lm_head.weight", "model.embed_token.weight"]
+    groups = [{"parameters": names, "weightDecay": 0}]
+    optimizer = {"learningRate": 1e-3, "groups": groups}
+    plan = plan_model(
+        Model.model_validate({"config": config}), base_directory=Path(), vocab_size=257
+    )
+    found = list(find_traps(training(optimizer=optimizer), plan, machine=MACHINE))
+    first, second = map(str, found)
+    assert "groups[0].parameters[0]: '*.bias' names no parameter that is trained" in first
+    assert "Did you mean model.embed_tokens.weight?" in second
 
 
 def test_exact_sums_are_promised_on_an_accelerator_only_with_determinism_switched_on(

@@ -3,6 +3,7 @@
 Validation itself is pure.
 """
 
+import contextlib
 import math
 import os
 import tempfile
@@ -17,7 +18,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
 from evergrad_manifest.script_files import is_module_found, script_problems
-from evergrad_manifest.training import Optimizer, Training
+from evergrad_manifest.training import RECIPES, Optimizer, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_trainer.data.preparation.sources import (
     evaluation_files,
@@ -25,8 +26,9 @@ from evergrad_trainer.data.preparation.sources import (
     training_files,
 )
 from evergrad_trainer.data.tokenizers import load_tokenizer
+from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine, free_bytes
-from evergrad_trainer.models.build import ModelPlan, plan_model
+from evergrad_trainer.models.build import ModelPlan, build_empty_model, plan_model
 from evergrad_trainer.models.determinism import (
     CUBLAS_DETERMINISTIC,
     CUBLAS_VARIABLE,
@@ -36,6 +38,7 @@ from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
 from evergrad_trainer.models.parallel import problem_of_shards
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
+from evergrad_trainer.optim.groups import unmatched_patterns
 from evergrad_trainer.preflight_memory import Finding, check_memory, model_facts
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
@@ -376,6 +379,11 @@ def find_traps(
             "they are known to be more than a linear layer, or not known to be one",
             f"Leave lossChunk out, or use one of {', '.join(sorted(PLAIN_HEADS))}",
         )
+    # A model that cannot be built is named by another check; that of a task is known to the task alone.
+    if plan is not None and training.optimizer.groups and training.recipe in RECIPES:
+        with contextlib.suppress(ModelError):
+            model = build_empty_model(plan, precision="fp32")
+            yield from unmatched_patterns(model, training.optimizer.groups)
     # Moments that are kept in bf16 round small decays away.
     field, slowest = _find_slowest_decay(training.optimizer)
     if training.runtime.precision == "bf16" and slowest > _SLOWEST_BF16_DECAY:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.training import Optimizer, ParameterGroup
 from evergrad_trainer.errors import ModelError
@@ -54,34 +54,43 @@ def _choose_groups(
     model: nn.Module, groups: Sequence[ParameterGroup]
 ) -> Mapping[nn.Parameter, ParameterGroup]:
     """The first group that names a parameter, for each that one does."""
-    # A weight that two modules share has two names, and is named by either.
-    named = [
-        (name, parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    ]
+    raise_if(unmatched_patterns(model, groups), ModelError)
     chosen: dict[nn.Parameter, ParameterGroup] = {}
-    for index, group in enumerate(groups):
-        for place, pattern in enumerate(group.parameters):
-            matching = [one for name, one in named if fnmatchcase(name, pattern)]
-            if not matching:
-                where = f"spec.training.optimizer.groups[{index}].parameters[{place}]"
-                raise ModelError(_say_unmatched(where, pattern, [name for name, _ in named]))
-            for parameter in matching:
+    for group in groups:
+        for name, parameter in _trained(model):
+            if any(fnmatchcase(name, pattern) for pattern in group.parameters):
                 chosen.setdefault(parameter, group)
     return chosen
 
 
-def _say_unmatched(where: str, pattern: str, names: Sequence[str]) -> Problem:
-    near = nearest(pattern, names)
-    some = ", ".join(names[:_MOST_NAMED])
-    remedy = f"Did you mean {near}? " if near else ""
-    return Problem(
-        where,
-        f"{pattern!r} names no parameter that is trained",
-        f"there are {len(names)}, such as {some}",
-        f"{remedy}Write a name, or a pattern such as *.bias",
-    )
+def unmatched_patterns(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[Problem]:
+    """A problem for each pattern that names no trained parameter of ``model``, and so would do nothing."""
+    names = [name for name, _ in _trained(model)]
+    problems = []
+    for index, group in enumerate(groups):
+        for place, pattern in enumerate(group.parameters):
+            if any(fnmatchcase(name, pattern) for name in names):
+                continue
+            near = nearest(pattern, names)
+            guess = f"Did you mean {near}? " if near else ""
+            problems.append(
+                Problem(
+                    f"spec.training.optimizer.groups[{index}].parameters[{place}]",
+                    f"{pattern!r} names no parameter that is trained",
+                    f"there are {len(names)}, such as {', '.join(names[:_MOST_NAMED])}",
+                    f"{guess}Write a name, or a pattern such as *.bias",
+                )
+            )
+    return problems
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Name and parameter of what is trained; a weight that two modules share has two names."""
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    ]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
