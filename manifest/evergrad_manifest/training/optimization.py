@@ -189,7 +189,7 @@ def check_schedule_keys(view: View) -> Iterator[Problem]:
         yield Problem(
             f"{_SCHEDULE}.startRatio", "has no meaning without a warm-up", why, "Add warmup"
         )
-    if schedule["type"] == "pieces" and not view.is_given(_PIECES):
+    if schedule["type"] == "pieces" and not schedule["pieces"]:
         yield Problem(
             _PIECES,
             "missing",
