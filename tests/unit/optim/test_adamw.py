@@ -1,15 +1,11 @@
 """Decay groups, and updates equal to torch's."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from small_model import Small, train
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from evergrad_manifest.training import Optimizer
 from evergrad_trainer.optim.adamw import MOMENTS, build_adamw
@@ -62,14 +58,6 @@ def test_the_learning_rate_is_set_for_every_group() -> None:
     optimizer = build_adamw(Small(), SETTINGS)
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-
-
-@pytest.fixture
-def third_of_three() -> Iterator[DeviceMesh]:
-    """The mesh of rank 2 of 3, whose collectives do nothing."""
-    dist.init_process_group("fake", rank=2, world_size=3, store=FakeStore())
-    yield init_device_mesh("cpu", (3,))
-    dist.destroy_process_group()
 
 
 def test_a_shard_is_updated_to_the_bits_of_the_whole(third_of_three: DeviceMesh) -> None:

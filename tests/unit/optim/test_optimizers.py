@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_model import Small, train
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from evergrad_manifest.fields import choices_of, fields_of
 from evergrad_manifest.training import Optimizer
@@ -180,6 +182,37 @@ def test_any_cut_gives_the_bits_of_the_whole(
         return model[0].detach()
 
     assert torch.equal(torch.cat([run(0, cut), run(cut, total)]), run(0, total))
+
+
+@pytest.mark.parametrize("kind", ["lion", "sgd"])
+def test_a_shard_is_updated_to_the_bits_of_the_whole(
+    third_of_three: DeviceMesh, kind: str
+) -> None:
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[2 * -(-tensor.shape[0] // 3) :].clone()
+
+    def cut(tensor: torch.Tensor) -> DTensor:
+        shape, stride = tensor.shape, tensor.stride()
+        return DTensor.from_local(
+            part(tensor), third_of_three, [Shard(0)], shape=shape, stride=stride
+        )
+
+    torch.manual_seed(0)
+    # The last rank has fewer rows, or none.
+    whole = nn.ParameterList([torch.randn(300, 7), torch.randn(50), torch.randn(4, 7)])
+    shards = nn.ParameterList([cut(one.detach()) for one in whole])
+    ours = build_optimizer(shards, settings(type=kind, weightDecay=0.5))
+    theirs = build_optimizer(whole, settings(type=kind, weightDecay=0.5))
+    for _ in range(3):
+        for parameter, shard in zip(whole, shards, strict=True):
+            parameter.grad = torch.randn(parameter.shape)
+            shard.grad = cut(parameter.grad)
+        ours.step()
+        theirs.step()
+    for parameter, shard in zip(whole, shards, strict=True):
+        assert torch.equal(shard.to_local(), part(parameter.detach()))
+        for slot, tensor in theirs.state[parameter].items():
+            assert torch.equal(ours.state[shard][slot].to_local(), part(tensor))
 
 
 @pytest.mark.capability("G-75")
