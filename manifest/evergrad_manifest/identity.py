@@ -81,6 +81,8 @@ _OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skip
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
 _LATER_SETTINGS: Final = frozenset(
     {
+        "training.data.sources[].document",
+        "training.evaluation.sources[].document",
         "training.optimizer.groups",
         "training.optimizer.groups[].learningRateRatio",
         "training.optimizer.groups[].weightDecay",

@@ -1,6 +1,7 @@
 """prepare with helper processes: killed, resumed, twice at once, on a full disk; always the same published
 bytes."""
 
+import gzip
 import json
 import os
 import shutil
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from process_state import children_of, is_alive
 
 PREPARE = """
@@ -211,6 +215,80 @@ def test_a_killed_preparation_goes_on_with_its_finished_chunks_and_publishes_the
     assert not list((folder / "prepared").glob(".tmp-*")) + list(
         (folder / "prepared").glob(".lock-*")
     )
+
+
+def write_format(folder: Path, kind: str) -> dict[str, str]:
+    """The documents of the fixture in another form: a source's keys for it."""
+    lines = (folder / "docs.jsonl").read_bytes().splitlines(keepends=True)
+    texts = [json.loads(line)["text"] for line in lines]
+    if kind == "text":
+        for number, text in enumerate(texts):
+            path = folder / "texts" / f"{number % 9}" / f"{number:05}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return {"type": "text", "path": "texts"}
+    if kind == "line":
+        (folder / "lines.txt").write_text("".join(text + "\n" for text in texts))
+        return {"type": "text", "document": "line", "path": "lines.txt"}
+    if kind == "parquet":
+        table = pyarrow.table({"text": texts})
+        for number in range(2):
+            part = table.slice(2000 * number, 2000)
+            pyarrow.parquet.write_table(part, folder / f"{number}.parquet", row_group_size=97)
+        return {"type": "parquet", "path": "*.parquet"}
+    pack = gzip.compress if kind == "gzip" else zstandard.ZstdCompressor().compress
+    for number in range(3):
+        part = b"".join(lines[1500 * number : 1500 * (number + 1)])
+        (folder / f"{number}.packed").write_bytes(pack(part))
+    return {"path": "?.packed"}
+
+
+@pytest.mark.parametrize("kind", ["text", "line", "parquet", "gzip", "zstandard"])
+def test_each_format_is_prepared_to_the_same_bytes_by_one_process_and_by_helpers_after_a_kill(
+    preparers: Preparers, kind: str
+) -> None:
+    folder = preparers.folder
+    data = {"sources": [{"name": "docs", **write_format(folder, kind)}]}
+    alone = {"inline_below": 2**40, "prepared": str(folder / "alone")}
+    facts = preparers.finish(preparers.start(data=data, **alone))
+    assert facts["prepared"]["sources"][0]["documents"] == 4000
+
+    process = preparers.start(data=data, hold=["tokenize", 2])
+    wait_for(lambda: len(records(folder, "tokenize")) >= 2, what="tokenize record")
+    helpers = children_of(process.pid)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(map(is_alive, helpers)), what="end of the helpers")
+    assert not list((folder / "prepared").glob("[0-9a-f]*")), "killed too late"
+    preparers.finish(preparers.start(data=data, workers=3))
+    (directory,) = (folder / "alone").glob("[0-9a-f]*")
+    published = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    assert preparers.published() == published
+    assert len(published) > 20
+
+
+def test_memory_does_not_grow_with_a_row_group(preparers: Preparers) -> None:
+    peaks = []
+    for repeat in (1, 12):
+        texts = [f"{number} words of a document " * 40 for number in range(4000 * repeat)]
+        table = pyarrow.table({"text": texts})
+        path = preparers.folder / f"{repeat}.parquet"
+        pyarrow.parquet.write_table(table, path, row_group_size=10**9, use_dictionary=False)
+        source = {"name": "docs", "type": "parquet", "path": path.name}
+        process = preparers.start(
+            data={"sources": [source]},
+            workers=1,
+            chunk=2**40,
+            prepared=str(preparers.folder / f"p{repeat}"),
+        )
+        helper = 0.0
+        while process.poll() is None:
+            helper = max([helper, *map(peak_megabytes, children_of(process.pid))])
+            time.sleep(0.005)
+        preparers.finish(process)
+        peaks.append(helper)
+    assert peaks[0] > 10
+    assert peaks[1] - peaks[0] < 24
 
 
 @pytest.mark.capability("A-76")

@@ -20,10 +20,10 @@ from evergrad_manifest.script import Script
 from evergrad_manifest.script_files import is_module_found, script_problems
 from evergrad_manifest.training import RECIPES, Optimizer, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
-from evergrad_trainer.data.preparation.sources import (
-    evaluation_files,
-    source_problems,
-    training_files,
+from evergrad_trainer.data.preparation.files import (
+    evaluation_sources,
+    find_files,
+    training_sources,
 )
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import ModelError
@@ -187,15 +187,16 @@ def describe_size(training: Training, base_directory: Path) -> str:
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
     """Check that every source can be opened and holds something. ``prepare`` reads what is inside."""
     for source in (
-        *training_files(training, base_directory),
-        *evaluation_files(training, base_directory),
+        *training_sources(training, base_directory),
+        *evaluation_sources(training, base_directory),
     ):
-        problems = source_problems(source)
+        files, problems = find_files(source)
         yield from (Finding("error", problem) for problem in problems)
         if not problems:
-            yield Finding(
-                "ok", Problem(str(source.path), f"{source.path.stat().st_size:,} bytes")
-            )
+            what = f"{sum(path.stat().st_size for path in files):,} bytes"
+            if len(files) > 1:
+                what += f" in {len(files):,} files"
+            yield Finding("ok", Problem(str(source.path), what))
 
 
 def check_run_directory(

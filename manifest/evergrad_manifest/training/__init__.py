@@ -27,6 +27,7 @@ from evergrad_manifest.training.own_task import check_recipe
 from evergrad_manifest.training.pretrain import (
     HELD_OUT,
     NO_DATA,
+    TEXT_TYPES,
     Data,
     Evaluation,
     EvaluationSource,
@@ -51,6 +52,7 @@ __all__ = [
     "NO_DATA",
     "RECIPES",
     "RULES",
+    "TEXT_TYPES",
     "Batching",
     "Best",
     "Checkpoint",

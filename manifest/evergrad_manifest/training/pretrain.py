@@ -24,6 +24,8 @@ NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT: Final = "heldOut"
 """Name of the evaluation set that ``data.heldOut`` makes."""
 BYTE_VOCABULARY: Final = 257
+TEXT_TYPES: Final = ("jsonl", "text", "parquet")
+"""Types of sources whose documents are tokenised."""
 _MODEL: Final = f"{TRAINING}.model"
 _SOURCES: Final = f"{TRAINING}.data.sources"
 _HELD_OUT: Final = f"{TRAINING}.data.heldOut"
@@ -123,7 +125,7 @@ def _check_vocabulary(view: View, config: Mapping[str, Any]) -> Iterator[Problem
     # A smaller table would be noticed by the first byte that has no row in it, in the middle of a step.
     size = config.get("vocab_size")
     reads_text = any(
-        item["type"] == "jsonl" for _, item in view.items(f"{TRAINING}.data.sources")
+        item["type"] in TEXT_TYPES for _, item in view.items(f"{TRAINING}.data.sources")
     )
     uses_bytes = (
         view.get(f"{TRAINING}.tokenizer") is not UNKNOWN
@@ -171,18 +173,22 @@ def check_tokenizer(view: View) -> Iterator[Problem]:
 
 
 class Source(Section):
-    """One file of samples."""
+    """One file of samples, or several that are read one after the other."""
 
     name: str = Field(min_length=1, max_length=63, pattern=NAME_PATTERN)
     """Unique among all sources, whatever the case of its letters; appears in sample ids and messages."""
-    type: Literal["jsonl", "tokens"] = "jsonl"
-    """``jsonl``: one JSON object with a text a line. ``tokens``: a flat file of little-endian token ids."""
+    type: Literal["jsonl", "text", "parquet", "tokens"] = "jsonl"
+    """``jsonl``: one JSON object with a text a line. ``text``: plain UTF-8. ``parquet``: a column of texts.
+    ``tokens``: flat files of little-endian token ids."""
     path: LocalPath = Field(min_length=1)
-    """The file; relative to the manifest for ``evergrad run``, absolute inside the pod on a cluster."""
+    """A file, a folder or a pattern (``*.jsonl``); relative to the manifest for ``evergrad run``, absolute
+    inside the pod on a cluster."""
     weight: Real = Field(default=1.0, gt=0, le=1e9)
     """Share of the samples drawn from this source, relative to the other weights."""
     text_field: str = Field(default="text", min_length=1)
-    """jsonl only: key of the text in each object."""
+    """jsonl and parquet only: key of the text in each object, or the column of texts."""
+    document: Literal["file", "line"] = "file"
+    """text only: whether each file is a document, or each line."""
     dtype: Literal["uint16", "uint32"] = "uint16"
     """tokens only: type of the ids."""
 
@@ -206,7 +212,8 @@ class Data(Section):
     held_out: HeldOut | None = None
     """Evaluate on a part of the training sources, which is then never trained on."""
     malformed: Literal["refuse", "skip"] = "refuse"
-    """Action for a line that is not a JSON object with a text: stop, or count it and go on."""
+    """Action for a line, row or file that holds no text (no JSON object, no UTF-8): stop, or count it and go
+    on."""
     prepared_directory: LocalPath | None = None
     """Where prepared token files are kept; default: ``.prepared`` beside the run directory."""
 
@@ -215,8 +222,11 @@ NO_DATA: Final = Data.model_construct(set(), sources=(), sequence_length=LENGTH_
 """``data`` of a task that prepares its data itself: built past the rule that there is a source."""
 
 OF_SOURCES: Final = (
-    Meaningless("textField", "type", ("tokens",), "Remove it, or set type: jsonl"),
-    Meaningless("dtype", "type", ("jsonl",), "Remove it, or set type: tokens"),
+    Meaningless("textField", "type", ("text", "tokens"), "Remove it, or set type: jsonl"),
+    Meaningless(
+        "document", "type", ("jsonl", "parquet", "tokens"), "Remove it, or set type: text"
+    ),
+    Meaningless("dtype", "type", TEXT_TYPES, "Remove it, or set type: tokens"),
 )
 
 

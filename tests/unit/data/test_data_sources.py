@@ -15,23 +15,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evergrad_trainer.data.preparation import scan_cache, sources
-from evergrad_trainer.data.preparation.scan_cache import scan_cached
+from evergrad_trainer.data.preparation.content import Content
+from evergrad_trainer.data.preparation.files import SourceEntry, find_files
 from evergrad_trainer.data.preparation.sources import (
     Scan,
-    SourceFile,
     raise_if_out_of_vocabulary,
-    scan_source,
-    source_problems,
+    scan_file,
 )
 from evergrad_trainer.errors import DataError
 
 
-def source_of(path: Path, *, kind: str = "jsonl", dtype: str = "uint16") -> SourceFile:
-    return SourceFile("spec.training.data.sources[0]", "docs", path, kind, "text", dtype)  # type: ignore[arg-type]
+def source_of(path: Path, *, kind: str = "jsonl", dtype: str = "uint16") -> SourceEntry:
+    return SourceEntry("spec.training.data.sources[0]", "docs", path, kind, "text", dtype)  # type: ignore[arg-type]
 
 
 def scan(path: Path, **options: str) -> Scan:
-    return scan_source(source_of(path, **options), on_bytes=lambda _: None)
+    return scan_file(source_of(path, **options), path, on_bytes=lambda _: None)
+
+
+def scan_cached(
+    source: SourceEntry, directory: Path, *, on_bytes: Callable[[int], None]
+) -> Content:
+    """As prepare does it, for a source of one file."""
+    return scan_cache.scan_cached(source, [source.path], directory, on_bytes=on_bytes)
 
 
 def age(path: Path, seconds: float = 60) -> None:
@@ -74,12 +80,14 @@ def test_chunks_are_whole_lines_that_cover_the_file(
     found = scan(tmp_path / "f")
     assert found.content_hash == xxhash.xxh3_128_hexdigest(data)
     assert found.lines == data.count(b"\n") + (not data.endswith(b"\n"))
-    assert [piece.number for piece in found.chunks] == list(range(len(found.chunks)))
-    assert b"".join(data[piece.start : piece.end] for piece in found.chunks) == data
-    for piece in found.chunks:
+    assert b"".join(data[piece.start : piece.end] for piece in found.spans) == data
+    assert sum(piece.size for piece in found.spans) == found.size == len(data)
+    chunks = Content(((tmp_path / "f", found),)).chunks
+    assert [piece.number for piece in chunks] == list(range(len(found.spans)))
+    for piece in found.spans:
         assert piece.first_line == data[: piece.start].count(b"\n") + 1
         assert data[piece.end - 1 : piece.end] == b"\n" or piece.end == len(data)
-    for piece in found.chunks[:-1]:
+    for piece in found.spans[:-1]:
         assert piece.end - piece.start >= chunk
         assert b"\n" not in data[piece.start + chunk : piece.end - 1]
 
@@ -89,13 +97,13 @@ def test_a_large_file_has_a_bounded_number_of_chunks(
 ) -> None:
     (tmp_path / "f").write_bytes(b"line\n" * 20_000)
     monkeypatch.setattr(sources, "SMALLEST_CHUNK", 16)
-    monkeypatch.setattr(sources, "_MOST_CHUNKS", 50)
-    assert 40 <= len(scan(tmp_path / "f").chunks) <= 50
+    monkeypatch.setattr(sources, "MOST_CHUNKS", 50)
+    assert 40 <= len(scan(tmp_path / "f").spans) <= 50
 
 
 def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path) -> None:
     def message(name: str, **options: str) -> str:
-        (problem,) = source_problems(source_of(tmp_path / name, **options))
+        _, (problem,) = find_files(source_of(tmp_path / name, **options))
         return str(problem).removeprefix(f"{tmp_path / name}: ")
 
     (tmp_path / "empty").touch()
@@ -108,7 +116,8 @@ def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path) -> None
     assert message("none") == f"does not exist; {field}.path names it. {relative}"
     assert (
         message("")
-        == f"is a directory; {field}.path names it. Name one file; several files are several sources."
+        == f"holds no file whose name ends in .jsonl or .ndjson (or those with .gz or .zst); {field}.path "
+        f"names it. Check the folder, or name its files by a pattern, such as {tmp_path}/*."
     )
     assert message("empty").startswith(f"is empty; {field}.path names it.")
     assert message("pipe").startswith("is not a regular file")
@@ -118,27 +127,32 @@ def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path) -> None
     )
     assert message("single", kind="tokens").startswith("holds a single token id")
     assert message("fine", kind="tokens", dtype="uint32").startswith("holds a single token id")
-    assert source_problems(source_of(tmp_path / "fine", kind="tokens")) == []
+    fine = tmp_path / "fine"
+    assert find_files(source_of(fine, kind="tokens")) == ((fine,), [])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     (tmp_path / "secret").chmod(0)
-    (problem,) = source_problems(source_of(tmp_path / "secret"))
+    _, (problem,) = find_files(source_of(tmp_path / "secret"))
     assert "permission denied" in str(problem)
 
 
 @pytest.mark.parametrize(
     ("data", "what", "remedy"),
     [
-        (gzip.compress(b"{}\n", mtime=0), "is compressed (gzip)", "Decompress it."),
+        (
+            gzip.compress(gzip.compress(b"{}\n", mtime=0), mtime=0),
+            "is compressed twice (gzip)",
+            "Decompress it once.",
+        ),
         (
             '{"text": "a"}\n'.encode("utf-16"),
             "is UTF-16 text",
             "Convert it to UTF-8, e.g. with iconv.",
         ),
-        (b"PAR1....", "is a Parquet file", "Convert it to one JSON object a line."),
+        (b"PAR1....", "is a Parquet file", "Set type: parquet."),
         (b"PK\x03\x04....", "is a zip archive", "Unpack it."),
     ],
 )
@@ -163,9 +177,9 @@ def test_the_largest_id_of_a_tokens_file_is_found_wherever_it_stands(
     found = scan(tmp_path / "f", kind="tokens", dtype=dtype)
     assert found.largest_id == 300
     source = source_of(tmp_path / "f", kind="tokens", dtype=dtype)
-    raise_if_out_of_vocabulary(source, found, 301)
+    raise_if_out_of_vocabulary(source, source.path, found, 301)
     with pytest.raises(DataError) as caught:
-        raise_if_out_of_vocabulary(source, found, 257)
+        raise_if_out_of_vocabulary(source, source.path, found, 257)
     assert str(caught.value).startswith(
         f"{tmp_path / 'f'}: token 777 is 300; the tokenizer has the ids 0 to 256; the largest in "
         "the file is 300. "
@@ -176,11 +190,11 @@ def test_the_largest_id_of_a_tokens_file_is_found_wherever_it_stands(
 def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often a file was really read."""
     calls: list[Path] = []
-    real = scan_cache.scan_source
+    real = scan_cache.scan_file
     monkeypatch.setattr(
         scan_cache,
-        "scan_source",
-        lambda source, **rest: calls.append(source.path) or real(source, **rest),
+        "scan_file",
+        lambda source, path, **rest: calls.append(path) or real(source, path, **rest),
     )
     return lambda: len(calls)
 
@@ -195,7 +209,8 @@ def test_an_unchanged_file_is_read_once(
     first = scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None)
     assert scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None) == first
     assert reads() == 1
-    assert Scan.from_json(json.loads(json.dumps(first.to_json()))) == first
+    ((_, one),) = first.files
+    assert Scan.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
 def test_a_touched_file_is_read_again_and_a_changed_one_is_noticed_even_at_the_same_size(
@@ -235,7 +250,14 @@ def test_a_file_written_a_moment_ago_is_not_trusted_to_its_times(
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"format": 99, "scan": {}}', '{"format": 1, "scan": {"stat": {}}}'],
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 99, "scan": {}}',
+        '{"format": 2, "scans": {"f": {"stat": {}}}}',
+        '{"format": 2, "scans": []}',
+    ],
 )
 def test_a_broken_memory_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
@@ -268,4 +290,4 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
             file.write('{"text": "b"}\n')
 
     with pytest.raises(DataError, match="changed while it was being prepared"):
-        scan_source(source_of(path), on_bytes=append)
+        scan_file(source_of(path), path, on_bytes=append)

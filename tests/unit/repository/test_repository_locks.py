@@ -150,6 +150,19 @@ def test_a_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(
         assert all(version in wanted.specifier for version in versions), wanted
 
 
+def test_the_trainers_extras_are_locked_within_their_bounds(
+    root: Path, locks: ModuleType
+) -> None:
+    project = tomllib.loads((root / "trainer_image" / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pins = {
+        normalised(pin.name): pin.version
+        for pin in locks.parse_lock((root / "requirements" / "dev.txt").read_text())
+    }
+    for wanted in map(Requirement, extras["parquet"] + extras["zstd"]):
+        assert pins[normalised(wanted.name)] in wanted.specifier
+
+
 LOCK = """\
 # a comment
 accelerate==1.0 \\

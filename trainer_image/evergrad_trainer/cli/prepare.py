@@ -138,7 +138,11 @@ def prepare_with_progress(
     for source in (*prepared.sources, *prepared.evaluation):
         # At every start, not only at the first: lines that are passed over are missing from the run.
         if source.malformed:
-            skipped = "line was skipped" if source.malformed == 1 else "lines were skipped"
+            skipped = (
+                f"{source.unit} was skipped"
+                if source.malformed == 1
+                else f"{source.unit}s were skipped"
+            )
             # Empty lines are passed over too, and are no loss.
             harmful = {
                 reason: number
@@ -158,6 +162,8 @@ def describe_prepared(prepared: Prepared) -> list[str]:
     for source in sources:
         # Token files have no documents: their counts are left out, not 0.
         parts = []
+        if source.files:
+            parts.append(_plural(len(source.files), "file"))
         if source.documents is not None:
             parts.append(_plural(source.documents, "document"))
         parts.append(f"{short_count(source.train.tokens)} tokens")
@@ -169,7 +175,7 @@ def describe_prepared(prepared: Prepared) -> list[str]:
 
         # What is missing from the data, or was changed in it.
         if source.skipped:
-            parts.append(f"lines passed over: {_reasons(source.skipped)}")
+            parts.append(f"{source.unit}s passed over: {_reasons(source.skipped)}")
         if source.repaired:
             documents = _plural(source.repaired, "document")
             parts.append(f"half surrogate pairs replaced in {documents}")
@@ -203,6 +209,7 @@ def _source_summary(source: PreparedSource) -> dict[str, Any]:
         "skipped": dict(source.skipped),
         "repaired": source.repaired,
         "reused": source.reused,
+        "files": [file.name for file in source.files],
     }
 
 

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_manifest.training import Training
+from evergrad_manifest.training import TEXT_TYPES, Training
+from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
+from evergrad_trainer.data.preparation.files import (
+    SourceEntry,
+    evaluation_sources,
+    find_files,
+    relative_name,
+    training_sources,
+)
 from evergrad_trainer.data.preparation.pool import Pool, build_pool
 from evergrad_trainer.data.preparation.progress import OnProgress, PrepareProgress, Reporter
 from evergrad_trainer.data.preparation.publish import (
@@ -21,14 +29,12 @@ from evergrad_trainer.data.preparation.publish import (
 from evergrad_trainer.data.preparation.scan_cache import scan_cached
 from evergrad_trainer.data.preparation.sources import (
     SMALLEST_CHUNK,
-    evaluation_files,
     raise_if_out_of_vocabulary,
-    source_problems,
-    training_files,
 )
 from evergrad_trainer.data.prepared import (
     WIDTH,
     Prepared,
+    PreparedFile,
     PreparedSource,
     Published,
     Shard,
@@ -41,6 +47,8 @@ from evergrad_trainer.errors import DataError
 __all__ = ["PrepareProgress", "check_unchanged", "prepare", "resolve_prepared_directory"]
 
 _HELD_OUT: Final = "spec.training.data.heldOut"
+_MOST_NAMES: Final = 5
+"""Files that a message names one by one."""
 
 
 def resolve_prepared_directory(
@@ -68,11 +76,9 @@ def prepare(
     root = resolve_prepared_directory(
         training, base_directory=base_directory, default=prepared_directory
     )
-    sources = training_files(training, base_directory)
-    evaluation = evaluation_files(training, base_directory)
-    # All files are looked at before the first one is read: every mistake in the paths is named at once.
-    problems = [one for source in (*sources, *evaluation) for one in source_problems(source)]
-    raise_if(problems, DataError)
+    sources = training_sources(training, base_directory)
+    entries = [*sources, *evaluation_sources(training, base_directory)]
+    files = _find_all(entries)
     tokenizer = load_tokenizer(training.tokenizer, base_directory)
     report = Reporter(on_progress)
     recipe = Recipe(
@@ -85,19 +91,19 @@ def prepare(
         root.mkdir(parents=True, exist_ok=True)
 
         # First all scans: what is to be prepared, and in how many bytes, follows from the contents.
-        files = [*sources, *evaluation]
-        report.begin("scan", sum(source.path.stat().st_size for source in files))
-        scans = []
-        for source in files:
+        report.begin("scan", sum(path.stat().st_size for paths in files for path in paths))
+        contents = []
+        for source, paths in zip(entries, files, strict=True):
             report.show(source.name)
-            scans.append(scan_cached(source, root / ".scans", on_bytes=report.advance))
+            memory = root / ".scans"
+            contents.append(scan_cached(source, paths, memory, on_bytes=report.advance))
 
         # Nothing is held out of a source that is only evaluated on.
         whole = replace(recipe, held_out=None)
-        recipes = [recipe] * len(sources) + [whole] * len(evaluation)
+        recipes = [recipe] * len(sources) + [whole] * (len(entries) - len(sources))
         preparations = [
-            Preparation(source, scan, one, root, compute_fingerprint(source, scan, one))
-            for source, scan, one in zip(files, scans, recipes, strict=True)
+            Preparation(source, content, one, root, compute_fingerprint(source, content, one))
+            for source, content, one in zip(entries, contents, recipes, strict=True)
         ]
         if not workers:
             # The cores this process may use, which in a container are fewer than the machine has.
@@ -113,6 +119,14 @@ def prepare(
     )
 
 
+def _find_all(entries: Sequence[SourceEntry]) -> list[tuple[Path, ...]]:
+    """The files of each source. Raises DataError naming every mistake in the paths of all of them."""
+    # All files are looked at before the first one is read.
+    found = [find_files(source) for source in entries]
+    raise_if([problem for _, problems in found for problem in problems], DataError)
+    return [paths for paths, _ in found]
+
+
 def check_unchanged(
     recorded: Prepared, training: Training, *, base_directory: Path, prepared_directory: Path
 ) -> None:
@@ -125,37 +139,64 @@ def check_unchanged(
         training, base_directory=base_directory, default=prepared_directory
     )
     pairs = (
-        *zip(training_files(training, base_directory), recorded.sources, strict=False),
-        *zip(evaluation_files(training, base_directory), recorded.evaluation, strict=False),
+        *zip(training_sources(training, base_directory), recorded.sources, strict=False),
+        *zip(evaluation_sources(training, base_directory), recorded.evaluation, strict=False),
     )
-    problems = [problem for source, _ in pairs for problem in source_problems(source)]
-    raise_if(problems, DataError)
+    files = _find_all([source for source, _ in pairs])
 
     # Content decides, not paths or times: a file that was copied elsewhere is still the same data.
-    for source, before in pairs:
+    problems = []
+    for (source, before), paths in zip(pairs, files, strict=True):
         with disk_errors(source.path):
-            now = scan_cached(source, root / ".scans", on_bytes=lambda _: None)
+            now = scan_cached(source, paths, root / ".scans", on_bytes=lambda _: None)
         if now.content_hash != before.content_hash:
-            what = "its content changed since this run was prepared"
-            why = f"the fingerprint was {before.content_hash} and is {now.content_hash}"
-            remedy = (
-                "Restore the file to go on with this run, or train the new content under another "
-                "run name"
-            )
-            problems.append(Problem(str(source.path), what, why, remedy))
+            problems.append(_change_of(source, before, now))
     raise_if(problems, DataError)
+
+
+def _change_of(source: SourceEntry, before: PreparedSource, now: Content) -> Problem:
+    """The problem of a source whose content is not what was prepared, with the files that differ."""
+    old = {file.name: file.content_hash for file in before.files}
+    new = {relative_name(path, source): scan.content_hash for path, scan in now.files}
+    if not old or not source.is_expanded(tuple(path for path, _ in now.files)):
+        what = "its content changed since this run was prepared"
+        why = f"the fingerprint was {before.content_hash} and is {now.content_hash}"
+        remedy = (
+            "Restore the file to go on with this run, or train the new content under another "
+            "run name"
+        )
+        return Problem(str(source.path), what, why, remedy)
+
+    # By their names, since the order of the files and with it that of all documents follows from these.
+    changed = [name for name in old.keys() & new.keys() if old[name] != new[name]]
+    differences = (
+        ("added", sorted(new.keys() - old.keys())),
+        ("missing", sorted(old.keys() - new.keys())),
+        ("changed", sorted(changed)),
+    )
+    shown = [f"{word}: {_some(names)}" for word, names in differences if names]
+    what = "its files are not those that this run was prepared from"
+    remedy = (
+        "Restore them to go on with this run, or train the new content under another run name"
+    )
+    return Problem(str(source.path), what, "; ".join(shown), remedy)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _prepare_all(
     preparations: Sequence[Preparation], report: Reporter, *, workers: int
 ) -> list[PreparedSource]:
     # Files of tokens are read where they lie. Sources of equal content share one published directory.
-    texts = [one for one in preparations if one.source.type == "jsonl"]
+    texts = [one for one in preparations if one.source.type in TEXT_TYPES]
     found = {one.fingerprint: open_published(one.final) for one in texts}
     # What is published is looked at once, before the first job: it decides how much there is to do.
     missing = {one.fingerprint: one for one in texts if found[one.fingerprint] is None}
     pending = list(missing.values())
-    report.begin("tokenize", sum(one.scan.stat.size for one in pending))
+    report.begin("tokenize", sum(_work_of(one) for one in pending))
     # One pool for all sources: helpers are started once.
     pool = _LazyPool(pending, workers)
     try:
@@ -170,6 +211,11 @@ def _prepare_all(
     ]
 
 
+def _work_of(preparation: Preparation) -> int:
+    """Bytes of all its chunks."""
+    return sum(chunk.size for chunk in preparation.content.chunks)
+
+
 class _LazyPool:
     """One pool for all sources, started when the first job needs it."""
 
@@ -181,8 +227,8 @@ class _LazyPool:
     def get(self) -> Pool:
         # Late: a start that finds every chunk of an earlier attempt finished needs no helper.
         if self._pool is None:
-            chunks = max(len(one.scan.chunks) for one in self._pending)
-            size = sum(one.scan.stat.size for one in self._pending)
+            chunks = max(len(one.content.chunks) for one in self._pending)
+            size = sum(_work_of(one) for one in self._pending)
             tokenizer = self._pending[0].recipe.tokenizer
             self._pool = build_pool(
                 tokenizer,
@@ -200,23 +246,32 @@ class _LazyPool:
 def _prepared_source(
     preparation: Preparation, published: Published | None, *, reused: bool
 ) -> PreparedSource:
-    source = preparation.source
-    # A file of tokens has no published directory; it has no documents to count either.
+    source, content = preparation.source, preparation.content
+    # A folder may change later: which files it stood for is part of what was prepared.
+    files: tuple[PreparedFile, ...] = ()
+    if source.is_expanded(tuple(path for path, _ in content.files)):
+        files = tuple(
+            PreparedFile(relative_name(path, source), one.content_hash, one.size, one.lines)
+            for path, one in content.files
+        )
+
+    # Files of tokens have no published directory; they have no documents to count either.
     if published is None:
         train, held_out = _token_spans(preparation)
         return PreparedSource(
             name=source.name,
             path=source.path.absolute(),
-            content_hash=preparation.scan.content_hash,
+            content_hash=content.content_hash,
             fingerprint=preparation.fingerprint,
             train=train,
             held_out=held_out,
             reused=reused,
+            files=files,
         )
     return PreparedSource(
         name=source.name,
         path=source.path.absolute(),
-        content_hash=preparation.scan.content_hash,
+        content_hash=content.content_hash,
         fingerprint=preparation.fingerprint,
         train=published.train,
         held_out=published.held_out,
@@ -225,17 +280,21 @@ def _prepared_source(
         skipped=published.skipped,
         repaired=published.repaired,
         reused=reused,
+        files=files,
+        unit=source.unit,
     )
 
 
 def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence | None]:
-    """The parts of a file of tokens, which is read where it lies; what is held out is its end."""
+    """The parts of files of tokens, which are read where they lie; what is held out is their end."""
     source, recipe = preparation.source, preparation.recipe
-    raise_if_out_of_vocabulary(source, preparation.scan, recipe.tokenizer.vocab_size)
-    path = source.path.absolute()
-    total = preparation.scan.stat.size // WIDTH[source.dtype]
+    shards = []
+    for path, scan in preparation.content.files:
+        raise_if_out_of_vocabulary(source, path, scan, recipe.tokenizer.vocab_size)
+        shards.append(Shard(path.absolute(), 0, scan.size // WIDTH[source.dtype]))
+    whole = TokenSequence(source.dtype, tuple(shards))
     if recipe.held_out is None:
-        return TokenSequence(source.dtype, (Shard(path, 0, total),)), None
+        return whole, None
     if recipe.held_out.fraction is None:
         why = f"source {source.name!r} is a flat file of tokens, which has no documents"
         raise DataError(
@@ -246,14 +305,29 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
                 "Use heldOut.fraction, or a separate evaluation source",
             )
         )
-    held_out = max(2, int(recipe.held_out.fraction * total + 0.5))
-    if total - held_out < 2:
-        what = f"holds {total} tokens and {held_out} would be held out"
+    held_out = max(2, int(recipe.held_out.fraction * whole.tokens + 0.5))
+    if whole.tokens - held_out < 2:
+        what = f"holds {whole.tokens} tokens and {held_out} would be held out"
         why = "none would remain for training"
+        path = source.path.absolute()
         raise DataError(Problem(str(path), what, why, f"Lower {_HELD_OUT}.fraction"))
 
     # The end, not a random part: a window must not lie on both sides.
-    cut = total - held_out
-    train = TokenSequence(source.dtype, (Shard(path, 0, cut),))
-    rest = TokenSequence(source.dtype, (Shard(path, cut, held_out),))
-    return train, rest
+    return _cut(whole, whole.tokens - held_out)
+
+
+def _cut(sequence: TokenSequence, at: int) -> tuple[TokenSequence, TokenSequence]:
+    """The first ``at`` tokens of a sequence, and the others."""
+    first, rest = [], []
+    for shard in sequence.shards:
+        before = max(0, min(at, shard.tokens))
+        if before:
+            first.append(replace(shard, tokens=before))
+        if before < shard.tokens:
+            rest.append(
+                replace(shard, start=shard.start + before, tokens=shard.tokens - before)
+            )
+        at -= before
+    return TokenSequence(sequence.dtype, tuple(first)), TokenSequence(
+        sequence.dtype, tuple(rest)
+    )

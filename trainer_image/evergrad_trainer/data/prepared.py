@@ -49,12 +49,27 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
+class PreparedFile:
+    """One file of a source that is a folder or a pattern: its path from the folder, and its content.
+
+    ``lines``: lines, rows, or 1 where the file is one document.
+    """
+
+    name: str
+    content_hash: str
+    size: int
+    lines: int
+
+
+@dataclass(frozen=True)
 class PreparedSource:
     """One source, ready to be read. ``documents`` counts all of them, held-out ones included; None where
     there are none to count.
 
     ``skipped``: lines that gave no document, by reason. ``repaired``: documents in which half a surrogate
-    pair was replaced. ``reused``: nothing had to be done for it this time.
+    pair was replaced. ``reused``: nothing had to be done for it this time. ``files``: those of a folder or
+    pattern as it was expanded, in their order; none for a source that names one file. ``unit``: what holds
+    one document each.
     """
 
     name: str
@@ -68,6 +83,8 @@ class PreparedSource:
     skipped: Mapping[str, int] = field(default_factory=dict)
     repaired: int = 0
     reused: bool = False
+    files: tuple[PreparedFile, ...] = ()
+    unit: Literal["line", "row", "file"] = "line"
 
     @property
     def malformed(self) -> int:
@@ -99,6 +116,11 @@ class Prepared:
         if self.folder is None:
             # What is recorded of runs on text alone is what it was before there were others.
             del value["folder"], value["facts"]
+        for source in (*value["sources"], *value["evaluation"]):
+            if source["unit"] == "line":
+                del source["unit"]
+            if not source["files"]:
+                del source["files"]
         return value
 
     @staticmethod
@@ -122,6 +144,7 @@ def _source_from_json(value: dict[str, Any]) -> PreparedSource:
         "path": Path(value["path"]),
         "train": train,
         "held_out": held_out and _sequence_from_json(held_out),
+        "files": tuple(PreparedFile(**file) for file in value.get("files", ())),
     }
     return PreparedSource(**{**value, **changed})
 

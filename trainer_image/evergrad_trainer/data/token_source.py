@@ -1,6 +1,8 @@
 """Windows of a token sequence as items: every token predicted from those before it."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -35,7 +37,7 @@ class TokenSource:
         end_of_document: int,
     ) -> None:
         self.fingerprint = source.fingerprint
-        self._file_name = source.path.name
+        self._source = source
         self._reader = TokenReader(
             sequence, sequence_length=sequence_length, end_of_document=end_of_document
         )
@@ -58,16 +60,31 @@ class TokenSource:
         return Rows(tensors, weight=int(valid.sum()))
 
     def describe(self, item: int) -> str:
-        """The file, and the lines of the documents or the tokens in it."""
+        """The file, and the lines (or rows) of the documents or the tokens in it."""
         shard, first, end = self._reader.place(item)
         if shard.documents is None:
-            return f"{self._file_name}, tokens {shard.start + first} to {shard.start + end - 1}"
+            # Tokens are read where they lie, so that the shard is the file.
+            return f"{shard.path.name}, tokens {shard.start + first} to {shard.start + end - 1}"
 
         # Read when a message wants it: nothing else needs to know where documents begin.
         documents = read_documents(shard.documents)
         within = np.searchsorted(documents[:, 0], [first, end - 1], side="right") - 1
-        lines = documents[within, 1].tolist()
-        begun, ended = lines
-        if begun == ended:
-            return f"{self._file_name}, line {begun}"
-        return f"{self._file_name}, lines {begun} to {ended}"
+        begun, ended = documents[within, 1].tolist()
+        unit = self._source.unit
+        (file, line), (last_file, last_line) = self._place(begun), self._place(ended)
+        if unit == "file":
+            return file if file == last_file else f"{file} to {last_file}"
+        if (file, line) == (last_file, last_line):
+            return f"{file}, {unit} {line}"
+        if file == last_file:
+            return f"{file}, {unit}s {line} to {last_line}"
+        return f"{file}, {unit} {line}, to {last_file}, {unit} {last_line}"
+
+    def _place(self, line: int) -> tuple[str, int]:
+        """The file, and the line in it, of a line that is counted through the source."""
+        files = self._source.files
+        if not files:
+            return self._source.path.name, line
+        ends = list(accumulate(file.lines for file in files))
+        at = bisect_right(ends, line - 1)
+        return files[at].name, line - (ends[at - 1] if at else 0)

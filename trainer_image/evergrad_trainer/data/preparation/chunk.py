@@ -1,4 +1,4 @@
-"""The work on one chunk: lines → token file, and token file → training and held-out parts.
+"""The work on one chunk: texts → token file, and token file → training and held-out parts.
 
 It runs in any process.
 """
@@ -14,24 +14,17 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
-from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT
-from evergrad_trainer.data.preparation.documents import (
-    DocumentReader,
-    Reason,
-    Tally,
-    read_blocks,
-)
-from evergrad_trainer.data.preparation.sources import Chunk
+from evergrad_trainer.data.preparation.content import Chunk
+from evergrad_trainer.data.preparation.documents import Reason, Tally
+from evergrad_trainer.data.preparation.texts import TextFormat, TextReader
 from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
 from evergrad_trainer.data.tokenizers import TextTokenizer
 from evergrad_trainer.durable import unique_suffix, write_json
-from evergrad_trainer.errors import DataError
 
 WHOLE: Final = "whole"
 """Name of a chunk's token file while held-out documents are still in it."""
 
-_BLOCK: Final = 2**20
 _SPLIT_TOKENS: Final = 4 * 2**20
 """About how many tokens of a chunk are in memory while it is split."""
 
@@ -67,15 +60,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """Tokenise one chunk of a file.
+    """Tokenise chunks of a source, one after the other.
 
     ``is_whole``: held-out documents are taken out later. ``only_check``: just count what is wrong.
     """
 
-    source: Path
+    form: TextFormat
     attempt: Path
-    chunk: Chunk
-    text_field: str
+    chunks: tuple[Chunk, ...]
     is_whole: bool
     only_check: bool = False
 
@@ -83,9 +75,11 @@ class TokenizeJob:
         """JSON values only."""
         return {
             "kind": "tokenize",
-            **asdict(self),
-            "source": str(self.source),
+            "form": self.form.to_json(),
             "attempt": str(self.attempt),
+            "chunks": [chunk.to_json() for chunk in self.chunks],
+            "is_whole": self.is_whole,
+            "only_check": self.only_check,
         }
 
 
@@ -114,8 +108,8 @@ def job_from_json(value: dict[str, Any]) -> Job:
     if value["kind"] == "split":
         fields["held_out"] = tuple(value["held_out"])
         return SplitJob(**fields)
-    fields["source"] = Path(value["source"])
-    fields["chunk"] = Chunk(**value["chunk"])
+    fields["form"] = TextFormat(**value["form"])
+    fields["chunks"] = tuple(map(Chunk.from_json, value["chunks"]))
     return TokenizeJob(**fields)
 
 
@@ -148,15 +142,26 @@ class Outcome:
         )
 
 
-def execute(job: Job, tokenizer: TextTokenizer) -> Outcome:
-    """Do one job and leave its record. Raises DataError, OSError."""
-    if isinstance(job, TokenizeJob):
-        if not job.only_check:
-            return _tokenize(job, tokenizer)
-        reader = DocumentReader(text_field=job.text_field, first_line=job.chunk.first_line)
-        for _ in _texts(job, reader):
-            pass
-        return Outcome(job.chunk.number, {}, {}, reader.tally)
+def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[Outcome]:
+    """Do one job: an outcome for each of its chunks, whose record lies there by then.
+
+    Raises DataError, OSError.
+    """
+    if isinstance(job, SplitJob):
+        yield _split_once(job)
+        return
+    with TextReader(job.form) as reader:
+        for chunk in job.chunks:
+            if not job.only_check:
+                yield _tokenize(job, chunk, reader, tokenizer)
+                continue
+            tally = Tally()
+            for _ in reader.read(chunk, tally):
+                pass
+            yield Outcome(chunk.number, {}, {}, tally)
+
+
+def _split_once(job: SplitJob) -> Outcome:
     try:
         return _split(job)
     except FileNotFoundError:
@@ -179,45 +184,30 @@ def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:
         return None
 
 
-def _texts(job: TokenizeJob, reader: DocumentReader) -> Iterator[tuple[list[str], list[int]]]:
-    # Unbuffered: blocks are larger than any buffer would be.
-    chunk = job.chunk
-    try:
-        with job.source.open("rb", buffering=0) as file:
-            for block in read_blocks(file, start=chunk.start, end=chunk.end, size=_BLOCK):
-                yield reader.read(block)
-    except EOFError:
-        problem = Problem(
-            str(job.source),
-            "became shorter while it was being prepared",
-            "",
-            "Let its writer finish, and start again",
-        )
-        raise DataError(problem) from None
-
-
-def _tokenize(job: TokenizeJob, tokenizer: TextTokenizer) -> Outcome:
+def _tokenize(
+    job: TokenizeJob, chunk: Chunk, reader: TextReader, tokenizer: TextTokenizer
+) -> Outcome:
     attempt = Attempt(job.attempt)
-    number = job.chunk.number
+    number = chunk.number
     stream, directory = (WHOLE, attempt.chunks) if job.is_whole else (TRAIN, attempt.data)
-    reader = DocumentReader(text_field=job.text_field, first_line=job.chunk.first_line)
+    tally = Tally()
     with _written(attempt, directory, stream, number) as files:
         # Block by block: memory does not depend on the size of the chunk.
-        for texts, lines in _texts(job, reader):
+        for texts, lines in reader.read(chunk, tally):
             tokens, lengths = tokenizer.encode_documents(texts)
             numbers = np.array(lines, dtype=np.int64)
             is_document = lengths > 1
             if not is_document.all():
                 # A tokenizer may drop all of a text; an end without a document is none.
                 tokens = tokens[np.repeat(is_document, lengths)]
-                reader.tally.skipped[Reason.EMPTY_TEXT] += int(np.count_nonzero(~is_document))
+                tally.skipped[Reason.EMPTY_TEXT] += int(np.count_nonzero(~is_document))
             files.add(tokens, lengths[is_document], numbers[is_document])
     # The record comes last: it says that both files are whole.
     outcome = Outcome(
         number,
         tokens={stream: files.num_tokens},
         documents={stream: files.num_documents},
-        tally=reader.tally,
+        tally=tally,
     )
     write_json(attempt.record("tokenize", number), outcome.to_json(), aside=attempt.partial)
     return outcome

@@ -1,10 +1,12 @@
-"""Turns lines of one JSON object each into texts, and counts each line that gives none under its reason."""
+"""Turns lines, of one JSON object each or plain, into texts, and counts each line that gives none under its
+reason."""
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from io import RawIOBase
 from json import scanner
 from typing import Any, BinaryIO, Final, cast
 
@@ -44,7 +46,8 @@ HARMLESS: Final = frozenset({Reason.BLANK_LINE, Reason.EMPTY_TEXT})
 
 @dataclass(frozen=True)
 class LineProblem:
-    """A malformed line. ``is_torn``: the file ends within it."""
+    """A malformed line (row, or file that is one document), by its number in the source. ``is_torn``: the
+    file ends within it."""
 
     line: int
     what: str
@@ -68,6 +71,13 @@ class Tally:
         """Lines that are an error under ``malformed: refuse``."""
         counts = [count for reason, count in self.skipped.items() if reason not in HARMLESS]
         return sum(counts)
+
+    def pass_over(self, problem: LineProblem, reason: Reason) -> None:
+        """Count a malformed line."""
+        # A file of the wrong kind has a problem in every line; the first ones show which it is.
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(problem)
+        self.skipped[reason] += 1
 
     def add(self, other: "Tally") -> None:
         """Take in a later chunk's counts."""
@@ -101,7 +111,9 @@ class Block:
     is_torn: bool
 
 
-def read_blocks(file: BinaryIO, *, start: int, end: int, size: int) -> Iterator[Block]:
+def read_blocks(
+    file: BinaryIO | RawIOBase, *, start: int, end: int, size: int
+) -> Iterator[Block]:
     """Bytes [start, end), which are whole lines, in pieces of whole lines of about ``size`` bytes. A
     byte-order mark is left out.
 
@@ -132,11 +144,14 @@ def read_blocks(file: BinaryIO, *, start: int, end: int, size: int) -> Iterator[
 class DocumentReader:
     """Turns lines into texts.
 
-    ``tally`` collects what was passed over; ``line`` is the number of the next line.
+    ``tally`` collects what was passed over; ``line`` is the number of the next line. ``text_field``: None
+    where each line is a text as it is.
     """
 
-    def __init__(self, *, text_field: str, first_line: int) -> None:
-        self.tally = Tally()
+    def __init__(
+        self, *, text_field: str | None, first_line: int, tally: Tally | None = None
+    ) -> None:
+        self.tally = Tally() if tally is None else tally
         self.line = first_line
         self._text_field = text_field
 
@@ -185,6 +200,8 @@ class DocumentReader:
             why = "a byte in it starts no character"
             problem = LineProblem(number, "the line is not UTF-8", why, is_torn)
             return self._pass_over(problem, Reason.NOT_UTF8)
+        if self._text_field is None:
+            return line if line.strip(_WHITE) else self._count(Reason.BLANK_LINE)
         # The scanner alone, without what json.loads does around it: most lines are one value and no more.
         try:
             value, end = _scan(line, 0)
@@ -229,10 +246,8 @@ class DocumentReader:
         return self._pass_over(problem, Reason.NO_TEXT)
 
     def _pass_over(self, problem: LineProblem, reason: Reason) -> str:
-        # A file of the wrong kind has a problem in every line; the first ones show which it is.
-        if len(self.tally.problems) < _MOST_PROBLEMS:
-            self.tally.problems.append(problem)
-        return self._count(reason)
+        self.tally.pass_over(problem, reason)
+        return ""
 
     def _count(self, reason: Reason) -> str:
         self.tally.skipped[reason] += 1

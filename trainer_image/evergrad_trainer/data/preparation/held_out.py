@@ -8,12 +8,13 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HeldOut
 from evergrad_trainer.data.order import Permutation
 from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Outcome, SplitJob
-from evergrad_trainer.data.preparation.sources import Scan, SourceFile
+from evergrad_trainer.data.preparation.content import Content
+from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.errors import DataError
 
 
 def choose_held_out(
-    source: SourceFile, scan: Scan, *, held_out: HeldOut, seed: int, documents: int
+    source: SourceEntry, content: Content, *, held_out: HeldOut, seed: int, documents: int
 ) -> list[int]:
     """The held-out documents by their order in the source, sorted.
 
@@ -39,7 +40,7 @@ def choose_held_out(
     # The content, not the source's place in the manifest, is the key: adding a source changes no other's
     # split.
     order = Permutation(
-        seed=seed, source=int(scan.content_hash[:16], 16), epoch=0, size=documents
+        seed=seed, source=int(content.content_hash[:16], 16), epoch=0, size=documents
     )
     return sorted(order.many(np.arange(wanted, dtype=np.uint64)).tolist())
 

@@ -2,6 +2,7 @@
 one a core."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from evergrad_trainer.data.tokenizers import TextTokenizer
 from evergrad_trainer.errors import DataError
 
 _MODULE: Final = "evergrad_trainer.data.preparation.worker"
+_PIPE_BYTES: Final = 2**16
 
 
 class Pool(Protocol):
@@ -37,7 +39,7 @@ class InlinePool:
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         for job in jobs:
-            yield execute(job, self._tokenizer)
+            yield from execute(job, self._tokenizer)
 
     def close(self) -> None:
         """Do nothing: nothing was started."""
@@ -75,10 +77,11 @@ class ProcessPool:
                 if not selector.get_map():
                     return
                 for key, _ in selector.select():
-                    selector.unregister(key.fileobj)
-                    outcome = key.data.receive()
-                    idle.append(key.data)
-                    yield outcome
+                    outcomes, is_done = key.data.receive()
+                    if is_done:
+                        selector.unregister(key.fileobj)
+                        idle.append(key.data)
+                    yield from outcomes
 
     def close(self) -> None:
         """Kill the helpers. What they have finished has its record on the disk."""
@@ -97,35 +100,38 @@ class _Worker:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
             process_group=0,
         )
         if self._process.stdin is None or self._process.stdout is None:
             raise EvergradError("a helper process of prepare has no pipes")
         self._input, self.output = self._process.stdin, self._process.stdout
+        self._rest = b""
 
     def send(self, value: dict[str, Any]) -> None:
         try:
-            self._input.write(json.dumps(value) + "\n")
+            self._input.write(json.dumps(value).encode() + b"\n")
             self._input.flush()
         except BrokenPipeError:
             raise self._death() from None
 
-    def receive(self) -> Outcome:
-        """The answer to the job sent last. Raises what the job raised."""
-        line = self.output.readline()
-        if not line.endswith("\n"):
+    def receive(self) -> tuple[list[Outcome], bool]:
+        """The outcomes that have come of the job sent last, and whether it is done.
+
+        Waits for at least a part of one. Raises what the job raised.
+        """
+        # Not through a buffer of Python's, in which a line could wait that the selector knows nothing of.
+        data = os.read(self.output.fileno(), _PIPE_BYTES)
+        if not data:
             raise self._death()
-        answer = json.loads(line)
-        if "outcome" in answer:
-            return Outcome.from_json(answer["outcome"])
-        if "problems" in answer:
-            raise DataError(*(Problem(**problem) for problem in answer["problems"]))
-        if "os" in answer:
-            number, text, name = answer["os"]
-            raise OSError(number, text, name or None)
-        raise EvergradError(f"a helper process of prepare failed:\n{answer['failure']}")
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        answers = [json.loads(line) for line in lines]
+        outcomes = []
+        for answer in answers:
+            if "outcome" in answer:
+                outcomes.append(Outcome.from_json(answer["outcome"]))
+            elif "done" not in answer:
+                raise _error_of(answer)
+        return outcomes, bool(answers) and "done" in answers[-1]
 
     def close(self) -> None:
         """Kill it if it still works, and reap it."""
@@ -147,6 +153,16 @@ class _Worker:
         return EvergradError(
             f"a helper process of prepare ended with status {status}; its own message is above"
         )
+
+
+def _error_of(answer: dict[str, Any]) -> Exception:
+    """What a job raised in its helper."""
+    if "problems" in answer:
+        return DataError(*(Problem(**problem) for problem in answer["problems"]))
+    if "os" in answer:
+        number, text, name = answer["os"]
+        return OSError(number, text, name or None)
+    return EvergradError(f"a helper process of prepare failed:\n{answer['failure']}")
 
 
 def build_pool(

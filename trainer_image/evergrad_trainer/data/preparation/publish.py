@@ -1,4 +1,4 @@
-"""Prepares one jsonl source: chunks → token files → held-out split → index → one rename.
+"""Prepares one source of texts: chunks → token files → held-out split → index → one rename.
 
 Interrupted anywhere, it goes on where it was.
 """
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import xxhash
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.training import HELD_OUT, HeldOut
+from evergrad_manifest.training import HELD_OUT, TEXT_TYPES, HeldOut
 from evergrad_trainer.data.preparation.chunk import (
     WHOLE,
     Attempt,
@@ -24,12 +24,18 @@ from evergrad_trainer.data.preparation.chunk import (
     TokenizeJob,
     finished,
 )
-from evergrad_trainer.data.preparation.documents import HARMLESS, Tally
+from evergrad_trainer.data.preparation.content import Content
+from evergrad_trainer.data.preparation.documents import (
+    HARMLESS,
+    LineProblem,
+    Tally,
+)
+from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
 from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.preparation.pool import Pool
 from evergrad_trainer.data.preparation.progress import Reporter
-from evergrad_trainer.data.preparation.sources import Scan, SourceFile, raise_if_changed
+from evergrad_trainer.data.preparation.texts import TextFormat
 from evergrad_trainer.data.prepared import (
     FORMAT,
     INDEX,
@@ -57,26 +63,28 @@ class Recipe:
     seed: int
 
 
-def compute_fingerprint(source: SourceFile, scan: Scan, recipe: Recipe) -> str:
+def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -> str:
     """32 hex digits that are equal exactly for equal prepared bytes.
 
     Sequence length, batch and file names are no part of them: changing those prepares nothing anew.
     """
     held_out = recipe.held_out
-    is_text = source.type == "jsonl"
+    is_text = source.type in TEXT_TYPES
     # Settings that a type of source does not use are left out: they would only prepare the same bytes again.
     facts = {
         "format": FORMAT,
         "type": source.type,
-        "content": scan.content_hash,
-        "size": scan.stat.size,
+        "content": content.content_hash,
+        "size": content.size,
         "tokenizer": recipe.tokenizer.identity,
-        "field": source.text_field if is_text else None,
+        "field": source.text_field if source.type in ("jsonl", "parquet") else None,
         "malformed": recipe.malformed if is_text else None,
         "dtype": None if is_text else source.dtype,
         "heldOut": [held_out.fraction, held_out.count] if held_out else None,
         "seed": recipe.seed if held_out and is_text else None,
     }
+    if source.type == "text":
+        facts["document"] = source.document
     text = json.dumps(facts, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -85,8 +93,8 @@ def compute_fingerprint(source: SourceFile, scan: Scan, recipe: Recipe) -> str:
 class Preparation:
     """One source on its way to ``root/<fingerprint>``."""
 
-    source: SourceFile
-    scan: Scan
+    source: SourceEntry
+    content: Content
     recipe: Recipe
     root: Path
     fingerprint: str
@@ -143,7 +151,7 @@ def _publish_attempt(
     try:
         _fill(preparation, pool=pool, report=report)
         # The fingerprint is of the content that was scanned: it must be the content that was tokenised.
-        raise_if_changed(preparation.source, preparation.scan.stat)
+        preparation.content.raise_if_changed()
         # Names before the rename, the rename before it is relied on.
         fsync_directory(attempt.data)
         attempt.data.rename(final)
@@ -197,21 +205,19 @@ def _tokenize(
     Chunks that an earlier attempt finished are taken over.
     """
     source, recipe = preparation.source, preparation.recipe
-    chunks = preparation.scan.chunks
-    tally = Tally()
+    chunks = preparation.content.chunks
+    form, tally = TextFormat.of(source), Tally()
     outcomes: dict[int, Outcome] = {}
 
     def jobs() -> Iterator[TokenizeJob]:
-        for chunk in chunks:
-            if chunk.number in outcomes:
-                continue
+        missing = [chunk for chunk in chunks if chunk.number not in outcomes]
+        for run in preparation.content.runs(missing):
             # Read when a helper is free, so that it sees earlier outcomes: once it is clear that nothing will
             # be published, only the errors are counted.
             yield TokenizeJob(
-                source.path,
+                form,
                 preparation.attempt.directory,
-                chunk,
-                source.text_field,
+                run,
                 is_whole=recipe.held_out is not None,
                 only_check=recipe.malformed == "refuse" and tally.malformed > 0,
             )
@@ -224,7 +230,7 @@ def _tokenize(
         tally.add(outcome.tally)
         chunk = chunks[outcome.number]
         report.advance(
-            chunk.end - chunk.start,
+            chunk.size,
             documents=sum(outcome.documents.values()),
             tokens=sum(outcome.tokens.values()),
         )
@@ -287,7 +293,7 @@ def _split(
         return outcomes
     chosen = choose_held_out(
         preparation.source,
-        preparation.scan,
+        preparation.content,
         held_out=recipe.held_out,
         seed=recipe.seed,
         documents=documents,
@@ -327,9 +333,9 @@ def _build_index(
     return {
         "format": FORMAT,
         "fingerprint": preparation.fingerprint,
-        "content": preparation.scan.content_hash,
-        "size": preparation.scan.stat.size,
-        "lines": preparation.scan.lines,
+        "content": preparation.content.content_hash,
+        "size": preparation.content.size,
+        "lines": preparation.content.lines,
         "dtype": preparation.dtype,
         "tokenizer": {
             "identity": tokenizer.identity,
@@ -344,35 +350,49 @@ def _build_index(
 
 
 def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
-    """The first malformed lines, one problem each, and how many there are."""
-    path = preparation.source.path
+    """The first malformed lines, rows or files, one problem each, and how many there are."""
+    source, unit = preparation.source, preparation.source.unit
     problems = []
     for problem in tally.problems:
         why = problem.why
-        remedy = f"Correct the line, or set {_POLICY} to skip"
+        remedy = f"Correct the {unit}, or set {_POLICY} to skip"
         if problem.is_torn:
             why += "; the file ends within this line, so it may be truncated"
             remedy = f"Copy the file again, or set {_POLICY} to skip"
-        problems.append(Problem(f"{path}:{problem.line}", problem.what, why, remedy))
+        where = _place(preparation, problem)
+        problems.append(Problem(where, problem.what, why, remedy))
     # Named one by one as far as a person reads, counted beyond that.
     if tally.malformed > len(problems):
-        what = f"{tally.malformed} of {preparation.scan.lines} lines are malformed"
+        what = f"{tally.malformed} of {preparation.content.lines} {unit}s are malformed"
         why = f"the first {len(problems)} are named above"
         remedy = f"Correct them, or set {_POLICY} to skip"
-        problems.append(Problem(str(path), what, why, remedy))
+        problems.append(Problem(str(source.path), what, why, remedy))
     return problems
+
+
+def _place(preparation: Preparation, problem: LineProblem) -> str:
+    """The file of a problem, with the line or row in it."""
+    path, line = preparation.content.place(problem.line)
+    if preparation.source.unit == "file":
+        return str(path)
+    return f"{path}:{line}" if preparation.source.unit == "line" else f"{path}, row {line}"
 
 
 def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
     # The first malformed line shows most often which it is: a wrong field name, or a file of another kind.
+    source, unit = preparation.source, preparation.source.unit
     harmless = sum(tally.skipped[reason] for reason in HARMLESS)
-    what = f"holds no document in {preparation.scan.lines} lines"
+    what = f"holds no document in {preparation.content.lines} {unit}s"
     why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"
     if tally.problems:
         first = tally.problems[0]
-        why += f", the first in line {first.line}: {first.what}"
-    remedy = (
-        f"Check {preparation.source.field}.textField ({preparation.source.text_field!r}) and how the "
-        "file was made"
-    )
-    return Problem(str(preparation.source.path), what, why, remedy)
+        place = f"line {first.line}"
+        if unit != "line" or len(preparation.content.files) > 1:
+            place = _place(preparation, first)
+        why += f", the first in {place}: {first.what}"
+    remedy = "Check how it was made"
+    if source.type != "text":
+        remedy = (
+            f"Check {source.field}.textField ({source.text_field!r}) and how the file was made"
+        )
+    return Problem(str(source.path), what, why, remedy)

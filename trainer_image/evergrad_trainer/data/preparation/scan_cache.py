@@ -1,48 +1,82 @@
-"""A memory of what a pass over a source found, so that an unchanged file is not read again at every start."""
+"""A memory of what a pass over a file found, so that an unchanged one is not read again at every start."""
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Final
 
 import xxhash
 
+from evergrad_trainer.data.preparation.content import Content
+from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.sources import (
     OnBytes,
     Scan,
-    SourceFile,
     is_settled,
     observe_stat,
-    scan_source,
+    scan_file,
 )
 from evergrad_trainer.durable import write_json
 
-_FORMAT = 1
+_FORMAT: Final = 2
+_KEPT_EVERY: Final = 2**32
+"""Bytes that are read until the memory is written down, so that a kill costs no more than these."""
 
 
-def scan_cached(source: SourceFile, directory: Path, *, on_bytes: OnBytes) -> Scan:
-    """The scan of ``source``, remembered below ``directory`` while the file's size and times stay the same.
+def scan_cached(
+    source: SourceEntry, files: Sequence[Path], directory: Path, *, on_bytes: OnBytes
+) -> Content:
+    """The content of ``files``, each remembered below ``directory`` while its size and times stay the same.
 
     Raises DataError.
     """
-    key = json.dumps([os.path.abspath(source.path), source.type, source.dtype])
-    name = xxhash.xxh3_64_hexdigest(key.encode("utf-8", errors="surrogateescape"))
-    path = directory / f"{name}.json"
-    remembered: Scan | None = None
+    key = [os.path.abspath(source.path), source.type, source.dtype]
+    if source.type in ("text", "parquet"):
+        key.append(source.document if source.type == "text" else source.text_field)
+    text = json.dumps(key)
+    name = xxhash.xxh3_64_hexdigest(text.encode("utf-8", errors="surrogateescape"))
+    memory = directory / f"{name}.json"
+    remembered = _read(memory)
+    scans: list[tuple[Path, Scan]] = []
+    unwritten = 0
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        for path in files:
+            scan = remembered.get(str(path))
+            if scan is None or scan.stat != observe_stat(path):
+                scan = scan_file(source, path, on_bytes=on_bytes)
+                unwritten += scan.stat.size
+            scans.append((path, scan))
+            if unwritten >= _KEPT_EVERY:
+                _write(memory, scans)
+                unwritten = 0
+    finally:
+        # Also after an error in a later file: it is corrected, and the others are not read again.
+        if unwritten:
+            _write(memory, scans)
+    return Content(tuple(scans))
+
+
+def _read(memory: Path) -> dict[str, Scan]:
+    try:
+        value = json.loads(memory.read_text(encoding="utf-8"))
         if value["format"] == _FORMAT:
-            remembered = Scan.from_json(value["scan"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no memory, a damaged one or another version's: the file is read again
-    if remembered is not None and remembered.stat == observe_stat(source.path):
-        return remembered
-    scan = scan_source(source, on_bytes=on_bytes)
+            return {name: Scan.from_json(scan) for name, scan in value["scans"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # no memory, a damaged one or another version's: the files are read again
+    return {}
+
+
+def _write(memory: Path, scans: Sequence[tuple[Path, Scan]]) -> None:
     # A file that changed a moment ago could change again without its times showing it.
-    if is_settled(scan.stat):
-        # Only a memory: where it cannot be kept (a read-only volume, a full disk) the next start reads the
-        # file again.
-        with suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"format": _FORMAT, "scan": scan.to_json()})
-    return scan
+    settled: dict[str, Any] = {
+        str(path): scan.to_json() for path, scan in scans if is_settled(scan.stat)
+    }
+    if not settled:
+        return
+    # Only a memory: where it cannot be kept (a read-only volume, a full disk) the next start reads the files
+    # again.
+    with suppress(OSError):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        write_json(memory, {"format": _FORMAT, "scans": settled})

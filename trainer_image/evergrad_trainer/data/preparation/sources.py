@@ -1,52 +1,47 @@
-"""Source files: where they are, what is wrong with them, and one pass over each for hash, lines, chunks."""
+"""One pass over a file of a source: hash, lines, and the spans that are worked on at a time."""
 
-import os
-import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from evergrad_manifest.errors import Problem, raise_if
-from evergrad_manifest.training import Source, Training
+from evergrad_trainer.data.preparation.files import (
+    LARGEST_DOCUMENT,
+    SourceEntry,
+    too_large_document,
+)
+from evergrad_trainer.data.preparation.parquet import read_row_groups
+from evergrad_trainer.data.preparation.unpacking import Unpacked, is_packed, open_content
 from evergrad_trainer.errors import DataError
-from evergrad_trainer.host_trouble import is_host_trouble
 
 OnBytes = Callable[[int], None]
 
 SMALLEST_CHUNK: Final = 8 * 2**20
-_MOST_CHUNKS: Final = 4096
+MOST_CHUNKS: Final = 4096
 _BLOCK: Final = 4 * 2**20
 _SETTLED_NS: Final = 2 * 10**9
 """A file that changed less than this before its scan could change again within the same tick of its clock."""
 
-_SIGNATURES: Final = (
-    (b"\x1f\x8b", "is compressed (gzip)", "Decompress it"),
-    (b"\x28\xb5\x2f\xfd", "is compressed (zstandard)", "Decompress it"),
-    (b"BZh", "is compressed (bzip2)", "Decompress it"),
+_SIGNATURES_BUT_OF_TEXT: Final = (
+    (b"\x1f\x8b", "is compressed twice (gzip)", "Decompress it once"),
+    (b"\x28\xb5\x2f\xfd", "is compressed twice (zstandard)", "Decompress it once"),
     (b"\xfd7zXZ", "is compressed (xz)", "Decompress it"),
     (b"PK\x03\x04", "is a zip archive", "Unpack it"),
-    (b"PAR1", "is a Parquet file", "Convert it to one JSON object a line"),
     (b"\xff\xfe", "is UTF-16 text", "Convert it to UTF-8, e.g. with iconv"),
     (b"\xfe\xff", "is UTF-16 text", "Convert it to UTF-8, e.g. with iconv"),
 )
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One entry of ``data.sources`` or ``evaluation.sources``. ``field``: its path in the manifest."""
-
-    field: str
-    name: str
-    path: Path
-    type: Literal["jsonl", "tokens"]
-    text_field: str
-    dtype: Literal["uint16", "uint32"]
+_SIGNATURES: Final = (
+    *_SIGNATURES_BUT_OF_TEXT,
+    (b"BZh", "is compressed (bzip2)", "Decompress it"),
+    (b"PAR1", "is a Parquet file", "Set type: parquet"),
+)
+"""Of files that are no JSON Lines. Plain text may begin with the last two."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +54,35 @@ class Stat:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Bytes [start, end) of a jsonl file: whole lines, the first of them numbered ``first_line`` (from 1)."""
+class Span:
+    """A part of a file that is worked on at a time.
 
-    number: int
+    Bytes [start, end) of its unpacked content, which are whole lines; of a Parquet file, row groups. The
+    first line or row has the number ``first_line``, from 1. ``size``: bytes of it, all texts of row groups.
+    """
+
     start: int
     end: int
     first_line: int
+    size: int
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of one pass over a file. ``chunks`` of a jsonl file; ``largest_id`` of a tokens file."""
+    """The result of one pass over a file.
+
+    Hash and ``size`` are those of its content, unpacked where it is compressed; a file that is compressed is
+    the same data. ``lines``: rows of a Parquet file; 1 for a file that is one document. ``largest_id``: of a
+    tokens file.
+    """
 
     stat: Stat
     content_hash: str
+    size: int
     lines: int = 0
-    chunks: tuple[Chunk, ...] = ()
+    spans: tuple[Span, ...] = ()
     largest_id: int = -1
+    is_packed: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -85,78 +91,8 @@ class Scan:
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Scan":
         """The inverse of ``to_json``."""
-        chunks = tuple(Chunk(**chunk) for chunk in value["chunks"])
-        return Scan(**{**value, "stat": Stat(**value["stat"]), "chunks": chunks})
-
-
-def training_files(training: Training, base_directory: Path) -> list[SourceFile]:
-    """The files of ``data.sources``, in the manifest's order."""
-    sources = enumerate(training.data.sources)
-    return [
-        _source_file(source, f"spec.training.data.sources[{index}]", base_directory)
-        for index, source in sources
-    ]
-
-
-def evaluation_files(training: Training, base_directory: Path) -> list[SourceFile]:
-    """The files of ``evaluation.sources``, in the manifest's order."""
-    sources = enumerate(training.evaluation.sources)
-    return [
-        _source_file(source, f"spec.training.evaluation.sources[{index}]", base_directory)
-        for index, source in sources
-    ]
-
-
-def _source_file(source: Source, field: str, base_directory: Path) -> SourceFile:
-    return SourceFile(
-        field,
-        source.name,
-        base_directory / source.path,
-        source.type,
-        source.text_field,
-        source.dtype,
-    )
-
-
-def source_problems(source: SourceFile) -> list[Problem]:
-    """Find what is wrong with a source without reading it through: missing, a directory, unreadable, empty,
-    half an id."""
-    where, named = str(source.path), f"{source.field}.path names it"
-    try:
-        found = source.path.stat()
-    except FileNotFoundError:
-        remedy = "Check the path; it is relative to the manifest's directory"
-        return [Problem(where, "does not exist", named, remedy)]
-    except OSError as error:
-        # A volume that is away for a moment is no mistake of the manifest: another host may go on.
-        why, remedy = f"{error.strerror} ({named})", "Check the path and its permissions"
-        is_of_host = is_host_trouble(error)
-        return [Problem(where, "cannot be read", why, remedy, is_of_host=is_of_host)]
-
-    if stat.S_ISDIR(found.st_mode):
-        remedy = "Name one file; several files are several sources"
-        return [Problem(where, "is a directory", named, remedy)]
-    if not stat.S_ISREG(found.st_mode):
-        remedy = "Copy its content into a file; it is read more than once"
-        return [Problem(where, "is not a regular file", named, remedy)]
-    if not os.access(source.path, os.R_OK):
-        why = f"permission denied ({named})"
-        return [Problem(where, "cannot be read", why, "Change its permissions")]
-    if found.st_size == 0:
-        remedy = "Check how the file was made, or remove the source"
-        return [Problem(where, "is empty", named, remedy)]
-    if source.type == "jsonl":
-        return []
-
-    width, size = np.dtype(source.dtype).itemsize, found.st_size
-    if size % width:
-        why = f"its size, {size} bytes, is not a multiple of {width} ({source.field}.dtype is {source.dtype})"
-        remedy = "Check the dtype; if it is right the file is truncated: copy it again"
-        return [Problem(where, "ends within a token id", why, remedy)]
-    if size < 2 * width:
-        why = "one token predicts the next"
-        return [Problem(where, "holds a single token id", why, "Give at least two tokens")]
-    return []
+        spans = tuple(Span(**span) for span in value["spans"])
+        return Scan(**{**value, "stat": Stat(**value["stat"]), "spans": spans})
 
 
 def observe_stat(path: Path) -> Stat:
@@ -165,30 +101,32 @@ def observe_stat(path: Path) -> Stat:
     return Stat(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-def scan_source(source: SourceFile, *, on_bytes: OnBytes) -> Scan:
-    """Read the whole file once.
+def scan_file(source: SourceEntry, path: Path, *, on_bytes: OnBytes) -> Scan:
+    """Read a whole file of a source once.
 
     Raises DataError where it cannot be what the manifest says, or changes meanwhile.
     """
     # Compared afterwards: bytes of two versions of a file would get the hash of neither.
-    before = observe_stat(source.path)
-    if source.type == "jsonl":
-        scan = _scan_lines(source, before, on_bytes)
-    else:
+    before = observe_stat(path)
+    if source.type == "tokens":
         digest, largest = xxhash.xxh3_128(), -1
-        for buffer, count in _blocks(source.path, before.size, on_bytes):
+        for buffer, count in _blocks(path, before.size, on_bytes):
             digest.update(memoryview(buffer)[:count])
             largest = max(largest, int(_ids_in(buffer, count, source).max()))
-        scan = Scan(before, digest.hexdigest(), largest_id=largest)
-    raise_if_changed(source, before)
+        scan = Scan(before, digest.hexdigest(), before.size, largest_id=largest)
+    elif source.type == "parquet":
+        scan = _scan_parquet(source, path, before, on_bytes)
+    else:
+        scan = _scan_text(source, path, before, on_bytes)
+    raise_if_changed(path, before)
     return scan
 
 
-def raise_if_changed(source: SourceFile, before: Stat) -> None:
+def raise_if_changed(path: Path, before: Stat) -> None:
     """Raise DataError if the file is not the one ``before`` was observed on."""
-    if observe_stat(source.path) != before:
+    if observe_stat(path) != before:
         problem = Problem(
-            str(source.path),
+            str(path),
             "changed while it was being prepared",
             "what was read is not what is there",
             "Let its writer finish, and start again",
@@ -212,25 +150,84 @@ def _blocks(path: Path, size: int, on_bytes: OnBytes) -> Iterator[tuple[bytearra
             size -= count
 
 
-def _scan_lines(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
-    """Hash, lines and chunks of a jsonl file, in one pass."""
-    # Larger chunks of a larger file: their number, and with it that of files and records, is bounded.
+def _content_blocks(
+    path: Path, size: int, on_bytes: OnBytes
+) -> Iterator[tuple[bytearray, int]]:
+    """As ``_blocks``, of the content of a file that may be compressed; ``on_bytes`` gets compressed bytes."""
+    with open_content(path) as file:
+        if not isinstance(file, Unpacked):
+            yield from _blocks(path, size, on_bytes)
+            return
+        buffer, before = bytearray(_BLOCK), 0
+        while count := file.readinto(buffer):
+            yield buffer, count
+            on_bytes(file.packed_bytes - before)
+            before = file.packed_bytes
+
+
+def _scan_text(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) -> Scan:
+    """Hash, lines and spans of a file of texts, in one pass."""
+    packed = is_packed(path)
+    size = 0 if packed else found.size
+    while True:
+        # Larger spans of a larger file: their number, and with it that of files and records, is bounded.
+        digest = xxhash.xxh3_128()
+        boundaries = _Boundaries(max(SMALLEST_CHUNK, -(-size // MOST_CHUNKS)))
+        for buffer, count in _content_blocks(path, found.size, on_bytes):
+            # Seen before the rest is read: another kind of file, of 100 GB, is refused at once.
+            if boundaries.position == 0:
+                _raise_if_of_another_kind(source, path, buffer[:count])
+            digest.update(memoryview(buffer)[:count])
+            boundaries.see(buffer, count)
+            if source.is_whole_files and boundaries.position > LARGEST_DOCUMENT:
+                raise DataError(too_large_document(path, "more bytes unpacked", source))
+        total = boundaries.position
+        if total <= max(size, SMALLEST_CHUNK * MOST_CHUNKS):
+            break
+        # A compressed file has its size in no certain place. Once it is known it is cut as a plain one is.
+        size, on_bytes = total, lambda _: None
+
+    spans, lines = boundaries.finish(), boundaries.lines
+    if source.is_whole_files:
+        spans, lines = (Span(0, total, 1, total),), 1
+    return Scan(found, digest.hexdigest(), total, lines=lines, spans=spans, is_packed=packed)
+
+
+def _scan_parquet(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) -> Scan:
+    """Hash and rows of a Parquet file. Its spans are as many row groups as make a chunk."""
+    # First what the file says of itself: another kind of file, of 100 GB, is refused at once.
+    groups = read_row_groups(path, source.text_field, field=source.field)
     digest = xxhash.xxh3_128()
-    boundaries = _Boundaries(max(SMALLEST_CHUNK, -(-found.size // _MOST_CHUNKS)))
-    for buffer, count in _blocks(source.path, found.size, on_bytes):
-        # Seen before the rest is read: a compressed file of 100 GB is refused at once.
-        if boundaries.position == 0:
-            why = "a jsonl source is plain UTF-8 text, one JSON object a line"
-            problems = [
-                Problem(str(source.path), what, why, remedy)
-                for signature, what, remedy in _SIGNATURES
-                if buffer.startswith(signature)
-            ]
-            raise_if(problems, DataError)
+    for buffer, count in _blocks(path, found.size, on_bytes):
         digest.update(memoryview(buffer)[:count])
-        boundaries.see(buffer, count)
-    chunks = boundaries.finish()
-    return Scan(found, digest.hexdigest(), lines=boundaries.lines, chunks=chunks)
+
+    wanted = max(SMALLEST_CHUNK, -(-sum(group.size for group in groups) // MOST_CHUNKS))
+    spans: list[Span] = []
+    start = size = rows = 0
+    first_row = 1
+    for end, group in enumerate(groups, 1):
+        size, rows = size + group.size, rows + group.rows
+        if size >= wanted or end == len(groups):
+            spans.append(Span(start, end, first_row, size))
+            start, first_row = end, first_row + rows
+            size = rows = 0
+    return Scan(found, digest.hexdigest(), found.size, lines=first_row - 1, spans=tuple(spans))
+
+
+def _raise_if_of_another_kind(source: SourceEntry, path: Path, start: bytearray) -> None:
+    why = (
+        f"a {source.type} source is plain UTF-8 text, or that compressed with gzip or zstandard"
+    )
+    signatures = _SIGNATURES if source.type == "jsonl" else _SIGNATURES_BUT_OF_TEXT
+    problems = [
+        Problem(str(path), what, why, remedy)
+        for signature, what, remedy in signatures
+        if start.startswith(signature)
+    ]
+    # A tar archive, mostly a compressed one, begins with the name of its first file.
+    if start[257:262] == b"ustar":
+        problems.append(Problem(str(path), "is a tar archive", why, "Unpack it"))
+    raise_if(problems, DataError)
 
 
 class _Boundaries:
@@ -241,7 +238,7 @@ class _Boundaries:
         self.position = 0
         self.lines = 0
         self._chunk_bytes = chunk_bytes
-        self._chunks: list[Chunk] = []
+        self._spans: list[Span] = []
         self._start, self._first_line = 0, 1
         self._ends_with_newline = True
 
@@ -262,17 +259,18 @@ class _Boundaries:
         self.position += count
         self._ends_with_newline = buffer[count - 1] == ord("\n")
 
-    def finish(self) -> tuple[Chunk, ...]:
-        """The chunks, once the whole file was seen."""
+    def finish(self) -> tuple[Span, ...]:
+        """The spans, once the whole file was seen."""
         # A last line without a newline is a line.
         if not self._ends_with_newline:
             self.lines += 1
         if self.position > self._start:
             self._cut(self.position)
-        return tuple(self._chunks)
+        return tuple(self._spans)
 
     def _cut(self, end: int) -> None:
-        self._chunks.append(Chunk(len(self._chunks), self._start, end, self._first_line))
+        size = end - self._start
+        self._spans.append(Span(self._start, end, self._first_line, size))
         self._start, self._first_line = end, self.lines + 1
 
 
@@ -285,13 +283,15 @@ def _count_newlines(buffer: bytearray, begin: int, end: int) -> int:
     )
 
 
-def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) -> None:
+def raise_if_out_of_vocabulary(
+    source: SourceEntry, path: Path, scan: Scan, vocab_size: int
+) -> None:
     """Raise DataError, naming the first place, if a tokens file holds an id the tokenizer does not have."""
     # The scan, remembered between starts, has the largest id: a right file is not read again.
     if scan.largest_id < vocab_size:
         return
     place = 0
-    for buffer, count in _blocks(source.path, scan.stat.size, lambda _: None):
+    for buffer, count in _blocks(path, scan.stat.size, lambda _: None):
         ids = _ids_in(buffer, count, source)
         wrong = np.flatnonzero(ids >= vocab_size)
         if wrong.size:
@@ -304,11 +304,11 @@ def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) 
                 f"Check {source.field}.dtype ({source.dtype}) and that the file was made with this "
                 "tokenizer"
             )
-            raise DataError(Problem(str(source.path), what, why, remedy))
+            raise DataError(Problem(str(path), what, why, remedy))
         place += ids.size
 
 
-def _ids_in(buffer: bytearray, count: int, source: SourceFile) -> npt.NDArray[Any]:
+def _ids_in(buffer: bytearray, count: int, source: SourceEntry) -> npt.NDArray[Any]:
     """The token ids in the first ``count`` bytes of a block, which holds whole ids."""
     dtype = np.dtype(source.dtype).newbyteorder("<")
     return np.frombuffer(buffer, dtype=dtype, count=count // dtype.itemsize)

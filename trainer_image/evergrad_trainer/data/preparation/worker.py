@@ -1,4 +1,4 @@
-"""A helper process of ``prepare``: one JSON line in, one job, one JSON line out.
+"""A helper process of ``prepare``: one JSON line in, one job, one JSON line out for each of its outcomes.
 
 Ends when its input does. Imports no torch.
 """
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from evergrad_trainer.data.preparation.chunk import execute, job_from_json
@@ -30,18 +31,22 @@ def describe_tokenizer(tokenizer: TextTokenizer) -> dict[str, Any]:
     return {"json": None}
 
 
-def _answer(line: str, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Do the job of a line. Errors are values, since the process that can report them is the parent."""
+def _answers(line: str, tokenizer: TextTokenizer) -> Iterator[dict[str, Any]]:
+    """Do the job of a line. Errors are values, since the process that can report them is the parent.
+
+    The last answer to a job is the one that is no outcome.
+    """
     try:
         job = job_from_json(json.loads(line))
-        outcome = execute(job, tokenizer)
-        return {"outcome": outcome.to_json()}
+        for outcome in execute(job, tokenizer):
+            yield {"outcome": outcome.to_json()}
+        yield {"done": True}
     except DataError as error:
-        return {"problems": [vars(problem) for problem in error.problems]}
+        yield {"problems": [vars(problem) for problem in error.problems]}
     except OSError as error:
-        return {"os": [error.errno, error.strerror, str(error.filename or "")]}
+        yield {"os": [error.errno, error.strerror, str(error.filename or "")]}
     except Exception:  # noqa: BLE001 - the parent raises it, with this traceback
-        return {"failure": traceback.format_exc()}
+        yield {"failure": traceback.format_exc()}
 
 
 def main() -> None:
@@ -56,9 +61,9 @@ def main() -> None:
             setup["json"], end_of_document=setup["end"], identity=setup["identity"]
         )
     for line in sys.stdin:
-        answer = json.dumps(_answer(line, tokenizer))
         try:
-            print(answer, flush=True)
+            for answer in _answers(line, tokenizer):
+                print(json.dumps(answer), flush=True)
         except BrokenPipeError:
             # The parent is gone; what was finished lies on disk for the next one.
             sys.stdout = None

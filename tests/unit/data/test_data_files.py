@@ -1,0 +1,160 @@
+"""The files that a source's path names: folders, patterns, their order, and what is wrong with them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from evergrad_trainer.data.preparation import files
+from evergrad_trainer.data.preparation.files import SourceEntry, find_files, relative_name
+
+FIELD = "spec.training.data.sources[0]"
+
+
+def entry(path: Path, kind: str = "jsonl") -> SourceEntry:
+    return SourceEntry(FIELD, "docs", path, kind, "text", "uint16")  # type: ignore[arg-type]
+
+
+def names(path: Path, kind: str = "jsonl") -> list[str]:
+    source = entry(path, kind)
+    found, problems = find_files(source)
+    assert problems == []
+    return [relative_name(file, source) for file in found]
+
+
+def message(path: Path, kind: str = "jsonl") -> str:
+    _, (problem,) = find_files(entry(path, kind))
+    return str(problem)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in (
+        "b.jsonl",
+        "a.jsonl.gz",
+        "a-b/c.jsonl.zst",
+        "a/d.ndjson",
+        "a/e.txt",
+        "a/f.parquet",
+        "a/_temporary/g.jsonl",
+        "a/.hidden.jsonl",
+        "_SUCCESS",
+    ):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    return tmp_path / "data"
+
+
+@pytest.mark.capability("C-6", "C-8")
+def test_a_folder_is_the_files_of_its_type_in_and_below_it_folder_by_folder(
+    folder: Path,
+) -> None:
+    assert names(folder) == ["a/d.ndjson", "a-b/c.jsonl.zst", "a.jsonl.gz", "b.jsonl"]
+    assert names(folder, "text") == ["a/e.txt"]
+    assert names(folder, "parquet") == ["a/f.parquet"]
+
+
+@pytest.mark.capability("C-6")
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*.jsonl*", ["a.jsonl.gz", "b.jsonl"]),
+        ("*/*", ["a/d.ndjson", "a/e.txt", "a/f.parquet", "a-b/c.jsonl.zst"]),
+        ("[a-b].jsonl", ["b.jsonl"]),
+        ("?/**/*.jsonl", []),
+        ("**/*.jsonl", ["b.jsonl"]),
+        ("**/_*/*.jsonl", ["a/_temporary/g.jsonl"]),
+        ("a/**", ["d.ndjson", "e.txt", "f.parquet"]),
+        ("*/e.txt", ["a/e.txt"]),
+    ],
+)
+def test_a_pattern_is_the_files_that_match_it(
+    folder: Path, pattern: str, found: list[str]
+) -> None:
+    if found:
+        assert names(folder / pattern) == found
+    else:
+        assert message(folder / pattern) == (
+            f"{folder / pattern}: matches no file; {FIELD}.path names it. "
+            "Check the pattern; it is relative to the manifest's directory."
+        )
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "part[1].jsonl"
+    path.write_text("{}")
+    (tmp_path / "part1.jsonl").write_text("{}")
+    assert find_files(entry(path)) == ((path,), [])
+    assert not entry(path).is_expanded((path,))
+
+
+def test_links_to_folders_are_followed_and_loops_end(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "z.jsonl").write_text("x")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "a" / "loop").symlink_to(folder)
+    assert names(folder)[-1] == "linked/z.jsonl"
+
+
+def test_the_order_of_files_is_that_of_their_names_and_not_of_the_disk(tmp_path: Path) -> None:
+    wanted = [f"{number:02}.jsonl" for number in range(40)]
+    for name in reversed(wanted):
+        (tmp_path / name).write_text("x")
+    assert names(tmp_path) == wanted
+
+
+def test_what_is_wrong_with_a_folder_or_pattern_is_said(folder: Path) -> None:
+    assert message(folder / "none" / "*.jsonl") == (
+        f"{folder / 'none'}: does not exist; {FIELD}.path names it. "
+        "Check the path; it is relative to the manifest's directory."
+    )
+    assert message(folder, "tokens") == (
+        f"{folder}: holds no file whose name ends in .bin or .tokens; {FIELD}.path names it. "
+        f"Check the folder, or name its files by a pattern, such as {folder}/*."
+    )
+    (folder / "a" / "f.parquet").write_text("")
+    assert message(folder, "parquet").startswith(f"{folder / 'a/f.parquet'}: is empty")
+
+
+def test_each_file_of_a_folder_that_cannot_be_used_is_named(folder: Path) -> None:
+    os.mkfifo(folder / "p.jsonl")
+    (folder / "q.jsonl").symlink_to("nowhere")
+    _, problems = find_files(entry(folder))
+    assert [str(one).partition(";")[0] for one in problems] == [
+        f"{folder / 'p.jsonl'}: is not a regular file",
+        f"{folder / 'q.jsonl'}: does not exist",
+    ]
+
+
+def test_empty_files_among_others_are_no_mistake(folder: Path) -> None:
+    (folder / "b.jsonl").write_text("")
+    assert names(folder)[-1] == "b.jsonl"
+
+
+def test_more_files_than_can_be_recorded_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MOST_FILES", 3)
+    assert message(folder) == (
+        f"{folder}: names more than 3 files; their names are kept in run.json ({FIELD}.path names it). "
+        "Join them to fewer, for example to JSON Lines, or cut the source into several."
+    )
+
+
+def test_a_file_that_is_too_large_to_be_one_document_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LARGEST_DOCUMENT", 0)
+    assert message(folder, "text") == (
+        f"{folder / 'a/e.txt'}: has 1 bytes, and a document may have 0; each file is one document, which is "
+        f"in memory as a whole. Set {FIELD}.document to line, or cut the file."
+    )
+
+
+def test_compressed_token_ids_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "ids.bin.gz").write_bytes(b"1234")
+    assert message(tmp_path / "ids.bin.gz", "tokens") == (
+        f"{tmp_path / 'ids.bin.gz'}: is compressed; token ids are read where they lie, at any place. "
+        "Decompress it."
+    )

@@ -1,0 +1,250 @@
+"""The sources of a manifest, and the files that the path of each names: one, a folder's, or a pattern's."""
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training import Source, Training
+from evergrad_trainer.host_trouble import is_host_trouble
+
+MOST_FILES: Final = 65_536
+"""Of one source: the name and hash of each are kept in ``run.json``, which every node reads."""
+LARGEST_DOCUMENT: Final = 256 * 2**20
+"""Bytes of a file that is one document: text, characters and tokens of it are in memory at the same time."""
+_MAGIC: Final = frozenset("*?[")
+_PASSED_OVER: Final = (".", "_")
+"""First characters of names that only a pattern with the same beginning finds: what is hidden, and what
+writers of many files leave beside them (``_SUCCESS``, ``_temporary``)."""
+_ENDINGS: Final = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "text": (".txt",),
+    "parquet": (".parquet",),
+    "tokens": (".bin", ".tokens"),
+}
+_PACKED_ENDINGS: Final = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class SourceEntry:
+    """One entry of ``data.sources`` or ``evaluation.sources``. ``field``: its path in the manifest."""
+
+    field: str
+    name: str
+    path: Path
+    type: Literal["jsonl", "text", "parquet", "tokens"]
+    text_field: str
+    dtype: Literal["uint16", "uint32"]
+    document: Literal["file", "line"] = "file"
+
+    @property
+    def is_whole_files(self) -> bool:
+        """Whether each file is one document."""
+        return self.type == "text" and self.document == "file"
+
+    @property
+    def unit(self) -> Literal["line", "row", "file"]:
+        """What holds one document each."""
+        if self.is_whole_files:
+            return "file"
+        return "row" if self.type == "parquet" else "line"
+
+    def is_expanded(self, files: Sequence[Path]) -> bool:
+        """Whether the path named ``files`` as a folder or pattern, and not the one file itself."""
+        return tuple(files) != (self.path,)
+
+
+def training_sources(training: Training, base_directory: Path) -> list[SourceEntry]:
+    """``data.sources``, in the manifest's order."""
+    return _entries(training.data.sources, "spec.training.data.sources", base_directory)
+
+
+def evaluation_sources(training: Training, base_directory: Path) -> list[SourceEntry]:
+    """``evaluation.sources``, in the manifest's order."""
+    where = "spec.training.evaluation.sources"
+    return _entries(training.evaluation.sources, where, base_directory)
+
+
+def _entries(sources: Sequence[Source], where: str, base_directory: Path) -> list[SourceEntry]:
+    return [
+        SourceEntry(
+            f"{where}[{index}]",
+            source.name,
+            base_directory / source.path,
+            source.type,
+            source.text_field,
+            source.dtype,
+            source.document,
+        )
+        for index, source in enumerate(sources)
+    ]
+
+
+def find_files(source: SourceEntry) -> tuple[tuple[Path, ...], list[Problem]]:
+    """The files of a source, sorted, and what is wrong with them without reading them through: missing,
+    unreadable, empty, half an id.
+
+    A folder stands for the files in and below it whose names end as those of the source's type do; a pattern
+    for those that match it.
+    """
+    path = source.path
+    try:
+        # A file may have a bracket in its name: what is there is taken as it is.
+        is_pattern = not _MAGIC.isdisjoint(str(path)) and not path.exists()
+        if not is_pattern and not path.is_dir():
+            return (path,), _file_problems(source, path)
+        parts = path.parts if is_pattern else (*path.parts, "**", "*")
+        first = len(path.parts)
+        if is_pattern:
+            first = next(at for at, part in enumerate(parts) if not _MAGIC.isdisjoint(part))
+        folder = Path(*parts[:first])
+        matching = _match(folder, parts[first:], frozenset())
+        # One more than may be: a pattern that matches a whole disk is not followed to its end.
+        wanted = (one for one in matching if is_pattern or _is_of_type(one, source.type))
+        found = set(islice(wanted, MOST_FILES + 1))
+    except OSError as error:
+        return (), [_unreadable(source, Path(error.filename or path), error)]
+
+    problems = _problems_of_number(source, len(found), is_pattern=is_pattern)
+    # Folder by folder, by the numbers of the characters: the same order on every machine.
+    files = sorted(found, key=lambda one: one.relative_to(folder).parts)
+    if not problems:
+        problems = [one for file in files for one in _file_problems(source, file, of_many=True)]
+    return tuple(files), problems
+
+
+def relative_name(file: Path, source: SourceEntry) -> str:
+    """The name of a file of a folder or pattern: its path from the folder, with ``/``."""
+    folder = source.path
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return Path(os.path.relpath(file, folder)).as_posix()
+
+
+def _match(
+    folder: Path, parts: Sequence[str], above: frozenset[tuple[int, int]]
+) -> Iterator[Path]:
+    """The files below ``folder`` whose path matches ``parts``. Raises OSError for a folder that cannot be
+    read.
+
+    ``above``: the folders around it, since a link to one of them would have no end.
+    """
+    here = folder.stat()
+    identity = (here.st_dev, here.st_ino)
+    if identity in above:
+        return
+    above |= {identity}
+    first, rest = parts[0], parts[1:]
+    if first == "**":
+        # No folder at all, then each folder below it.
+        yield from _match(folder, rest or ("*",), above - {identity})
+    with os.scandir(folder) as found:
+        entries = list(found)
+    for entry in entries:
+        name = entry.name
+        if name.startswith(_PASSED_OVER) and not first.startswith(name[0]):
+            continue
+        if first == "**":
+            if entry.is_dir():
+                yield from _match(folder / name, parts, above)
+        elif fnmatchcase(name, first):
+            if rest and entry.is_dir():
+                yield from _match(folder / name, rest, above)
+            elif not rest and not entry.is_dir():
+                yield folder / name
+
+
+def _is_of_type(file: Path, kind: str) -> bool:
+    name = file.name
+    if kind in ("jsonl", "text") and name.endswith(_PACKED_ENDINGS):
+        name = file.stem
+    return name.endswith(_ENDINGS[kind])
+
+
+def _problems_of_number(source: SourceEntry, number: int, *, is_pattern: bool) -> list[Problem]:
+    """None or too many files."""
+    where, named = str(source.path), f"{source.field}.path names it"
+    if number > MOST_FILES:
+        what, why = (
+            f"names more than {MOST_FILES} files",
+            f"their names are kept in run.json ({named})",
+        )
+        remedy = "Join them to fewer, for example to JSON Lines, or cut the source into several"
+        return [Problem(where, what, why, remedy)]
+    if number:
+        return []
+    if is_pattern:
+        remedy = "Check the pattern; it is relative to the manifest's directory"
+        return [Problem(where, "matches no file", named, remedy)]
+    packed = " (or those with .gz or .zst)" if source.type in ("jsonl", "text") else ""
+    what = f"holds no file whose name ends in {' or '.join(_ENDINGS[source.type])}{packed}"
+    remedy = f"Check the folder, or name its files by a pattern, such as {source.path / '*'}"
+    return [Problem(where, what, named, remedy)]
+
+
+def _file_problems(source: SourceEntry, path: Path, *, of_many: bool = False) -> list[Problem]:
+    """What is wrong with one file, as far as its directory entry shows it."""
+    where, named = str(path), f"{source.field}.path names it"
+    try:
+        found = path.stat()
+    except OSError as error:
+        return [_unreadable(source, path, error)]
+
+    if not stat.S_ISREG(found.st_mode):
+        remedy = "Copy its content into a file; it is read more than once"
+        return [Problem(where, "is not a regular file", named, remedy)]
+    if not os.access(path, os.R_OK):
+        why = f"permission denied ({named})"
+        return [Problem(where, "cannot be read", why, "Change its permissions")]
+    if found.st_size == 0:
+        # Writers of many files leave some of them empty; a source that is empty as a whole is refused later.
+        if of_many and source.type in ("jsonl", "text"):
+            return []
+        remedy = "Check how the file was made, or remove the source"
+        return [Problem(where, "is empty", named, remedy)]
+    if source.is_whole_files and found.st_size > LARGEST_DOCUMENT:
+        return [too_large_document(path, f"{found.st_size} bytes", source)]
+    if source.type != "tokens":
+        return []
+    return _problems_of_tokens(source, path, found.st_size)
+
+
+def _problems_of_tokens(source: SourceEntry, path: Path, size: int) -> list[Problem]:
+    where, width = str(path), np.dtype(source.dtype).itemsize
+    # By the name alone: any bytes may be ids.
+    if path.name.endswith(_PACKED_ENDINGS):
+        why = "token ids are read where they lie, at any place"
+        return [Problem(where, "is compressed", why, "Decompress it")]
+    if size % width:
+        why = f"its size, {size} bytes, is not a multiple of {width} ({source.field}.dtype is {source.dtype})"
+        remedy = "Check the dtype; if it is right the file is truncated: copy it again"
+        return [Problem(where, "ends within a token id", why, remedy)]
+    if size < 2 * width:
+        why = "one token predicts the next"
+        return [Problem(where, "holds a single token id", why, "Give at least two tokens")]
+    return []
+
+
+def too_large_document(path: Path, size: str, source: SourceEntry) -> Problem:
+    """The problem of a file that is one document and does not fit into memory."""
+    what = f"has {size}, and a document may have {LARGEST_DOCUMENT}"
+    why = "each file is one document, which is in memory as a whole"
+    remedy = f"Set {source.field}.document to line, or cut the file"
+    return Problem(str(path), what, why, remedy)
+
+
+def _unreadable(source: SourceEntry, path: Path, error: OSError) -> Problem:
+    named = f"{source.field}.path names it"
+    if isinstance(error, FileNotFoundError):
+        remedy = "Check the path; it is relative to the manifest's directory"
+        return Problem(str(path), "does not exist", named, remedy)
+    # A volume that is away for a moment is no mistake of the manifest: another host may go on.
+    why, remedy = f"{error.strerror} ({named})", "Check the path and its permissions"
+    return Problem(str(path), "cannot be read", why, remedy, is_of_host=is_host_trouble(error))

@@ -1,0 +1,141 @@
+"""Reads the texts of a chunk, whatever its source has: lines of JSON, plain lines, whole files, rows."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.data.preparation.content import Chunk, Piece
+from evergrad_trainer.data.preparation.documents import (
+    DocumentReader,
+    LineProblem,
+    Reason,
+    Tally,
+    read_blocks,
+)
+from evergrad_trainer.data.preparation.files import SourceEntry
+from evergrad_trainer.data.preparation.parquet import read_rows
+from evergrad_trainer.data.preparation.unpacking import open_content
+from evergrad_trainer.errors import DataError
+
+_BLOCK: Final = 2**20
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+
+Texts = tuple[list[str], list[int]]
+"""Some texts, and the line of each, counted through the source."""
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """What a source's entry says of how its files are read."""
+
+    type: Literal["jsonl", "text", "parquet"]
+    text_field: str
+    document: Literal["file", "line"]
+
+    @staticmethod
+    def of(source: SourceEntry) -> "TextFormat":
+        """The format of a source that has texts."""
+        if source.type == "tokens":
+            raise ValueError("a source of tokens has no texts")
+        return TextFormat(source.type, source.text_field, source.document)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values only."""
+        return asdict(self)
+
+
+class TextReader:
+    """Reads chunks of a source, one after the other. A context, which closes the file that is open.
+
+    A compressed file stays open between two chunks of it, since it can only be read on.
+    """
+
+    def __init__(self, form: TextFormat) -> None:
+        self._form = form
+        self._path: Path | None = None
+        self._file: RawIOBase | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> "TextReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(self, chunk: Chunk, tally: Tally) -> Iterator[Texts]:
+        """The texts of a chunk, block by block. What is passed over is added to ``tally``.
+
+        Raises DataError for a file that is shorter than it was, damaged or cut short; OSError.
+        """
+        if self._form.type == "parquet":
+            for piece in chunk.pieces:
+                groups, first = range(piece.start, piece.end), piece.first_line
+                column = self._form.text_field
+                yield from read_rows(piece.path, groups, column, first_row=first, tally=tally)
+            return
+        if self._form.type == "text" and self._form.document == "file":
+            yield from self._whole_files(chunk, tally)
+            return
+        field = self._form.text_field if self._form.type == "jsonl" else None
+        for piece in chunk.pieces:
+            reader = DocumentReader(text_field=field, first_line=piece.first_line, tally=tally)
+            file = self._at(piece.path)
+            try:
+                for block in read_blocks(file, start=piece.start, end=piece.end, size=_BLOCK):
+                    yield reader.read(block)
+            except EOFError:
+                raise _shorter(piece.path) from None
+
+    def _whole_files(self, chunk: Chunk, tally: Tally) -> Iterator[Texts]:
+        texts: list[str] = []
+        lines: list[int] = []
+        size = 0
+        for piece in chunk.pieces:
+            text = self._whole_file(piece, tally)
+            size += piece.size
+            if text:
+                texts.append(text)
+                lines.append(piece.first_line)
+            # Small files together: a tokenizer takes many texts at a time.
+            if size >= _BLOCK:
+                yield texts, lines
+                texts, lines, size = [], [], 0
+        if texts:
+            yield texts, lines
+
+    def _whole_file(self, piece: Piece, tally: Tally) -> str:
+        """The text of a file, or "" if it has none."""
+        file = self._at(piece.path)
+        data = bytearray()
+        # A read gives as much as it likes. One byte more than the scan saw shows that there is more now.
+        while len(data) <= piece.end and (more := file.read(piece.end + 1 - len(data))):
+            data += more
+        if len(data) != piece.end:
+            raise _shorter(piece.path)
+        try:
+            text = data.removeprefix(_BYTE_ORDER_MARK).decode()
+        except UnicodeDecodeError as error:
+            why = f"byte {error.start} of its text starts no character"
+            problem = LineProblem(piece.first_line, "the file is not UTF-8", why)
+            tally.pass_over(problem, Reason.NOT_UTF8)
+            return ""
+        if not text:
+            tally.skipped[Reason.EMPTY_TEXT] += 1
+        return text
+
+    def _at(self, path: Path) -> RawIOBase:
+        """The content of a file, at its beginning or wherever it was read to."""
+        if self._file is None or path != self._path:
+            self._open.close()
+            self._file = self._open.enter_context(open_content(path))
+            self._path = path
+        return self._file
+
+
+def _shorter(path: Path) -> DataError:
+    what = "changed its length while it was being prepared"
+    return DataError(Problem(str(path), what, "", "Let its writer finish, and start again"))
