@@ -1,6 +1,7 @@
 """Bad input: exit 64, a message that names the path, no traceback, and nothing lost."""
 
 import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -294,6 +295,27 @@ def test_a_source_that_changed_after_it_was_prepared_stops_the_resume_and_not_th
     assert steps_of(experiment.at()) == [1, 2, 3, 4]
     path.write_bytes(original)
     experiment.run()
+    assert steps_of(experiment.at()) == list(range(1, 9))
+
+
+def test_a_file_that_was_added_to_a_folder_stops_the_resume_and_is_named(
+    experiment: Experiment,
+) -> None:
+    folder = experiment.path / "shards"
+    folder.mkdir()
+    lines = (experiment.path / "documents.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "a.jsonl").write_bytes(b"".join(lines[::2]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[1::2])))
+    path = ("--set", "spec.training.data.sources[0].path=shards")
+    experiment.run(*path, "--stop-after-steps", "4", expect=STOPPED_SAVED)
+    (folder / "c.jsonl").write_bytes(lines[0])
+    refused(
+        experiment,
+        f"{folder}: its files are not those that this run was prepared from; added: c.jsonl. ",
+        arguments=path,
+    )
+    (folder / "c.jsonl").unlink()
+    experiment.run(*path)
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 

@@ -77,15 +77,17 @@ def test_a_missing_an_empty_and_a_good_file_are_told_apart(tmp_path: Path) -> No
     )
 
 
-def test_evaluation_files_are_checked_too_and_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_evaluation_files_are_checked_too_and_a_folder_is_its_files(tmp_path: Path) -> None:
     (tmp_path / "docs.jsonl").write_text("{}\n")
     (tmp_path / "folder").mkdir()
     evaluation = {"sources": [{"name": "other", "path": "folder"}]}
     found = list(check_files(training(evaluation=evaluation), tmp_path))
     assert [finding.level for finding in found] == ["ok", "error"]
-    assert "folder: is a directory; spec.training.evaluation.sources[0].path names it" in str(
-        found[1].problem
-    )
+    assert "folder: holds no file whose name ends in .jsonl" in str(found[1].problem)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "folder" / name).write_text("{}\n")
+    found = list(check_files(training(evaluation=evaluation), tmp_path))
+    assert str(found[1].problem) == f"{tmp_path / 'folder'}: 6 bytes in 2 files."
 
 
 @pytest.mark.parametrize(

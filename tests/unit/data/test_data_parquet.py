@@ -180,4 +180,4 @@ def test_row_groups_are_those_of_the_file_with_the_size_of_their_texts(tmp_path:
     path = write(tmp_path / "a.parquet", [f"{n}" * 100 for n in range(20)], rows=8)
     groups = read_row_groups(path, "text", field=FIELD)
     assert [group.rows for group in groups] == [8, 8, 4]
-    assert groups[0].size > groups[2].size > 400
+    assert all(group.size > 800 for group in groups)
