@@ -2,15 +2,17 @@
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import NoReturn, Protocol, cast
 
 from evergrad_cli import __version__
 from evergrad_coordinator.contract import ExitCode
-from evergrad_manifest.errors import EvergradError, InputError
+from evergrad_manifest.errors import EvergradError, InputError, Problem, describe_problem
 
 
 class Command(Protocol):
@@ -109,12 +111,8 @@ def _execute(args: argparse.Namespace) -> int:
             raise
         # Nothing of the run is on this machine; whoever followed it has seen enough.
         return _INTERRUPTED
-    except InputError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return int(error.exit_code)
     except EvergradError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error, as_json=args.errors == "json")
         return int(error.exit_code)
     except ModuleNotFoundError as error:
         return _explain_missing(error, command.NAME)
@@ -122,6 +120,27 @@ def _execute(args: argparse.Namespace) -> int:
         # The reader (head, less) has seen enough.
         sys.stderr.close()
         return int(ExitCode.DONE)
+
+
+def print_error(error: EvergradError, *, as_json: bool) -> None:
+    """Print every problem to stderr, one a line: as a sentence, or as a JSON object with a dotted ``code``,
+    the time in UTC and the parts of the problem."""
+    problems = (
+        error.problems
+        if isinstance(error, InputError) and error.problems
+        else [Problem("", str(error))]
+    )
+    for problem in problems:
+        message = str(problem) if isinstance(error, InputError) else str(error)
+        row = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "level": "error",
+            "code": error.code,
+            "exitCode": int(error.exit_code),
+            "message": message,
+            **describe_problem(problem),
+        }
+        print(json.dumps(row) if as_json else f"error: {message}", file=sys.stderr)
 
 
 def _explain_missing(error: ModuleNotFoundError, command: str) -> int:
@@ -195,5 +214,11 @@ def _add_commands(
             parser.exit(_explain_missing(error, name))
         sub.epilog = "examples:\n" + module.EXAMPLES.replace("  evergrad ", f"  {parser.prog} ")
         module.add_arguments(sub)
+        sub.add_argument(
+            "--errors",
+            choices=["text", "json"],
+            default="text",
+            help="how an error that ends the command is printed: a sentence, or JSON, one object a line",
+        )
         sub.set_defaults(command=module, is_for_cluster=name in CLUSTER_COMMANDS)
     return parser

@@ -16,7 +16,12 @@ import yaml
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.derive import slots_per_step
-from evergrad_manifest.errors import ConfigurationError, InputError, Problem
+from evergrad_manifest.errors import (
+    ConfigurationError,
+    InputError,
+    Problem,
+    describe_problem,
+)
 from evergrad_manifest.identity import config_hash, to_wire
 from evergrad_manifest.reading.loader import LoadedManifest, add_manifest_arguments, load_from
 from evergrad_manifest.script_files import portable_problems
@@ -77,16 +82,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
     if as_json:
-        listed = [
-            {
-                "path": problem.path,
-                "what": problem.what,
-                "why": problem.why,
-                "remedy": problem.remedy,
-                "message": str(problem),
-            }
-            for problem in problems
-        ]
+        listed = [{**describe_problem(one), "message": str(one)} for one in problems]
         _print(json.dumps({"valid": False, "problems": listed}, indent=2))
         return
     for problem in problems:

@@ -149,6 +149,8 @@ class RunFile:
 
     RESOLVED = "run.json"
     PROVENANCE = "provenance.json"
+    REQUESTED = "requested.json"
+    PREFLIGHT = "preflight.json"
     METRICS = "metrics.jsonl"
     EVENTS = "events.jsonl"
     EVALUATION = "evaluation.jsonl"
@@ -158,6 +160,7 @@ class RunFile:
     """Kernels that were compiled for the run, one file for each kind of device."""
     REPORT_HTML = "report.html"
     REPORT_MARKDOWN = "report.md"
+    SUMMARY = "summary.json"
     COMPLETE = "complete.json"
     STOP = "stop"
     """A user creates this file to stop the run at the next step boundary; the run removes it."""

@@ -32,6 +32,16 @@ class Problem:
         return f"{sentence} {_ended(self.remedy)}" if self.remedy else sentence
 
 
+def describe_problem(problem: Problem) -> dict[str, str]:
+    """The parts of a problem by their names, as JSON documents have them."""
+    return {
+        "path": problem.path,
+        "what": problem.what,
+        "why": problem.why,
+        "remedy": problem.remedy,
+    }
+
+
 def _ended(sentence: str) -> str:
     # Parts are written without their full stop, so that any of them may be the last; some quote a whole
     # sentence.
@@ -41,6 +51,8 @@ def _ended(sentence: str) -> str:
 class EvergradError(Exception):
     """A failure whose cause is not the user's input."""
 
+    code = "internal"
+    """What went wrong, for programs: a family and a name with dots between. Never changes its meaning."""
     exit_code: ExitCode = ExitCode.INTERNAL
     kind: ErrorKind = ErrorKind.INTERNAL
 
@@ -48,6 +60,7 @@ class EvergradError(Exception):
 class InputError(EvergradError):
     """The user's input cannot be used. Carries every problem found, not only the first."""
 
+    code = "input"
     exit_code = ExitCode.USER_ERROR
     kind = ErrorKind.INPUT
 
@@ -58,6 +71,8 @@ class InputError(EvergradError):
 
 class ConfigurationError(InputError):
     """The manifest is wrong."""
+
+    code = "input.configuration"
 
 
 def raise_if(problems: Sequence[Problem], error: type[InputError]) -> None:

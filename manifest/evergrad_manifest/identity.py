@@ -88,6 +88,7 @@ _LATER_SETTINGS: Final = frozenset(
         "training.optimizer.groups[].weightDecay",
         "training.optimizer.momentum",
         "training.optimizer.nesterov",
+        "training.reproducibility.deterministic",
         "training.runtime.matmulPrecision",
         "training.runtime.attention",
         "training.runtime.shards",

@@ -24,6 +24,7 @@ from run_helpers import (
     assert_same_curve,
     assert_same_state,
     checkpoints,
+    constant,
     events,
     fault,
     merge,
@@ -377,6 +378,39 @@ def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) ->
     assert contents(experiment.at()) == before
     experiment.run()
     assert steps_of(experiment.at()) == list(range(1, 9))
+
+
+@pytest.mark.capability("G-10", "G-13", "G-14", "A-3")
+def test_a_start_that_fails_leaves_what_it_was_asked_for_and_what_was_found(
+    experiment: Experiment,
+) -> None:
+    documents = experiment.path / "documents.jsonl"
+    kept = documents.read_bytes()
+    documents.write_bytes(b"no JSON\n")
+    refused(experiment, "documents.jsonl")
+    assert not (experiment.at() / "run.json").exists()
+    requested = json.loads((experiment.at() / "requested.json").read_text())
+    assert requested["manifest"]["metadata"]["name"] == "tiny"
+    assert requested["manifest"]["spec"]["training"]["horizon"]["steps"] == 8
+    assert "trainingrun" in requested["command"][-1] or "run" in requested["command"]
+    found = json.loads((experiment.at() / "preflight.json").read_text())
+    assert found["fine"] is True and found["overruled"] is False
+    assert {"level", "path", "what", "why", "remedy"} == set(found["findings"][0])
+
+    # What is mended trains; a later start that is refused changes neither file.
+    documents.write_bytes(kept)
+    experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
+    before = contents(experiment.at())
+    refused(experiment, arguments=("--set", "spec.training.reproducibility.seed=5"))
+    assert contents(experiment.at()) == before
+
+    # Training on although an estimate says no leaves a mark.
+    memory = constant("evergrad_trainer.models.memory._ACTIVATIONS_PER_LAYER", 1e12)
+    refused(experiment, "memory", faults=[memory], directory="other")
+    assert json.loads((experiment.at("other") / "preflight.json").read_text())["fine"] is False
+    experiment.run("--no-preflight", faults=[memory], directory="other")
+    overruled = json.loads((experiment.at("other") / "preflight.json").read_text())
+    assert (overruled["fine"], overruled["overruled"]) == (False, True)
 
 
 def test_a_directory_without_run_json_is_nobodys(experiment: Experiment) -> None:

@@ -30,28 +30,38 @@ def is_agreed(error: BaseException) -> bool:
 class DataError(InputError):
     """A data source, a tokenizer or prepared data cannot be used."""
 
+    code = "input.data"
+
 
 class ModelError(InputError):
     """A model configuration or directory cannot be used."""
+
+    code = "input.model"
 
 
 class RunDirectoryError(InputError):
     """The run directory belongs to another run, or cannot be written."""
 
+    code = "input.run_directory"
+
 
 class CheckpointError(InputError):
     """Checkpoints exist and none of them can be used."""
 
+    code = "input.checkpoint"
     is_agreed = True
 
 
 class TaskInputError(InputError):
     """A task of the user's own cannot work: its code failed before the run had made a step."""
 
+    code = "input.task"
+
 
 class FencedError(InputError):
     """A newer process has claimed this run directory; this one must not write any more."""
 
+    code = "input.fenced"
     is_agreed = True
 
 
@@ -61,20 +71,26 @@ class HostError(EvergradError):
     Another host, or this one later, can; the run's files are not to blame.
     """
 
+    code = "environment.host"
     kind = ErrorKind.ENVIRONMENT
 
 
 class VolumeError(HostError):
     """The volume could not be read or written, also after it was tried again."""
 
+    code = "environment.volume"
+
 
 class TaskError(EvergradError):
     """A task of the user's own failed in a step after others had gone well. Names its file and line."""
+
+    code = "internal.task"
 
 
 class SaveError(EvergradError):
     """Checkpoints could not be written, several times in a row. All ranks raise it together."""
 
+    code = "internal.save"
     is_agreed = True
 
     def __init__(self, message: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
@@ -90,6 +106,7 @@ class PeerLostError(EvergradError):
     Nothing was updated.
     """
 
+    code = "peer.lost"
     kind = ErrorKind.PEER
 
 
@@ -99,6 +116,7 @@ class DivergedError(EvergradError):
     All ranks raise it together; nothing was updated or saved.
     """
 
+    code = "numeric.diverged"
     kind = ErrorKind.NUMERIC
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:

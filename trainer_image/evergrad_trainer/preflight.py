@@ -33,6 +33,7 @@ from evergrad_trainer.models.determinism import (
     CUBLAS_DETERMINISTIC,
     CUBLAS_VARIABLE,
     is_cublas_deterministic,
+    needs_deterministic_kernels,
 )
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
@@ -399,18 +400,20 @@ def find_traps(
         )
     # Sums over ranks are exact by themselves; those inside of a kernel are exact only where it is told to be.
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
+    settings = training.reproducibility
     if (
-        training.reproducibility.elastic == "exact"
-        and on_accelerator
+        on_accelerator
+        and needs_deterministic_kernels(settings, on_accelerator=on_accelerator)
         and not is_cublas_deterministic()
     ):
+        is_exact = settings.elastic == "exact"
         yield Problem(
-            f"{where}.reproducibility.elastic",
-            "exact cannot be promised on an accelerator as it is",
+            f"{where}.reproducibility.{'elastic' if is_exact else 'deterministic'}",
+            f"{'exact' if is_exact else 'true'} cannot be promised on an accelerator as it is",
             f"cuBLAS adds in varying order unless {CUBLAS_VARIABLE} is set",
             (
                 f"Set {CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]} in the environment "
-                "(spec.template.env), or use elastic: fast"
+                f"(spec.template.env), or use {'elastic: fast' if is_exact else 'deterministic: false'}"
             ),
         )
 

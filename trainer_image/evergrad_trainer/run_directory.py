@@ -276,6 +276,8 @@ class RunDirectory:
         self.path = Path(path)
         self.resolved = self.path / RunFile.RESOLVED
         self.provenance = self.path / RunFile.PROVENANCE
+        self.requested = self.path / RunFile.REQUESTED
+        self.preflight = self.path / RunFile.PREFLIGHT
         self.metrics = self.path / RunFile.METRICS
         self.events = self.path / RunFile.EVENTS
         self.evaluation = self.path / RunFile.EVALUATION
@@ -284,6 +286,7 @@ class RunDirectory:
         self.compiled = self.path / RunFile.COMPILED
         self.report_html = self.path / RunFile.REPORT_HTML
         self.report_markdown = self.path / RunFile.REPORT_MARKDOWN
+        self.summary = self.path / RunFile.SUMMARY
         self.complete = self.path / RunFile.COMPLETE
         self.stop = self.path / RunFile.STOP
 

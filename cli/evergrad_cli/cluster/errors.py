@@ -13,6 +13,7 @@ EvergradError               exit 70
 from enum import IntEnum
 from typing import Final
 
+from evergrad_coordinator.contract import ErrorKind
 from evergrad_manifest.errors import EvergradError, InputError, Problem
 
 TIMED_OUT: Final = 124
@@ -35,6 +36,8 @@ class Status(IntEnum):
 
 class ClusterInputError(InputError):
     """The user named or asked for something that cannot be."""
+
+    code = "input.cluster"
 
 
 class MissingClientError(ClusterInputError):
@@ -74,3 +77,6 @@ class RefusedError(ClusterInputError):
 
 class UnreachableError(EvergradError):
     """The cluster does not answer, or is in trouble. Trying again may help."""
+
+    code = "environment.cluster"
+    kind = ErrorKind.ENVIRONMENT

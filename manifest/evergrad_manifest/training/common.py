@@ -66,6 +66,9 @@ class Reproducibility(Section):
     """Seed of the sample order, the initial weights and all randomness inside the model."""
     elastic: Literal["fast", "exact"] = "fast"
     """``exact``: bit-identical results for every world size, by gradient sums that do not depend on order."""
+    deterministic: bool = False
+    """Kernels that compute the same bits each time, on accelerators, too; an operation that has none ends the
+    run. ``exact`` implies it there."""
 
 
 class Best(Section):

@@ -136,6 +136,17 @@ def test_outside_a_checkout_or_without_git_there_is_no_commit(
     assert describe_process(command=[], seed=0, world_size=1, generation=1)["git"] is None
 
 
+@pytest.mark.capability("G-8")
+def test_a_commit_that_the_environment_names_is_taken_where_there_is_no_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setenv("GIT_COMMIT", "8f3c2a1")
+    entry = describe_process(command=[], seed=0, world_size=1, generation=1)
+    assert entry["git"] == {"commit": "8f3c2a1", "has_changes": None}
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"processes": 3}', '{"processes": [1]}'])
 def test_a_broken_file_is_refused_and_not_overwritten(
     tmp_path: Path, run: TrainingRun, text: str

@@ -471,10 +471,10 @@ def test_the_command_prints_where_the_report_is(
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=60))
     assert _run_command(str(run.directory.path)) == 0
-    assert (
-        capsys.readouterr().out
-        == f"report: {run.directory.report_html}\n        {run.directory.report_markdown}\n"
-    )
+    directory = run.directory
+    written = (directory.report_html, directory.report_markdown, directory.summary)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"report: {written[0]}", *(f"        {path}" for path in written[1:])]
     assert run.directory.report_html.exists() and run.directory.report_markdown.exists()
 
 

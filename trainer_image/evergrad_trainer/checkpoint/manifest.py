@@ -26,9 +26,13 @@ class InvalidCheckpointError(EvergradError):
     ``str`` is the reason, e.g. ``file rank-00000.bin: checksum differs``.
     """
 
+    code = "internal.checkpoint_damaged"
+
 
 class UnknownFormatError(EvergradError):
     """A checkpoint was written by a newer program. Not damage: it must not be set aside or skipped."""
+
+    code = "internal.checkpoint_newer"
 
 
 @dataclass(frozen=True)

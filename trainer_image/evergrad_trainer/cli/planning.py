@@ -1,16 +1,18 @@
 """From a manifest to a session plan: preflight, preparation, and what follows from them."""
 
+import contextlib
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evergrad_manifest.errors import InputError
 from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.machine import Machine, process_start_time
+from evergrad_trainer.provenance.request import record_findings, record_request
 from evergrad_trainer.resume import (
     RunState,
     check_extension,
@@ -21,12 +23,14 @@ from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from evergrad_trainer.data.prepared import Prepared
-    from evergrad_trainer.models.build import ModelPlan
+    from evergrad_trainer.preflight import Examination
     from evergrad_trainer.recipes.opening import Opened
     from evergrad_trainer.worker.session import SessionPlan
 
+_UNWRITABLE = (RunDirectoryError, VolumeError)
 
-@contextmanager
+
+@contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """End the process on SIGTERM as on Ctrl-C while it prepares.
 
@@ -78,12 +82,17 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     marks = {"imports": time.time()}
 
     # What a directory holds must agree with the manifest before anything is prepared for it.
-    model = _examine(request)
+    examination = _examine(request)
+    model = examination.plan
+    assert model is not None  # noqa: S101 - without a plan there is an error, which is raised
     check_model_unchanged(directory, run_state, model.describe())
     prepared, opened, task_hash = _prepare(request)
     numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
     check_extension(directory, run_state, total_steps=numbers.total_steps)
     marks["data"] = time.time()
+    if run_state.state != "fresh":
+        is_overruled = any(finding.level == "error" for finding in examination.findings)
+        _record(request, examination, is_overruled=is_overruled)
     return SessionPlan(
         run=loaded.run,
         config_hash=run_state.config_hash or config_hash(loaded.run),
@@ -146,8 +155,13 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     return prepared, opened, task_hash
 
 
-def _examine(request: PlanRequest) -> "ModelPlan":
-    """Run preflight before training: errors stop, warnings are printed."""
+def _examine(request: PlanRequest) -> "Examination":
+    """Run preflight before training: errors stop, warnings are printed.
+
+    What was asked for and found is recorded before anything else of a fresh run, so that a start that fails
+    in its data leaves both files; of one that has begun once the start is not refused, so that a refused
+    one changes nothing.
+    """
     from evergrad_trainer.preflight import examine
 
     examination = examine(
@@ -160,10 +174,25 @@ def _examine(request: PlanRequest) -> "ModelPlan":
     )
     # An estimate may be wrong, and can be overruled; what has no plan cannot be trained.
     errors = [finding.problem for finding in examination.findings if finding.level == "error"]
-    if errors and (examination.plan is None or not request.ignores_preflight):
+    is_refused = bool(errors) and (examination.plan is None or not request.ignores_preflight)
+    if request.run_state.state == "fresh":
+        # A directory that cannot be written is among the errors already, with all others.
+        with contextlib.suppress(*(_UNWRITABLE if is_refused else ())):
+            _record(request, examination, is_overruled=bool(errors) and not is_refused)
+    if is_refused:
         raise InputError(*errors)
     for finding in examination.findings:
         if finding.level == "warning":
             print(f"warning: {finding.problem}", file=sys.stderr)
-    assert examination.plan is not None  # noqa: S101 - without a plan there is an error, raised above
-    return examination.plan
+    return examination
+
+
+def _record(request: PlanRequest, examination: "Examination", *, is_overruled: bool) -> None:
+    """Write down what was asked for and what preflight found. Raises RunDirectoryError or VolumeError."""
+    directory = request.directory
+    directory.create()
+    record_request(directory, request.loaded.run, command=sys.argv)
+    findings = [(finding.level, finding.problem) for finding in examination.findings]
+    record_findings(
+        directory, findings, num_workers=request.num_workers, is_overruled=is_overruled
+    )

@@ -32,6 +32,7 @@ def execute(args: argparse.Namespace) -> int:
     """Print every finding; exit 64 if one is an error."""
     # torch and the model's library take seconds to import, which `evergrad --help` need not wait for.
     from evergrad_trainer.preflight import examine
+    from evergrad_trainer.provenance.request import describe_findings
 
     loaded = load_from(args)
     run_directory = run_directory_of(args.run_directory, loaded.run)
@@ -44,19 +45,9 @@ def execute(args: argparse.Namespace) -> int:
         machine=machine,
         num_workers=num_workers,
     ).findings
-    is_fine = all(finding.level != "error" for finding in findings)
+    described = describe_findings([(one.level, one.problem) for one in findings])
     if args.json:
-        rows = [
-            {
-                "level": finding.level,
-                "path": finding.problem.path,
-                "what": finding.problem.what,
-                "why": finding.problem.why,
-                "remedy": finding.problem.remedy,
-            }
-            for finding in findings
-        ]
-        print(json.dumps({"fine": is_fine, "findings": rows}, indent=2))
+        print(json.dumps(described, indent=2))
     else:
         # Errors go where a pipeline still shows them when it keeps the rest.
         for finding in findings:
@@ -64,4 +55,4 @@ def execute(args: argparse.Namespace) -> int:
                 f"{_MARKS[finding.level]}  {finding.problem}",
                 file=sys.stderr if finding.level == "error" else sys.stdout,
             )
-    return int(ExitCode.DONE if is_fine else ExitCode.USER_ERROR)
+    return int(ExitCode.DONE if described["fine"] else ExitCode.USER_ERROR)

@@ -1,11 +1,9 @@
-"""``evergrad report``: write report.html and report.md of a run, finished or not."""
+"""``evergrad report``: write report.html, report.md and summary.json of a run, finished or not."""
 
 import argparse
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.observers.events import changes_of
-from evergrad_trainer.records import record_row
 
 NAME = "report"
 EXAMPLES = """\
@@ -28,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Write both files.
+    """Write all three files.
 
     Raises RunDirectoryError for what is no run directory or cannot be read or written.
     """
@@ -40,30 +38,14 @@ def execute(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"report: {paths.html}")
         print(f"        {paths.markdown}")
+        print(f"        {paths.summary}")
         return int(ExitCode.DONE)
 
-    # The figures of the page, unrounded: programs compare them, people read the page.
-    facts, goodput, steps = paths.facts, paths.facts.goodput, paths.facts.steps
-    changes = [change for event in facts.history.events for change in changes_of(event)]
-    summary = {
+    # The figures of the page, unrounded, and where they went.
+    places = {
         "html": str(paths.html),
         "markdown": str(paths.markdown),
-        "run": facts.name,
-        "status": facts.status.label,
-        "step": steps.newest_step,
-        "loss": float(steps.loss[-1]) if len(steps) else None,
-        "tokens": int(steps.tokens.sum()),
-        "evaluations": [record_row(one) for one in facts.history.evaluations],
-        "goodput": {
-            "ratio": goodput.ratio,
-            "elapsed_seconds": goodput.elapsed_seconds,
-            "productive_seconds": goodput.productive_seconds,
-            "lost_seconds": goodput.lost_seconds,
-        },
-        "changes": [change.__dict__ for change in changes],
-        "restarts": [dict(restart.__dict__) for restart in goodput.restarts],
-        "world_changes": [dict(change.__dict__) for change in goodput.changes],
-        "warnings": list(facts.warnings),
+        "summary": str(paths.summary),
     }
-    print(dumps_strict(summary, indent=2))
+    print(dumps_strict({**places, **paths.figures}, indent=2))
     return int(ExitCode.DONE)

@@ -1,7 +1,9 @@
 """Randomness keyed by (seed, step, slot, purpose), never by rank: the same in a world of any size."""
 
+import random
 from enum import IntEnum
 
+import numpy as np
 import torch
 
 from evergrad_trainer.mixing import GAMMA, MASK, mix
@@ -24,5 +26,9 @@ def keyed_seed(seed: int, step: int, slot: int, purpose: Purpose) -> int:
 
 
 def seed_generators(seed: int, step: int, slot: int, purpose: Purpose) -> None:
-    """Key torch's global generators, which dropout and initialisation draw from."""
-    torch.manual_seed(keyed_seed(seed, step, slot, purpose))
+    """Key the global generators: torch's, which dropout and initialisation draw from, and Python's and
+    numpy's, which a task of the user's own may."""
+    key = keyed_seed(seed, step, slot, purpose)
+    torch.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)

@@ -57,6 +57,8 @@ class _LeaveAtOnce(BaseException):
 class CoordinatorFailedError(EvergradError):
     """The coordinator did not start."""
 
+    code = "internal.coordinator"
+
 
 @dataclass(frozen=True)
 class CoordinatorSettings:

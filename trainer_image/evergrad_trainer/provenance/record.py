@@ -31,6 +31,8 @@ from evergrad_trainer.run_directory import (
 FORMAT = 1
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _GIT_TIMEOUT_SECONDS = 5
+COMMIT_VARIABLE = "GIT_COMMIT"
+"""Names the commit where there is no checkout: an image's build sets it, or ``spec.template.env``."""
 
 
 def record_process(
@@ -87,10 +89,12 @@ def describe_process(
 
     ``seed``: None for a script.
     """
-    # The commit checked out around the working directory; None outside a checkout. Untracked files are left
-    # out: looking for them takes seconds in a checkout with large data.
+    # The commit checked out around the working directory; outside a checkout, as in a pod, what the
+    # environment says. Untracked files are left out: looking for them takes seconds in a checkout with large
+    # data.
     directory = Path.cwd()
-    git: dict[str, Any] | None = None
+    told = os.environ.get(COMMIT_VARIABLE, "").strip()
+    git: dict[str, Any] | None = {"commit": told, "has_changes": None} if told else None
     commit = _ask_git(directory, "rev-parse", "--verify", "HEAD")
     if commit is not None:
         changes = _ask_git(directory, "status", "--porcelain", "--untracked-files=no")

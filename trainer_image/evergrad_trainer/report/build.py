@@ -1,16 +1,24 @@
-"""Writes report.html and report.md of a run directory, finished or not."""
+"""Writes report.html, report.md and summary.json of a run directory, finished or not."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from evergrad_coordinator.contract import RunFile
 from evergrad_coordinator.text import utc
-from evergrad_trainer.report.facts import Facts, gather_facts
+from evergrad_trainer.report.facts import gather_facts
 from evergrad_trainer.report.html import render_html
 from evergrad_trainer.report.markdown import render_markdown
 from evergrad_trainer.report.plots import build_plots
-from evergrad_trainer.run_directory import RunDirectory, reported, write_atomically
+from evergrad_trainer.report.summary import hash_files, summarise
+from evergrad_trainer.run_directory import (
+    RunDirectory,
+    dumps_strict,
+    reported,
+    write_atomically,
+)
 
 
 @dataclass(frozen=True)
@@ -19,14 +27,16 @@ class ReportPaths:
 
     html: Path
     markdown: Path
-    facts: Facts
+    summary: Path
+    figures: Mapping[str, Any]
+    """The content of ``summary``."""
 
 
 def write_report(
     run_directory: Path, *, output: Path | None = None, now: float | None = None
 ) -> ReportPaths:
-    """Write both forms into ``output`` (default: the run directory). The same files give the same report but
-    for its time.
+    """Write page, text and summary into ``output`` (default: the run directory). The same files give the same
+    report but for its time.
 
     Raises RunDirectoryError for what is no run directory, for unreadable files, and where the report cannot
     be written.
@@ -37,12 +47,14 @@ def write_report(
     target = output or run_directory
     with reported(target, what="cannot be created"):
         target.mkdir(parents=True, exist_ok=True)
-    paths = ReportPaths(
-        html=target / RunFile.REPORT_HTML,
-        markdown=target / RunFile.REPORT_MARKDOWN,
-        facts=facts,
-    )
+    html, markdown = target / RunFile.REPORT_HTML, target / RunFile.REPORT_MARKDOWN
     # Each whole or not at all: somebody may be looking at the one before.
-    write_atomically(paths.html, render_html(facts, build_plots(facts), created=created))
-    write_atomically(paths.markdown, render_markdown(facts, created=created))
-    return paths
+    write_atomically(html, render_html(facts, build_plots(facts), created=created))
+    write_atomically(markdown, render_markdown(facts, created=created))
+
+    # Last: it holds hashes of all that was written.
+    files = hash_files(RunDirectory(run_directory), html, markdown)
+    figures = {**summarise(facts), "created": created, "files": files}
+    summary = target / RunFile.SUMMARY
+    write_atomically(summary, dumps_strict(figures, indent=2) + "\n")
+    return ReportPaths(html, markdown, summary, figures)

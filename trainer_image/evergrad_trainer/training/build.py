@@ -18,10 +18,7 @@ from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.models.build import ModelPlan, build_model
 from evergrad_trainer.models.compilation import compile_blocks, should_compile
 from evergrad_trainer.models.deferred import DeferredModel, defer_model
-from evergrad_trainer.models.determinism import (
-    is_cublas_deterministic,
-    use_deterministic_kernels,
-)
+from evergrad_trainer.models.determinism import choose_determinism
 from evergrad_trainer.models.kernels import attention_shape, choose_autocast, choose_kernels
 from evergrad_trainer.models.parallel import (
     Sharding,
@@ -110,10 +107,7 @@ def build_machinery(
 ) -> Machinery:
     """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows."""
     runtime, device = training.runtime, world.device
-    is_exact = training.reproducibility.elastic == "exact"
-    if is_exact and device.type == "cuda" and is_cublas_deterministic():
-        use_deterministic_kernels()
-
+    choose_determinism(training.reproducibility, device)
     # Before anything is computed or compiled: graphs are made for the kernels that are switched on.
     shape = attention_shape(plan, precision=runtime.precision)
     kernels = choose_kernels(device, runtime, shape=shape)

@@ -12,6 +12,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_trainer import torch_private
 from evergrad_trainer.data.batch import Batch
 from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.models.determinism import raise_if_not_deterministic
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.optim.groups import set_learning_rate
 from evergrad_trainer.optim.schedule import value_at
@@ -143,6 +144,7 @@ class Stepper:
                     is_last=is_last,
                 )
             except Exception as error:
+                raise_if_not_deterministic(error)
                 if not isinstance(error, PeerLostError):
                     samples = self._describe_samples(step, slot)
                     error.add_note(f"in step {step}, slot {slot}; its samples are {samples}")

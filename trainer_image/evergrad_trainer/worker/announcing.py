@@ -14,6 +14,7 @@ from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import ABSENT, Change, changed_settings, from_wire
 from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import save_compiled
+from evergrad_trainer.models.determinism import describe_determinism
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import Event, EventType, RunInfo
@@ -54,7 +55,11 @@ def announce(session: Session, machinery: Machinery) -> None:
         command=plan.command,
         world_size=world.size,
         generation=world.generation,
-        more={"task": plan.task_files, "kernels": machinery.kernels},
+        more={
+            "task": plan.task_files,
+            "kernels": machinery.kernels,
+            "determinism": describe_determinism(),
+        },
     )
     # The start event comes before all that has waited for it, such as the restored checkpoint.
     session.observers.run_start(describe_run(session, machinery))

@@ -1,0 +1,45 @@
+"""The summary of a run: its figures, and hashes of its files that others can check."""
+
+import hashlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from evergrad_trainer.report.build import write_report
+
+
+@pytest.mark.capability("G-67", "G-94", "G-98")
+def test_the_summary_counts_samples_and_skipped_steps_and_hashes_each_file(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path / "run")
+    run.write(synthetic.Process(last=20, ended="killed"))
+    run.write(synthetic.Process(last=50, resumed_from=20))
+    start = {"type": "start", "resumed_from": 20, "samples_per_step": 32}
+    # Trained twice, a skipped step counts once.
+    skipped = {"type": "skipped", "why": "loss", "message": "not finite", "in_a_row": 1}
+    with run.directory.events.open("a") as file:
+        for event, step in ((start, 20), (skipped, 27), (skipped, 27), (skipped, 31)):
+            file.write(
+                json.dumps(event | {"time": run.now, "step": step, "generation": 2}) + "\n"
+            )
+    paths = write_report(run.directory.path, now=0.0)
+
+    summary = json.loads(paths.summary.read_text("utf-8"))
+    assert (summary["format"], summary["step"]) == (1, 50)
+    assert (summary["samples"], summary["newSamples"]) == (50 * 32, 30 * 32)
+    assert summary["skippedSteps"] == {"loss": 2}
+    rows = {row["file"]: row for row in summary["files"]}
+    assert {"metrics.jsonl", "events.jsonl", "report.html", "report.md"} <= set(rows)
+    for name, row in rows.items():
+        content = (run.directory.path / name).read_bytes()
+        assert row["bytes"] == len(content)
+        assert row["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_a_run_without_a_step_has_a_summary(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("")
+    summary = json.loads(write_report(tmp_path, now=0.0).summary.read_text("utf-8"))
+    assert (summary["step"], summary["loss"], summary["samples"]) == (0, None, 0)
