@@ -108,8 +108,8 @@ def build_model(
     ModelError.
     """
     config = plan.require_config()
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     # Stored weights win over the seed, and a checkpoint wins over both.
     dtype = DTYPES[precision]
@@ -136,7 +136,7 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
     """
     # Outside the try: its own error says what to do.
     config = plan.require_config()
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
@@ -164,8 +164,7 @@ def count_parameters(plan: ModelPlan) -> int:
 
 def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     import_transformers()
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     values = dict(values)
     model_type = str(values.pop("model_type", ""))
@@ -209,7 +208,7 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
 
 def _read_directory(directory: Path) -> "PreTrainedConfig":
     import_transformers()
-    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import AutoConfig
 
     if not (directory / "config.json").is_file():
         raise ModelError(
@@ -264,7 +263,7 @@ def load_directory(
 
     Raises ModelError unless every weight is there and fits.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -204,7 +204,7 @@ def defer_model(
     """
     if plan.config is None:
         return None
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     # Built on the meta device under a recorder; the global generator must stay where it is.
     before = torch.get_rng_state()
