@@ -3,7 +3,8 @@ processes, which mostly compute.
 
 ``python tests/side_by_side.py --front 'make test-e2e' --behind 'python -m pytest tests/unit'``: what the
 front says is shown as it comes; the other's words follow once the front has ended, and until then one line a
-minute says how far it is. Fails if either fails. Ctrl-C and SIGTERM end both, each with its own clean-up.
+minute says how far it is. Fails if either fails. Ctrl-C, SIGTERM and SIGHUP end both, each with its own
+clean-up.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 _SECONDS_BETWEEN_LINES = 60.0
 _SECONDS_TO_CLEAN_UP = 120.0
@@ -28,21 +30,22 @@ _NICENESS = 5
 
 def run(front: Sequence[str], behind: Sequence[str]) -> int:
     """Run both to their ends; returns 0 if both succeed, else 1."""
-    with tempfile.TemporaryFile() as words:
-        second = _start(["nice", "-n", str(_NICENESS), *behind], output=words.fileno())
+    with (
+        tempfile.TemporaryFile() as words,
+        open(f"/proc/self/fd/{words.fileno()}", "rb") as said,
+    ):
+        processes = [_start(["nice", "-n", str(_NICENESS), *behind], output=words.fileno())]
         try:
-            first = _start(front)
-            try:
-                _wait(first, second, words.fileno())
-            except BaseException:
-                # Both at once: each may take its time to clean up.
-                _interrupt(second)
-                raise
-            finally:
-                _end(first)
-            _show_rest(second, words.fileno())
+            processes.insert(0, _start(front))
+            first, second = processes
+            _wait(first, second, words.fileno())
+            while second.poll() is None:
+                _show(said)
+                time.sleep(0.5)
         finally:
-            _end(second)
+            _end(processes)
+            # Also after an interrupt: what has failed until then may be why there was one.
+            _show(said)
     for name, process in (("front", first), ("behind", second)):
         if process.returncode != 0:
             print(f"{name}: failed with exit code {process.returncode}", file=sys.stderr)
@@ -76,36 +79,27 @@ def _wait(
         print(f"{time.strftime('%T')}  behind: {state}: {last}", flush=True)
 
 
-def _show_rest(process: "subprocess.Popen[bytes]", words: int) -> None:
-    """Print all that the command behind says, up to its end."""
-    shown = 0
-    is_over = False
-    while not is_over:
-        is_over = process.poll() is not None
-        while said := os.pread(words, 1 << 16, shown):
-            shown += len(said)
-            sys.stdout.buffer.write(said)
-            sys.stdout.buffer.flush()
-        if not is_over:
-            time.sleep(0.5)
+def _show(said: BinaryIO) -> None:
+    """Print what the command behind has said since the last call."""
+    while part := said.read(1 << 16):
+        sys.stdout.buffer.write(part)
+    sys.stdout.buffer.flush()
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Interrupt a command that still runs, and kill it where that does not help."""
-    if process.poll() is not None:
-        return
-    _interrupt(process)
-    try:
-        process.wait(timeout=_SECONDS_TO_CLEAN_UP)
-    except subprocess.TimeoutExpired:
+def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Interrupt the commands that still run, all at once, and kill those that this does not end."""
+    running = [one for one in processes if one.poll() is None]
+    for process in running:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _interrupt(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)
+    until = time.monotonic() + _SECONDS_TO_CLEAN_UP
+    for process in running:
+        try:
+            process.wait(timeout=max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
@@ -122,6 +116,9 @@ def main() -> int:
     # Also where it is ignored, as a shell has it for what runs in the background: the commands would ignore it
     # as well, and could not be told to clean up.
     signal.signal(signal.SIGINT, _raise)
+    # A terminal that is closed says so to this process group alone. Under nohup that stays ignored.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _raise)
     try:
         return run(options.front, options.behind)
     except KeyboardInterrupt:

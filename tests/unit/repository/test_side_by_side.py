@@ -37,15 +37,16 @@ def test_it_fails_if_either_fails_and_shows_what_both_say(
     assert [line.partition(":")[0] for line in result.stderr.splitlines()] == failed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("shell", ["", "trap '' INT; "], ids=["in front", "in the background"])
-def test_a_signal_interrupts_both_and_waits_for_their_clean_up(
+def test_a_signal_interrupts_both_waits_for_their_clean_up_and_shows_what_was_said(
     tmp_path: Path, number: signal.Signals, shell: str
 ) -> None:
     """Also where the shell has SIGINT ignored, as it has for what runs in the background."""
     code = """
 import sys, time, pathlib
 name = sys.argv[1]
+print(pathlib.Path(name).name, flush=True)
 pathlib.Path(name + '.begun').touch()
 try:
     time.sleep(600)
@@ -57,13 +58,16 @@ except KeyboardInterrupt:
     program.write_text(code)
     commands = [f"{sys.executable} {program} {tmp_path / name}" for name in ("one", "two")]
     command = [sys.executable, str(SCRIPT), "--front", commands[0], "--behind", commands[1]]
-    process = subprocess.Popen(["bash", "-c", f"{shell}exec {shlex.join(command)}"])
+    process = subprocess.Popen(
+        ["bash", "-c", f"{shell}exec {shlex.join(command)}"], stdout=subprocess.PIPE, text=True
+    )
     try:
         while len(list(tmp_path.glob("*.begun"))) < 2:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
-        assert process.wait(timeout=100) == 130
+        said, _ = process.communicate(timeout=100)
+        assert (process.returncode, said.split()) == (130, ["one", "two"])
     finally:
         process.kill()
         process.wait()
