@@ -201,7 +201,7 @@ OBSERVING = (
     TASK
     + '''
 
-class Counting(BaseObserver):
+class Counting(task.BaseObserver):
     """Remembers the samples of each step, and asks for a stop after the ninth."""
 
     def __init__(self):
@@ -224,8 +224,6 @@ class Observed(Averaged):
     def observers(self):
         return [Counting()]
 '''
-).replace(
-    "from evergrad_trainer.task import ", "from evergrad_trainer.task import BaseObserver, "
 )
 
 

@@ -398,6 +398,10 @@ def find_traps(
             ),
             f"Use at most {_SLOWEST_BF16_DECAY:.3f}, or precision: bf16-autocast, whose moments are fp32",
         )
+    yield from _check_kernels(training, machine)
+
+
+def _check_kernels(training: Training, machine: Machine) -> Iterator[Problem]:
     # Sums over ranks are exact by themselves; those inside of a kernel are exact only where it is told to be.
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     settings = training.reproducibility
@@ -408,7 +412,7 @@ def find_traps(
     ):
         is_exact = settings.elastic == "exact"
         yield Problem(
-            f"{where}.reproducibility.{'elastic' if is_exact else 'deterministic'}",
+            f"spec.training.reproducibility.{'elastic' if is_exact else 'deterministic'}",
             f"{'exact' if is_exact else 'true'} cannot be promised on an accelerator as it is",
             f"cuBLAS adds in varying order unless {CUBLAS_VARIABLE} is set",
             (

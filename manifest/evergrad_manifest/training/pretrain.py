@@ -188,7 +188,7 @@ class Source(Section):
     text_field: str = Field(default="text", min_length=1)
     """jsonl and parquet only: key of the text in each object, or the column of texts."""
     document: Literal["file", "line"] = "file"
-    """text only: whether each file is a document, or each line."""
+    """For text: whether each file is a document, or each line."""
     dtype: Literal["uint16", "uint32"] = "uint16"
     """tokens only: type of the ids."""
 

@@ -259,7 +259,7 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
             "minimumRatio": 0.0,
         },
         "horizon": {"steps": 10},
-        "reproducibility": {"seed": 0, "elastic": "fast"},
+        "reproducibility": {"seed": 0, "elastic": "fast", "deterministic": False},
         "runtime": {
             "precision": "bf16-autocast",
             "matmulPrecision": "highest",

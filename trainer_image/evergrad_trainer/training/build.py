@@ -113,14 +113,12 @@ def build_machinery(
     kernels = choose_kernels(device, runtime, shape=shape)
 
     is_sharded = runtime.parallelism == "fsdp2" and world.size > 1
-    shards = runtime.shards or world.size
     modules, deferred = _build_modules(
         training, opened, plan, with_weights=with_weights, is_deferred=is_sharded
     )
-    if runtime.activation_checkpointing != "none":
+    if (mode := runtime.activation_checkpointing) != "none":
         # Before compilation, so that what is computed again is a part of the graphs.
-        is_selective = runtime.activation_checkpointing == "selective"
-        recompute(find_blocks(modules), is_selective=is_selective)
+        recompute(find_blocks(modules), is_selective=mode == "selective")
     is_compiled = should_compile(runtime, device)
     # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before
     # sharding, so that FSDP2's gathers stay outside of them.
@@ -134,17 +132,11 @@ def build_machinery(
     }
     whole_hashes = WholeHashes(cut_frozen)
     if is_sharded:
-        timeout_seconds = float(runtime.collective_timeout_seconds)
-        sharding = Sharding(runtime.precision, runtime.shards, timeout_seconds)
+        seconds = float(runtime.collective_timeout_seconds)
+        sharding = Sharding(runtime.precision, runtime.shards, seconds)
         # Collective with several copies: every rank makes the groups of all of them.
         shard(list(cuts.values()), world, sharding)
-    for one in deferred:
-        # No process holds a sharded model whole, not even at the start.
-        one.materialise(device, on_whole=whole_hashes.add)
-    for module in (*modules.trained.values(), *modules.frozen.values()):
-        module.to(device)
-    # Detached: a parameter that the task keeps is no parameter of anything.
-    modules.kept = {name: one.detach().to(device) for name, one in modules.kept.items()}
+    _move_to(device, modules, deferred, whole_hashes)
 
     model = modules.root()
     is_whole = is_compiled and not has_blocks and not is_sharded
@@ -162,7 +154,7 @@ def build_machinery(
         optimizer=optimizer,
         loss_of=build_loss(opened, modules, should_compile=is_whole),
         is_sharded=is_sharded,
-        shards=shards if is_sharded else 1,
+        shards=(runtime.shards or world.size) if is_sharded else 1,
         autocast=choose_autocast(runtime.precision, device),
         registry=_register(modules, model, optimizer, build_again),
         frozen={**held_frozen, **whole_hashes.hashes()},
@@ -170,6 +162,21 @@ def build_machinery(
         cut_frozen=tuple(cut_frozen.values()),
         kernels=kernels,
     )
+
+
+def _move_to(
+    device: torch.device,
+    modules: Modules,
+    deferred: Sequence[DeferredModel],
+    whole_hashes: WholeHashes,
+) -> None:
+    for one in deferred:
+        # No process holds a sharded model whole, not even at the start.
+        one.materialise(device, on_whole=whole_hashes.add)
+    for module in (*modules.trained.values(), *modules.frozen.values()):
+        module.to(device)
+    # Detached: a parameter that the task keeps is no parameter of anything.
+    modules.kept = {name: one.detach().to(device) for name, one in modules.kept.items()}
 
 
 def _register(
