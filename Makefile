@@ -21,7 +21,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test programs test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -64,11 +64,14 @@ SUB_MAKE := $(MAKE)
 # Tests on a cluster mostly wait for it, and those of units and processes mostly compute: side by side they take little more than the former alone.
 test: override KUBECONFIG :=
 test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster of this machine (PYTEST='…': only what that says)
-	$(if $(PYTEST),,$(call stage,programs and images of the cluster))
 	$(if $(PYTEST),,$(call prepare_cluster))
 	$(call stage,tests of units and processes$(if $(PYTEST),,, behind those on a cluster))
 	$(if $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python tests/side_by_side.py \
 		--front '$(SUB_MAKE) --no-print-directory test-e2e KUBECONFIG=' --behind '$(BIN)/python -m pytest $(UNITS)')
+
+programs: $(INSTALLED) ## the programs and images of the cluster that the tests start
+	$(call stage,programs and images of the cluster)
+	$(call prepare_cluster)
 
 test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that they start here (as root), or the one KUBECONFIG names
 	$(call stage,tests on a cluster)
@@ -128,7 +131,11 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	$(BIN)/python docs/capabilities.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
-verify: generated lint chart-lint test ## all that CI checks: generated files, lint, chart, tests
+# mypy takes one core for two minutes, and so do most steps of an image.
+verify: generated ## all that CI checks: generated files, lint, chart, tests
+	$(call stage,lint beside chart and programs and images of the cluster)
+	$(BIN)/python tests/side_by_side.py --front '$(SUB_MAKE) --no-print-directory lint' --behind '$(SUB_MAKE) --no-print-directory chart-lint programs KUBECONFIG='
+	$(SUB_MAKE) --no-print-directory test
 	$(call stage,verified)
 
 bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into benchmarks/results/

@@ -153,7 +153,15 @@ def run(command: Sequence[str]) -> None:
 
 def install(wheels: Path | None) -> None:
     """Install the locked packages into this Python's environment, then our five packages, editable."""
-    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    # Not compiled: of the thousands of modules of torch, transformers and kubernetes few are ever imported.
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-compile",
+    ]
     torch = choose_torch(
         wheels,
         locked_version=locked_torch_version(),

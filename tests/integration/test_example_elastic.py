@@ -23,7 +23,7 @@ def commands_of(readme: Path) -> str:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
 def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

@@ -37,6 +37,7 @@ def test_a_machine_without_an_accelerator_is_told_apart_from_one_that_fails(
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.long
 def test_parts_run_in_processes_of_their_own_and_one_that_fails_is_named(
     tmp_path: Path,
 ) -> None:

@@ -46,6 +46,7 @@ def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(
     cluster.check(is_thaw=True)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_coordinator_may_be_lost_together_with_a_node_or_for_longer_than_the_lease(
     make_cluster: MakeCluster,

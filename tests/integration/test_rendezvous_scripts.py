@@ -90,6 +90,7 @@ def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(
     assert rows[-1].loss < rows[0].loss / 2
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_accelerate_goes_on_from_its_newest_state(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")
@@ -99,6 +100,7 @@ def test_accelerate_goes_on_from_its_newest_state(make_cluster: MakeCluster) -> 
     assert (cluster.directory / "output" / f"step-{STEPS}").is_dir()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_transformers_trainer_goes_on_from_its_last_checkpoint(
     make_cluster: MakeCluster,

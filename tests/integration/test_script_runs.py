@@ -357,6 +357,7 @@ def test_a_script_that_fails_ends_the_run_with_its_root_cause(
     assert "train.py" in said, "the last frames"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(700)
 def test_three_nodes_whose_workers_fail_again_and_again_use_up_the_failures_also_on_a_busy_machine(
     make: Make,

@@ -5,6 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 TARGETS = {"install", "run", "test", "verify", "lint", "generate", "bench", "lock", "clean"}
 
 
@@ -37,18 +39,26 @@ def test_make_alone_shows_the_help(root: Path) -> None:
     assert make(root) == make(root, "help")
 
 
+@pytest.mark.parametrize(
+    ("target", "steps"),
+    [
+        (
+            "verify",
+            [
+                "evergrad_manifest.generate --check",
+                " lint'",
+                " chart-lint programs",
+                "-directory test\n",
+            ],
+        ),
+        ("lint", ["ruff check", "ruff format --check", "mypy", "lint-imports"]),
+        ("test", [" test-e2e", "-m pytest"]),
+    ],
+)
 def test_verify_checks_generated_files_lint_types_directions_and_tests_in_this_order(
-    root: Path,
+    root: Path, target: str, steps: list[str]
 ) -> None:
-    plan = make(root, "--dry-run", "verify")
-    steps = [
-        "evergrad_manifest.generate --check",
-        "ruff check",
-        "ruff format --check",
-        "mypy",
-        "lint-imports",
-        "-m pytest",
-    ]
+    plan = make(root, "--dry-run", target)
     places = [plan.index(step) for step in steps]
     assert places == sorted(places)
 
