@@ -269,7 +269,8 @@ def test_each_format_is_prepared_to_the_same_bytes_by_one_process_and_by_helpers
 
 def test_memory_does_not_grow_with_a_row_group(preparers: Preparers) -> None:
     peaks = []
-    for repeat in (1, 12):
+    # 85 MB of text lie between them; the smaller one fills all buffers of the reader, too.
+    for repeat in (12, 36):
         texts = [f"{number} words of a document " * 40 for number in range(4000 * repeat)]
         table = pyarrow.table({"text": texts})
         path = preparers.folder / f"{repeat}.parquet"
@@ -288,7 +289,7 @@ def test_memory_does_not_grow_with_a_row_group(preparers: Preparers) -> None:
         preparers.finish(process)
         peaks.append(helper)
     assert peaks[0] > 10
-    assert peaks[1] - peaks[0] < 24
+    assert peaks[1] - peaks[0] < 40
 
 
 @pytest.mark.capability("A-76")

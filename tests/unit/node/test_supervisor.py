@@ -541,7 +541,7 @@ def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(
                 supervisor._metrics.report = fail  # type: ignore[method-assign, assignment]
                 supervisor.reported({"step": 5, "generation": 3})
             case "leave":
-                scene.supervisor._say = fail  # type: ignore[method-assign]
+                supervisor._departure._log = fail
                 os.kill(os.getpid(), signal.SIGTERM)
 
     assert play(tmp_path, script) == 70

@@ -59,7 +59,10 @@ except KeyboardInterrupt:
     commands = [f"{sys.executable} {program} {tmp_path / name}" for name in ("one", "two")]
     command = [sys.executable, str(SCRIPT), "--front", commands[0], "--behind", commands[1]]
     process = subprocess.Popen(
-        ["bash", "-c", f"{shell}exec {shlex.join(command)}"], stdout=subprocess.PIPE, text=True
+        # Under nohup SIGHUP is ignored, and would stay so.
+        ["env", "--default-signal=HUP", "bash", "-c", f"{shell}exec {shlex.join(command)}"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         while len(list(tmp_path.glob("*.begun"))) < 2:

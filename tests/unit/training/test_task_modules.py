@@ -108,10 +108,10 @@ def sharing() -> Modules:
 @pytest.mark.parametrize(
     ("modules", "words"),
     [
-        (sharing(), "shared parameter encoder.weight: it is also head.weight"),
-        (Modules({"model": Tied()}), "blocks.0.weight: it is also model.blocks.1.weight"),
-        (Modules({"parts": nn.ModuleList([linear()])}), "the module parts: its weights are"),
-        (Modules({"head": Scalar()}), "the parameter head.temperature: it has no dimension"),
+        (sharing(), "shared parameter encoder.weight; it is also head.weight"),
+        (Modules({"model": Tied()}), "blocks.0.weight; it is also model.blocks.1.weight"),
+        (Modules({"parts": nn.ModuleList([linear()])}), "the module parts; its weights are"),
+        (Modules({"head": Scalar()}), "the parameter head.temperature; it has no dimension"),
         (Modules({"head": Mixed()}), "have the types bfloat16, float32"),
     ],
 )

@@ -41,7 +41,7 @@ class Departure:
         self.is_alone = False
         """Whether the workers leave without a plan of the coordinator."""
 
-    def begin(self) -> None:
+    def leave(self) -> None:
         """Ask the coordinator for a group without this node, unless that was done before."""
         if self._since is not None:
             return

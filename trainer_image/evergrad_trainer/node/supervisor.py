@@ -126,7 +126,7 @@ class Supervisor:
         name_process(f"evergrad-node{self._settings.node}")
         stops = StopRequests(
             asyncio.get_running_loop(),
-            on_first=lambda: self._tasks.call(self._departure.begin),
+            on_first=lambda: self._tasks.call(self._departure.leave),
             on_last=self._leave_at_once,
             grace_seconds=self._settings.grace_seconds,
         )
