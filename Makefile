@@ -21,7 +21,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test programs test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -49,38 +49,36 @@ run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example on two local nod
 	$(BIN)/evergrad run $(PYDOC)/trainingrun.yaml --nodes 2 $(RUN)
 
 # Files that start processes come first: the long ones must not be left for the end, when the other workers have nothing to do.
-UNITS = -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/integration tests/unit
+UNITS = --durations=40 -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/integration tests/unit
 
-# Programs and images are built before pytest begins, whose timeouts are for tests.
-# What a cluster of this machine needs; nothing where KUBECONFIG names another or this machine cannot run one.
+# All is built before pytest begins, whose timeouts are for tests.
+# What a cluster of this machine needs, of the profiles (1) and with images or without (2); nothing where KUBECONFIG names another or this machine cannot run one.
 define prepare_cluster
 @if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
-	export PYTHONPATH=$(CURDIR)/tests && for profile in full $(1); do \
-		$(BIN)/python -m bed prepare --profile $$profile || exit 1; done && $(BIN)/python -m bed.product_images; fi
+	export PYTHONPATH=$(CURDIR)/tests && for profile in $(1); do \
+		$(BIN)/python -m bed prepare --profile $$profile || exit 1; done$(if $(2), && $(BIN)/python -m bed.product_images); fi
 endef
 
+# What is shown while the tests of units and processes run behind it. Images are built beside those: most of their steps take one core.
+FRONT = test-e2e
 # Not $(MAKE) itself: make runs a line with that name in it also when it is only to print it.
 SUB_MAKE := $(MAKE)
 # Tests on a cluster mostly wait for it, and those of units and processes mostly compute: side by side they take little more than the former alone.
 test: override KUBECONFIG :=
 test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster of this machine (PYTEST='…': only what that says)
-	$(if $(PYTEST),,$(call prepare_cluster))
+	$(if $(PYTEST),,$(call prepare_cluster,full))
 	$(call stage,tests of units and processes$(if $(PYTEST),,, behind those on a cluster))
 	$(if $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST),OMP_NUM_THREADS=1 $(BIN)/python tests/side_by_side.py \
-		--front '$(SUB_MAKE) --no-print-directory test-e2e KUBECONFIG=' --behind '$(BIN)/python -m pytest $(UNITS)')
-
-programs: $(INSTALLED) ## the programs and images of the cluster that the tests start
-	$(call stage,programs and images of the cluster)
-	$(call prepare_cluster)
+		--front '$(SUB_MAKE) --no-print-directory $(FRONT) KUBECONFIG=' --behind '$(BIN)/python -m pytest $(UNITS)')
 
 test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that they start here (as root), or the one KUBECONFIG names
 	$(call stage,tests on a cluster)
-	$(call prepare_cluster)
+	$(call prepare_cluster,full,images)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest $(if $(KUBECONFIG),,tests/bed_tests) tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
 
 test-long: $(INSTALLED) ## the tests that take minutes and rarely find anything, which `make test` leaves out
 	$(call stage,long tests)
-	$(call prepare_cluster,kwok)
+	$(call prepare_cluster,full kwok,images)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest -m long tests --verbose --durations=0 --durations-min=1
 
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one; KIND=transfer, asynchronous, coordinator
@@ -131,11 +129,8 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	$(BIN)/python docs/capabilities.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
-# mypy takes one core for two minutes, and so do most steps of an image.
-verify: generated ## all that CI checks: generated files, lint, chart, tests
-	$(call stage,lint beside chart and programs and images of the cluster)
-	$(BIN)/python tests/side_by_side.py --front '$(SUB_MAKE) --no-print-directory lint' --behind '$(SUB_MAKE) --no-print-directory chart-lint programs KUBECONFIG='
-	$(SUB_MAKE) --no-print-directory test
+verify: generated chart-lint ## all that CI checks: generated files, chart, lint, tests
+	$(SUB_MAKE) --no-print-directory test FRONT='lint test-e2e'
 	$(call stage,verified)
 
 bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into benchmarks/results/

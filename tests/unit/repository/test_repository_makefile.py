@@ -44,12 +44,7 @@ def test_make_alone_shows_the_help(root: Path) -> None:
     [
         (
             "verify",
-            [
-                "evergrad_manifest.generate --check",
-                " lint'",
-                " chart-lint programs",
-                "-directory test\n",
-            ],
+            ["evergrad_manifest.generate --check", "bed.chart", "FRONT='lint test-e2e'"],
         ),
         ("lint", ["ruff check", "ruff format --check", "mypy", "lint-imports"]),
         ("test", [" test-e2e", "-m pytest"]),
