@@ -107,11 +107,19 @@ def _postpone_lists(tools: Any) -> None:
             is_known = any(name in vars(self).get(table, ()) for table in _TABLES[:3])
             # Others look for such names in every module: inspect, warnings, pickle.
             is_private = name.startswith("_") and name != "__all__"
-            if not is_known and not is_private and vars(self).get("_unread") is not None:
+            unread = vars(self).get("_unread") is not None
+            if unread and not is_known and self._has_part(name):
+                # `from transformers import initialization` asks for the name before it imports the part.
+                return importlib.import_module(f"{self.__name__}.{name}")
+            if unread and not is_known and not is_private:
                 _read_list(self, plain)
                 if name in vars(self):
                     return vars(self)[name]
             return super().__getattr__(name)
+
+        def _has_part(self, name: str) -> bool:
+            place = Path(vars(self)["__file__"]).parent / name
+            return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
 
         def __reduce__(self) -> Any:
             _read_list(self, plain)
@@ -131,5 +139,6 @@ def _read_list(module: Any, plain: Any) -> None:
     for backends, names in unread.items():
         structure.setdefault(backends, {}).update(names)
     whole = plain(module.__name__, module.__file__, structure)
-    vars(module).update({table: vars(whole)[table] for table in _TABLES})
+    tables = {table: vars(whole)[table] for table in _TABLES if table in vars(whole)}
+    vars(module).update(tables)
     module._unread = None
