@@ -84,7 +84,9 @@ class Modules:
 
     ``parallelism: fsdp2`` cuts each trained module, and each frozen one of 64 MiB or more that is not in
     ``replicated``. A module that is cut is whole while it is called; outside of its call each rank holds a part
-    of its weights: see :func:`full_tensor`. Kept tensors are whole on every rank.
+    of its weights: see :func:`full_tensor`. Each call gathers them, so that all ranks call the same modules in
+    the same order, whatever their batches hold; a rank that leaves one out lets the others wait in vain. Kept
+    tensors are whole on every rank.
     """
 
     trained: dict[str, nn.Module]
@@ -170,7 +172,11 @@ class Task(Protocol):
         """
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        """The sums of one micro-batch, whose tensors are on the device. May be compiled; changes nothing."""
+        """The sums of one micro-batch, whose tensors are on the device. May be compiled; changes nothing.
+
+        Under ``parallelism: fsdp2`` it calls the same modules in the same order for every batch, since the
+        ranks call them together: see :class:`Modules`.
+        """
 
     def enter(self, modules: Modules, stage: Stage) -> None:
         """Prepare the modules for ``stage``, at the end of the step before it; for the first stage after they

@@ -1,5 +1,6 @@
 """Errors of a task's code: wrong input as long as the run has made no step, an error of a step afterwards."""
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -91,17 +92,52 @@ def test_so_it_is_with_a_file_that_cannot_be_imported_there(
         load_own(training, tmp_path, has_trained=has_trained)
 
 
-def test_a_collective_that_fails_under_the_tasks_code_is_no_error_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "gathering.py"
-    path.write_text("def loss(gather):\n    return gather()\n", "utf-8")
-    below = tmp_path / "torch/distributed/gather.py"
-    below.parent.mkdir(parents=True)
-    below.write_text(
-        "def gather():\n    raise RuntimeError('Connection closed by peer [::1]:5')\n", "utf-8"
-    )
-    loss, gather = load(path).loss, load(below).gather
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        calling(Code(tmp_path), lambda: loss(gather))
+COLLECTIVES = {
+    "the gather of a module's weights": ["distributed/distributed_c10d.py"],
+    "the gather of one weight": [
+        "distributed/tensor/_api.py",
+        "distributed/_functional_collectives.py",
+        "_ops.py",
+    ],
+}
+
+
+def fail_below(tmp_path: Path, files: list[str]) -> Callable[[], object]:
+    """A function of the user's whose call fails in the last of torch's ``files``, through those before it."""
+    call: Callable[[], object] | None = None
+    for name in reversed(["mine.py", *(f"site-packages/torch/{one}" for one in files)]):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = "return call()"
+        if call is None:
+            body = "raise RuntimeError('Connection closed by peer [::1]:5')"
+        path.write_text(f"def run(call):\n    {body}\n", "utf-8")
+        call = functools.partial(load(path).run, call)
+    assert call is not None
+    return call
+
+
+@pytest.mark.parametrize("files", COLLECTIVES.values(), ids=COLLECTIVES.keys())
+def test_a_collective_that_fails_under_the_tasks_code_is_no_error_of_it(
+    tmp_path: Path, files: list[str]
+) -> None:
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer"):
+        calling(Code(tmp_path), fail_below(tmp_path, files))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["distributed/tensor/_dispatch.py", "_ops.py"],
+        ["distributed/algorithms/_checkpoint/checkpoint_wrapper.py", "nn/functional.py"],
+        ["nn/functional.py"],
+    ],
+)
+def test_an_operation_that_fails_in_this_process_alone_is_an_error_of_the_task(
+    tmp_path: Path, files: list[str]
+) -> None:
+    with pytest.raises(TaskInputError, match=r"mine.py:2: "):
+        calling(Code(tmp_path), fail_below(tmp_path, files))
 
 
 def test_a_worker_that_is_started_later_never_trains_another_version_of_the_task(

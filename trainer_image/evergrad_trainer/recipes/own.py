@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,10 @@ _OF_THE_HOST = (
 """Errors that say by themselves what is wrong, whichever code they come from."""
 _COLLECTIVES: Final = os.path.join("torch", "distributed", "")
 """Below it lies the code of torch that talks to other processes."""
+_OF_ONE_PROCESS: Final = tuple(
+    os.path.join("torch", "distributed", part, "") for part in ("tensor", "algorithms")
+)
+"""Parts of it that an operation on a weight that is cut, or in a wrapped block, runs through."""
 _MIXED: Final = "mixed torch.Tensor and DTensor"
 """What torch says of an operation on a part of a weight and a whole tensor, without another process."""
 
@@ -71,7 +75,7 @@ class Code:
                 found = "a weight that is cut (fsdp2) is whole only while its module is called"
                 remedy = (
                     "Compute with it in its module's forward, or read task.full_tensor(weight) in enter and "
-                    "after_update"
+                    "after_update; a frozen module that is named in Modules.replicated is held whole"
                 )
             elif said:
                 found = f"{found}: {said}"
@@ -101,13 +105,14 @@ class Code:
             return f"{error.filename}:{error.lineno}"
         # The innermost line of the task's own files: what torch or we call below it is not the user's.
         stack = traceback.extract_tb(error.__traceback__)
-        if stack and _COLLECTIVES in stack[-1].filename and _MIXED not in str(error):
+        own = [index for index, frame in enumerate(stack) if self._is_own(frame.filename)]
+        if not own:
+            return None
+        below = [frame.filename for frame in stack[own[-1] + 1 :]]
+        if _is_collective(below) and _MIXED not in str(error):
             # A sharded model gathers its weights under the task's calls: a peer is gone, or the network.
             return None
-        frames = [frame for frame in stack if self._is_own(frame.filename)]
-        if not frames:
-            return None
-        return f"{frames[-1].filename}:{frames[-1].lineno}"
+        return f"{stack[own[-1]].filename}:{stack[own[-1]].lineno}"
 
     def _is_own(self, file_name: str) -> bool:
         if self._folder is None:
@@ -115,6 +120,19 @@ class Code:
         path = Path(file_name)
         is_below = path.is_absolute() and path.is_relative_to(self._folder)
         return is_below and "site-packages" not in path.parts
+
+
+def _is_collective(files: Sequence[str]) -> bool:
+    """Whether a call that went through ``files``, the innermost last, failed while it spoke with other
+    processes."""
+    if not files:
+        return False
+    # The last frame of a collective may be that of torch's operators, which lie elsewhere.
+    speaks = any(
+        _COLLECTIVES in file and not any(part in file for part in _OF_ONE_PROCESS)
+        for file in files
+    )
+    return speaks or _COLLECTIVES in files[-1]
 
 
 def load_own(
