@@ -112,6 +112,16 @@ def check_optimizer(view: View) -> Iterator[Problem]:
             "its means grow longer with each step, until bf16 rounds what a step adds away",
             "Set runtime.precision: bf16-autocast, or another type",
         )
+    muon = view.known(
+        f"{_OPTIMIZER}.type", f"{_OPTIMIZER}.nesterov", f"{TRAINING}.runtime.precision"
+    )
+    if muon == ("muon", False, "bf16"):
+        yield Problem(
+            f"{_OPTIMIZER}.nesterov",
+            "false cannot be combined with type muon and runtime.precision bf16",
+            "torch's muon then writes over its momentum, whose length of earlier steps is lost",
+            "Set nesterov: true, or runtime.precision: bf16-autocast",
+        )
     for path, item in view.items(_GROUPS):
         if item["learningRateRatio"] == 1 and item["weightDecay"] is None:
             remedy = "Add learningRateRatio or weightDecay, or remove it"

@@ -289,3 +289,19 @@ def test_a_state_that_was_copied_goes_on_to_the_same_bits(kind: str) -> None:
     train(other, follower, 2)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     assert its.values() == mine.values()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_keeps_its_momentum_in_bf16_with_nesterov_alone(nesterov: bool) -> None:
+    """The manifest refuses the other, in which torch makes its update in the place of the momentum."""
+    model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    optimizer = build_optimizer(model, settings(type="muon", nesterov=nesterov))
+    expected, before = torch.zeros(4, 4, dtype=torch.bfloat16), model.weight.detach().clone()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        model.weight.grad = torch.randn(4, 4, generator=generator).bfloat16()
+        expected.lerp_(model.weight.grad, 0.05)
+        optimizer.step()
+    kept = optimizer.state[model.weight]["momentum_buffer"]
+    assert torch.equal(kept, expected) is nesterov
+    assert not torch.equal(model.weight, before) and bool(model.weight.isfinite().all())
