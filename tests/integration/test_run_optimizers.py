@@ -16,6 +16,8 @@ from run_helpers import (
 )
 from run_helpers import fault as run_fault
 
+PUBLISHED = {"asynchronous": False}
+"""A checkpoint is there before the step behind it begins, however slow its disk is."""
 GROUPS = [
     {"parameters": ["*embed_tokens*"], "weightDecay": 0},
     {"parameters": ["*.q_proj.weight", "*norm.weight"], "learningRateRatio": 0.5},
@@ -41,7 +43,11 @@ def trained(
 ) -> Experiment:
     """An experiment whose run ``undisturbed`` was trained by one process in peace."""
     experiment = make_experiment()
-    changes = {"optimizer": OPTIMIZERS[request.param], "schedule": PIECES}
+    changes = {
+        "optimizer": OPTIMIZERS[request.param],
+        "schedule": PIECES,
+        "checkpoint": PUBLISHED,
+    }
     experiment.write(elastic_recipe(**changes))
     train_undisturbed(experiment)
     return experiment
@@ -98,6 +104,7 @@ def test_a_sharded_run_that_was_killed_goes_on_to_the_same_bits(
         "optimizer": OPTIMIZERS[kind],
         "runtime": {"parallelism": "fsdp2"},
         "reproducibility": {"elastic": "fast"},
+        "checkpoint": PUBLISHED,
     }
     experiment.write(elastic_recipe(**changes))
     workers = ("--workers", "2")
@@ -105,6 +112,8 @@ def test_a_sharded_run_that_was_killed_goes_on_to_the_same_bits(
     killed = run_fault("step", call=8, action="SIGKILL", rank=1, to="command")
     experiment.run(*workers, directory="killed", expect=-9, faults=[killed])
     experiment.run(*workers, directory="killed")
+    rows = metric_rows(experiment.at("killed"))
+    assert min(row["step"] for row in rows if row["generation"] == 2) == 6
     assert_equal(experiment, "killed")
 
 
