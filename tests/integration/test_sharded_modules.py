@@ -30,6 +30,7 @@ from evergrad_trainer.task import Loss, Modules, Section, Tensors, full_tensor
 from evergrad_trainer.training.build import Machinery, build_comparison, build_machinery
 from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.step_parts import StepOutcome
+from evergrad_trainer.worker.peer_failures import is_peer_error
 from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
@@ -169,7 +170,11 @@ def train(
         frozen=machinery.cut_frozen,
     )
     finish = build_finish(
-        machinery.opened, machinery.modules, seed=7, frozen=machinery.held_frozen
+        machinery.opened,
+        machinery.modules,
+        seed=7,
+        frozen=machinery.held_frozen,
+        cut=machinery.cut(),
     )
     for step in range(first, STEPS):
         gradients.begin(world)
@@ -378,6 +383,90 @@ def test_a_task_that_alters_a_frozen_module_that_is_cut_is_told_so(tmp_path: Pat
             assert "the frozen modules teacher have changed since they were built" in said
 
 
+class Calling(Distilled):
+    """Calls modules between steps; the teacher has weights of two types."""
+
+    def build(self, build_model: Any) -> Modules:
+        modules = super().build(build_model)
+        extra = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+        modules.frozen["teacher"].register_parameter("extra", extra)
+        return modules
+
+    def enter(self, modules: Modules, stage: Stage) -> None:
+        super().enter(modules, stage)
+        modules.kept["centre"].copy_(modules.frozen["teacher"](torch.ones(1, WIDTH))[0])
+
+    def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
+        super().after_update(modules, metrics)
+        for module in (modules.frozen["teacher"], modules.trained["encoder"]):
+            modules.kept["centre"].add_(module(torch.ones(1, WIDTH))[0])
+
+
+def call_between_steps(world: World, directory: Path) -> dict[str, Any]:
+    machinery = build(world, SHARDED, task=Calling())
+    finish = build_finish(
+        machinery.opened,
+        machinery.modules,
+        seed=7,
+        frozen=machinery.held_frozen,
+        cut=machinery.cut(),
+    )
+    compare, before = build_comparison(machinery, Membership(world)), set(machinery.own_state())
+    outcome = StepOutcome(1, 1.0, {}, 8, "0" * 16, 0.1, 1.0, (), {}, 0.0)
+    for entered in (None, STAGE):
+        finish(outcome, entered)
+        compare(1)
+    parameters = [*machinery.model.parameters()]
+    parameters += [one for module in machinery.cut_frozen for one in module.parameters()]
+    return {
+        "whole": sum(not isinstance(one, DTensor) for one in parameters),
+        "lost": sorted(before - set(machinery.own_state())),
+    }
+
+
+def test_modules_that_a_task_calls_between_steps_are_cut_again_behind_it(
+    tmp_path: Path,
+) -> None:
+    ranks = processes.values(
+        processes.run_world(call_between_steps, size=2, directory=tmp_path / "run")
+    )
+    assert ranks == [{"whole": 0, "lost": []}] * 2
+
+
+class Leaving(Distilled):
+    """Rank 1 is gone when the others gather a weight."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
+        if self.rank == 1:
+            raise KeyboardInterrupt
+        super().after_update(modules, metrics)
+
+
+def lose_a_peer(world: World, directory: Path) -> dict[str, Any]:
+    machinery = build(world, SHARDED, task=Leaving(world.rank))
+    machinery.opened.code._folder = Path(__file__).resolve().parent
+    try:
+        train(machinery, world, SHARDED)
+    except KeyboardInterrupt:
+        return {}
+    except (RuntimeError, TaskError, TaskInputError) as error:
+        is_of_a_peer = is_peer_error(error, world_size=world.size)
+        return {"type": type(error).__name__, "is_of_a_peer": is_of_a_peer}
+    return {}
+
+
+def test_a_peer_that_is_lost_while_a_weight_is_gathered_is_no_error_of_the_task(
+    tmp_path: Path,
+) -> None:
+    (first, _) = processes.values(
+        processes.run_world(lose_a_peer, size=2, directory=tmp_path / "run")
+    )
+    assert first["is_of_a_peer"] and "Task" not in first["type"], first
+
+
 class Careless(Distilled):
     """Uses weights where ranks hold parts of them."""
 
@@ -428,7 +517,7 @@ def test_weights_that_are_used_where_they_are_not_whole_are_refused_with_the_lin
                 "a weight that is cut (fsdp2) is whole only while its module is called"
                 in found[where]
             )
-            assert "full_tensor" in found[where]
+            assert "full_tensor" in found[where] and "Modules.replicated" in found[where]
         assert "Linear is called with weights that are not its own" in found["functional_call"]
         assert "Modules.replicated" in found["functional_call"]
 

@@ -150,6 +150,13 @@ def test_a_large_frozen_module_is_cut_unless_the_task_wants_it_whole(
     assert "Modules.replicated names model" in problem.what
 
 
+def test_a_frozen_module_of_two_types_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "LARGE_BYTES", 0)
+    modules = Modules({"model": linear()}, {"teacher": Mixed()})
+    assert list(plan_cuts(modules)) == ["model", "frozen.teacher"]
+    assert module_problems(modules, SHARDED) == []
+
+
 def test_each_trained_module_has_its_own_blocks() -> None:
     encoder, decoder, named = Tied(), Tied(), Tied()
     modules = Modules(

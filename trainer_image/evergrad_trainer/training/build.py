@@ -93,6 +93,10 @@ class Machinery:
             for name, tensor in self.state().items()
         }
 
+    def cut(self) -> tuple[nn.Module, ...]:
+        """The modules of which this rank holds a part."""
+        return (self.model, *self.cut_frozen) if self.is_sharded else ()
+
     def replicated(self) -> list[str]:
         """Names of the state's tensors that every rank holds, although others are cut."""
         if not self.is_sharded:

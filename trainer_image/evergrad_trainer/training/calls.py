@@ -1,14 +1,16 @@
 """The calls of a task while it trains: its loss, its evaluators, and what it does when a step is finished."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.stream import TrainingStream
+from evergrad_trainer.models.parallel import reshard
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
@@ -91,20 +93,32 @@ def _check_parts(loss: Loss, metrics: Mapping[str, str], code: Code) -> None:
     )
 
 
-def enter_first(opened: Opened, modules: Modules, *, seed: int) -> None:
-    """Let the task prepare its modules for the first stage, from the values that they begin with."""
+def enter_first(
+    opened: Opened, modules: Modules, *, seed: int, cut: Sequence[nn.Module] = ()
+) -> None:
+    """Let the task prepare its modules for the first stage, from the values that they begin with.
+
+    ``cut``: those of which this rank holds a part.
+    """
     seed_generators(seed, 0, 0, Purpose.FINISHED_STEP)
     with torch.no_grad(), opened.code.guarding("enter"):
         opened.task.enter(modules, opened.data.train.stages[0])
+    _free(cut)
 
 
 def build_finish(
-    opened: Opened, modules: Modules, *, seed: int, frozen: Mapping[str, str]
+    opened: Opened,
+    modules: Modules,
+    *,
+    seed: int,
+    frozen: Mapping[str, str],
+    cut: Sequence[nn.Module] = (),
 ) -> Finish:
     """What the task does with its modules when a step is finished: after an update, and before
     another stage.
 
-    ``frozen``: hashes of what this rank holds of the frozen modules, as they were built.
+    ``frozen``: hashes of what this rank holds of the frozen modules, as they were built. ``cut``: the modules
+    of which it holds a part.
     """
     task, code = opened.task, opened.code
 
@@ -116,15 +130,24 @@ def build_finish(
             metrics = {"loss": outcome.loss, **outcome.metrics}
             with code.guarding("after_update"):
                 task.after_update(modules, metrics)
+            _free(cut)
             code.note_trained()
         if entered is not None:
             with code.guarding("enter"):
                 task.enter(modules, entered)
+            _free(cut)
             # Looked at here and not at each step, since it reads all of them: a newcomer builds them again,
             # and would go on with others.
             require_unchanged(modules, frozen, code=code)
 
     return finish
+
+
+def _free(cut: Sequence[nn.Module]) -> None:
+    """Free what the task's passes have left gathered: no backward pass follows that would do so, and whole
+    weights are neither those that were hashed nor those that are saved."""
+    if cut:
+        reshard(*cut)
 
 
 def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[str, Measure]:

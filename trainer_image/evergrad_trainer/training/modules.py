@@ -103,7 +103,8 @@ def _sharding_problems(cuts: Mapping[str, Cut]) -> Iterator[Problem]:
             if parameter.ndim == 0:
                 why = "it has no dimension to be cut along"
                 yield refuse(name, f"the parameter {name}.{own}", why, "Give it the shape [1]")
-            if parameter.requires_grad:
+            # Frozen ones may differ, but require gradients as long as the task has only built them.
+            if parameter.requires_grad and not cut.is_frozen:
                 types.setdefault(unit, set()).add(str(parameter.dtype).removeprefix("torch."))
         if mixed := next((found for found in types.values() if len(found) > 1), None):
             why = (

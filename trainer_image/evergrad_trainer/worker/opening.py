@@ -93,6 +93,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
             machinery.modules,
             seed=training.reproducibility.seed,
             frozen=machinery.held_frozen,
+            cut=machinery.cut(),
         ),
         progress=session.progress,
         lasting=session.opened.observers,

@@ -94,7 +94,7 @@ def restore(
             load_weights(path, machinery.state(), world=session.world)
         # What the task has made of the initial weights was made of others.
         seed = session.plan.run.training.reproducibility.seed
-        enter_first(machinery.opened, machinery.modules, seed=seed)
+        enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
 
 
 def _check_cursor(session: Session, stored: Values) -> None:
