@@ -180,9 +180,12 @@ class Server:
         elif isinstance(message, Hello) == peer.has_joined:
             what = "said twice" if peer.has_joined else "before hello"
             self.reject(peer, "malformed", f"{message.TYPE}: {what}")
-        elif self.effects.is_full and not isinstance(message, Ping):
+        elif not isinstance(message, Ping) and (
+            self.effects.is_full or peer.number in self._unheard
+        ):
             # Too much waits for the journal: no node is let in, and those that are here go on training by
-            # their pings. What they say is not taken; they are to say it again.
+            # their pings. What they say is not taken; they are to say it again, all of it and in its order,
+            # so that nothing more is taken of them until then, also when the journal is back.
             if isinstance(message, Hello):
                 self.reject(peer, "journal_waits")
             else:

@@ -6,13 +6,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from simulated_cluster import TOKEN, make_settings
 
 from evergrad_coordinator.edge.journal import MemoryStore
 from evergrad_coordinator.edge.peer import Limits, Peer
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import Commit, Hello, Message, Ping
-from evergrad_coordinator.rules.group import new_group
+from evergrad_coordinator.rules import events
+from evergrad_coordinator.rules.group import Group, new_group
 from evergrad_coordinator.wire import encode
 
 PATIENCE = 200.0
@@ -135,6 +137,39 @@ def test_what_waits_for_a_journal_that_cannot_be_written_is_bounded() -> None:
         again = Connection(server)
         again.say(hello("0"))
         await poll(lambda: b'"plan"' in again.sent, "the plan on a new connection")
+
+    with_server(work, store=store, waiting_effects=64)
+
+
+def test_a_node_that_was_not_heard_is_passed_over_until_it_connects_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when the journal is back: what it says then follows on what was not taken."""
+    store, taken = FailingStore(), []
+    on_message = events.on_message
+
+    def note(group: Group, peer: int, message: Message, *, now: float) -> Any:
+        taken.append(message)
+        return on_message(group, peer, message, now=now)
+
+    monkeypatch.setattr(events, "on_message", note)
+
+    async def work(server: Server) -> None:
+        nodes = [Connection(server) for _ in range(2)]
+        for number, node in enumerate(nodes):
+            node.say(hello(str(number)))
+        await poll(lambda: server.effects.num_waiting > 0, "the first plan")
+        for request in range(500):
+            nodes[0].say(Commit(request=request, generation=0))
+        assert server.effects.is_full
+
+        store.is_failing = False
+        await poll(lambda: server.effects.num_waiting == 0, "the plan")
+        late = Commit(request=501, generation=0)
+        nodes[0].say(late, Ping())
+        nodes[1].say(late)
+        assert taken.count(late) == 1
+        await poll(lambda: nodes[0].is_closed, "the end of the connection that was not heard")
 
     with_server(work, store=store, waiting_effects=64)
 
