@@ -1,6 +1,7 @@
 """Modules that could not be saved, trained or cut over ranks are refused as wrong input before any step; frozen
 ones stay as they were built."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,9 +12,11 @@ from torch import nn
 from evergrad_manifest.training import Training
 from evergrad_trainer.errors import HostError, TaskInputError
 from evergrad_trainer.models import parallel
+from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Modules
+from evergrad_trainer.training import build
 from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.frozen import compare_frozen, hash_frozen
 from evergrad_trainer.training.modules import (
@@ -224,3 +227,37 @@ def test_a_host_with_another_frozen_module_leaves_the_others_alone() -> None:
     assert [refuse(rank, steps=[-1, -1, -1]) for rank in range(3)] == [False, False, True]
     # Whose state goes on is right, however few they are.
     assert [refuse(rank, steps=[-1, -1, 8]) for rank in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_resume_builds_again_only_for_the_files_model_and_frees_the_first_set_before(
+    monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """A frozen copy of the file's model is in no checkpoint, and needs its weights."""
+    made: list[tuple[bool, weakref.ref[nn.Module]]] = []
+
+    def make(*args: Any, with_weights: bool = True, **kwargs: Any) -> nn.Module:
+        assert all(one() is None for _, one in made)
+        model = linear()
+        model.itself = [model]  # type: ignore[assignment]
+        made.append((with_weights, weakref.ref(model)))
+        return model
+
+    class Asking:
+        num_built = 0
+
+        def build(self, build_model: Any) -> Modules:
+            self.num_built += 1
+            return Modules(
+                {"model": linear()}, {"teacher": build_model() if asks else linear()}
+            )
+
+        def enter(self, modules: Modules, stage: Any) -> None: ...
+
+    monkeypatch.setattr(build, "build_model", make)
+    task, data = Asking(), SimpleNamespace(train=SimpleNamespace(stages=(None,)))
+    opened = cast(Opened, SimpleNamespace(task=task, code=Code(None), data=data))
+    plan = cast(ModelPlan, SimpleNamespace(config=object()))
+    build._build_modules(PLAIN, opened, plan, with_weights=False)
+    assert task.num_built == (2 if asks else 1)
+    assert [with_weights for with_weights, _ in made] == ([False, True] if asks else [])

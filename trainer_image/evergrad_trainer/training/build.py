@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -255,12 +256,32 @@ def _build_modules(
                 return modules, used
     # The whole model on every rank, once.
     with opened.code.guarding("build and enter"):
-        made_whole = functools.partial(build_model, plan, seed=seed, precision=precision)
-        modules = build_all(functools.partial(made_whole, with_weights=with_weights))
-        if modules.frozen and not with_weights and plan.config is not None:
-            # A copy of the model that stays frozen is in no checkpoint: it needs the initial weights.
-            modules = build_all(made_whole)
-        return modules, []
+        build_one = functools.partial(build_model, plan, seed=seed, precision=precision)
+        return _build_whole(build_all, build_one, with_weights=with_weights), []
+
+
+def _build_whole(
+    build_all: Callable[[Callable[[], nn.Module]], Modules],
+    build_one: Callable[..., nn.Module],
+    *,
+    with_weights: bool,
+) -> Modules:
+    """The modules, of which ``build_one`` makes those that the file describes."""
+    num_made = 0
+
+    def make() -> nn.Module:
+        nonlocal num_made
+        num_made += 1
+        return build_one(with_weights=with_weights)
+
+    modules = build_all(make)
+    if modules.frozen and not with_weights and num_made > 0:
+        # A copy of the model that stays frozen is in no checkpoint: it needs the initial weights. The first
+        # set goes before; modules refer to each other, and so are not freed by themselves.
+        del modules
+        gc.collect()
+        modules = build_all(build_one)
+    return modules
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
