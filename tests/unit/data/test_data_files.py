@@ -1,12 +1,19 @@
 """The files that a source's path names: folders, patterns, their order, and what is wrong with them."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation import files
-from evergrad_trainer.data.preparation.files import SourceEntry, find_files, relative_name
+from evergrad_trainer.data.preparation.files import (
+    SourceEntry,
+    find_files,
+    relative_name,
+    training_sources,
+)
 
 FIELD = "spec.training.data.sources[0]"
 
@@ -158,3 +165,82 @@ def test_compressed_token_ids_are_refused(tmp_path: Path) -> None:
         f"{tmp_path / 'ids.bin.gz'}: is compressed; token ids are read where they lie, at any place. "
         "Decompress it."
     )
+
+
+def test_a_file_that_two_stars_find_more_than_once_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evergrad_trainer.data.preparation.files.MOST_FILES", 12)
+    for number in range(12):
+        folder = tmp_path / f"{number:02}" / "a"
+        folder.mkdir(parents=True)
+        (folder / "x.jsonl").write_text("x\n")
+    pattern = tmp_path / "**" / "**" / "*.jsonl"
+    assert names(pattern) == [f"{number:02}/a/x.jsonl" for number in range(12)]
+    (tmp_path / "y.jsonl").write_text("x\n")
+    assert "names more than 12 files" in message(pattern)
+
+
+def write_run(directory: Path) -> None:
+    for name in ("checkpoints", "logs"):
+        (directory / name).mkdir(parents=True)
+    for name in ("run.json", "metrics.jsonl", "events.jsonl", "logs/worker.jsonl", "own.jsonl"):
+        (directory / name).write_text("{}\n")
+
+
+@pytest.mark.parametrize("path", ["", "**/*.jsonl", "*/*.jsonl", "*/*/*.jsonl"])
+def test_what_runs_wrote_is_no_part_of_a_folder_or_pattern(tmp_path: Path, path: str) -> None:
+    write_run(tmp_path / "runs" / "first")
+    write_run(tmp_path / "other")
+    for name in ("data/a.jsonl", "runs/notes/b.jsonl", "data/run.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    found, problems = find_files(entry(tmp_path / path))
+    wanted = {
+        "*/*.jsonl": ["data/a.jsonl"],
+        "*/*/*.jsonl": ["runs/notes/b.jsonl"],
+    }.get(path, ["data/a.jsonl", "runs/notes/b.jsonl"])
+    assert [one.relative_to(tmp_path).as_posix() for one in found] == wanted
+    assert problems == []
+
+
+@pytest.mark.parametrize("path", ["", "**/*.jsonl", "*.jsonl"])
+def test_a_run_directory_that_a_path_names_has_data_beside_its_own_records(
+    tmp_path: Path, path: str
+) -> None:
+    write_run(tmp_path)
+    assert names(tmp_path / path) == ["own.jsonl"]
+    record = tmp_path / "metrics.jsonl"
+    assert find_files(entry(record)) == ((record,), [])
+
+
+def test_prepared_data_is_no_part_of_a_folder_or_pattern(tmp_path: Path) -> None:
+    for name in ("own.tokens", "mine/x/train-0.tokens", "other/x/train-0.tokens"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"\1\0\2\0")
+    (tmp_path / "other" / ".scans").mkdir()
+    for path in (tmp_path, tmp_path / "**" / "*.tokens"):
+        source = entry(path, "tokens")
+        found, problems = find_files(source, prepared_directory=tmp_path / "mine")
+        assert (found, problems) == ((tmp_path / "own.tokens",), [])
+    # Whoever names them has them.
+    source = entry(tmp_path / "mine", "tokens")
+    found, _ = find_files(source, prepared_directory=tmp_path / "mine")
+    assert [one.name for one in found] == ["train-0.tokens"]
+
+
+def test_a_bracket_in_the_folder_of_the_manifest_is_no_pattern(
+    tmp_path: Path, training: Callable[..., Training]
+) -> None:
+    base = tmp_path / "run[1]"
+    (base / "data").mkdir(parents=True)
+    (base / "data" / "a.jsonl").write_text("{}\n")
+    sources = [
+        {"name": "pattern", "path": "data/*.jsonl"},
+        {"name": "missing", "path": "data/b.jsonl"},
+    ]
+    pattern, missing = training_sources(training(data={"sources": sources}), base)
+    assert find_files(pattern) == ((base / "data" / "a.jsonl",), [])
+    assert relative_name(base / "data" / "a.jsonl", pattern) == "a.jsonl"
+    _, (problem,) = find_files(missing)
+    assert problem.what == "does not exist"

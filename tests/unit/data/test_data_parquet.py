@@ -139,6 +139,16 @@ def test_a_column_without_texts_is_refused(
     )
 
 
+def test_a_column_of_lists_of_texts_is_refused(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare
+) -> None:
+    texts: Any = [["one", "two"]]
+    path = write(tmp_path / "a.parquet", texts, kind=pa.list_(pa.string()))
+    assert message_of(prepared_in, recipe_of(training, "a.parquet")).startswith(
+        f"{path}: its column 'text' holds values of the type list<"
+    )
+
+
 def test_a_file_that_is_no_whole_parquet_file_is_named(
     tmp_path: Path, training: Recipe, topics: list[str], prepared_in: Prepare
 ) -> None:

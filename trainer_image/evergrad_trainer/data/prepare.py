@@ -12,6 +12,7 @@ from evergrad_manifest.training import TEXT_TYPES, Training
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.preparation.files import (
+    SCANS,
     SourceEntry,
     evaluation_sources,
     find_files,
@@ -78,7 +79,7 @@ def prepare(
     )
     sources = training_sources(training, base_directory)
     entries = [*sources, *evaluation_sources(training, base_directory)]
-    files = _find_all(entries)
+    files = _find_all(entries, root)
     tokenizer = load_tokenizer(training.tokenizer, base_directory)
     report = Reporter(on_progress)
     recipe = Recipe(
@@ -95,7 +96,7 @@ def prepare(
         contents = []
         for source, paths in zip(entries, files, strict=True):
             report.show(source.name)
-            memory = root / ".scans"
+            memory = root / SCANS
             contents.append(scan_cached(source, paths, memory, on_bytes=report.advance))
 
         # Nothing is held out of a source that is only evaluated on.
@@ -119,10 +120,12 @@ def prepare(
     )
 
 
-def _find_all(entries: Sequence[SourceEntry]) -> list[tuple[Path, ...]]:
+def _find_all(
+    entries: Sequence[SourceEntry], prepared_directory: Path
+) -> list[tuple[Path, ...]]:
     """The files of each source. Raises DataError naming every mistake in the paths of all of them."""
     # All files are looked at before the first one is read.
-    found = [find_files(source) for source in entries]
+    found = [find_files(source, prepared_directory=prepared_directory) for source in entries]
     raise_if([problem for _, problems in found for problem in problems], DataError)
     return [paths for paths, _ in found]
 
@@ -142,13 +145,13 @@ def check_unchanged(
         *zip(training_sources(training, base_directory), recorded.sources, strict=False),
         *zip(evaluation_sources(training, base_directory), recorded.evaluation, strict=False),
     )
-    files = _find_all([source for source, _ in pairs])
+    files = _find_all([source for source, _ in pairs], root)
 
     # Content decides, not paths or times: a file that was copied elsewhere is still the same data.
     problems = []
     for (source, before), paths in zip(pairs, files, strict=True):
         with disk_errors(source.path):
-            now = scan_cached(source, paths, root / ".scans", on_bytes=lambda _: None)
+            now = scan_cached(source, paths, root / SCANS, on_bytes=lambda _: None)
         if now.content_hash != before.content_hash:
             problems.append(_change_of(source, before, now))
     raise_if(problems, DataError)

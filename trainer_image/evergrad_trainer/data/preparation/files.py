@@ -5,12 +5,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
 
+from evergrad_coordinator.contract import RunFile
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Source, Training
 from evergrad_trainer.host_trouble import is_host_trouble
@@ -23,6 +23,12 @@ _MAGIC: Final = frozenset("*?[")
 _PASSED_OVER: Final = (".", "_")
 """First characters of names that only a pattern with the same beginning finds: what is hidden, and what
 writers of many files leave beside them (``_SUCCESS``, ``_temporary``)."""
+SCANS: Final = ".scans"
+"""Folder of a directory of prepared data that every start of a run looks into, and by which it is known."""
+_OF_RUNS: Final = frozenset(name for key, name in vars(RunFile).items() if key.isupper())
+_RUN_MARKERS: Final = frozenset({RunFile.RESOLVED, RunFile.REQUESTED, RunFile.PROVENANCE})
+_RUN_FOLDERS: Final = frozenset({RunFile.CHECKPOINTS, RunFile.LOGS})
+"""A run directory has one of these beside one of the markers: a ``run.json`` alone may be anybody's."""
 _ENDINGS: Final = {
     "jsonl": (".jsonl", ".ndjson"),
     "text": (".txt",),
@@ -34,7 +40,11 @@ _PACKED_ENDINGS: Final = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """One entry of ``data.sources`` or ``evaluation.sources``. ``field``: its path in the manifest."""
+    """One entry of ``data.sources`` or ``evaluation.sources``. ``field``: its path in the manifest.
+
+    ``base``: the beginning of ``path`` that the manifest does not name, and in which no character is a
+    pattern's.
+    """
 
     field: str
     name: str
@@ -43,6 +53,7 @@ class SourceEntry:
     text_field: str
     dtype: Literal["uint16", "uint32"]
     document: Literal["file", "line"] = "file"
+    base: Path = Path()
 
     @property
     def is_whole_files(self) -> bool:
@@ -82,33 +93,46 @@ def _entries(sources: Sequence[Source], where: str, base_directory: Path) -> lis
             source.text_field,
             source.dtype,
             source.document,
+            base=Path() if Path(source.path).is_absolute() else base_directory,
         )
         for index, source in enumerate(sources)
     ]
 
 
-def find_files(source: SourceEntry) -> tuple[tuple[Path, ...], list[Problem]]:
+def find_files(
+    source: SourceEntry, *, prepared_directory: Path | None = None
+) -> tuple[tuple[Path, ...], list[Problem]]:
     """The files of a source, sorted, and what is wrong with them without reading them through: missing,
     unreadable, empty, half an id.
 
     A folder stands for the files in and below it whose names end as those of the source's type do; a pattern
-    for those that match it.
+    for those that match it. What runs wrote is left out of both, and so is prepared data, also that in
+    ``prepared_directory``: a run would otherwise change its own data.
     """
     path = source.path
     try:
         # A file may have a bracket in its name: what is there is taken as it is.
-        is_pattern = not _MAGIC.isdisjoint(str(path)) and not path.exists()
+        own = path.parts[len(source.base.parts) :]
+        is_pattern = any(not _MAGIC.isdisjoint(part) for part in own) and not path.exists()
         if not is_pattern and not path.is_dir():
             return (path,), _file_problems(source, path)
         parts = path.parts if is_pattern else (*path.parts, "**", "*")
         first = len(path.parts)
         if is_pattern:
-            first = next(at for at, part in enumerate(parts) if not _MAGIC.isdisjoint(part))
+            fixed = len(source.base.parts)
+            first = fixed + next(
+                at for at, part in enumerate(own) if not _MAGIC.isdisjoint(part)
+            )
         folder = Path(*parts[:first])
-        matching = _match(folder, parts[first:], frozenset())
-        # One more than may be: a pattern that matches a whole disk is not followed to its end.
-        wanted = (one for one in matching if is_pattern or _is_of_type(one, source.type))
-        found = set(islice(wanted, MOST_FILES + 1))
+        left_out = _identities(prepared_directory) - _identities(folder)
+        found: set[Path] = set()
+        for one in _match(folder, parts[first:], left_out, is_named=True):
+            # Two ** find a file once for each way to divide its folders between them.
+            if is_pattern or _is_of_type(one, source.type):
+                found.add(one)
+            # One more than may be: a pattern that matches a whole disk is not followed to its end.
+            if len(found) > MOST_FILES:
+                break
     except OSError as error:
         return (), [_unreadable(source, Path(error.filename or path), error)]
 
@@ -128,27 +152,49 @@ def relative_name(file: Path, source: SourceEntry) -> str:
     return Path(os.path.relpath(file, folder)).as_posix()
 
 
+def _identities(folder: Path | None) -> frozenset[tuple[int, int]]:
+    """What says that two paths are one folder; nothing for a folder that is not there."""
+    try:
+        found = None if folder is None else folder.stat()
+    except OSError:
+        found = None
+    return frozenset() if found is None else frozenset({(found.st_dev, found.st_ino)})
+
+
 def _match(
-    folder: Path, parts: Sequence[str], above: frozenset[tuple[int, int]]
+    folder: Path,
+    parts: Sequence[str],
+    above: frozenset[tuple[int, int]],
+    *,
+    is_named: bool = False,
 ) -> Iterator[Path]:
     """The files below ``folder`` whose path matches ``parts``. Raises OSError for a folder that cannot be
     read.
 
-    ``above``: the folders around it, since a link to one of them would have no end.
+    ``above``: the folders around it, since a link to one of them would have no end, and others that are left
+    out. ``is_named``: the path names this folder, without a pattern.
     """
     here = folder.stat()
     identity = (here.st_dev, here.st_ino)
     if identity in above:
         return
     above |= {identity}
+    with os.scandir(folder) as found:
+        entries = list(found)
+
+    # Left out: records that grow while the run trains, and token files that it makes.
+    names = {entry.name for entry in entries}
+    is_of_run = bool(names & _RUN_MARKERS and names & _RUN_FOLDERS)
+    if not is_named and (is_of_run or SCANS in names):
+        return
     first, rest = parts[0], parts[1:]
     if first == "**":
         # No folder at all, then each folder below it.
-        yield from _match(folder, rest or ("*",), above - {identity})
-    with os.scandir(folder) as found:
-        entries = list(found)
+        yield from _match(folder, rest or ("*",), above - {identity}, is_named=is_named)
     for entry in entries:
         name = entry.name
+        if is_of_run and name in _OF_RUNS:
+            continue
         if name.startswith(_PASSED_OVER) and not first.startswith(name[0]):
             continue
         if first == "**":

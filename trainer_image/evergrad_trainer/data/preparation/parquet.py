@@ -44,7 +44,9 @@ def read_row_groups(path: Path, column: str, *, field: str) -> list[RowGroup]:
             remedy = f"Name the column of texts in {field}.textField"
             raise DataError(Problem(str(path), what, f"it has {shown or 'none'}", remedy))
         kind = schema.field(column).type
-        kind = getattr(kind, "value_type", kind)
+        # A list, too, has a type of its values.
+        if hasattr(kind, "index_type"):
+            kind = kind.value_type
         if str(kind) not in ("string", "large_string", "string_view"):
             what = f"its column {column!r} holds values of the type {kind}"
             remedy = f"Name a column of strings in {field}.textField"
