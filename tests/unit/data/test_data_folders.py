@@ -14,7 +14,7 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation import chunk, sources
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.sources import Scan, Span, Stat
-from evergrad_trainer.data.prepare import check_unchanged
+from evergrad_trainer.data.prepare import check_prepared, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.token_source import TokenSource
 from evergrad_trainer.errors import DataError
@@ -277,6 +277,21 @@ def test_a_folder_that_changed_is_refused_by_a_resumed_run_with_the_files_that_d
     )
 
 
+def test_a_file_that_comes_after_the_comparison_is_found_in_what_was_prepared(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare, shards: Path
+) -> None:
+    recipe = one_source(training, "shards")
+    recorded = Prepared.from_json(json.loads(json.dumps(prepared_in(recipe).to_json())))
+    check_prepared(recorded, prepared_in(recipe))
+    (shards / "7.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(DataError) as caught:
+        check_prepared(recorded, prepared_in(recipe))
+    assert str(caught.value) == (
+        f"{shards}: its files are not those that this run was prepared from; added: 7.jsonl. "
+        "Restore them to go on with this run, or train the new content under another run name."
+    )
+
+
 def test_files_that_are_named_anew_in_the_same_order_are_the_same_data(
     tmp_path: Path, training: Recipe, prepared_in: Prepare, shards: Path
 ) -> None:
@@ -366,6 +381,55 @@ def test_a_scan_of_a_folder_reads_again_only_what_changed(
     prepared_in(one_source(training, "shards"))
     assert read == ["3.jsonl"]
     assert len(list((tmp_path / "prepared" / ".scans").iterdir())) == 1
+
+
+def test_a_scan_that_ends_in_an_error_forgets_no_file_that_it_did_not_reach(
+    training: Recipe,
+    prepared_in: Prepare,
+    shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "evergrad_trainer.data.preparation.scan_cache"
+    monkeypatch.setattr(f"{module}.is_settled", lambda _: True)
+    prepared_in(one_source(training, "shards"))
+    read: list[str] = []
+    real = sources.scan_file
+
+    def failing(source: object, path: Path, **rest: object) -> Scan:
+        read.append(path.name)
+        if len(read) == 2:
+            raise OSError(5, "Input/output error")
+        return real(source, path, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(f"{module}.scan_file", failing)
+    os.utime(shards / "0.jsonl")
+    os.utime(shards / "1.jsonl")
+    with pytest.raises(Exception, match="Input/output error"):
+        prepared_in(one_source(training, "shards"))
+    prepared_in(one_source(training, "shards"))
+    assert read == ["0.jsonl", "1.jsonl", "1.jsonl"]
+
+
+def test_a_file_that_was_young_when_it_was_read_is_read_again(
+    training: Recipe,
+    prepared_in: Prepare,
+    shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "evergrad_trainer.data.preparation.scan_cache"
+    read: list[str] = []
+    real = sources.scan_file
+
+    def noted(source: object, path: Path, **rest: object) -> Scan:
+        read.append(path.name)
+        return real(source, path, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(f"{module}.scan_file", noted)
+    # All are old enough once the last one is read.
+    monkeypatch.setattr(f"{module}.is_settled", lambda _: len(read) >= 5)
+    prepared_in(one_source(training, "shards"))
+    prepared_in(one_source(training, "shards"))
+    assert len(read) == 10
 
 
 def test_chunks_of_many_files_are_of_a_like_size_and_bounded_in_number(
