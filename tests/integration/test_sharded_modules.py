@@ -558,9 +558,8 @@ def build_with_reference(world: World, directory: Path) -> dict[str, Any]:
             assert all(isinstance(one, DTensor) for one in parameters)
         if with_weights:
             found["losses"].append(float(machinery.loss_of({}, STAGE).total))
-        reshard(
-            *machinery.modules.trained.values(), *machinery.cut_frozen
-        ) if machinery.is_sharded else None
+        if machinery.is_sharded:
+            reshard(*machinery.modules.trained.values(), *machinery.cut_frozen)
     return found
 
 

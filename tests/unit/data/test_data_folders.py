@@ -359,6 +359,24 @@ def test_a_sample_is_described_with_its_file_and_its_line_there(
     assert described["file"] == ["00.txt", "00.txt to 01.txt"]
 
 
+SCAN_CACHE = "evergrad_trainer.data.preparation.scan_cache"
+
+
+def note_scans(monkeypatch: pytest.MonkeyPatch, *, failing: int = 0) -> list[str]:
+    """The names of the files that are scanned from now on. ``failing``: number of the one that cannot be read."""
+    read: list[str] = []
+    real = sources.scan_file
+
+    def noted(source: object, path: Path, **rest: object) -> Scan:
+        read.append(path.name)
+        if len(read) == failing:
+            raise OSError(5, "Input/output error")
+        return real(source, path, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(f"{SCAN_CACHE}.scan_file", noted)
+    return read
+
+
 def test_a_scan_of_a_folder_reads_again_only_what_changed(
     tmp_path: Path,
     training: Recipe,
@@ -366,17 +384,9 @@ def test_a_scan_of_a_folder_reads_again_only_what_changed(
     shards: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = "evergrad_trainer.data.preparation.scan_cache"
-    monkeypatch.setattr(f"{module}.is_settled", lambda _: True)
+    monkeypatch.setattr(f"{SCAN_CACHE}.is_settled", lambda _: True)
     prepared_in(one_source(training, "shards"))
-    read: list[str] = []
-    real = sources.scan_file
-
-    def noted(source: object, path: Path, **rest: object) -> Scan:
-        read.append(path.name)
-        return real(source, path, **rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(f"{module}.scan_file", noted)
+    read = note_scans(monkeypatch)
     os.utime(shards / "3.jsonl")
     prepared_in(one_source(training, "shards"))
     assert read == ["3.jsonl"]
@@ -389,19 +399,9 @@ def test_a_scan_that_ends_in_an_error_forgets_no_file_that_it_did_not_reach(
     shards: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = "evergrad_trainer.data.preparation.scan_cache"
-    monkeypatch.setattr(f"{module}.is_settled", lambda _: True)
+    monkeypatch.setattr(f"{SCAN_CACHE}.is_settled", lambda _: True)
     prepared_in(one_source(training, "shards"))
-    read: list[str] = []
-    real = sources.scan_file
-
-    def failing(source: object, path: Path, **rest: object) -> Scan:
-        read.append(path.name)
-        if len(read) == 2:
-            raise OSError(5, "Input/output error")
-        return real(source, path, **rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(f"{module}.scan_file", failing)
+    read = note_scans(monkeypatch, failing=2)
     os.utime(shards / "0.jsonl")
     os.utime(shards / "1.jsonl")
     with pytest.raises(Exception, match="Input/output error"):
@@ -416,17 +416,9 @@ def test_a_file_that_was_young_when_it_was_read_is_read_again(
     shards: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = "evergrad_trainer.data.preparation.scan_cache"
-    read: list[str] = []
-    real = sources.scan_file
-
-    def noted(source: object, path: Path, **rest: object) -> Scan:
-        read.append(path.name)
-        return real(source, path, **rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(f"{module}.scan_file", noted)
+    read = note_scans(monkeypatch)
     # All are old enough once the last one is read.
-    monkeypatch.setattr(f"{module}.is_settled", lambda _: len(read) >= 5)
+    monkeypatch.setattr(f"{SCAN_CACHE}.is_settled", lambda _: len(read) >= 5)
     prepared_in(one_source(training, "shards"))
     prepared_in(one_source(training, "shards"))
     assert len(read) == 10
