@@ -363,7 +363,7 @@ SCAN_CACHE = "evergrad_trainer.data.preparation.scan_cache"
 
 
 def note_scans(monkeypatch: pytest.MonkeyPatch, *, failing: int = 0) -> list[str]:
-    """The names of the files that are scanned from now on. ``failing``: number of the one that cannot be read."""
+    """Names of the files scanned from now on. ``failing``: number of the one that cannot be read."""
     read: list[str] = []
     real = sources.scan_file
 
