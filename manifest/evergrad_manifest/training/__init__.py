@@ -37,6 +37,8 @@ from evergrad_manifest.training.pretrain import (
     Tokenizer,
 )
 from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
+from evergrad_manifest.training.sft import RULES as RULES_OF_SFT
+from evergrad_manifest.training.sft import SFT, Generation, Sft
 from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
     Batching,
@@ -60,6 +62,7 @@ __all__ = [
     "Evaluation",
     "EvaluationSource",
     "Every",
+    "Generation",
     "HeldOut",
     "Horizon",
     "InitFrom",
@@ -73,6 +76,7 @@ __all__ = [
     "Reproducibility",
     "Runtime",
     "Schedule",
+    "Sft",
     "Source",
     "StepOverride",
     "Stop",
@@ -85,7 +89,7 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file
+    """Recipe to train by: ``pretrain``, ``sft``, or a task of your own as ``module:attr``, a name in a Python file
     that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
@@ -99,6 +103,8 @@ class Training(Section):
     """How text becomes token ids."""
     data: Data = NO_DATA
     """Data to train on. A task of your own may do without, and prepare its data itself."""
+    sft: Sft | None = None
+    """How rows are read by the recipe ``sft``, and by tasks of your own that derive from it."""
     batching: Batching
     """How many samples make a step. Every number of processes trains the same steps."""
     optimizer: Optimizer
@@ -136,11 +142,17 @@ class Training(Section):
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
 
+    @property
+    def rows(self) -> Sft | None:
+        """How the sources are read as rows; None where their documents are texts."""
+        return Sft() if self.sft is None and self.recipe == SFT else self.sft
+
 
 RULES: Final = (
     *RULES_OF_OWN_TASK,
     *RULES_OF_STEPS,
     *RULES_OF_OPTIMIZATION,
     *RULES_OF_PRETRAIN,
+    *RULES_OF_SFT,
     *RULES_OF_ALL,
 )

@@ -1,0 +1,41 @@
+"""The task of fine-tuning: rows packed into samples, the sum of the losses of completions, and numbers that are
+generated."""
+
+from collections.abc import Mapping, Sequence
+
+from evergrad_manifest.training import Sft as Settings
+from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
+from evergrad_trainer.data.row_source import RowReader, RowSource
+from evergrad_trainer.recipes.pretrain import Pretrain
+from evergrad_trainer.task import Evaluator, Source, Stage
+
+
+class Sft(Pretrain):
+    """Model, loss and stages are pretraining's; its samples are rows."""
+
+    @property
+    def settings(self) -> Settings:
+        """How rows are read and what of them is learned."""
+        return self.setup.training.rows or Settings()
+
+    def stages(self, prepared: Prepared) -> Sequence[Stage]:
+        """All sources by their weights, from the first step to the last. Raises DataError."""
+        (stage,) = super().stages(prepared)
+        facts = {**stage.facts, "packing": self._packing, "learn": self.settings.learn}
+        return [Stage(stage.sources, options=stage.options, facts=facts)]
+
+    def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
+        """The mean loss over each set."""
+        return super().evaluators(prepared)
+
+    @property
+    def _packing(self) -> str:
+        return self.setup.training.data.packing or "documents"
+
+    def _open(self, source: PreparedSource, sequence: TokenSequence) -> Source:
+        return RowSource(
+            RowReader(source, sequence),
+            sequence_length=self.setup.training.data.sequence_length,
+            is_packed=self._packing == "documents",
+            learns_everything=self.settings.learn == "everything",
+        )
