@@ -37,8 +37,8 @@ from evergrad_manifest.training.pretrain import (
     Tokenizer,
 )
 from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
+from evergrad_manifest.training.sft import GENERATED, SFT, Generation, Sft
 from evergrad_manifest.training.sft import RULES as RULES_OF_SFT
-from evergrad_manifest.training.sft import SFT, Generation, Sft
 from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
     Batching,
@@ -50,6 +50,7 @@ from evergrad_manifest.training.steps import (
 )
 
 __all__ = [
+    "GENERATED",
     "HELD_OUT",
     "NO_DATA",
     "RECIPES",

@@ -15,7 +15,7 @@ from evergrad_manifest.view import UNKNOWN, View
 SFT: Final = "sft"
 GENERATED: Final = "-generated"
 """Ending of the name of the evaluation set that generates from the rows of another one."""
-NUMBERS: Final = ("rmse", "parse_rate")
+NUMBERS: Final = ("exact_match", "parse_rate", "rmse")
 """What is measured of generated completions, besides the loss."""
 _SFT: Final = f"{TRAINING}.sft"
 _GENERATION: Final = f"{TRAINING}.evaluation.generation"

@@ -91,7 +91,7 @@ class RowSource:
         learns_everything: bool = False,
     ) -> None:
         self.fingerprint = reader.source.fingerprint
-        self._reader = reader
+        self.reader = reader
         self._length = sequence_length
         self._learns_everything = learns_everything
         sizes = reader.lengths - 1
@@ -112,7 +112,7 @@ class RowSource:
         for at, item in enumerate(items):
             begin = 0
             for number in self._bins.of(item):
-                row = self._reader.read(number)
+                row = self.reader.read(number)
                 size = len(row.ids) - 1
                 place = slice(begin, begin + size)
                 inputs[at, place] = row.ids[:-1]
@@ -129,4 +129,4 @@ class RowSource:
 
     def describe(self, item: int) -> str:
         """File and line of the rows."""
-        return self._reader.describe(self._bins.of(item))
+        return self.reader.describe(self._bins.of(item))

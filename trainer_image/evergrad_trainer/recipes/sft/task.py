@@ -3,10 +3,18 @@ generated."""
 
 from collections.abc import Mapping, Sequence
 
+from evergrad_manifest.training import GENERATED
 from evergrad_manifest.training import Sft as Settings
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.row_source import RowReader, RowSource
 from evergrad_trainer.recipes.pretrain import Pretrain
+from evergrad_trainer.recipes.sft.generation import (
+    METRICS,
+    PARTS,
+    Completions,
+    PromptSource,
+    summarize,
+)
 from evergrad_trainer.task import Evaluator, Source, Stage
 
 
@@ -25,8 +33,31 @@ class Sft(Pretrain):
         return [Stage(stage.sources, options=stage.options, facts=facts)]
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
-        """The mean loss over each set."""
-        return super().evaluators(prepared)
+        """The mean loss over each set, and what is generated from its prompts where the file asks for it."""
+        found = dict(super().evaluators(prepared))
+        settings = self.setup.training.evaluation.generation
+        if settings is None:
+            return found
+        for name, evaluator in list(found.items()):
+            sources = [
+                PromptSource(
+                    source.reader, sequence_length=self.setup.training.data.sequence_length
+                )
+                for source in evaluator.sources
+                if isinstance(source, RowSource)
+            ]
+            found[f"{name}{GENERATED}"] = Evaluator(
+                sources,
+                measure=Completions(
+                    self.tokenizer,
+                    settings,
+                    is_sharded=self.setup.training.runtime.parallelism == "fsdp2",
+                ),
+                metrics=METRICS,
+                parts=PARTS,
+                summarize=summarize,
+            )
+        return found
 
     @property
     def _packing(self) -> str:
