@@ -98,7 +98,8 @@ def check_rows(view: View) -> Iterator[Problem]:
                     f"recipe {SFT} reads one JSON object a line",
                     "Write the rows as JSON Lines, and set type: jsonl",
                 )
-            elif view.raw(*path, "textField") is not None:
+            elif item["textField"] not in ("text", UNKNOWN):
+                # Its default stands in each run that was written out.
                 why = "a row has messages, or a prompt and a completion"
                 remedy = f"Remove it; {_SFT} has messagesField, promptField and completionField"
                 where_field = format_path((*path, "textField"))
