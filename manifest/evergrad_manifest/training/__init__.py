@@ -90,8 +90,8 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, ``sft``, or a task of your own as ``module:attr``, a name in a Python file
-    that lies beside this one or can be imported."""
+    """Recipe to train by: ``pretrain``, ``sft``, or a task of your own as ``module:attr``, a name in a Python
+    file that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
@@ -147,6 +147,12 @@ class Training(Section):
     def rows(self) -> Sft | None:
         """How the sources are read as rows; None where their documents are texts."""
         return Sft() if self.sft is None and self.recipe == SFT else self.sft
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether a sample may hold several documents that do not see each other."""
+        packing = self.data.packing
+        return packing == "documents" or (packing is None and self.rows is not None)
 
 
 RULES: Final = (

@@ -42,19 +42,19 @@ class Sft(Section):
     learn: Literal["completions", "everything"] = "completions"
     """Tokens that carry loss: assistant turns and completions, or prompts as well."""
     too_long: Literal["refuse", "skip", "truncate"] = "refuse"
-    """Action for a row of more than ``sequenceLength`` + 1 tokens: stop, leave it out, or cut its end off. Rows
-    that are left out or cut are counted."""
+    """Action for a row of more than ``sequenceLength`` + 1 tokens: stop, leave it out, or cut its end off.
+
+    What is left out or cut is counted.
+    """
 
 
 class Generation(Section):
-    """Completions that the model generates from the prompts of the evaluation rows, and their numbers compared
-    with those of the rows' own completions."""
+    """Completions that the model generates from the prompts of each set, compared with the rows' own."""
 
     max_new_tokens: Count = Field(default=100, ge=1, le=2**16)
     """At most this many tokens a row."""
     stop: tuple[str, ...] = Field(default=(), max_length=16)
-    """Texts at which a completion ends; what follows the first of them is no part of it. It ends at the end of
-    the document in any case."""
+    """Texts at which a completion ends, none of which is a part of it; it also ends with the document."""
 
 
 def check_sft(view: View) -> Iterator[Problem]:
@@ -87,7 +87,7 @@ def check_fields(view: View) -> Iterator[Problem]:
 
 def check_rows(view: View) -> Iterator[Problem]:
     """Rows are JSON objects, one a line."""
-    if view.get(f"{TRAINING}.recipe") != SFT:
+    if view.get(f"{TRAINING}.recipe") != SFT and not view.is_given(_SFT):
         return
     for where in (_SOURCES, _EVALUATION_SOURCES):
         for path, item in view.items(where):

@@ -66,8 +66,8 @@ class ChatTemplate:
             until = self._text(messages[: at + 1], extra, is_prompt=False)
             if not (until.startswith(prompt) and whole.startswith(until)):
                 raise ChatTemplateError(
-                    f"the template does not render message {at + 1} behind the prompt for it, so that its text "
-                    "cannot be found; it needs {% generation %} blocks around assistant turns"
+                    f"the template does not render message {at + 1} behind the prompt for it, so that its "
+                    "text cannot be found; it needs {% generation %} blocks around assistant turns"
                 )
             spans.append(Span(len(prompt), len(until)))
         return MarkedText(whole, tuple(spans))
@@ -104,8 +104,8 @@ def check_template(source: str) -> None:
 
 @lru_cache(maxsize=4)
 def _compile(source: str) -> Any:
-    # As tokenizers' templates expect it; sandboxed, since a template comes with a model. There is no clock: the
-    # same rows must always give the same text.
+    # As tokenizers' templates expect it; sandboxed, since a template comes with a model. There is no clock:
+    # the same rows must always give the same text.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

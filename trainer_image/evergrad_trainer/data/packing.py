@@ -26,8 +26,8 @@ class Bins:
 
 
 def pack(sizes: npt.NDArray[np.int64], *, capacity: int) -> Bins:
-    """Put rows of these sizes into samples: the longest row first, each into the sample in which it leaves the
-    least room (best fit, decreasing).
+    """Put rows of these sizes into samples: the longest row first, each into the sample in which it leaves
+    the least room (best fit, decreasing).
 
     Rows of one size keep their order, so that the same sizes give the same samples everywhere. Raises
     ValueError for a row that is larger than ``capacity``.
@@ -35,8 +35,8 @@ def pack(sizes: npt.NDArray[np.int64], *, capacity: int) -> Bins:
     if len(sizes) and int(sizes.max()) > capacity:
         raise ValueError(f"a row of {int(sizes.max())} does not fit into {capacity}")
     order = np.argsort(-sizes, kind="stable")
-    # For each room that is left: the samples that have it, and a bit that says that there is one. A search for
-    # the least room that is enough is then two operations on one large integer.
+    # For each room that is left: the samples that have it, and a bit that says that there is one. A search
+    # for the least room that is enough is then two operations on one large integer.
     waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
     has_room = 0
     members: list[list[int]] = []

@@ -76,8 +76,8 @@ class RowReader:
 class RowSource:
     """``input_ids``, ``labels`` and ``position_ids``, int64 [items, S], of whole rows one behind the other.
 
-    A row of n tokens takes n - 1 places: the first n - 1 tokens, each labelled with the one behind it where that
-    is learned. An item weighs as many tokens as carry a label.
+    A row of n tokens takes n - 1 places: all tokens but the last, each labelled with the one behind it where
+    that is learned. An item weighs as many tokens as carry a label. Without packing there are no positions.
     """
 
     fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITIONS: 0}
@@ -90,9 +90,11 @@ class RowSource:
         is_packed: bool,
         learns_everything: bool = False,
     ) -> None:
+        """``is_packed``: several rows share an item."""
         self.fingerprint = reader.source.fingerprint
         self.reader = reader
         self._length = sequence_length
+        self._is_packed = is_packed
         self._learns_everything = learns_everything
         sizes = reader.lengths - 1
         self._bins = (
@@ -123,8 +125,10 @@ class RowSource:
         tensors = {
             INPUT_IDS: torch.from_numpy(inputs),
             LABELS: torch.from_numpy(labels),
-            POSITIONS: torch.from_numpy(positions),
         }
+        # A row by itself sees what stands before it, as in any model, and is filled up behind its end.
+        if self._is_packed:
+            tensors[POSITIONS] = torch.from_numpy(positions)
         return Rows(tensors, weight=int((labels != IGNORE_INDEX).sum()))
 
     def describe(self, item: int) -> str:

@@ -44,8 +44,8 @@ class TokenSource:
     """``input_ids`` and ``labels``, int64 [items, S]; labels are shifted by one, and IGNORE_INDEX where
     nothing is learned.
 
-    ``keeps_apart``: also ``position_ids``, which begin anew behind each end of a document; an end of a document
-    predicts nothing then, since what follows it is another one.
+    ``keeps_apart``: also ``position_ids``, which begin anew behind each end of a document; an end predicts
+    nothing then, since what follows it is another document.
 
     An item weighs as many tokens as carry a label. ``sequence`` is the part of ``source`` to read: its
     training tokens, or what is held out of them.

@@ -18,8 +18,8 @@ from evergrad_trainer.objectives.linear_cross_entropy import (
 
 
 class LossSum(Protocol):
-    """A function (input_ids [b, S], labels [b, S], already shifted, position_ids [b, S] or None) → sum of token
-    losses in nats, a float32 scalar."""
+    """A function (input_ids [b, S], labels [b, S], already shifted, position_ids [b, S] or None) → sum of
+    token losses in nats, a float32 scalar."""
 
     def __call__(
         self,
@@ -32,7 +32,7 @@ class LossSum(Protocol):
 def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> LossSum:
     """A function → sum of token losses.
 
-    With positions a row holds several documents, each of which begins at position 0 and sees none of the others.
+    With positions a row holds several documents, each of which begins at position 0 and sees no other.
 
     The sum, not the mean: the step divides by its global number of valid tokens, so that the result depends
     neither on the number of slots nor on who computes them. While training it includes the router loss of a

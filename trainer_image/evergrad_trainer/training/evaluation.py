@@ -35,8 +35,8 @@ class EvaluationResult:
 class Measure:
     """What is measured on a set.
 
-    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel. ``summarize``: makes
-    the metrics of their means. ``is_own``: it is not the loss of a step, and may call the model many times.
+    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel. ``summarize``:
+    makes the metrics of their means. ``is_own``: it is not the loss of a step, and may call the model often.
     """
 
     loss_of: Callable[[Tensors, Stage], Loss]

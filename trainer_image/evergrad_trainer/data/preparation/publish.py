@@ -54,7 +54,10 @@ from evergrad_trainer.durable import fsync_directory, write_json
 from evergrad_trainer.errors import DataError
 
 _POLICY: Final = "spec.training.data.malformed"
-_IF_TOO_LONG: Final = "Raise sequenceLength, or set spec.training.sft.tooLong to skip or truncate, which counts them"
+_IF_TOO_LONG: Final = (
+    "Raise sequenceLength, or set spec.training.sft.tooLong to skip or truncate; what is left out or cut is "
+    "counted"
+)
 
 
 @dataclass(frozen=True)

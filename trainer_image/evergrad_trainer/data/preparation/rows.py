@@ -20,7 +20,10 @@ from evergrad_trainer.data.tokenizers import (
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How rows are read. ``longest``: tokens of a row that fit into a sample. ``template``: of conversations."""
+    """How rows are read.
+
+    ``longest``: tokens of a row that fit into a sample. ``template``: of conversations.
+    """
 
     messages_field: str
     prompt_field: str

@@ -120,5 +120,5 @@ class Pretrain:
             sequence,
             sequence_length=self.setup.training.data.sequence_length,
             end_of_document=self.tokenizer.end_of_document,
-            keeps_apart=self.setup.training.data.packing == "documents",
+            keeps_apart=self.setup.training.keeps_apart,
         )

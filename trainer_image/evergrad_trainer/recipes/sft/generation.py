@@ -20,7 +20,7 @@ from evergrad_trainer.task import Loss, Modules, Rows, Stage, Tensors
 
 PROMPT_LENGTH: Final = "prompt_length"
 METRICS: Final = {
-    "exact_match": "Share of rows whose generated completion is the row's own, but for white space around it.",
+    "exact_match": "Share of rows whose generated completion is the row's own, white space around it aside.",
     "parse_rate": "Share of generated completions that are a number, of the rows whose own is one.",
     "rmse": "Root of the mean squared error of those numbers; read it beside the parse rate.",
 }

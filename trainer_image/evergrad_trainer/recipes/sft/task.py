@@ -1,5 +1,5 @@
-"""The task of fine-tuning: rows packed into samples, the sum of the losses of completions, and numbers that are
-generated."""
+"""The task of fine-tuning: rows packed into samples, the losses of their completions, and what is generated
+from their prompts."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,7 +29,8 @@ class Sft(Pretrain):
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
         """All sources by their weights, from the first step to the last. Raises DataError."""
         (stage,) = super().stages(prepared)
-        facts = {**stage.facts, "packing": self._packing, "learn": self.settings.learn}
+        packing = "documents" if self.setup.training.keeps_apart else "none"
+        facts = {**stage.facts, "packing": packing, "learn": self.settings.learn}
         return [Stage(stage.sources, options=stage.options, facts=facts)]
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
@@ -59,14 +60,10 @@ class Sft(Pretrain):
             )
         return found
 
-    @property
-    def _packing(self) -> str:
-        return self.setup.training.data.packing or "documents"
-
     def _open(self, source: PreparedSource, sequence: TokenSequence) -> Source:
         return RowSource(
             RowReader(source, sequence),
             sequence_length=self.setup.training.data.sequence_length,
-            is_packed=self._packing == "documents",
+            is_packed=self.setup.training.keeps_apart,
             learns_everything=self.settings.learn == "everything",
         )
