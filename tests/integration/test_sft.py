@@ -2,6 +2,9 @@
 
 import json
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,10 @@ from run_helpers import (
     read_lines,
 )
 from run_helpers import fault as fault_here
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
@@ -153,3 +160,85 @@ def test_a_row_that_cannot_be_learned_is_refused_with_its_line(
         file.write(row + "\n")
     assert said in experiment.run(expect=USER_ERROR).err
     assert checkpoints(experiment.at()) == []
+
+
+def test_rows_that_are_cut_and_left_out_are_named_at_every_start(
+    experiment: Experiment,
+) -> None:
+    write_sft(experiment, sft={**SFT["sft"], "tooLong": "truncate"}, horizon={"steps": 2})
+    with (experiment.path / "rows.jsonl").open("a") as file:
+        for prompt, completion in (("a", "b" * 70), ("a" * 70, "b")):
+            file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+    for _ in range(2):
+        said = experiment.run(expect=DONE).err
+        assert "rows.jsonl: rows 1 too long, and left out, 1 too long, and cut" in said
+    listed = experiment.command("prepare", "tiny.yaml").expect(DONE)
+    assert (
+        "lines passed over: 1 too long, and left out, lines cut: 1 too long, and cut"
+        in listed.out
+    )
+
+
+@pytest.mark.capability("C-3")
+def test_the_example_makes_its_rows_and_trains_on_them(experiment: Experiment) -> None:
+    folder = ROOT / "examples" / "sft"
+    path = experiment.path / "rows.jsonl"
+    subprocess.run([sys.executable, str(folder / "make_rows.py"), str(path)], check=True)
+    assert len(path.read_text().splitlines()) > 1000
+    shutil.copy(folder / "trainingrun.yaml", experiment.path / "tiny.yaml")
+    changes = {
+        "horizon.steps": 2,
+        "evaluation.every.steps": 2,
+        "evaluation.samples": 4,
+        "schedule.warmup": 0,
+        "schedule.decay": 0,
+        "runtime.threads": 1,
+    }
+    sets = [
+        part
+        for path_, value in changes.items()
+        for part in ("--set", f"spec.training.{path_}={value}")
+    ]
+    experiment.run(*sets, expect=DONE)
+    names = {name for _, name in evaluations(experiment.at())}
+    assert names == {"heldOut", "heldOut-generated"}
+
+
+@pytest.mark.capability("C-37")
+def test_a_tokenizers_own_chat_template_is_used(experiment: Experiment) -> None:
+    """A tokenizer that is trained on the rows' own text, as a directory that transformers writes."""
+    write_sft(experiment)
+    specials = ["<unk>", "<end>", "<user>", "<assistant>"]
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train([str(experiment.path / "rows.jsonl")], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
+    ).save_pretrained(experiment.path / "tokenizer")
+    own = {"tokenizer": {"type": "transformers", "path": "tokenizer"}, "sft": None}
+    experiment.write(elastic_recipe(**{**SFT, **own}))
+    experiment.run(expect=DONE)
+    with_template = curve(experiment.at())
+
+    # The same template in the file gives the same samples with the same losses.
+    experiment.write(elastic_recipe(**{**SFT, **own, "sft": SFT["sft"]}), name="written")
+    experiment.run(name="written", expect=DONE)
+    assert [row["loss"] for row in curve(experiment.at("written")).values()] == [
+        row["loss"] for row in with_template.values()
+    ]
+    (experiment.path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
+    config = experiment.path / "tokenizer" / "tokenizer_config.json"
+    values = json.loads(config.read_text())
+    values.pop("chat_template", None)
+    config.write_text(json.dumps(values))
+    experiment.write(elastic_recipe(**{**SFT, **own}), name="without")
+    said = experiment.run(name="without", expect=USER_ERROR).err
+    assert (
+        "rows.jsonl:1: a conversation cannot be made a text; the tokenizer has no chat" in said
+    )

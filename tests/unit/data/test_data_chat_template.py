@@ -44,15 +44,9 @@ def turns(text: MarkedText) -> list[str]:
 @pytest.mark.parametrize("source", [BY_TURNS, WITH_BLOCKS], ids=["by turns", "with blocks"])
 def test_the_assistants_turns_are_found_with_their_ends(source: str) -> None:
     text = ChatTemplate(source, EOS).render(TALK, {})
-    assert (
-        turns(text) == ["4<end>", "Sí, 漢字<end>"]
-        if source is WITH_BLOCKS
-        else [
-            "4<end>\n",
-            "Sí, 漢字<end>\n",
-        ]
-    )
-    assert "".join(text).startswith("<system>Be brief.<end>")
+    behind = "" if source is WITH_BLOCKS else "\n"
+    assert turns(text) == [f"4<end>{behind}", f"Sí, 漢字<end>{behind}"]
+    assert text.startswith("<system>Be brief.<end>")
 
 
 def test_the_text_and_the_marks_are_those_that_transformers_gives(tmp_path: Path) -> None:

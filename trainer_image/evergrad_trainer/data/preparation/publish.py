@@ -415,7 +415,8 @@ def _place(preparation: Preparation, problem: LineProblem) -> str:
 def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
     # The first malformed line shows most often which it is: a wrong field name, or a file of another kind.
     source, unit = preparation.source, preparation.source.unit
-    harmless = sum(tally.skipped[reason] for reason in HARMLESS)
+    too_long = tally.skipped[Reason.LEFT_OUT]
+    harmless = sum(tally.skipped[reason] for reason in HARMLESS) - too_long
     what = f"holds no document in {preparation.content.lines} {unit}s"
     why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"
     if tally.problems:
@@ -424,8 +425,12 @@ def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
         if unit != "line" or len(preparation.content.files) > 1:
             place = _place(preparation, first)
         why += f", the first in {place}: {first.what}"
+    if too_long:
+        why += f", {too_long} are too long"
     remedy = "Check how it was made"
-    if source.type != "text":
+    if preparation.recipe.rows is not None:
+        remedy = "Check the names of its fields in spec.training.sft, and spec.training.data.sequenceLength"
+    elif source.type != "text":
         remedy = (
             f"Check {source.field}.textField ({source.text_field!r}) and how the file was made"
         )
