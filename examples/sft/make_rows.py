@@ -1,4 +1,4 @@
-"""Write questions about the words of Python's documentation as rows to learn: real words without a download."""
+"""Write questions about the words of Python's documentation as rows: real words without a download."""
 
 import argparse
 import hashlib
