@@ -242,3 +242,14 @@ def test_a_tokenizers_own_chat_template_is_used(experiment: Experiment) -> None:
     assert (
         "rows.jsonl:1: a conversation cannot be made a text; the tokenizer has no chat" in said
     )
+
+
+def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_rows(
+    experiment: Experiment,
+) -> None:
+    (experiment.path / "mine.py").write_text(
+        "from evergrad_trainer.recipes.sft import Sft\n\nclass Mine(Sft):\n    pass\n"
+    )
+    write_sft(experiment, recipe="mine:Mine", horizon={"steps": 2})
+    experiment.run(expect=DONE)
+    assert (2, "heldOut-generated") in evaluations(experiment.at())

@@ -1,5 +1,7 @@
 """Documents of one row do not see each other, in each architecture of the list."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,7 +26,7 @@ SMALL = {
 DOCUMENTS = [[3, 4, 5, 6, 7], [8, 9, 3], [11, 12, 13, 14]]
 
 
-def build(name: str) -> torch.nn.Module:
+def build(name: str, **further: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     known = AutoConfig.for_model(name).to_dict()
     attributes = {
@@ -40,7 +42,7 @@ def build(name: str) -> torch.nn.Module:
     for dropout in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
         if dropout in known:
             values[dropout] = 0.0
-    config = AutoConfig.for_model(name, **values)
+    config = AutoConfig.for_model(name, **values, **further)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return model.eval()
 
@@ -76,6 +78,19 @@ def test_the_loss_of_packed_documents_is_that_of_each_by_itself(
     assert not torch.isclose(
         loss_sum(inputs, labels), torch.as_tensor(alone), rtol=1e-5, atol=0
     )
+
+
+def test_a_mixture_of_experts_with_its_router_loss_keeps_documents_apart() -> None:
+    model = build("mixtral", output_router_logits=True)
+    loss_sum = causal_lm_loss(model)
+    alone = sum(
+        loss_sum(torch.tensor([one[:-1]]), torch.tensor([one[1:]])) for one in DOCUMENTS
+    )
+    # Without what fills the row up, on which nothing depends here and the router loss does.
+    packed = loss_sum(*pack_by_hand(9))
+    assert torch.isclose(packed, torch.as_tensor(alone), rtol=1e-5, atol=0)
+    model.train()
+    assert loss_sum(*pack_by_hand(9)) > packed
 
 
 def test_the_gradients_of_packed_documents_are_those_of_each_by_itself() -> None:

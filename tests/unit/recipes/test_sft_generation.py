@@ -28,7 +28,9 @@ class Says(nn.Module):
 
     def __init__(self, text: str, most: int = 64) -> None:
         super().__init__()
-        self.config = SimpleNamespace(max_position_embeddings=most)
+        self.config = SimpleNamespace(
+            max_position_embeddings=most, get_text_config=lambda: None
+        )
         self.text = [*text.encode(), BYTE_END]
         self.calls = 0
 

@@ -9,10 +9,18 @@ MASKED: Final = frozenset({"gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen
 that are given, which a test shows of each."""
 
 
-def keep_apart(position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def keep_apart(
+    position_ids: torch.Tensor, *, with_mask: bool = True
+) -> dict[str, torch.Tensor]:
     """Arguments of a model for rows [b, S] of documents, each of which begins at position 0: positions, and a
-    mask [b, 1, S, S] that is true where a token sees another."""
-    # The mask is given whole: what is left to a model to find out from positions differs between versions.
+    mask [b, 1, S, S] that is true where a token sees another.
+
+    ``with_mask=False``: for a model that computes a router loss, which takes no such mask; transformers makes
+    the same one of the positions.
+    """
+    if not with_mask:
+        return {"position_ids": position_ids}
+    # Given whole where it can be: what is left to be found out from positions differs between versions.
     documents = (position_ids == 0).cumsum(dim=1)
     is_same = documents[:, None, :, None] == documents[:, None, None, :]
     length = position_ids.shape[1]

@@ -50,7 +50,9 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
         labels: torch.Tensor,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        apart = {} if position_ids is None else keep_apart(position_ids)
+        apart = (
+            {} if position_ids is None else keep_apart(position_ids, with_mask=not coefficient)
+        )
         with nullcontext() if head is None else without(head):
             outputs = model(input_ids=input_ids, use_cache=False, **apart)
         if head is not None and chunk_tokens is not None:

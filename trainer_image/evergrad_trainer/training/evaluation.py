@@ -141,7 +141,8 @@ class EvaluationRunner:
         weight = 0
         rounds = math.ceil(num_batches / world.size)
         for index in range(rounds):
-            is_check_due = index % _ROUNDS_BETWEEN_STOP_CHECKS == 0
+            # A measure of the task's own may take long for one batch.
+            is_check_due = measure.is_own or index % _ROUNDS_BETWEEN_STOP_CHECKS == 0
             # Collective: nobody goes on where one is asked to stop, since it would wait for that one in the
             # end.
             if is_check_due and not world.all_agree(not is_stopping()):

@@ -97,7 +97,10 @@ class Completions:
         # Rows that fill up a batch have no prompt.
         prompts = [row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)]
         rows = [at for at, prompt in enumerate(prompts) if prompt]
-        generated = self.generate(model, [prompts[at] for at in rows] or [[0]], inputs.device)
+        given = [prompts[at] for at in rows]
+        if not given and self.is_sharded:
+            given = [[0]]
+        generated = self.generate(model, given, inputs.device)
 
         sums = dict.fromkeys(PARTS, 0.0)
         for at, ids in zip(rows, generated, strict=False):
