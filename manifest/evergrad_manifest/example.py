@@ -62,7 +62,7 @@ SFT: Final[dict[str, Any]] = {
         "sequenceLength": 2048,
         "heldOut": {"count": 200},
     },
-    "sft": {"tooLong": "skip"},
+    "rows": {"tooLong": "skip"},
 }
 """Sections of ``spec.training`` for the recipe of that name."""
 SCRIPT: Final[dict[str, Any]] = {

@@ -25,7 +25,7 @@ RECIPE_SECTIONS: Final = (
     "model",
     "tokenizer",
     "data",
-    "sft",
+    "rows",
     "batching",
     "optimizer",
     "schedule",
@@ -100,7 +100,7 @@ _LATER_SETTINGS: Final = frozenset(
         "training.schedule.pieces[].shape",
         "training.schedule.power",
         "training.schedule.startRatio",
-        "training.sft",
+        "training.rows",
     }
 )
 """Optional fields that came after the hash of the settings, which leaves them out where they have their first

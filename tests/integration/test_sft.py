@@ -33,7 +33,7 @@ TEMPLATE = (
 )
 SFT: dict[str, Any] = {
     "recipe": "sft",
-    "sft": {"chatTemplate": TEMPLATE},
+    "rows": {"chatTemplate": TEMPLATE},
     "data": {
         "sources": [{"name": "sums", "path": "rows.jsonl"}],
         "sequenceLength": 64,
@@ -165,7 +165,7 @@ def test_a_row_that_cannot_be_learned_is_refused_with_its_line(
 def test_rows_that_are_cut_and_left_out_are_named_at_every_start(
     experiment: Experiment,
 ) -> None:
-    write_sft(experiment, sft={**SFT["sft"], "tooLong": "truncate"}, horizon={"steps": 2})
+    write_sft(experiment, rows={**SFT["rows"], "tooLong": "truncate"}, horizon={"steps": 2})
     with (experiment.path / "rows.jsonl").open("a") as file:
         for prompt, completion in (("a", "b" * 70), ("a" * 70, "b")):
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
@@ -221,13 +221,13 @@ def test_a_tokenizers_own_chat_template_is_used(experiment: Experiment) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
     ).save_pretrained(experiment.path / "tokenizer")
-    own = {"tokenizer": {"type": "transformers", "path": "tokenizer"}, "sft": None}
+    own = {"tokenizer": {"type": "transformers", "path": "tokenizer"}, "rows": None}
     experiment.write(elastic_recipe(**{**SFT, **own}))
     experiment.run(expect=DONE)
     with_template = curve(experiment.at())
 
     # The same template in the file gives the same samples with the same losses.
-    experiment.write(elastic_recipe(**{**SFT, **own, "sft": SFT["sft"]}), name="written")
+    experiment.write(elastic_recipe(**{**SFT, **own, "rows": SFT["rows"]}), name="written")
     experiment.run(name="written", expect=DONE)
     assert [row["loss"] for row in curve(experiment.at("written")).values()] == [
         row["loss"] for row in with_template.values()

@@ -385,7 +385,7 @@ def find_traps(
     if plan is not None and plan.config is not None and training.keeps_apart:
         why = why_not_apart(plan.config, training.data.sequence_length)
         if why is not None:
-            instead = "none" if training.rows is not None else "concatenate"
+            instead = "none" if training.row_settings is not None else "concatenate"
             yield Problem(
                 f"{where}.data.packing",
                 "documents cannot be kept apart in this model",

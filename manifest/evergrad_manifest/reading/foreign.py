@@ -129,22 +129,22 @@ FOREIGN: Final = (
         ("pack_samples", "sample_packing", "use_packing", "neat_packing", "padding_free"),
         (f"{_T}.data.packing",),
     ),
-    Foreign(("tokenizer_chat_template", "chat_template_path"), (f"{_T}.sft.chatTemplate",)),
+    Foreign(("tokenizer_chat_template", "chat_template_path"), (f"{_T}.rows.chatTemplate",)),
     Foreign(
         (
             *("completion_only_loss", "assistant_only_loss", "train_on_inputs", "mask_inputs"),
             *("train_on_prompt", "mask_prompt", "loss_on_prompt"),
         ),
-        (f"{_T}.sft.learn",),
+        (f"{_T}.rows.learn",),
         "completions alone are learned unless everything is asked for",
     ),
     Foreign(
         ("response_template", "instruction_template"),
-        (f"{_T}.sft.promptField", f"{_T}.sft.completionField"),
+        (f"{_T}.rows.promptField", f"{_T}.rows.completionField"),
         "a row says by its fields where its completion begins",
     ),
     Foreign(
-        ("filter_samples", "truncation_mode", "excess_length_strategy"), (f"{_T}.sft.tooLong",)
+        ("filter_samples", "truncation_mode", "excess_length_strategy"), (f"{_T}.rows.tooLong",)
     ),
     Foreign(("predict_with_generate", "do_generate"), (f"{_T}.evaluation.generation",)),
     Foreign(

@@ -37,7 +37,7 @@ from evergrad_manifest.training.pretrain import (
     Tokenizer,
 )
 from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
-from evergrad_manifest.training.sft import GENERATED, SFT, Generation, Sft
+from evergrad_manifest.training.sft import GENERATED, SFT, Generation, RowSettings
 from evergrad_manifest.training.sft import RULES as RULES_OF_SFT
 from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
@@ -75,9 +75,9 @@ __all__ = [
     "ParameterGroup",
     "Piece",
     "Reproducibility",
+    "RowSettings",
     "Runtime",
     "Schedule",
-    "Sft",
     "Source",
     "StepOverride",
     "Stop",
@@ -104,7 +104,7 @@ class Training(Section):
     """How text becomes token ids."""
     data: Data = NO_DATA
     """Data to train on. A task of your own may do without, and prepare its data itself."""
-    sft: Sft | None = None
+    rows: RowSettings | None = None
     """How rows are read by the recipe ``sft``, and by tasks of your own that derive from it."""
     batching: Batching
     """How many samples make a step. Every number of processes trains the same steps."""
@@ -144,15 +144,15 @@ class Training(Section):
     """The Prometheus endpoint."""
 
     @property
-    def rows(self) -> Sft | None:
+    def row_settings(self) -> RowSettings | None:
         """How the sources are read as rows; None where their documents are texts."""
-        return Sft() if self.sft is None and self.recipe == SFT else self.sft
+        return RowSettings() if self.rows is None and self.recipe == SFT else self.rows
 
     @property
     def keeps_apart(self) -> bool:
         """Whether a sample may hold several documents that do not see each other."""
         packing = self.data.packing
-        return packing == "documents" or (packing is None and self.rows is not None)
+        return packing == "documents" or (packing is None and self.row_settings is not None)
 
 
 RULES: Final = (

@@ -17,7 +17,7 @@ GENERATED: Final = "-generated"
 """Ending of the name of the evaluation set that generates from the rows of another one."""
 NUMBERS: Final = ("exact_match", "parse_rate", "rmse")
 """What is measured of generated completions, besides the loss."""
-_SFT: Final = f"{TRAINING}.sft"
+_ROWS: Final = f"{TRAINING}.rows"
 _GENERATION: Final = f"{TRAINING}.evaluation.generation"
 _PACKING: Final = f"{TRAINING}.data.packing"
 _EVALUATION_SOURCES: Final = f"{TRAINING}.evaluation.sources"
@@ -26,7 +26,7 @@ _SOURCES: Final = f"{TRAINING}.data.sources"
 FieldName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class Sft(Section):
+class RowSettings(Section):
     """How rows are read by the recipe ``sft``. Each row is one JSON object: a conversation or a prompt with
     its completion."""
 
@@ -62,7 +62,7 @@ def check_sft(view: View) -> Iterator[Problem]:
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe is UNKNOWN or recipe not in RECIPES or recipe == SFT:
         return
-    for path, why in ((_SFT, "its samples are no rows"), (_GENERATION, "it has no prompts")):
+    for path, why in ((_ROWS, "its samples are no rows"), (_GENERATION, "it has no prompts")):
         if view.is_given(path):
             remedy = f"Remove it, or set recipe: {SFT}"
             yield Problem(path, f"has no meaning with recipe {recipe}", why, remedy)
@@ -71,23 +71,23 @@ def check_sft(view: View) -> Iterator[Problem]:
 def check_fields(view: View) -> Iterator[Problem]:
     """A key cannot stand for two parts of a row."""
     names = ("messagesField", "promptField", "completionField")
-    if view.get(_SFT) is UNKNOWN or view.get(_SFT) is None:
+    if view.get(_ROWS) is UNKNOWN or view.get(_ROWS) is None:
         return
     first: dict[str, str] = {}
     for name in names:
-        value = view.get(f"{_SFT}.{name}")
+        value = view.get(f"{_ROWS}.{name}")
         if value is UNKNOWN:
             continue
         if value in first:
             what = f"{value!r} is also {first[value]}"
             why = "each names another part of a row"
-            yield Problem(f"{_SFT}.{name}", what, why, "Name two different keys")
+            yield Problem(f"{_ROWS}.{name}", what, why, "Name two different keys")
         first[value] = name
 
 
 def check_rows(view: View) -> Iterator[Problem]:
     """Rows are JSON objects, one a line."""
-    if view.get(f"{TRAINING}.recipe") != SFT and not view.is_given(_SFT):
+    if view.get(f"{TRAINING}.recipe") != SFT and not view.is_given(_ROWS):
         return
     for where in (_SOURCES, _EVALUATION_SOURCES):
         for path, item in view.items(where):
@@ -101,7 +101,9 @@ def check_rows(view: View) -> Iterator[Problem]:
             elif item["textField"] not in ("text", UNKNOWN):
                 # Its default stands in each run that was written out.
                 why = "a row has messages, or a prompt and a completion"
-                remedy = f"Remove it; {_SFT} has messagesField, promptField and completionField"
+                remedy = (
+                    f"Remove it; {_ROWS} has messagesField, promptField and completionField"
+                )
                 where_field = format_path((*path, "textField"))
                 yield Problem(where_field, f"has no meaning with recipe {SFT}", why, remedy)
 

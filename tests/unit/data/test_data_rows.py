@@ -25,7 +25,7 @@ Prepare = Callable[..., Prepared]
 def sft(training: Make, *, rows: dict[str, Any] | None = None, **sections: Any) -> Training:
     data = {"sources": [{"name": "rows", "path": "rows.jsonl"}], **sections.pop("data", {})}
     return training(
-        recipe="sft", sft={"chatTemplate": TEMPLATE, **(rows or {})}, data=data, **sections
+        recipe="sft", rows={"chatTemplate": TEMPLATE, **(rows or {})}, data=data, **sections
     )
 
 
@@ -131,7 +131,7 @@ def test_a_conversation_needs_a_template(
     ):
         prepared_in(sft(training, rows={"chatTemplate": None}))
     with pytest.raises(
-        DataError, match=r"spec\.training\.sft\.chatTemplate: is no jinja template"
+        DataError, match=r"spec\.training\.rows\.chatTemplate: is no jinja template"
     ):
         prepared_in(sft(training, rows={"chatTemplate": "{% for %}"}))
 
@@ -151,7 +151,7 @@ def test_a_row_that_is_too_long_is_refused_whatever_the_policy_for_malformed_lin
         assert "rows.jsonl:2: the row has 31 tokens, and a sample holds 17" in str(
             refused.value
         )
-        assert "set spec.training.sft.tooLong to skip or truncate" in str(refused.value)
+        assert "set spec.training.rows.tooLong to skip or truncate" in str(refused.value)
 
 
 def test_rows_that_are_too_long_are_left_out_and_counted(

@@ -50,10 +50,10 @@ BASE = Path(__file__).parent / "base_manifest.yaml"
         ("spec.training.data.pack_samples", "Write spec.training.data.packing."),
         (
             "spec.training.mask_inputs",
-            "completions alone are learned unless everything is asked for. Write spec.training.sft.learn.",
+            "completions alone are learned unless everything is asked for. Write spec.training.rows.learn.",
         ),
         (
-            "spec.training.sft.response_template",
+            "spec.training.rows.response_template",
             "a row says by its fields where its completion",
         ),
         ("spec.launcher", "no other scheduler is used. Remove it."),

@@ -93,7 +93,7 @@ def test_the_loss_of_completions_is_the_one_that_is_computed_by_hand(tmp_path: P
 
 
 def test_everything_is_learned_where_that_was_asked_for(tmp_path: Path) -> None:
-    task, opened = open_task(tmp_path, training(sft={"learn": "everything"}))
+    task, opened = open_task(tmp_path, training(rows={"learn": "everything"}))
     _, weight, _ = sums(task, opened, Bigrams())
     # All tokens but the first of each row; each has an end.
     assert weight == sum(len(row["prompt"] + row["completion"]) for row in ROWS)
@@ -142,7 +142,7 @@ def test_the_choice_of_packing_and_of_what_is_learned_is_part_of_the_fingerprint
     tmp_path: Path,
 ) -> None:
     facts = []
-    for changes in ({}, {"data": {"packing": "none"}}, {"sft": {"learn": "everything"}}):
+    for changes in ({}, {"data": {"packing": "none"}}, {"rows": {"learn": "everything"}}):
         _, (_, stage) = open_task(tmp_path, training(**changes))
         facts.append(json.dumps(stage.facts, sort_keys=True))
     assert len(set(facts)) == 3

@@ -55,7 +55,7 @@ from evergrad_trainer.errors import DataError
 
 _POLICY: Final = "spec.training.data.malformed"
 _IF_TOO_LONG: Final = (
-    "Raise sequenceLength, or set spec.training.sft.tooLong to skip or truncate; what is left out or cut is "
+    "Raise sequenceLength, or set spec.training.rows.tooLong to skip or truncate; what is left out or cut is "
     "counted"
 )
 
@@ -429,7 +429,7 @@ def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
         why += f", {too_long} are too long"
     remedy = "Check how it was made"
     if preparation.recipe.rows is not None:
-        remedy = "Check the names of its fields in spec.training.sft, and spec.training.data.sequenceLength"
+        remedy = "Check the names of its fields in spec.training.rows, and spec.training.data.sequenceLength"
     elif source.type != "text":
         remedy = (
             f"Check {source.field}.textField ({source.text_field!r}) and how the file was made"

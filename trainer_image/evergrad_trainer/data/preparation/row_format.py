@@ -11,7 +11,7 @@ from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.tokenizers import BYTE_END_TOKEN
 from evergrad_trainer.errors import DataError
 
-_FIELD: Final = "spec.training.sft.chatTemplate"
+_FIELD: Final = "spec.training.rows.chatTemplate"
 _CONFIG: Final = "tokenizer_config.json"
 _TEMPLATE: Final = "chat_template.jinja"
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -22,7 +22,7 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | None:
 
     Raises DataError for a template that is none.
     """
-    rows = training.rows
+    rows = training.row_settings
     if rows is None:
         return None
     template, variables = rows.chat_template, {"eos_token": BYTE_END_TOKEN}

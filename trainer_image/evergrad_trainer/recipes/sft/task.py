@@ -3,8 +3,7 @@ from their prompts."""
 
 from collections.abc import Mapping, Sequence
 
-from evergrad_manifest.training import GENERATED
-from evergrad_manifest.training import Sft as Settings
+from evergrad_manifest.training import GENERATED, RowSettings
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.row_source import RowReader, RowSource
 from evergrad_trainer.recipes.pretrain import Pretrain
@@ -22,9 +21,9 @@ class Sft(Pretrain):
     """Model, loss and stages are pretraining's; its samples are rows."""
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> RowSettings:
         """How rows are read and what of them is learned."""
-        return self.setup.training.rows or Settings()
+        return self.setup.training.row_settings or RowSettings()
 
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
         """All sources by their weights, from the first step to the last. Raises DataError."""
