@@ -382,7 +382,7 @@ def find_traps(
             "they are known to be more than a linear layer, or not known to be one",
             f"Leave lossChunk out, or use one of {', '.join(sorted(PLAIN_HEADS))}",
         )
-    if plan is not None and plan.config is not None and training.keeps_apart:
+    if plan is not None and plan.config is not None and training.data.packing == "documents":
         why = why_not_apart(plan.config, training.data.sequence_length)
         if why is not None:
             instead = "none" if training.row_settings is not None else "concatenate"

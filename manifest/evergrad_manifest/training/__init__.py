@@ -3,9 +3,10 @@
 Frozen and pure: no device, file, network, process group or logging.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from evergrad_manifest.base import Section
 from evergrad_manifest.training.common import (
@@ -143,16 +144,21 @@ class Training(Section):
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_packing(cls, raw: Any) -> Any:
+        """Write out the packing of rows, which is another by default than that of texts."""
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("data"), Mapping):
+            return raw
+        reads_rows = raw.get("recipe") == SFT or raw.get("rows") is not None
+        if not reads_rows or raw["data"].get("packing") is not None:
+            return raw
+        return {**raw, "data": {**raw["data"], "packing": "documents"}}
+
     @property
     def row_settings(self) -> RowSettings | None:
         """How the sources are read as rows; None where their documents are texts."""
         return RowSettings() if self.rows is None and self.recipe == SFT else self.rows
-
-    @property
-    def keeps_apart(self) -> bool:
-        """Whether a sample may hold several documents that do not see each other."""
-        packing = self.data.packing
-        return packing == "documents" or (packing is None and self.row_settings is not None)
 
 
 RULES: Final = (

@@ -210,10 +210,10 @@ class Data(Section):
     """Where samples come from, mixed by weight."""
     sequence_length: Count = Field(ge=8, le=2**20)
     """Tokens a sample, S: the window the model sees."""
-    packing: Literal["concatenate", "documents", "none"] | None = None
+    packing: Literal["concatenate", "documents", "none"] = "concatenate"
     """How documents fill a sample. ``concatenate``: one behind the other, each seeing those before it.
-    ``documents``: the same, but none sees another. ``none``: one row a sample (sft). Default: concatenate for
-    pretrain, documents for sft."""
+    ``documents``: the same, but none sees another. ``none``: one row a sample. Rows (sft) have
+    the default documents, and cannot be concatenated."""
     held_out: HeldOut | None = None
     """Evaluate on a part of the training sources, which is then never trained on."""
     malformed: Literal["refuse", "skip"] = "refuse"

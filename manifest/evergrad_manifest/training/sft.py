@@ -57,6 +57,12 @@ class Generation(Section):
     """Texts at which a completion ends, none of which is a part of it; it also ends with the document."""
 
 
+def _reads_rows(view: View) -> bool:
+    """Whether samples are rows: by the recipe, or by the section that a task of the user's own has."""
+    recipe = view.get(f"{TRAINING}.recipe")
+    return recipe == SFT or (recipe not in RECIPES and view.is_given(_ROWS))
+
+
 def check_sft(view: View) -> Iterator[Problem]:
     """Settings of rows need a recipe that reads rows."""
     recipe = view.get(f"{TRAINING}.recipe")
@@ -87,7 +93,7 @@ def check_fields(view: View) -> Iterator[Problem]:
 
 def check_rows(view: View) -> Iterator[Problem]:
     """Rows are JSON objects, one a line."""
-    if view.get(f"{TRAINING}.recipe") != SFT and not view.is_given(_ROWS):
+    if not _reads_rows(view):
         return
     for where in (_SOURCES, _EVALUATION_SOURCES):
         for path, item in view.items(where):
@@ -109,23 +115,23 @@ def check_rows(view: View) -> Iterator[Problem]:
 
 
 def check_packing(view: View) -> Iterator[Problem]:
-    """Each recipe has its ways of filling a sample."""
+    """Texts and rows have each their ways of filling a sample."""
     found = view.known(f"{TRAINING}.recipe", _PACKING, f"{TRAINING}.runtime.attention")
     if found is None:
         return
     recipe, packing, attention = found
-    if recipe == SFT and packing == "concatenate":
+    reads_rows = _reads_rows(view)
+    if not view.is_given(_PACKING):
+        packing = "documents" if reads_rows else packing
+    if reads_rows and packing == "concatenate":
         why = "a row would be cut wherever a sample ends, and see the rows before it"
-        yield Problem(
-            _PACKING, f"concatenate is not for recipe {SFT}", why, "Use documents, or none"
-        )
-    if recipe in RECIPES and recipe != SFT and packing == "none":
-        why = "its documents are cut into samples, so that each sample is full"
-        yield Problem(
-            _PACKING, f"none is not for recipe {recipe}", why, "Use concatenate, or documents"
-        )
-    keeps_apart = packing == "documents" or (recipe == SFT and packing is None)
-    if keeps_apart and attention in ("flash", "cudnn"):
+        remedy = "Use documents, or none"
+        yield Problem(_PACKING, "concatenate is not for rows", why, remedy)
+    if recipe in RECIPES and not reads_rows and packing == "none":
+        why = "they are cut into samples, so that each sample is full"
+        remedy = "Use concatenate, or documents"
+        yield Problem(_PACKING, "none is not for texts", why, remedy)
+    if packing == "documents" and attention in ("flash", "cudnn"):
         why = "torch's kernel of that name takes no mask, which keeps the documents of a sample apart"
         remedy = "Leave it out, or use efficient or math"
         yield Problem(

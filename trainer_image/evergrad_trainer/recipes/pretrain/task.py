@@ -70,7 +70,7 @@ class Pretrain:
             sources[source.name] = (self._open(source, source.train), declared.weight)
         # What decides the samples besides the sources and the order: part of the fingerprint of the data.
         facts = {
-            "packing": data.packing or "concatenate",
+            "packing": data.packing,
             "sequence_length": data.sequence_length,
             "tokenizer": self.tokenizer.identity,
         }
@@ -120,5 +120,5 @@ class Pretrain:
             sequence,
             sequence_length=self.setup.training.data.sequence_length,
             end_of_document=self.tokenizer.end_of_document,
-            keeps_apart=self.setup.training.keeps_apart,
+            keeps_apart=self.setup.training.data.packing == "documents",
         )

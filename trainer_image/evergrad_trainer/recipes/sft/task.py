@@ -28,8 +28,7 @@ class Sft(Pretrain):
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
         """All sources by their weights, from the first step to the last. Raises DataError."""
         (stage,) = super().stages(prepared)
-        packing = "documents" if self.setup.training.keeps_apart else "none"
-        facts = {**stage.facts, "packing": packing, "learn": self.settings.learn}
+        facts = {**stage.facts, "learn": self.settings.learn}
         return [Stage(stage.sources, options=stage.options, facts=facts)]
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
@@ -63,6 +62,6 @@ class Sft(Pretrain):
         return RowSource(
             RowReader(source, sequence),
             sequence_length=self.setup.training.data.sequence_length,
-            is_packed=self.setup.training.keeps_apart,
+            is_packed=self.setup.training.data.packing == "documents",
             learns_everything=self.settings.learn == "everything",
         )
