@@ -23,7 +23,7 @@ from run_helpers import (
 )
 from run_helpers import fault as fault_here
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -253,3 +253,13 @@ def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_rows(
     write_sft(experiment, recipe="mine:Mine", horizon={"steps": 2})
     experiment.run(expect=DONE)
     assert (2, "heldOut-generated") in evaluations(experiment.at())
+
+
+def test_an_export_has_the_template_of_the_file(tuned: Experiment) -> None:
+    exported = tuned.path / "exported"
+    run = str(tuned.at("undisturbed"))
+    tuned.command("checkpoint", "export", run, "--output", str(exported)).expect(DONE)
+    theirs = AutoTokenizer.from_pretrained(exported, local_files_only=True)
+    talk = [{"role": "user", "content": "1+2="}]
+    said = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert said == "<user>1+2=<|end_of_document|><assistant>"

@@ -16,6 +16,7 @@ from evergrad_manifest.identity import from_wire
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.restoring import compare_tensors
 from evergrad_trainer.checkpoint.weights import StoredTensors, find_checkpoint, open_tensors
+from evergrad_trainer.data.chat_template import TEMPLATE_FILE
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.models.build import ModelPlan, build_empty_model, build_model, plan_model
@@ -99,6 +100,10 @@ def export_checkpoint(
             temporary.mkdir(parents=True)
             _write_model(model, stored, temporary, plan=plan, where=str(checkpoint))
             tokenizer.save_pretrained(temporary)
+            if training.rows is not None and training.rows.chat_template is not None:
+                # The form of the prompts that the model has learned to answer.
+                path = temporary / TEMPLATE_FILE
+                path.write_text(training.rows.chat_template, encoding="utf-8")
             os.rename(temporary, output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -14,6 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from evergrad_trainer.data.marked_text import MarkedText, Span
 
 ASSISTANT: Final = "assistant"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+"""Name of the template in a tokenizer's directory."""
 _BEGIN: Final = "\ud800"
 _END: Final = "\udfff"
 """Marks around what stands in a ``generation`` block: halves of surrogate pairs, which no text has."""

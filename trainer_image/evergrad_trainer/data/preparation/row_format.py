@@ -6,14 +6,13 @@ from typing import Any, Final
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
-from evergrad_trainer.data.chat_template import ChatTemplateError, check_template
+from evergrad_trainer.data.chat_template import TEMPLATE_FILE, ChatTemplateError, check_template
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.tokenizers import BYTE_END_TOKEN
 from evergrad_trainer.errors import DataError
 
 _FIELD: Final = "spec.training.rows.chatTemplate"
 _CONFIG: Final = "tokenizer_config.json"
-_TEMPLATE: Final = "chat_template.jinja"
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -71,9 +70,13 @@ def _of_tokenizer(directory: Path) -> tuple[str | None, dict[str, str]]:
         if isinstance(token, str):
             variables[name] = token
     # A file of its own is what newer versions write; several named templates are what some older ones hold.
-    own = directory / _TEMPLATE
+    own = directory / TEMPLATE_FILE
     if own.is_file():
-        return own.read_text(encoding="utf-8"), variables
+        try:
+            return own.read_text(encoding="utf-8"), variables
+        except (OSError, ValueError) as error:
+            remedy = "Copy the file again"
+            raise DataError(Problem(str(own), "cannot be read", str(error), remedy)) from error
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {
