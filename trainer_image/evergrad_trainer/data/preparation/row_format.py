@@ -13,6 +13,7 @@ from evergrad_trainer.errors import DataError
 
 _FIELD: Final = "spec.training.rows.chatTemplate"
 _CONFIG: Final = "tokenizer_config.json"
+_SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -51,36 +52,45 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | None:
 
 def _of_tokenizer(directory: Path) -> tuple[str | None, dict[str, str]]:
     """The chat template of a tokenizer's directory, if it has one, and its special tokens by name."""
-    config: dict[str, Any] = {}
-    path = directory / _CONFIG
-    if path.is_file():
-        try:
-            read = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            remedy = "Copy the file again"
-            raise DataError(
-                Problem(str(path), "is not valid JSON", str(error), remedy)
-            ) from error
-        config = read if isinstance(read, dict) else {}
+    # Some versions name the special tokens in a file of their own.
+    configs = [_read_object(directory / name) for name in (_SPECIAL_TOKENS, _CONFIG)]
     variables = {}
     for name in _TOKENS:
-        # Either a text or an object with the text in it, by the version that saved it.
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            variables[name] = token
+        for config in configs:
+            # Either a text or an object with the text in it, by the version that saved it.
+            token = config.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                variables[name] = token
+
     # A file of its own is what newer versions write; several named templates are what some older ones hold.
     own = directory / TEMPLATE_FILE
     if own.is_file():
-        try:
-            return own.read_text(encoding="utf-8"), variables
-        except (OSError, ValueError) as error:
-            remedy = "Copy the file again"
-            raise DataError(Problem(str(own), "cannot be read", str(error), remedy)) from error
-    template = config.get("chat_template")
+        return _read(own), variables
+    template = configs[-1].get("chat_template")
     if isinstance(template, list):
         named = {
             one.get("name"): one.get("template") for one in template if isinstance(one, dict)
         }
         template = named.get("default")
     return (template if isinstance(template, str) else None), variables
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is no such file. Raises DataError."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read(path))
+    except ValueError as error:
+        remedy = "Copy the file again"
+        raise DataError(Problem(str(path), "is not valid JSON", str(error), remedy)) from error
+    return value if isinstance(value, dict) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "Copy the file again, and check its rights"
+        raise DataError(Problem(str(path), "cannot be read", str(error), remedy)) from error
