@@ -13,6 +13,8 @@ from evergrad_manifest.values.numbers import Count
 from evergrad_manifest.view import UNKNOWN, View
 
 SFT: Final = "sft"
+KEEPS_APART: Final = ("pretrain", SFT)
+"""Recipes whose loss keeps the documents of a sample apart; another would let them see each other."""
 GENERATED: Final = "-generated"
 """Ending of the name of the evaluation set that generates from the rows of another one."""
 NUMBERS: Final = ("exact_match", "parse_rate", "rmse")
@@ -131,6 +133,10 @@ def check_packing(view: View) -> Iterator[Problem]:
         why = "they are cut into samples, so that each sample is full"
         remedy = "Use concatenate, or documents"
         yield Problem(_PACKING, "none is not for texts", why, remedy)
+    if recipe in RECIPES and recipe not in KEEPS_APART and packing == "documents":
+        why = f"only {' and '.join(KEEPS_APART)} keep the documents of a sample apart"
+        what = f"documents is not for recipe {recipe}"
+        yield Problem(_PACKING, what, why, "Use concatenate")
     if packing == "documents" and attention in ("flash", "cudnn"):
         why = "torch's kernel of that name takes no mask, which keeps the documents of a sample apart"
         remedy = "Leave it out, or use efficient or math"
