@@ -1,9 +1,9 @@
 """Completions that the model generates from the prompts of rows, compared with the rows' own."""
 
-import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from evergrad_manifest.training import Generation
+from evergrad_manifest.training import Generation, Runtime
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
 from evergrad_trainer.data.tokenizers import TextTokenizer
+from evergrad_trainer.models.compilation import should_compile
+from evergrad_trainer.models.decoding import decode
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.task import Loss, Modules, Rows, Stage, Tensors
 
@@ -26,9 +28,6 @@ METRICS: Final = {
 }
 PARTS: Final = ("rows", "exact", "numbers", "parsed", "squared_error")
 _NUMBER: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_WIDTHS: Final = 64
-"""Rows are as wide as the next multiple of it: a few shapes instead of one a token, each of which would be
-compiled anew."""
 
 
 class PromptSource:
@@ -82,12 +81,17 @@ def last_span(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, int]:
 class Completions:
     """What is measured: completions of the rows of a micro-batch, token by token, each the most probable.
 
-    ``is_sharded``: all ranks call the model equally often, since they gather its weights together.
+    ``runtime``: how the model is cut and compiled, by default not at all.
     """
 
     tokenizer: TextTokenizer
     settings: Generation
-    is_sharded: bool = False
+    runtime: Runtime | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether all ranks call the model equally often, since they gather its weights together."""
+        return self.runtime is not None and self.runtime.parallelism == "fsdp2"
 
     def __call__(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         """Sums over the rows: of the losses of their own completions' tokens, and PARTS."""
@@ -125,23 +129,17 @@ class Completions:
         self, model: nn.Module, prompts: Sequence[list[int]], device: torch.device
     ) -> list[list[int]]:
         """The ids that follow each prompt, up to and with what ends them."""
-        most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        rows = [list(prompt) for prompt in prompts]
-        is_done = [False] * len(rows)
-        next_ids = _next_ids(model, device)
-        for _ in range(self.settings.max_new_tokens):
-            if most is not None:
-                is_done = [
-                    done or len(row) >= most for done, row in zip(is_done, rows, strict=True)
-                ]
-            if all(is_done) and not self.is_sharded:
-                break
-            for at, token in enumerate(next_ids(rows)):
-                if is_done[at]:
-                    continue
-                rows[at].append(token)
-                is_done[at] = self._is_end(rows[at][len(prompts[at]) :])
-        return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+        # Rows grow by a token a call: a graph for each length would be compiled to be used once.
+        is_compiled = self.runtime is not None and should_compile(self.runtime, device)
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            return decode(
+                model,
+                prompts,
+                device=device,
+                most=self.settings.max_new_tokens,
+                is_end=self._is_end,
+                is_even=self.is_sharded,
+            )
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of a completion, up to the first text that ends it."""
@@ -159,30 +157,6 @@ class Completions:
             return False
         text = self.tokenizer.decode(ids)
         return any(stop in text for stop in stops)
-
-
-def _next_ids(model: nn.Module, device: torch.device) -> Callable[[list[list[int]]], list[int]]:
-    """A function from rows to the most probable next id of each."""
-    # Logits of the last token alone, where the model can leave out the others: they are what is largest.
-    can_choose = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    def next_ids(rows: list[list[int]]) -> list[int]:
-        width = -(-max(map(len, rows)) // _WIDTHS) * _WIDTHS
-        most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        width = min(width, most or width)
-        inputs = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
-        for at, row in enumerate(rows):
-            inputs[at, : len(row)] = torch.tensor(row, device=device)
-        last = torch.tensor([len(row) - 1 for row in rows], device=device)
-        kept = {"logits_to_keep": last} if can_choose else {}
-        # What stands behind a token does not change what is computed for it.
-        logits = model(input_ids=inputs, use_cache=False, **kept).logits
-        number = torch.arange(len(rows), device=device)
-        places = number if can_choose else last
-        found: list[int] = logits[number, places].argmax(dim=-1).tolist()
-        return found
-
-    return next_ids
 
 
 def parse_number(text: str) -> float | None:

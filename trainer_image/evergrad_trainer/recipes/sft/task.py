@@ -47,11 +47,7 @@ class Sft(Pretrain):
             ]
             found[f"{name}{GENERATED}"] = Evaluator(
                 sources,
-                measure=Completions(
-                    self.tokenizer,
-                    settings,
-                    is_sharded=self.setup.training.runtime.parallelism == "fsdp2",
-                ),
+                measure=Completions(self.tokenizer, settings, self.setup.training.runtime),
                 metrics=METRICS,
                 parts=PARTS,
                 summarize=summarize,
