@@ -9,7 +9,7 @@ from torch import nn
 
 IsEnd = Callable[[Sequence[int]], bool]
 _WIDTHS: Final = 64
-"""Rows that are computed whole are as wide as the next multiple of it: a few shapes instead of one a token."""
+"""Rows that are computed whole are as wide as the next multiple of it: few shapes instead of one a token."""
 
 
 def decode(
@@ -21,8 +21,8 @@ def decode(
     is_end: IsEnd,
     is_even: bool = False,
 ) -> list[list[int]]:
-    """The ids that follow each prompt: at most ``most``, up to and with the one at which ``is_end`` of them is
-    true, and no further than the model has positions.
+    """The ids that follow each prompt: at most ``most``, up to and with the one at which ``is_end`` of them
+    is true, and no further than the model has positions.
 
     ``is_even``: call the model ``most`` times whatever it gives, since other ranks take part in each call.
     """
