@@ -34,14 +34,15 @@ def pack(sizes: npt.NDArray[np.int64], *, capacity: int) -> Bins:
     """
     if len(sizes) and int(sizes.max()) > capacity:
         raise ValueError(f"a row of {int(sizes.max())} does not fit into {capacity}")
-    order = np.argsort(-sizes, kind="stable")
+    order = np.argsort(-sizes, kind="stable").tolist()
+    known: list[int] = sizes.tolist()
     # For each room that is left: the samples that have it, and a bit that says that there is one. A search
     # for the least room that is enough is then two operations on one large integer.
     waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
     has_room = 0
     members: list[list[int]] = []
-    for row in order.tolist():
-        size = int(sizes[row])
+    for row in order:
+        size = known[row]
         enough = has_room >> size
         if enough:
             room = size + (enough & -enough).bit_length() - 1
