@@ -224,9 +224,21 @@ def test_rows_that_are_held_out_keep_their_marks_and_none_is_lost(
 def test_half_a_surrogate_pair_in_a_row_is_replaced(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "\\ud83d"}\n')
-    ids, _ = read(prepared_in(sft(training)))[0]
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "a", "completion": "\\ud83d"}\n{"prompt": "", "completion": "\\ud83d\\ude00"}\n'
+    )
+    prepared = prepared_in(sft(training))
+    ids, _ = read(prepared)[0]
     assert bytes(ids[1:-1]).decode() == "\ufffd"
+    assert prepared.sources[0].repaired == 1
+
+
+def test_a_conversation_that_becomes_nothing_is_refused(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    write(tmp_path, chat("a", "b"))
+    with pytest.raises(DataError, match="rows.jsonl:1: the conversation becomes an empty text"):
+        prepared_in(sft(training, rows={"chatTemplate": "{# nothing #}"}))
 
 
 def test_ids_are_kept_in_the_smallest_type_that_holds_them_with_their_marks(

@@ -211,7 +211,10 @@ class DocumentReader:
             text = self._read_line(number, line, is_torn=is_torn)
             if not text:
                 continue
-            if has_surrogates and self._render is None:
+            if has_surrogates and self._render is not None:
+                # Replaced field by field, before its text was made.
+                self.tally.repaired += _has_lone_surrogate(line)
+            elif has_surrogates:
                 repaired = replace_lone_surrogates(text)
                 self.tally.repaired += repaired != text
                 text = repaired
@@ -285,6 +288,12 @@ class DocumentReader:
     def _count(self, reason: Reason) -> str:
         self.tally.skipped[reason] += 1
         return ""
+
+
+def _has_lone_surrogate(line: str | None) -> bool:
+    """Whether a line of JSON escapes half a surrogate pair."""
+    text = json.dumps(json.loads(line or "null"), ensure_ascii=False)
+    return replace_lone_surrogates(text) != text
 
 
 def _json_type(value: Any) -> str:

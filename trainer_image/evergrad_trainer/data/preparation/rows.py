@@ -101,9 +101,14 @@ class RowFormat:
             raise RowError("a conversation cannot be made a text", why)
         extra = {key: row[key] for key in ("tools", "documents") if key in row}
         try:
-            return self.chat.render(checked, extra)
+            text = self.chat.render(checked, extra)
         except ChatTemplateError as error:
             raise RowError("the conversation cannot be made a text", str(error)) from error
+        if not text:
+            raise RowError(
+                "the conversation becomes an empty text", "the chat template says so"
+            )
+        return text
 
 
 def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
