@@ -237,7 +237,9 @@ def test_a_conversation_that_becomes_nothing_is_refused(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, chat("a", "b"))
-    with pytest.raises(DataError, match="rows.jsonl:1: the conversation becomes an empty text"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: the conversation becomes an empty text"
+    ):
         prepared_in(sft(training, rows={"chatTemplate": "{# nothing #}"}))
 
 
