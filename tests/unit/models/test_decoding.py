@@ -21,10 +21,11 @@ def build(name: str, **further: Any) -> Any:
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 64,
     }
     if name == "mixtral":
-        size |= {"num_key_value_heads": 1, "num_local_experts": 2}
+        size |= {"num_local_experts": 2}
     if name == "gpt2":
         size = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
     config = AutoConfig.for_model(
