@@ -45,7 +45,9 @@ def test_the_order_of_samples_is_that_of_windows_whose_documents_see_each_other(
         row["sample_hash"] for row in other.values()
     ]
     assert [row["loss"] for row in one.values()] != [row["loss"] for row in other.values()]
-    assert all(one[step]["valid_tokens"] < other[step]["valid_tokens"] for step in one)
+    # Ends of documents have no label, and most samples have one.
+    missing = [other[step]["valid_tokens"] - one[step]["valid_tokens"] for step in one]
+    assert min(missing) >= 0 and sum(missing) > len(missing)
 
 
 def test_two_processes_and_a_killed_run_end_with_the_bits_of_an_undisturbed_one(

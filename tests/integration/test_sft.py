@@ -13,6 +13,7 @@ import pytest
 from elastic_helpers import Cluster, elastic_recipe, fault, train_undisturbed
 from run_helpers import (
     DONE,
+    STOPPED_SAVED,
     USER_ERROR,
     Experiment,
     assert_same_curve,
@@ -169,8 +170,8 @@ def test_rows_that_are_cut_and_left_out_are_named_at_every_start(
     with (experiment.path / "rows.jsonl").open("a") as file:
         for prompt, completion in (("a", "b" * 70), ("a" * 70, "b")):
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
-    for _ in range(2):
-        said = experiment.run(expect=DONE).err
+    for arguments, code in ((("--stop-after-steps", "1"), STOPPED_SAVED), ((), DONE)):
+        said = experiment.run(*arguments, expect=code).err
         assert "rows.jsonl: rows 1 too long, and left out, 1 too long, and cut" in said
     listed = experiment.command("prepare", "tiny.yaml").expect(DONE)
     assert (

@@ -195,7 +195,9 @@ def test_rows_are_prepared_anew_for_another_template_and_not_for_another_choice_
     first = prepared_in(sft(training)).sources[0]
     again = prepared_in(sft(training, rows={"learn": "everything"})).sources[0]
     assert again.reused and again.fingerprint == first.fingerprint
-    other = prepared_in(sft(training, rows={"chatTemplate": TEMPLATE + " "})).sources[0]
+    other = prepared_in(
+        sft(training, rows={"chatTemplate": TEMPLATE.replace(":", ">")})
+    ).sources[0]
     assert not other.reused and other.fingerprint != first.fingerprint
 
 

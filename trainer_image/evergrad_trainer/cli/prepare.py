@@ -151,7 +151,7 @@ def prepare_with_progress(
             }
             what = f"{count(source.malformed)} malformed {skipped} ({_reasons(harmful)})"
             print(f"warning: {source.path}: {what}", file=shown)
-        too_long = {
+        too_long: dict[str, int] = {
             reason: source.skipped[reason]
             for reason in (Reason.LEFT_OUT, Reason.TRUNCATED)
             if source.skipped.get(reason)

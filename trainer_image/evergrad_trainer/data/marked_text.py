@@ -50,7 +50,8 @@ def marks_of(text: MarkedText, starts: Sequence[int]) -> npt.NDArray[np.bool_]:
 
 def join_marks(ids: npt.NDArray[Any], marks: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
     """Ids and marks as one array, as a file keeps them: twice the id, and one more where it is learned."""
-    return ids * 2 + marks.astype(ids.dtype)
+    joined: npt.NDArray[Any] = ids * 2 + marks.astype(ids.dtype)
+    return joined
 
 
 def split_marks(

@@ -87,7 +87,7 @@ class TokenReader:
         if begin < 0 or begin + count > self.num_tokens:
             raise IndexError(f"tokens {begin} to {begin + count} of {self.num_tokens}")
         found = np.empty(count, dtype=self._dtype)
-        self._fill(memoryview(found).cast("B"), begin, count)
+        self._fill(found.data.cast("B"), begin, count)
         return found.astype(np.int64)
 
     def _fill(self, target: memoryview, begin: int, count: int) -> None:

@@ -84,7 +84,7 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
     held_out = recipe.held_out
     is_text = source.type in TEXT_TYPES
     # Settings that a type of source does not use are left out: they would only prepare the same bytes again.
-    facts = {
+    facts: dict[str, Any] = {
         "format": FORMAT,
         "type": source.type,
         "content": content.content_hash,
