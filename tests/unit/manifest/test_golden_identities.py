@@ -238,6 +238,7 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
                 }
             ],
             "sequenceLength": 64,
+            "packing": "concatenate",
             "malformed": "refuse",
         },
         "batching": {"globalBatchSize": 4, "microBatchSize": 4},
