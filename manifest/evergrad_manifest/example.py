@@ -55,6 +55,16 @@ OWN_TASK: Final[dict[str, Any]] = {
     "files": {"task.py": "…"},
 }
 """Sections of ``spec.training`` for a task of the user's own."""
+SFT: Final[dict[str, Any]] = {
+    "recipe": "sft",
+    "data": {
+        "sources": [{"name": "chats", "path": "/data/chats.jsonl"}],
+        "sequenceLength": 2048,
+        "heldOut": {"count": 200},
+    },
+    "rows": {"tooLong": "skip"},
+}
+"""Sections of ``spec.training`` for the recipe of that name."""
 SCRIPT: Final[dict[str, Any]] = {
     "command": ["train.py", "--epochs", "3"],
     "env": {"TOKENIZERS_PARALLELISM": "false"},

@@ -25,6 +25,7 @@ RECIPE_SECTIONS: Final = (
     "model",
     "tokenizer",
     "data",
+    "rows",
     "batching",
     "optimizer",
     "schedule",
@@ -81,7 +82,9 @@ _OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skip
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
 _LATER_SETTINGS: Final = frozenset(
     {
+        "training.data.packing",
         "training.data.sources[].document",
+        "training.evaluation.generation",
         "training.evaluation.sources[].document",
         "training.optimizer.groups",
         "training.optimizer.groups[].learningRateRatio",
@@ -97,6 +100,7 @@ _LATER_SETTINGS: Final = frozenset(
         "training.schedule.pieces[].shape",
         "training.schedule.power",
         "training.schedule.startRatio",
+        "training.rows",
     }
 )
 """Optional fields that came after the hash of the settings, which leaves them out where they have their first

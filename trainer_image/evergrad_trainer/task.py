@@ -122,12 +122,18 @@ class Evaluator:
 
     ``measure``: sums of one micro-batch, as :meth:`Task.loss`, which is the default. The means of its total
     and of its parts are the evaluation's ``loss`` and metrics. ``metrics``: the names of its parts with their
-    help; by default the task's.
+    help; by default the task's. ``summarize``: makes the metrics of the means of the parts, where they are no
+    means themselves, such as the root of one; ``parts`` names the parts then.
+
+    Under ``measure`` each call of a trained module looks whether the group of processes still is, so that one
+    that makes many calls, as generation does, ends where a peer is lost.
     """
 
     sources: Sequence[Source]
     measure: Callable[[Modules, Tensors, Stage], Loss] | None = None
     metrics: Mapping[str, str] | None = None
+    parts: Sequence[str] | None = None
+    summarize: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
 
 
 class Task(Protocol):

@@ -17,6 +17,7 @@ from evergrad_manifest.training.common import (
     Meaningless,
     meaningless_in,
 )
+from evergrad_manifest.training.sft import GENERATED, NUMBERS, Generation
 from evergrad_manifest.values.numbers import Count, Fraction, Real, show
 from evergrad_manifest.view import UNKNOWN, View
 
@@ -209,6 +210,10 @@ class Data(Section):
     """Where samples come from, mixed by weight."""
     sequence_length: Count = Field(ge=8, le=2**20)
     """Tokens a sample, S: the window the model sees."""
+    packing: Literal["concatenate", "documents", "none"] = "concatenate"
+    """How documents fill a sample. ``concatenate``: one behind the other, each seeing those before it.
+    ``documents``: the same, but none sees another. ``none``: one row a sample. Rows (sft) have
+    the default documents, and cannot be concatenated."""
     held_out: HeldOut | None = None
     """Evaluate on a part of the training sources, which is then never trained on."""
     malformed: Literal["refuse", "skip"] = "refuse"
@@ -323,6 +328,8 @@ class Evaluation(Section):
     ``data.heldOut`` makes."""
     samples: Count | None = Field(default=None, ge=1)
     """At most this many samples of each set, the same ones each time; default: all."""
+    generation: Generation | None = None
+    """Also generate from the prompts of each set (sft): the parse rate and the RMSE of the numbers."""
 
 
 def check_evaluation(view: View) -> Iterator[Problem]:
@@ -372,6 +379,8 @@ def check_best(view: View) -> Iterator[Problem]:
     if UNKNOWN in names or view.get(f"{_EVALUATION}.sources") is UNKNOWN:
         return
     metrics = [f"{name}/loss" for name in names]
+    if view.is_given(f"{_EVALUATION}.generation"):
+        metrics += [f"{name}{GENERATED}/{one}" for name in names for one in ("loss", *NUMBERS)]
     # The names of a task's own evaluators are known to the task alone.
     if metric not in metrics and view.get(f"{TRAINING}.recipe") in RECIPES:
         near = nearest(metric, metrics)

@@ -2,7 +2,8 @@
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.token_source import IGNORE_INDEX
+from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training import evaluation
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner, Measure
@@ -166,3 +168,36 @@ def test_progress_counts_batches_of_all_ranks() -> None:
         on_progress=lambda *one: told.append(one),
     )
     assert told == [(4, 6), (6, 6)]
+
+
+def test_a_measure_that_calls_the_model_often_ends_at_the_call_after_the_group_has_ended() -> (
+    None
+):
+    model = Table()
+    interrupt: Any = SimpleNamespace(is_set=False)
+    calls = []
+
+    def measure(tensors: Tensors, stage: Stage) -> Loss:
+        for number in range(100):
+            calls.append(number)
+            interrupt.is_set = number == 2
+            model(tensors["input_ids"])
+        raise AssertionError("it went on")
+
+    own = Measure(measure, is_own=True)
+    runner = replace(make(model, 2), measures={"some": own})
+    ended = replace(world(), interrupt=interrupt)
+    with pytest.raises(PeerLostError, match="the group was given up"):
+        run(runner, Samples(rows(), 2), ended)
+    assert len(calls) == 3
+    # What looks is gone with the evaluation.
+    model(torch.zeros(1, dtype=torch.int64))
+
+
+def test_metrics_may_be_made_of_the_means_of_the_parts() -> None:
+    runner = make(Table(), 3)
+    plain = run(runner, Samples(rows(), 3))
+    loss_of = runner.measures["some"].loss_of
+    measure = Measure(loss_of, ("right",), lambda means: {"wrong": 1 - means["right"]})
+    found = run(replace(runner, measures={"some": measure}), Samples(rows(), 3))
+    assert found.metrics == {"wrong": 1 - plain.metrics["right"]}

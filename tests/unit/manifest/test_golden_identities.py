@@ -238,6 +238,7 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
                 }
             ],
             "sequenceLength": 64,
+            "packing": "concatenate",
             "malformed": "refuse",
         },
         "batching": {"globalBatchSize": 4, "microBatchSize": 4},
@@ -266,3 +267,18 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
             "attention": "auto",
         },
     }
+
+
+def test_the_packing_of_rows_is_the_same_written_out_or_not() -> None:
+    raw = next(document(case) for case in GOLDEN if case["name"].startswith("rows, with"))
+    raw = json.loads(json.dumps(raw))
+    left_out = config_hash(parse_run(raw))
+    raw["spec"]["training"]["data"]["packing"] = "documents"
+    assert config_hash(parse_run(raw)) == left_out
+    raw["spec"]["training"]["data"]["packing"] = "none"
+    assert config_hash(parse_run(raw)) != left_out
+
+    # Texts keep the hash that they had before there was a choice.
+    texts = json.loads(json.dumps(document(GOLDEN[0])))
+    texts["spec"]["training"]["data"]["packing"] = "concatenate"
+    assert config_hash(parse_run(texts)) == GOLDEN[0]["hash"]

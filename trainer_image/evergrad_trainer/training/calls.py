@@ -1,7 +1,7 @@
 """The calls of a task while it trains: its loss, its evaluators, and what it does when a step is finished."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,13 +75,13 @@ def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
     return loss_of
 
 
-def _check_parts(loss: Loss, metrics: Mapping[str, str], code: Code) -> None:
+def _check_parts(loss: Loss, names: Collection[str], code: Code) -> None:
     """Every rank sends the same places of one vector, also a rank that has computed nothing."""
     # Looked at in each slot: a part that is missing in one of them would shift the others' places.
-    if loss.parts.keys() == metrics.keys():
+    if loss.parts.keys() == set(names):
         return
     parts = ", ".join(loss.parts) or "(none)"
-    named = ", ".join(metrics) or "(none)"
+    named = ", ".join(names) or "(none)"
     remedy = "Give each part of the loss a line in metrics, and each of metrics a part"
     raise code.explain(
         Problem(
@@ -159,15 +159,16 @@ def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[st
         metrics = evaluator.metrics
         if metrics is None:
             metrics = opened.task.metrics
+        parts = tuple(metrics) if evaluator.parts is None else tuple(evaluator.parts)
         if measure is None:
-            return Measure(loss_of, tuple(metrics))
+            return Measure(loss_of, parts)
 
         def measured(tensors: Tensors, stage: Stage) -> Loss:
             with opened.code.guarding(f"its evaluator {name}"):
                 loss = measure(modules, tensors, stage)
-            _check_parts(loss, metrics, opened.code)
+            _check_parts(loss, parts, opened.code)
             return loss
 
-        return Measure(measured, tuple(metrics))
+        return Measure(measured, parts, evaluator.summarize or dict, is_own=True)
 
     return {name: build(name) for name in opened.evaluators}

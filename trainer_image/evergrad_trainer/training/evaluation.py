@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +35,14 @@ class EvaluationResult:
 class Measure:
     """What is measured on a set.
 
-    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel.
+    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel. ``summarize``:
+    makes the metrics of their means. ``is_own``: it is not the loss of a step, and may call the model often.
     """
 
     loss_of: Callable[[Tensors, Stage], Loss]
     names: Sequence[str] = ()
+    summarize: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,15 @@ class EvaluationRunner:
         was_training = self.model.training
         self.model.eval()
         try:
-            found = self._sums(
-                evaluation_set,
-                world,
-                measure,
-                stage,
-                is_stopping=is_stopping,
-                on_progress=on_progress,
-            )
+            with self._looking(world) if measure.is_own else nullcontext():
+                found = self._sums(
+                    evaluation_set,
+                    world,
+                    measure,
+                    stage,
+                    is_stopping=is_stopping,
+                    on_progress=on_progress,
+                )
         finally:
             self.model.train(was_training)
             if self.is_sharded:
@@ -98,10 +102,27 @@ class EvaluationRunner:
         loss, *parts = means
         return EvaluationResult(
             loss=loss,
-            metrics=dict(zip(measure.names, parts, strict=True)),
+            metrics=dict(measure.summarize(dict(zip(measure.names, parts, strict=True)))),
             weight=weight,
             seconds=time.perf_counter() - begun,
         )
+
+    @contextmanager
+    def _looking(self, world: World) -> Iterator[None]:
+        """Look at each call of the model whether the group still is."""
+        # A micro-batch of generation takes a hundred calls: a peer that is lost meanwhile would be noticed
+        # behind all of them, and a worker that does not answer for so long is killed.
+        is_several = isinstance(self.model, nn.ModuleDict)
+        modules = [*self.model.children()] if is_several else [self.model]
+        handles = [
+            one.register_forward_pre_hook(lambda *_: world.raise_if_given_up())
+            for one in modules
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _sums(
         self,
@@ -120,7 +141,8 @@ class EvaluationRunner:
         weight = 0
         rounds = math.ceil(num_batches / world.size)
         for index in range(rounds):
-            is_check_due = index % _ROUNDS_BETWEEN_STOP_CHECKS == 0
+            # A measure of the task's own may take long for one batch.
+            is_check_due = measure.is_own or index % _ROUNDS_BETWEEN_STOP_CHECKS == 0
             # Collective: nobody goes on where one is asked to stop, since it would wait for that one in the
             # end.
             if is_check_due and not world.all_agree(not is_stopping()):
