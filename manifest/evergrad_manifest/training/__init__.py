@@ -46,6 +46,8 @@ from evergrad_manifest.training.steps import (
     StepOverride,
     Stop,
 )
+from evergrad_manifest.training.two_stage_kl import RULES as RULES_OF_TWO_STAGE_KL
+from evergrad_manifest.training.two_stage_kl import KlStage, TwoStageKl
 
 __all__ = [
     "HELD_OUT",
@@ -63,6 +65,7 @@ __all__ = [
     "HeldOut",
     "Horizon",
     "InitFrom",
+    "KlStage",
     "Logging",
     "Metrics",
     "Model",
@@ -78,6 +81,7 @@ __all__ = [
     "Stop",
     "Tokenizer",
     "Training",
+    "TwoStageKl",
 ]
 
 
@@ -85,8 +89,8 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file
-    that lies beside this one or can be imported."""
+    """Recipe to train by: ``pretrain``, ``two_stage_kl``, or a task of your own as ``module:attr``, a name in
+    a Python file that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
@@ -135,6 +139,8 @@ class Training(Section):
     """Lines that are printed."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
+    two_stage_kl: TwoStageKl | None = None
+    """Stages and penalty of ``recipe: two_stage_kl``."""
 
 
 RULES: Final = (
@@ -142,5 +148,6 @@ RULES: Final = (
     *RULES_OF_STEPS,
     *RULES_OF_OPTIMIZATION,
     *RULES_OF_PRETRAIN,
+    *RULES_OF_TWO_STAGE_KL,
     *RULES_OF_ALL,
 )

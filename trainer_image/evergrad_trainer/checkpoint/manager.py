@@ -83,6 +83,8 @@ class CheckpointManager:
         """The newest checkpoint that this process has saved and reported; the same on every rank."""
         self.failures = 0
         """Saves that have failed in a row."""
+        self.anchors: frozenset[int] = frozenset()
+        """Steps whose checkpoints retention leaves, however old they are."""
         self._directory = directory
         self._membership = membership
         self._settings = settings
@@ -145,6 +147,7 @@ class CheckpointManager:
             rank=world.rank,
             world_size=world.size,
             group=world.checkpoint,
+            anchors=self.anchors,
         )
         ignore_solo_warning()
         planner = plan_snapshot(self._stager, state, rank=world.rank, world_size=world.size)

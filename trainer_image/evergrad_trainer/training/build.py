@@ -51,6 +51,7 @@ from evergrad_trainer.training.modules import (
 )
 from evergrad_trainer.training.phase_clock import build_clock
 from evergrad_trainer.training.run import Best, Limits
+from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import LossOf, StepParts, StepSettings
 from evergrad_trainer.world import Membership, World
@@ -79,6 +80,8 @@ class Machinery:
     """The same of what this rank holds of them."""
     cut_frozen: Sequence[nn.Module]
     """The frozen modules of which it holds a part."""
+    snapshots: Snapshots
+    """The frozen modules that the run makes of trained ones."""
     kernels: Mapping[str, str]
     """What computes here, for the run's provenance: device, matrix products, attention."""
 
@@ -123,6 +126,9 @@ def build_machinery(
     # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before
     # sharding, so that FSDP2's gathers stay outside of them.
     has_blocks = is_compiled and compile_blocks(modules.root(), trained_blocks(modules))
+    if has_blocks:
+        for name in modules.snapshots:
+            compile_blocks(modules.frozen[name])
 
     cuts = plan_cuts(modules) if is_sharded else {}
     cut_frozen = {
@@ -130,7 +136,9 @@ def build_machinery(
         for name, module in modules.frozen.items()
         if any(cut.module is module for cut in cuts.values())
     }
-    whole_hashes = WholeHashes(cut_frozen)
+    whole_hashes = WholeHashes(
+        {name: one for name, one in cut_frozen.items() if name not in modules.snapshots}
+    )
     if is_sharded:
         seconds = float(runtime.collective_timeout_seconds)
         sharding = Sharding(runtime.precision, runtime.shards, seconds)
@@ -160,6 +168,7 @@ def build_machinery(
         frozen={**held_frozen, **whole_hashes.hashes()},
         held_frozen=held_frozen,
         cut_frozen=tuple(cut_frozen.values()),
+        snapshots=Snapshots(modules, is_sharded=is_sharded),
         kernels=kernels,
     )
 
@@ -253,7 +262,8 @@ def _build_modules(
     with opened.code.guarding("build and enter"):
         made_whole = functools.partial(build_model, plan, seed=seed, precision=precision)
         modules = build_all(functools.partial(made_whole, with_weights=with_weights))
-        if modules.frozen and not with_weights and plan.config is not None:
+        needs_initial = modules.frozen.keys() - modules.snapshots.keys()
+        if needs_initial and not with_weights and plan.config is not None:
             # A copy of the model that stays frozen is in no checkpoint: it needs the initial weights.
             modules = build_all(made_whole)
         return modules, []
@@ -274,7 +284,7 @@ def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[
         # Collective: one number of each rank, where there are frozen modules.
         compare_frozen(
             machinery.modules,
-            machinery.held_frozen,
+            {**machinery.held_frozen, **machinery.snapshots.own_parts},
             membership.world,
             code=machinery.opened.code,
         )
@@ -345,9 +355,16 @@ def build_evaluations(machinery: Machinery) -> EvaluationRunner:
 
 
 def build_limits(
-    training: Training, *, total_steps: int, stop_after_steps: int | None
+    training: Training,
+    *,
+    total_steps: int,
+    stop_after_steps: int | None,
+    anchors: frozenset[int] = frozenset(),
 ) -> Limits:
-    """When the loop evaluates, saves and stops."""
+    """When the loop evaluates, saves and stops.
+
+    ``anchors``: steps whose checkpoints later steps need.
+    """
     evaluation = training.evaluation
     return Limits(
         total_steps=total_steps,
@@ -359,6 +376,7 @@ def build_limits(
         stop_after_steps=stop_after_steps,
         non_finite_in_a_row=training.on_non_finite.skip,
         skip_steps=frozenset(training.skip_steps),
+        anchors=anchors,
     )
 
 

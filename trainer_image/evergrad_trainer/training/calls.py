@@ -33,7 +33,7 @@ def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> Los
     def loss_of(tensors: Tensors, stage: Stage) -> Loss:
         with code.guarding("loss"):
             loss = compute(tensors, stage)
-        _check_parts(loss, task.metrics, code)
+        _check_parts(loss, task.metrics, stage, code)
         return loss
 
     return loss_of
@@ -73,13 +73,14 @@ def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
     return loss_of
 
 
-def _check_parts(loss: Loss, metrics: Mapping[str, str], code: Code) -> None:
+def _check_parts(loss: Loss, metrics: Mapping[str, str], stage: Stage, code: Code) -> None:
     """Every rank sends the same places of one vector, also a rank that has computed nothing."""
     # Looked at in each slot: a part that is missing in one of them would shift the others' places.
-    if loss.parts.keys() == metrics.keys():
+    names = [name for name in metrics if name not in stage.without]
+    if loss.parts.keys() == set(names):
         return
     parts = ", ".join(loss.parts) or "(none)"
-    named = ", ".join(metrics) or "(none)"
+    named = ", ".join(names) or "(none)"
     remedy = "Give each part of the loss a line in metrics, and each of metrics a part"
     raise code.explain(
         Problem(
@@ -142,7 +143,7 @@ def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[st
         def measured(tensors: Tensors, stage: Stage) -> Loss:
             with opened.code.guarding(f"its evaluator {name}"):
                 loss = measure(modules, tensors, stage)
-            _check_parts(loss, metrics, opened.code)
+            _check_parts(loss, metrics, stage, opened.code)
             return loss
 
         return Measure(measured, tuple(metrics))

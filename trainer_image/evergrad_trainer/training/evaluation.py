@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -41,6 +41,11 @@ class Measure:
     loss_of: Callable[[Tensors, Stage], Loss]
     names: Sequence[str] = ()
 
+    def within(self, stage: Stage) -> "Measure":
+        """What is measured in ``stage``, which may be without some of the parts."""
+        names = tuple(name for name in self.names if name not in stage.without)
+        return replace(self, names=names)
+
 
 @dataclass(frozen=True)
 class EvaluationRunner:
@@ -72,7 +77,7 @@ class EvaluationRunner:
         Returns None, on all ranks, when any rank is stopping: its result would be of a part only.
         """
         begun = time.perf_counter()
-        measure = self.measures[evaluation_set.name]
+        measure = self.measures[evaluation_set.name].within(stage)
         was_training = self.model.training
         self.model.eval()
         try:
