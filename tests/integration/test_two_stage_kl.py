@@ -1,6 +1,7 @@
 """The recipe of two stages: killed anywhere around its boundary, resumed, and in worlds of every size, it goes
 on to the bits of an undisturbed run, beside the same reference."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from run_helpers import (
     assert_same_curve,
     assert_same_state,
     checkpoints,
+    constant,
     curve,
     events,
     fault,
@@ -99,14 +101,14 @@ def test_the_second_stage_begins_at_its_token_with_the_model_as_reference(
     rows = curve(directory)
     names = {"policy_loss", "reference_loss", "penalty", "kl", "beta"}
     assert all("metrics" not in rows[step] for step in range(1, BOUNDARY + 1))
-    assert all(
-        rows[step]["metrics"].keys() == names for step in range(BOUNDARY + 1, STEPS + 1)
-    )
+    assert all(rows[step]["metrics"].keys() == names for step in range(BOUNDARY + 1, STEPS + 1))
 
     # In its first step the model is the reference still: no dropout, one arithmetic, no difference.
     first = rows[BOUNDARY + 1]
     assert first["metrics"]["penalty"] == first["metrics"]["kl"] == 0.0
-    assert first["metrics"]["policy_loss"] == first["metrics"]["reference_loss"] == first["loss"]
+    assert (
+        first["metrics"]["policy_loss"] == first["metrics"]["reference_loss"] == first["loss"]
+    )
     last = rows[STEPS]
     assert last["metrics"]["kl"] > 0 and last["metrics"]["beta"] == 2.0
     total = last["metrics"]["policy_loss"] + 2.0 * last["metrics"]["penalty"]
@@ -167,9 +169,7 @@ def test_a_run_that_is_killed_around_the_boundary_goes_on_to_the_same_bits(
 @pytest.mark.parametrize("step", [BOUNDARY - 1, BOUNDARY, BOUNDARY + 1, STEPS - 1])
 def test_a_run_that_stops_and_goes_on_has_the_same_bits(whole: Experiment, step: int) -> None:
     name = f"stopped-{step}"
-    whole.run(
-        "--stop-after-steps", str(step), directory=name, expect=STOPPED_SAVED
-    )
+    whole.run("--stop-after-steps", str(step), directory=name, expect=STOPPED_SAVED)
     whole.run(directory=name)
     assert_same_run(whole, name)
 
@@ -193,8 +193,6 @@ def test_without_the_boundarys_checkpoint_a_resume_is_refused(whole: Experiment)
 
 def test_another_checkpoint_in_the_boundarys_place_is_refused(whole: Experiment) -> None:
     """A later one that says it is of the boundary: whole, of this run, and not the reference."""
-    import json
-
     stopped = whole.at("other-boundary")
     whole.run("--stop-after-steps", "8", directory="other-boundary", expect=STOPPED_SAVED)
     place = stopped / "checkpoints" / f"step-{BOUNDARY}"
@@ -202,8 +200,47 @@ def test_another_checkpoint_in_the_boundarys_place_is_refused(whole: Experiment)
     shutil.copytree(stopped / "checkpoints" / "step-8", place)
     manifest = json.loads((place / "manifest.json").read_text("utf-8"))
     assert BOUNDARY != 8
-    text = (place / "manifest.json").read_text("utf-8").replace('"step":8', f'"step":{BOUNDARY}')
+    text = (
+        (place / "manifest.json").read_text("utf-8").replace('"step":8', f'"step":{BOUNDARY}')
+    )
     (place / "manifest.json").write_text(text, "utf-8")
     assert manifest
     err = whole.run(directory="other-boundary", expect=USER_ERROR).err
-    assert f"holds no checkpoint of step {BOUNDARY}" in err
+    print(err)
+    assert f"holds no checkpoint of step {BOUNDARY}" in err and "holds other weights" in err
+
+
+SHARDED = "spec.training.runtime.parallelism=fsdp2"
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_shards_train_beside_the_same_reference(
+    make_experiment: Callable[[], Experiment], is_cut: bool
+) -> None:
+    """``is_cut``: the reference is cut over the ranks too, as one of 64 MiB would be."""
+    experiment = make_experiment()
+    write(experiment, reproducibility={"elastic": "fast"})
+    limit = constant("evergrad_trainer.models.parallel.LARGE_BYTES", 1 if is_cut else 2**40)
+    sharded = ("--workers", "2", "--set", SHARDED)
+    experiment.run(*sharded, directory="sharded", faults=[limit])
+    experiment.run(directory="alone")
+    assert_same_curve(
+        experiment.at("alone"), experiment.at("sharded"), exact=False, tolerance=1e-5
+    )
+    killed = fault("step", call=8, action="SIGKILL", to="command")
+    experiment.run(*sharded, directory="killed", faults=[limit, killed], expect=-9)
+    experiment.run(*sharded, directory="killed", faults=[limit])
+    assert_same_curve(experiment.at("sharded"), experiment.at("killed"))
+    assert_same_state(experiment.at("sharded"), experiment.at("killed"))
+    assert metrics(experiment.at("sharded"))[0]["kl"] == 0.0
+    # Another cut, and none: the hash is of the whole.
+    experiment.run(
+        *sharded,
+        "--stop-after-steps",
+        "7",
+        directory="cut",
+        faults=[limit],
+        expect=STOPPED_SAVED,
+    )
+    experiment.run(directory="cut")
+    assert_same_curve(experiment.at("alone"), experiment.at("cut"), exact=False, tolerance=1e-5)
