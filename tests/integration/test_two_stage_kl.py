@@ -1,7 +1,6 @@
 """The recipe of two stages: killed anywhere around its boundary, resumed, and in worlds of every size, it goes
 on to the bits of an undisturbed run, beside the same reference."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -191,23 +190,26 @@ def test_without_the_boundarys_checkpoint_a_resume_is_refused(whole: Experiment)
     assert before == sorted(path.name for path in (stopped / "checkpoints").iterdir())
 
 
-def test_another_checkpoint_in_the_boundarys_place_is_refused(whole: Experiment) -> None:
-    """A later one that says it is of the boundary: whole, of this run, and not the reference."""
-    stopped = whole.at("other-boundary")
-    whole.run("--stop-after-steps", "8", directory="other-boundary", expect=STOPPED_SAVED)
-    place = stopped / "checkpoints" / f"step-{BOUNDARY}"
-    shutil.rmtree(place)
-    shutil.copytree(stopped / "checkpoints" / "step-8", place)
-    manifest = json.loads((place / "manifest.json").read_text("utf-8"))
-    assert BOUNDARY != 8
-    text = (
-        (place / "manifest.json").read_text("utf-8").replace('"step":8', f'"step":{BOUNDARY}')
+def test_another_checkpoint_in_the_boundarys_place_is_refused(
+    make_experiment: Callable[[], Experiment],
+) -> None:
+    """It is whole and of this run and step; only its weights are others, and only the hash can tell."""
+    experiment = make_experiment()
+    write(experiment)
+    experiment.run("--stop-after-steps", "8", directory="stopped", expect=STOPPED_SAVED)
+    # An override is no part of the recipe: what it trains has the same identity.
+    write(experiment, overrides=[{"fromStep": 2, "learningRate": 1e-4}])
+    experiment.run("--stop-after-steps", "6", directory="other", expect=STOPPED_SAVED)
+    write(experiment)
+    place, other = (
+        experiment.at(name) / "checkpoints" / f"step-{BOUNDARY}"
+        for name in ("stopped", "other")
     )
-    (place / "manifest.json").write_text(text, "utf-8")
-    assert manifest
-    err = whole.run(directory="other-boundary", expect=USER_ERROR).err
-    print(err)
-    assert f"holds no checkpoint of step {BOUNDARY}" in err and "holds other weights" in err
+    shutil.rmtree(place)
+    shutil.copytree(other, place)
+    err = experiment.run(directory="stopped", expect=USER_ERROR).err
+    assert f"holds no checkpoint of step {BOUNDARY} that this run went on from" in err
+    assert f"{place}: holds other weights" in err
 
 
 SHARDED = "spec.training.runtime.parallelism=fsdp2"

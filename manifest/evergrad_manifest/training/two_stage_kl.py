@@ -48,7 +48,8 @@ class TwoStageKl(Section):
     """The two stages, in their order."""
     estimator: Literal["nll_difference", "forward", "reverse"] = "reverse"
     """The penalty. ``reverse``: KL(model ‖ reference) over the vocabulary. ``forward``: KL(reference ‖
-    model). ``nll_difference``: the model's loss less the reference's, whose gradient is that of the loss alone."""
+    model). ``nll_difference``: the model's loss less the reference's, which has the gradient of the loss
+    alone."""
 
 
 def check_is_given(view: View) -> Iterator[Problem]:

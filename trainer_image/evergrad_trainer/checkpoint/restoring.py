@@ -123,7 +123,8 @@ def load_of_step(
         try:
             found = load_newest(replace(search, only=name), state, world=world)
         except CheckpointError as error:
-            problems += error.problems
+            # What helps is said once, for all of them.
+            problems += [replace(one, remedy="") for one in error.problems]
             continue
         if found is not None and is_right():
             return found[0].path
