@@ -24,8 +24,8 @@ _SECTION: Final = f"{TRAINING}.twoStageKl"
 _STAGES: Final = f"{_SECTION}.stages"
 _SOURCES: Final = f"{TRAINING}.data.sources"
 
-Share = Annotated[float, Field(gt=0, le=1e9, strict=True)]
-"""A plain number: a rule for each entry of a mapping would use up the budget of API servers."""
+Share = Annotated[Real, Field(gt=0, le=1e9)]
+"""A weight in a mixture."""
 
 
 class KlStage(Section):
