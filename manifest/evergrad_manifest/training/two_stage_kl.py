@@ -138,6 +138,20 @@ def check_mixtures(view: View) -> Iterator[Problem]:
                 yield Problem(format_path(path), what, "nothing would be trained on it", remedy)
 
 
+def check_set_names(view: View) -> Iterator[Problem]:
+    """No evaluation source takes the name of a stage's own set."""
+    if view.get(f"{TRAINING}.recipe") != RECIPE or not view.is_given(
+        f"{TRAINING}.data.heldOut"
+    ):
+        return
+    for path, item in view.items(f"{TRAINING}.evaluation.sources"):
+        name = item["name"]
+        if name is not UNKNOWN and name.casefold() in STAGE_SETS:
+            why = "it is the name of an evaluation set that data.heldOut makes"
+            where = format_path((*path, "name"))
+            yield Problem(where, f"{name!r} is reserved", why, "Rename the source")
+
+
 def _stages_of(view: View) -> list[tuple[Any, dict[str, Any]]]:
     """The known stages of a run of this recipe, each with its path."""
     if view.get(f"{TRAINING}.recipe") != RECIPE or not isinstance(view.get(_SECTION), Mapping):
@@ -145,4 +159,4 @@ def _stages_of(view: View) -> list[tuple[Any, dict[str, Any]]]:
     return view.items(_STAGES)
 
 
-RULES: Final = (check_is_given, check_stages, check_boundary, check_mixtures)
+RULES: Final = (check_is_given, check_stages, check_boundary, check_mixtures, check_set_names)
