@@ -370,16 +370,17 @@ def find_traps(
         yield from check_experts(
             plan.config, where=f"{where}.model.{'config' if path is None else 'path'}"
         )
-    if (
-        plan is not None
-        and training.runtime.loss_chunk is not None
-        and plan.name not in PLAIN_HEADS
-    ):
+    is_chunked = training.runtime.loss_chunk is not None or training.two_stage_kl is not None
+    if plan is not None and is_chunked and plan.name not in PLAIN_HEADS:
+        field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
+        if training.two_stage_kl is not None:
+            # Without chunks it would hold all logits of two models.
+            field, remedy = "model", "Use"
         yield Problem(
-            f"{where}.runtime.lossChunk",
+            f"{where}.{field}",
             f"the logits of {plan.name} cannot be made in chunks",
             "they are known to be more than a linear layer, or not known to be one",
-            f"Leave lossChunk out, or use one of {', '.join(sorted(PLAIN_HEADS))}",
+            f"{remedy} one of {', '.join(sorted(PLAIN_HEADS))}",
         )
     # A model that cannot be built is named by another check; that of a task is known to the task alone.
     if plan is not None and training.optimizer.groups and training.recipe in RECIPES:

@@ -73,8 +73,8 @@ class Loss:
 class Snapshot:
     """The weights of a frozen module that are those of a trained one as they were after a step.
 
-    ``of``: the trained module, of the same kind. ``after``: the step, a stage's last; until it is finished
-    the frozen module's weights mean nothing.
+    ``of``: the trained module, of the same kind. ``after``: the step, such as a stage's last; until it is
+    finished the frozen module's weights mean nothing.
     """
 
     of: str

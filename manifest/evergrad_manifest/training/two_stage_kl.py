@@ -18,6 +18,8 @@ from evergrad_manifest.view import UNKNOWN, View
 RECIPE: Final = "two_stage_kl"
 DEFAULT_BETA: Final = 0.1
 """Weight of the penalty in the second stage, where the file gives none."""
+CHUNK_TOKENS: Final = 512
+"""Tokens whose logits exist at a time, where ``runtime.lossChunk`` does not say."""
 STAGE_SETS: Final = ("stage1", "stage2")
 """Evaluation sets that ``data.heldOut`` makes: the held-out documents of each stage's sources."""
 _SECTION: Final = f"{TRAINING}.twoStageKl"

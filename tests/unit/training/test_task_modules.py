@@ -13,7 +13,7 @@ from evergrad_trainer.errors import HostError, TaskInputError
 from evergrad_trainer.models import parallel
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
-from evergrad_trainer.task import Modules
+from evergrad_trainer.task import Modules, Snapshot
 from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.frozen import compare_frozen, hash_frozen
 from evergrad_trainer.training.modules import (
@@ -217,3 +217,30 @@ def test_a_host_with_another_frozen_module_leaves_the_others_alone() -> None:
     assert [refuse(rank, steps=[-1, -1, -1]) for rank in range(3)] == [False, False, True]
     # Whose state goes on is right, however few they are.
     assert [refuse(rank, steps=[-1, -1, 8]) for rank in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "why"),
+    [
+        ({"other": Snapshot("model", 3)}, "it is no frozen module"),
+        ({"reference": Snapshot("head", 3)}, "'head' is no trained module"),
+        ({"reference": Snapshot("model", 0)}, "steps count from 1"),
+        ({"wider": Snapshot("model", 3)}, "not named, shaped and typed as those of 'model'"),
+    ],
+)
+def test_a_snapshot_that_could_not_be_taken_is_refused(
+    snapshots: dict[str, Snapshot], why: str
+) -> None:
+    frozen = {"reference": linear(), "wider": nn.Linear(2, 3)}
+    modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
+    (problem,) = module_problems(modules, PLAIN)
+    assert "cannot be taken" in problem.what and why in problem.why
+
+
+def test_a_snapshots_weights_are_not_among_those_that_build_has_made() -> None:
+    frozen = {"reference": linear(), "teacher": linear()}
+    snapshots = {"reference": Snapshot("model", 3)}
+    modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
+    assert module_problems(modules, PLAIN) == []
+    assert hash_frozen(modules).keys() == {"teacher"}
+    assert hash_frozen(modules, ["reference"]).keys() == {"reference"}

@@ -1,19 +1,17 @@
 """The sums of one micro-batch: token losses alone, or beside those of a reference."""
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
+from evergrad_manifest.training.two_stage_kl import CHUNK_TOKENS
 from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
 from evergrad_trainer.models.experts import router_coefficient
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.objectives.linear_cross_entropy import find_head, without
 from evergrad_trainer.objectives.linear_kl import KlSums, Penalty, linear_kl
 from evergrad_trainer.task import Tensors
-
-CHUNK_TOKENS: Final = 512
-"""Tokens whose logits exist at a time, where the file does not say."""
 
 
 def sum_losses(model: nn.Module, batch: Tensors, *, chunk_tokens: int | None) -> torch.Tensor:
