@@ -9,7 +9,7 @@ from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.training import Batching, Training
 from evergrad_manifest.training.optimization import check_pieces, check_schedule
 from evergrad_manifest.training.steps import check_stop, steps_for_tokens, steps_of
-from evergrad_manifest.training.two_stage_kl import problem_of_boundary
+from evergrad_manifest.training.two_stage_kl import CHUNK_TOKENS, problem_of_boundary
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,19 @@ def stage_ends(training: Training) -> tuple[int, ...]:
     per_step, length = training.batching.global_batch_size, training.data.sequence_length
     tokens = (stage.tokens or 0 for stage in training.two_stage_kl.stages[:-1])
     return tuple(steps_for_tokens(one, samples=per_step, length=length) for one in tokens)
+
+
+def num_references(training: Training) -> int:
+    """Frozen copies of the model that each process computes with besides."""
+    return 0 if training.two_stage_kl is None else 1
+
+
+def loss_chunk(training: Training) -> int | None:
+    """Tokens whose logits exist at a time; None: those of the whole micro-batch."""
+    if num_references(training):
+        # Beside a reference they always come in chunks: all of them would be there twice.
+        return training.runtime.loss_chunk or CHUNK_TOKENS
+    return training.runtime.loss_chunk
 
 
 def _check_stages(training: Training, *, total: int) -> list[Problem]:

@@ -1,6 +1,7 @@
 """The recipe of two stages: killed anywhere around its boundary, resumed, and in worlds of every size, it goes
 on to the bits of an undisturbed run, beside the same reference."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,31 @@ def test_an_evaluation_is_of_the_model_alone_and_says_how_far_it_is_from_the_ref
             # The reference is the model of the boundary: its loss on the same text is what was measured there.
             assert more["reference_loss"] == pytest.approx(at_boundary, rel=1e-6)
             assert more["kl"] > 0 and loss != at_boundary
+
+
+@pytest.mark.capability("T-67")
+def test_one_schedule_goes_over_both_stages(whole: Experiment) -> None:
+    """Stable through the boundary, and a decay at the end of the second stage alone."""
+    rates = [row["learning_rate"] for _, row in sorted(curve(whole.at("undisturbed")).items())]
+    assert set(rates[: STEPS - 2]) == {3e-3} and rates[-1] < rates[-2] <= 3e-3
+
+
+def test_the_boundary_is_recorded(whole: Experiment) -> None:
+    record = json.loads((whole.at("undisturbed") / "run.json").read_text("utf-8"))
+    assert record["derived"]["stageEnds"] == [BOUNDARY]
+
+
+def test_a_longer_horizon_lengthens_the_second_stage(
+    make_experiment: Callable[[], Experiment],
+) -> None:
+    experiment = make_experiment()
+    write(experiment, horizon={"steps": 8}, schedule={"type": "constant"})
+    experiment.run(directory="extended")
+    write(experiment, schedule={"type": "constant"})
+    experiment.run("--extend", directory="extended")
+    experiment.run(directory="undisturbed")
+    assert_same_curve(experiment.at("undisturbed"), experiment.at("extended"))
+    assert_same_state(experiment.at("undisturbed"), experiment.at("extended"))
 
 
 KILLS = {

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from evergrad_coordinator.contract import RunFile
 from evergrad_coordinator.text import size
-from evergrad_manifest.derive import HorizonNumbers, slots_per_step
+from evergrad_manifest.derive import (
+    HorizonNumbers,
+    loss_chunk,
+    num_references,
+    slots_per_step,
+)
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
@@ -111,7 +116,9 @@ def examine(
     ]
     # Last, since it writes.
     size = None if facts is None else checkpoint_bytes(facts, training)
-    findings += check_run_directory(run_directory, size, keep=training.checkpoint.keep)
+    # The checkpoint that a reference comes from is kept besides.
+    keep = training.checkpoint.keep + num_references(training)
+    findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)
 
 
@@ -370,10 +377,10 @@ def find_traps(
         yield from check_experts(
             plan.config, where=f"{where}.model.{'config' if path is None else 'path'}"
         )
-    is_chunked = training.runtime.loss_chunk is not None or training.two_stage_kl is not None
+    is_chunked = loss_chunk(training) is not None
     if plan is not None and is_chunked and plan.name not in PLAIN_HEADS:
         field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
-        if training.two_stage_kl is not None:
+        if num_references(training):
             # Without chunks it would hold all logits of two models.
             field, remedy = "model", "Use"
         yield Problem(

@@ -6,8 +6,8 @@ docs/model-sizes.md has what was calculated and what was measured.
 
 from dataclasses import dataclass, replace
 
+from evergrad_manifest.derive import loss_chunk, num_references
 from evergrad_manifest.training import Optimizer, Training
-from evergrad_manifest.training.two_stage_kl import CHUNK_TOKENS
 
 _ACTIVATIONS_PER_LAYER = 17
 """Values of hidden size a token kept per transformer block for the backward pass, without recomputation."""
@@ -98,7 +98,7 @@ def memory_of(
     block = (facts.parameters - tables) // max(1, facts.num_layers)
 
     # Weights, gradients and moments; a reference has weights alone.
-    references = 0 if training.two_stage_kl is None else 1
+    references = num_references(training)
     values = (2 + references) * facts.parameters + _count_moments(facts, training.optimizer)
     state = weight * values
     if is_sharded:
@@ -126,10 +126,7 @@ def memory_of(
         activations = inner + tokens * facts.hidden_size * kept * product * facts.num_layers
     # As the products give them, in fp32, and their gradient in fp32. In chunks, the head's gradient is summed
     # in fp32 beside them.
-    chunk_tokens = runtime.loss_chunk
-    if references:
-        # Recipes with a reference always make them so, those of the reference as well.
-        chunk_tokens = chunk_tokens or CHUNK_TOKENS
+    chunk_tokens = loss_chunk(training)
     chunk = min(tokens, chunk_tokens or tokens)
     logits = chunk * facts.vocab_size * (product + 8) * (1 + references)
     if chunk_tokens is not None:

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from evergrad_manifest.training.two_stage_kl import CHUNK_TOKENS
 from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
 from evergrad_trainer.models.experts import router_coefficient
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
@@ -14,9 +13,9 @@ from evergrad_trainer.objectives.linear_kl import KlSums, Penalty, linear_kl
 from evergrad_trainer.task import Tensors
 
 
-def sum_losses(model: nn.Module, batch: Tensors, *, chunk_tokens: int | None) -> torch.Tensor:
+def sum_losses(model: nn.Module, batch: Tensors, *, chunk_tokens: int) -> torch.Tensor:
     """The sum of token losses in nats."""
-    loss_sum = causal_lm_loss(model, chunk_tokens=chunk_tokens or CHUNK_TOKENS)
+    loss_sum = causal_lm_loss(model, chunk_tokens=chunk_tokens)
     return loss_sum(batch[INPUT_IDS], batch[LABELS])
 
 
@@ -26,7 +25,7 @@ def sum_divergences(
     batch: Tensors,
     *,
     penalty: Penalty,
-    chunk_tokens: int | None,
+    chunk_tokens: int,
 ) -> KlSums:
     """The sums of losses and penalties; logits exist for a chunk of tokens at a time, of both models."""
     head, other_head = find_head(model), find_head(reference)
@@ -41,7 +40,7 @@ def sum_divergences(
         (other.logits, other_head.weight),
         batch[LABELS],
         penalty=penalty,
-        chunk_tokens=chunk_tokens or CHUNK_TOKENS,
+        chunk_tokens=chunk_tokens,
     )
     config: Any = getattr(model, "config", None)
     coefficient = 0.0 if config is None else router_coefficient(config)

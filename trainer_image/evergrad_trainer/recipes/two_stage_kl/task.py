@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 
 from torch import Tensor, nn
 
-from evergrad_manifest.derive import stage_ends
+from evergrad_manifest.derive import loss_chunk, stage_ends
 from evergrad_manifest.training import TwoStageKl as StageSection
 from evergrad_manifest.training.two_stage_kl import DEFAULT_BETA, STAGE_SETS
 from evergrad_trainer.data.prepared import Prepared
@@ -125,8 +125,7 @@ class TwoStageKl(Pretrain):
         return Loss(sums.policy, {"reference_loss": sums.reference, "kl": sums.divergence})
 
     def _plain(self, modules: Modules, batch: Tensors) -> Tensor:
-        chunk_tokens = self.setup.training.runtime.loss_chunk
-        return sum_losses(modules.trained[MODEL], batch, chunk_tokens=chunk_tokens)
+        return sum_losses(modules.trained[MODEL], batch, chunk_tokens=self._chunk_tokens)
 
     def _compare(self, modules: Modules, batch: Tensors, penalty: Penalty) -> KlSums:
         return sum_divergences(
@@ -134,8 +133,14 @@ class TwoStageKl(Pretrain):
             modules.frozen[REFERENCE],
             batch,
             penalty=penalty,
-            chunk_tokens=self.setup.training.runtime.loss_chunk,
+            chunk_tokens=self._chunk_tokens,
         )
+
+    @property
+    def _chunk_tokens(self) -> int:
+        found = loss_chunk(self.setup.training)
+        assert found is not None  # noqa: S101 - there is a reference
+        return found
 
     @property
     def _section(self) -> StageSection:
