@@ -116,7 +116,6 @@ def examine(
     ]
     # Last, since it writes.
     size = None if facts is None else checkpoint_bytes(facts, training)
-    # The checkpoint that a reference comes from is kept besides.
     keep = training.checkpoint.keep + num_references(training)
     findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)

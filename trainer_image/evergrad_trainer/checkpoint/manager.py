@@ -178,10 +178,8 @@ class CheckpointManager:
             if found:
                 catalog.write_pointer(BEST, found[0].name, found[0].version)
         except OSError as error:
-            self._on_event(
-                EventType.WARNING,
-                {"message": f"step {step} could not be marked as the best checkpoint: {error}"},
-            )
+            message = f"step {step} could not be marked as the best checkpoint: {error}"
+            self._on_event(EventType.WARNING, {"message": message})
 
     def poll(self) -> None:
         """Report a save that has ended since the last call. To be called each step; costs next to nothing.
@@ -278,10 +276,8 @@ class CheckpointManager:
         # A fenced save is no failure of the volume; ``wait`` raises its own error.
         if self.failures >= self._settings.max_failures and outcome.fenced is None:
             kind = ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL
-            failed = f"{self.failures} saves in a row have failed"
-            raise SaveError(
-                f"{self._directory}: {failed}; the last one: {outcome.reason}", kind
-            )
+            failed = f"{self._directory}: {self.failures} saves in a row have failed"
+            raise SaveError(f"{failed}; the last one: {outcome.reason}", kind)
         return outcome
 
     def _report(self, flight: _Flight) -> Outcome:

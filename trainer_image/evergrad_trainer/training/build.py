@@ -125,20 +125,12 @@ def build_machinery(
     is_compiled = should_compile(runtime, device)
     # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before
     # sharding, so that FSDP2's gathers stay outside of them.
-    has_blocks = is_compiled and compile_blocks(modules.root(), trained_blocks(modules))
-    if has_blocks:
-        for name in modules.snapshots:
-            compile_blocks(modules.frozen[name])
+    has_blocks = is_compiled and _compile_blocks(modules)
 
     cuts = plan_cuts(modules) if is_sharded else {}
-    cut_frozen = {
-        name: module
-        for name, module in modules.frozen.items()
-        if any(cut.module is module for cut in cuts.values())
-    }
-    whole_hashes = WholeHashes(
-        {name: one for name, one in cut_frozen.items() if name not in modules.snapshots}
-    )
+    cut_frozen = {name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts}
+    # Of what is built: a snapshot is hashed when it is taken.
+    whole_hashes = WholeHashes(cut_frozen, without=modules.snapshots)
     if is_sharded:
         seconds = float(runtime.collective_timeout_seconds)
         sharding = Sharding(runtime.precision, runtime.shards, seconds)
@@ -171,6 +163,16 @@ def build_machinery(
         snapshots=Snapshots(modules, is_sharded=is_sharded),
         kernels=kernels,
     )
+
+
+def _compile_blocks(modules: Modules) -> bool:
+    """Compile the repeated blocks in place; whether the trained modules have any."""
+    has_blocks = compile_blocks(modules.root(), trained_blocks(modules))
+    if has_blocks:
+        # A snapshot computes as often as what it was taken of.
+        for name in modules.snapshots:
+            compile_blocks(modules.frozen[name])
+    return has_blocks
 
 
 def _move_to(

@@ -19,16 +19,19 @@ from evergrad_trainer.world import World
 class WholeHashes:
     """Hashes of modules as they are whole, of which this rank is about to hold a part."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        """Before they are cut. Weights that are not made yet come by :meth:`add`."""
-        self._modules = dict(modules)
+    def __init__(
+        self, modules: Mapping[str, nn.Module], *, without: Collection[str] = ()
+    ) -> None:
+        """Before they are cut. Weights that are not made yet come by :meth:`add`. ``without``: names of those
+        that get their weights later."""
+        self._modules = {name: one for name, one in modules.items() if name not in without}
         self._sums = {
             name: {
                 own: int(sum_words(tensor))
                 for own, tensor in module_tensors(module).items()
                 if not tensor.is_meta
             }
-            for name, module in modules.items()
+            for name, module in self._modules.items()
         }
         self._made: dict[nn.Parameter, int] = {}
 

@@ -77,8 +77,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     elif transfers := plan_transfers(steps):
         compare_transferred(state, world, transfers)
     life.held = Held.WHOLE
-    # Collectives: what belongs to the state and is in none of its tensors.
-    settle_snapshots(session, machinery)
+    settle_snapshots(session, machinery)  # collectives: what is in none of its tensors
     return is_fresh
 
 
