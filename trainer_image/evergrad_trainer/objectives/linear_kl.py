@@ -69,24 +69,21 @@ class _ChunkedKl(torch.autograd.Function):
         own, its_weight = reference
         for begin in range(0, len(hidden), chunk_tokens):
             rows = slice(begin, begin + chunk_tokens)
-            part, targets = hidden[rows], labels[rows]
-            is_asked = targets != IGNORE_INDEX
-            # A target that is to be ignored is no column: any one will do, since the row counts nothing.
-            targets = targets.where(is_asked, 0)[:, None]
-            log_p = _log_softmax(functional.linear(part, weight))
-            log_q = _log_softmax(functional.linear(own[rows], its_weight))
-            policy, other = -log_p.gather(1, targets)[:, 0], -log_q.gather(1, targets)[:, 0]
-            chunk = _Chunk(log_p, log_q, policy - other, penalty)
-            values = torch.stack([policy, other, chunk.penalties, chunk.divergence])
-            # Not a product: what has no label may be anything, also not a number.
-            sums += values.where(is_asked, 0.0).sum(dim=1)
-            if grad_hidden is None or grad_weight is None:
+            part = hidden[rows]
+            log_p = _log_probabilities(part, weight)
+            log_q = _log_probabilities(own[rows], its_weight)
+            values, slope = _compare(
+                log_p, log_q, labels[rows], penalty, needs_slope=needs_gradients
+            )
+            # Gone before the next chunk's are made.
+            del log_p, log_q
+            sums += values
+            if slope is None or grad_hidden is None or grad_weight is None:
                 continue
-            slope = chunk.slope(targets)
-            slope.masked_fill_(~is_asked[:, None], 0.0)
             slope = slope.to(hidden.dtype)
             grad_hidden[rows] = slope @ weight
             grad_weight += slope.T @ part
+            del slope
         if grad_hidden is not None and grad_weight is not None:
             # Two tensors of the size of the inputs, and no logits.
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
@@ -105,53 +102,58 @@ class _ChunkedKl(torch.autograd.Function):
         return scaled_hidden, grad_weight * slope, None, None, None
 
 
-class _Chunk:
-    """One chunk of tokens [n, V]: its penalties, KL(p ‖ q), and the slope of its part of the sum.
+def _log_probabilities(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[n, V], in fp32 at once, whatever the products' type is."""
+    return functional.log_softmax(
+        functional.linear(hidden, weight), dim=-1, dtype=torch.float32
+    )
 
-    ``log_p`` and ``log_q`` are written over: three tensors of this size exist at a time.
+
+def _compare(
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    labels: torch.Tensor,
+    penalty: Penalty,
+    *,
+    needs_slope: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The four sums of one chunk of tokens [n, V], and d total / d logits where that is needed.
+
+    Writes over ``log_p`` and ``log_q``: three tensors of their size exist at a time.
     """
+    beta, is_forward = penalty.beta, penalty.estimator == "forward"
+    is_asked = labels != IGNORE_INDEX
+    # A target that is to be ignored is no column: any one will do, since the row counts nothing.
+    targets = labels.where(is_asked, 0)[:, None]
+    policy, other = -log_p.gather(1, targets)[:, 0], -log_q.gather(1, targets)[:, 0]
 
-    def __init__(
-        self,
-        log_p: torch.Tensor,
-        log_q: torch.Tensor,
-        difference: torch.Tensor,
-        penalty: Penalty,
-    ) -> None:
-        """``difference``: of the two losses of each token."""
-        self._settings = penalty
-        is_forward = penalty.estimator == "forward"
-        # log(p / q) takes the place of log q, unless q itself is needed.
-        self._q = log_q.exp() if is_forward else None
-        self._ratio = torch.sub(log_p, log_q, out=log_q)
-        self._p = log_p.exp_()
-        self.divergence = (self._p * self._ratio).sum(dim=1)
-        if penalty.estimator == "nll_difference":
-            self.penalties = difference
-        elif self._q is not None:
-            self.penalties = -(self._q * self._ratio).sum(dim=1)
+    # log(p / q) takes the place of log q, and p that of log p.
+    q = log_q.exp() if is_forward else None
+    ratio = torch.sub(log_p, log_q, out=log_q)
+    p = log_p.exp_()
+    divergence = (p * ratio).sum(dim=1)
+    penalties = divergence
+    if q is not None:
+        penalties = -(q * ratio).sum(dim=1)
+    elif penalty.estimator == "nll_difference":
+        penalties = policy - other
+    values = torch.stack([policy, other, penalties, divergence])
+    # Chosen, and not multiplied by zero: what has no label may be anything.
+    sums = values.where(is_asked, 0.0).sum(dim=1)
+    if not needs_slope:
+        return sums, None
+
+    # p - onehot(y) of the loss, and beta times what the table above has of the penalty.
+    slope, ones = p, torch.ones_like(targets, dtype=p.dtype)
+    if penalty.estimator == "nll_difference":
+        slope.scatter_add_(1, targets, -ones).mul_(1 + beta)
+    else:
+        if q is not None:
+            slope.mul_(1 + beta).sub_(q, alpha=beta)
         else:
-            self.penalties = self.divergence
-
-    def slope(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return d (loss + beta · penalty) / d logits; consumes what the chunk holds."""
-        beta, slope = self._settings.beta, self._p
-        ones = torch.ones_like(targets, dtype=slope.dtype)
-        if self._settings.estimator == "nll_difference":
-            return slope.scatter_add_(1, targets, -ones).mul_(1 + beta)
-        if self._q is not None:
-            slope.mul_(1 + beta).sub_(self._q, alpha=beta)
-        else:
-            # p · (1 + beta · (log(p / q) - KL)), in place.
-            factor = self._ratio.sub_(self.divergence[:, None]).mul_(beta).add_(1.0)
-            slope.mul_(factor)
-        return slope.scatter_add_(1, targets, -ones)
-
-
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """In fp32, in the logits' own memory where they are fp32 already."""
-    logits = logits.float()
-    return logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
+            slope.mul_(ratio.mul_(beta).add_(1.0 - beta * divergence[:, None]))
+        slope.scatter_add_(1, targets, -ones)
+    return sums, slope.masked_fill_(~is_asked[:, None], 0.0)
 
 
 def linear_kl(
