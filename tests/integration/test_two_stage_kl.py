@@ -19,6 +19,7 @@ from run_helpers import (
     curve,
     events,
     fault,
+    merge,
     read_lines,
     recipe,
     write_documents,
@@ -236,6 +237,48 @@ def test_another_checkpoint_in_the_boundarys_place_is_refused(
     err = experiment.run(directory="stopped", expect=USER_ERROR).err
     assert f"holds no checkpoint of step {BOUNDARY} that this run went on from" in err
     assert f"{place}: holds other weights" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"twoStageKl": None},
+            "spec.training.twoStageKl: missing; recipe two_stage_kl has two stages.",
+        ),
+        (
+            {"twoStageKl": {"stages": [{"tokens": 640}, {}]}},
+            "no step is left for the second stage",
+        ),
+        (
+            {"model": {"config": {"model_type": "gemma2", "hidden_size": 32}}},
+            "the logits of gemma2 cannot be made in chunks",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+    make_experiment: Callable[[], Experiment], changes: dict[str, Any], said: str
+) -> None:
+    experiment = make_experiment()
+    write(experiment)
+    experiment.write(merge(two_stages(), changes))
+    assert said in experiment.run(expect=USER_ERROR).err
+    assert not (experiment.at() / "run.json").exists() and checkpoints(experiment.at()) == []
+
+
+def test_another_beta_or_mixture_is_another_recipe(
+    make_experiment: Callable[[], Experiment],
+) -> None:
+    experiment = make_experiment()
+    write(experiment)
+    experiment.run("--stop-after-steps", "7", expect=STOPPED_SAVED)
+    stages = [{"tokens": 300, "mixture": {"docs": 1}}, {"mixture": {"more": 1}, "beta": 3.0}]
+    before = (experiment.at() / "run.json").read_bytes()
+    write(experiment, twoStageKl={"stages": stages})
+    err = experiment.run(expect=USER_ERROR).err
+    assert "spec.training.twoStageKl.stages[1].beta: 3.0 here, but the run in" in err
+    assert "spec.training.twoStageKl.stages[1].mixture.docs: nothing here" in err
+    assert before == (experiment.at() / "run.json").read_bytes()
 
 
 SHARDED = "spec.training.runtime.parallelism=fsdp2"

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from evergrad_trainer.errors import CheckpointError, DivergedError
+from evergrad_trainer.errors import CheckpointError, DivergedError, TaskInputError
+from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.task import Modules, Snapshot
+from evergrad_trainer.training.frozen import compare_frozen
 from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.world import World
 
@@ -150,6 +152,15 @@ def test_going_back_to_the_beginning_forgets_it() -> None:
     snapshots, _ = taken(0)
     snapshots.reset()
     assert snapshots.values() == {}
+
+
+def test_one_that_changes_in_memory_is_found_where_replicas_are_compared() -> None:
+    snapshots, modules = taken(0)
+    compare_frozen(modules, snapshots.own_parts, ALONE, code=Code(None))
+    with torch.no_grad():
+        modules.frozen["reference"].bias.add_(1.0)  # type: ignore[operator, union-attr]
+    with pytest.raises(TaskInputError, match="reference have changed"):
+        compare_frozen(modules, snapshots.own_parts, ALONE, code=Code(None))
 
 
 class Pair:
