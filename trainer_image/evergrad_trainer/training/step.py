@@ -55,9 +55,14 @@ class Stepper:
         :meth:`Sums.exchange`: a rank that is through it finishes the step, whatever becomes of others.
         """
         parts, settings, clock = self._parts, self._settings, self._parts.clock
-        without = parts.stream.stage(step).without
-        names = [name for name in settings.metrics if name not in without]
-        sums = Sums(step, world, flags, num_slots=settings.slots_per_step, names=names)
+        sums = Sums(
+            step,
+            world,
+            flags,
+            num_slots=settings.slots_per_step,
+            names=settings.metrics,
+            without=parts.stream.stage(step).without,
+        )
         norm: torch.Tensor | None = None
         overflow: Problem | None = None
         clock.begin()
