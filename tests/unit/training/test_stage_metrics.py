@@ -1,7 +1,8 @@
 """Metrics that a stage is without: not there in its steps and evaluations, and no shorter exchange between
 ranks."""
 
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Counting(World):
 class Two:
     """Has a metric in each stage, and another in the second alone."""
 
-    metrics = {"error": "Error.", "kl": "Divergence."}
+    metrics: ClassVar[Mapping[str, str]] = {"error": "Error.", "kl": "Divergence."}
 
     def loss(self, modules: Any, batch: Any, stage: Stage) -> Loss:
         parts = {"error": torch.tensor(4.0)}
