@@ -162,6 +162,7 @@ class Sums:
         *flags, weight, sample_hash, num_spoiled = head.tolist()
         sums = _floats(loss_bits).view_as(values)
         losses, *parts = sums.tolist()
+        named = zip(self._names, parts, strict=True)
         common_norm = float(_floats(norm_bits))
         if num_spoiled and math.isfinite(common_norm):
             # Rank 0's is fine, and another's is not.
@@ -173,11 +174,7 @@ class Sums:
             weight=int(weight),
             sample_hash=int(sample_hash) % 2**64,
             losses=losses,
-            parts={
-                name: part
-                for name, part in zip(self._names, parts, strict=True)
-                if name not in self._without
-            },
+            parts={name: part for name, part in named if name not in self._without},
             norm=common_norm,
             rank_skew_seconds=float(skew),
         )
