@@ -32,6 +32,7 @@ RECIPE_SECTIONS: Final = (
     "horizon",
     "reproducibility",
     "options",
+    "twoStageKl",
 )
 """Sections of ``spec.training`` that decide the result, but for what is named below.
 
@@ -101,6 +102,11 @@ _LATER_SETTINGS: Final = frozenset(
         "training.schedule.power",
         "training.schedule.startRatio",
         "training.rows",
+        "training.twoStageKl",
+        "training.twoStageKl.estimator",
+        "training.twoStageKl.stages[].beta",
+        "training.twoStageKl.stages[].mixture",
+        "training.twoStageKl.stages[].tokens",
     }
 )
 """Optional fields that came after the hash of the settings, which leaves them out where they have their first

@@ -101,6 +101,9 @@ POINTS = {
     "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
+    "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
+    "published": ("evergrad_trainer.checkpoint.saving", "_settle"),
+    "snapshot": ("evergrad_trainer.training.snapshots", "Snapshots.take"),
     "receive": ("evergrad_trainer.world", "World.receive"),
 }
 

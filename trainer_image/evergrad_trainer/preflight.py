@@ -13,7 +13,12 @@ from pathlib import Path
 
 from evergrad_coordinator.contract import RunFile
 from evergrad_coordinator.text import size
-from evergrad_manifest.derive import HorizonNumbers, slots_per_step
+from evergrad_manifest.derive import (
+    HorizonNumbers,
+    loss_chunk,
+    num_references,
+    slots_per_step,
+)
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
@@ -112,7 +117,8 @@ def examine(
     ]
     # Last, since it writes.
     size = None if facts is None else checkpoint_bytes(facts, training)
-    findings += check_run_directory(run_directory, size, keep=training.checkpoint.keep)
+    keep = training.checkpoint.keep + num_references(training)
+    findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)
 
 
@@ -371,16 +377,17 @@ def find_traps(
         yield from check_experts(
             plan.config, where=f"{where}.model.{'config' if path is None else 'path'}"
         )
-    if (
-        plan is not None
-        and training.runtime.loss_chunk is not None
-        and plan.name not in PLAIN_HEADS
-    ):
+    is_chunked = loss_chunk(training) is not None
+    if plan is not None and is_chunked and plan.name not in PLAIN_HEADS:
+        field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
+        if num_references(training):
+            # Without chunks it would hold all logits of two models.
+            field, remedy = "model", "Use"
         yield Problem(
-            f"{where}.runtime.lossChunk",
+            f"{where}.{field}",
             f"the logits of {plan.name} cannot be made in chunks",
             "they are known to be more than a linear layer, or not known to be one",
-            f"Leave lossChunk out, or use one of {', '.join(sorted(PLAIN_HEADS))}",
+            f"{remedy} one of {', '.join(sorted(PLAIN_HEADS))}",
         )
     if plan is not None and plan.config is not None and training.data.packing == "documents":
         why = why_not_apart(plan.config, training.data.sequence_length)

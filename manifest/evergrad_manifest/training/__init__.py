@@ -49,6 +49,8 @@ from evergrad_manifest.training.steps import (
     StepOverride,
     Stop,
 )
+from evergrad_manifest.training.two_stage_kl import RULES as RULES_OF_TWO_STAGE_KL
+from evergrad_manifest.training.two_stage_kl import KlStage, TwoStageKl
 
 __all__ = [
     "GENERATED",
@@ -68,6 +70,7 @@ __all__ = [
     "HeldOut",
     "Horizon",
     "InitFrom",
+    "KlStage",
     "Logging",
     "Metrics",
     "Model",
@@ -84,6 +87,7 @@ __all__ = [
     "Stop",
     "Tokenizer",
     "Training",
+    "TwoStageKl",
 ]
 
 
@@ -91,8 +95,8 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, ``sft``, or a task of your own as ``module:attr``, a name in a Python
-    file that lies beside this one or can be imported."""
+    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, or a task of your own as ``module:attr``,
+    a name in a Python file that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
@@ -143,6 +147,8 @@ class Training(Section):
     """Lines that are printed."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
+    two_stage_kl: TwoStageKl | None = None
+    """Stages and penalty of ``recipe: two_stage_kl``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -167,5 +173,6 @@ RULES: Final = (
     *RULES_OF_OPTIMIZATION,
     *RULES_OF_PRETRAIN,
     *RULES_OF_SFT,
+    *RULES_OF_TWO_STAGE_KL,
     *RULES_OF_ALL,
 )

@@ -18,12 +18,15 @@ from evergrad_manifest.training.common import (
     meaningless_in,
 )
 from evergrad_manifest.training.sft import GENERATED, NUMBERS, Generation
+from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
+from evergrad_manifest.training.two_stage_kl import STAGE_SETS
 from evergrad_manifest.values.numbers import Count, Fraction, Real, show
 from evergrad_manifest.view import UNKNOWN, View
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT: Final = "heldOut"
-"""Name of the evaluation set that ``data.heldOut`` makes."""
+"""Name of the evaluation set that ``data.heldOut`` makes, but for the recipes that make others of it."""
+HELD_OUT_SETS: Final = {KL_RECIPE: STAGE_SETS}
 BYTE_VOCABULARY: Final = 257
 TEXT_TYPES: Final = ("jsonl", "text", "parquet")
 """Types of sources whose documents are tokenised."""
@@ -373,16 +376,16 @@ def check_best(view: View) -> Iterator[Problem]:
 
     # An evaluation set without a valid name may be the one that the metric means, so that nothing is refused.
     sources = view.items(f"{_EVALUATION}.sources")
-    names = [item["name"] for _, item in sources] + (
-        [HELD_OUT] if view.is_given(_HELD_OUT) else []
-    )
+    recipe = view.get(f"{TRAINING}.recipe")
+    splits = HELD_OUT_SETS.get(recipe, (HELD_OUT,)) if view.is_given(_HELD_OUT) else ()
+    names = [*(item["name"] for _, item in sources), *splits]
     if UNKNOWN in names or view.get(f"{_EVALUATION}.sources") is UNKNOWN:
         return
     metrics = [f"{name}/loss" for name in names]
     if view.is_given(f"{_EVALUATION}.generation"):
         metrics += [f"{name}{GENERATED}/{one}" for name in names for one in ("loss", *NUMBERS)]
     # The names of a task's own evaluators are known to the task alone.
-    if metric not in metrics and view.get(f"{TRAINING}.recipe") in RECIPES:
+    if metric not in metrics and recipe in RECIPES:
         near = nearest(metric, metrics)
         known = (
             f"Known here: {', '.join(metrics)}"

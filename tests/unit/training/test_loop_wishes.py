@@ -75,6 +75,7 @@ def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> Run:
         "compare": lambda step: None,
         "on_first_step": lambda: None,
         "finish_state": lambda outcome, entered: None,
+        "snapshots": None,
     }
     return cast(Any, Run)(**parts, progress=progress)  # type: ignore[no-any-return]
 

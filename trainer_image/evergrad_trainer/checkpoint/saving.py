@@ -57,7 +57,8 @@ _log = logging.getLogger(__name__)
 class SaveOrder:
     """One save: the version, the values beside the tensors, and the place of this rank.
 
-    ``group`` (gloo, None in a world of one) belongs to this save alone until it ends.
+    ``group`` (gloo, None in a world of one) belongs to this save alone until it ends. ``anchors``: steps
+    whose checkpoints are never removed.
     """
 
     version: Version
@@ -68,6 +69,7 @@ class SaveOrder:
     rank: int
     world_size: int
     group: dist.ProcessGroup | None
+    anchors: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
                 store.reader.validate(candidate.name, checksums=False)
             valid.append(candidate)
     pinned = {name, choose_best(valid, store.catalog.read_pointer(BEST))}
+    pinned |= {one.name for one in valid if one.version.step in order.anchors}
     removals = choose_removals(
         valid, keep=order.keep, pinned={one for one in pinned if one is not None}
     )

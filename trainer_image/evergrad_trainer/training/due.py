@@ -75,7 +75,7 @@ def is_evaluation_due(run: Run) -> bool:
         return False
     if step == 0:
         return limits.evaluate_at_start
-    if step in (limits.total_steps, progress.evaluation_asked):
+    if step in (limits.total_steps, progress.evaluation_asked, *limits.anchors):
         return True
     return is_due(step, limits.evaluate_every)
 

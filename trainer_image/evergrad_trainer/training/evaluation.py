@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -44,6 +44,11 @@ class Measure:
     summarize: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
     is_own: bool = False
 
+    def within(self, stage: Stage) -> "Measure":
+        """What is measured in ``stage``, which may be without some of the parts."""
+        names = tuple(name for name in self.names if name not in stage.without)
+        return replace(self, names=names)
+
 
 @dataclass(frozen=True)
 class EvaluationRunner:
@@ -75,7 +80,7 @@ class EvaluationRunner:
         Returns None, on all ranks, when any rank is stopping: its result would be of a part only.
         """
         begun = time.perf_counter()
-        measure = self.measures[evaluation_set.name]
+        measure = self.measures[evaluation_set.name].within(stage)
         was_training = self.model.training
         self.model.eval()
         try:

@@ -122,6 +122,9 @@ def _pause(
     elif not is_entering and is_due(progress.finished_steps, limits.compare_every):
         # Collective: one number of each rank.
         run.compare(progress.finished_steps)
+    if progress.finished_steps in limits.anchors and interrupted is None:
+        # Collectives: a checkpoint that all later steps need is published before the first of them.
+        _anchor(run)
     run.checkpoints.poll()
     # An evaluation that was cut short comes first: what it was part of is not over.
     return interrupted or find_stop_reason(run.limits, progress, flags)
@@ -289,6 +292,27 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
         progress.save_asked = asked
         raise
     progress.saved_step = step
+
+
+def _anchor(run: Run) -> None:
+    """Publish the newest step's checkpoint, and take the snapshots that are due after it.
+
+    A process that is killed in here finds that checkpoint, and takes them again, or an older one, and comes
+    here again. Raises SaveError or FencedError (all ranks together).
+    """
+    progress, checkpoints = run.progress, run.checkpoints
+    step = progress.finished_steps
+
+    def is_published() -> bool:
+        newest = checkpoints.published
+        return progress.resumed_step == step or (newest is not None and newest.step == step)
+
+    # Ends: several failures in a row are an error.
+    while not is_published():
+        save_together(run)
+    # Collective: one row of each rank.
+    for name, found in run.snapshots.take(step, run.membership.world).items():
+        emit(run, EventType.SNAPSHOT, name=name, hash=found)
 
 
 def save_together(run: Run) -> None:

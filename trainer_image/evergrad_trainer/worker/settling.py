@@ -14,7 +14,7 @@ from evergrad_trainer.training.progress import adopt, choose_source, describe_ra
 from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.life import Held, Life
 from evergrad_trainer.worker.opening import has_checkpoints
-from evergrad_trainer.worker.restoring import restore
+from evergrad_trainer.worker.restoring import restore, settle_snapshots
 from evergrad_trainer.worker.session import Session
 from evergrad_trainer.world import World
 
@@ -77,6 +77,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     elif transfers := plan_transfers(steps):
         compare_transferred(state, world, transfers)
     life.held = Held.WHOLE
+    settle_snapshots(session, machinery)  # collectives: what is in none of its tensors
     return is_fresh
 
 
