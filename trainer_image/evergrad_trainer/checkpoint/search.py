@@ -56,8 +56,8 @@ class Search:
     checksums: bool
     identity: Identity | None = None
     """Refuse checkpoints of any other; None: anyone's will do."""
-    prefix: str = ""
-    """Only tensors whose keys begin so are wanted."""
+    prefix: str | tuple[str, ...] = ""
+    """Only tensors whose keys begin so, or in one of these ways, are wanted."""
     only: str | None = None
     """Consider this name alone."""
     may_quarantine: bool = False
