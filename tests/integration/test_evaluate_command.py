@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import pytest
 from run_helpers import Experiment, read_lines, recipe
 
 EVALUATED: dict[str, Any] = {

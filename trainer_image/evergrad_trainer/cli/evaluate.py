@@ -38,8 +38,19 @@ def execute(args: argparse.Namespace) -> int:
     rows = []
     for one in opened.session.data.evaluation:
         result = measure(
-            opened, one, is_stopping=lambda: False, on_progress=lambda done, total: None
+            opened,
+            one,
+            opened.evaluator.open_tally(one, {}),
+            is_stopping=lambda: False,
+            on_progress=lambda done, total: None,
         )
-        rows.append({"name": one.name, "step": restored.step, "loss": result.loss, "tokens": result.weight})
+        rows.append(
+            {
+                "name": one.name,
+                "step": restored.step,
+                "loss": result.loss,
+                "tokens": result.weight,
+            }
+        )
     print(dumps_strict({"results": rows}))
     return int(ExitCode.DONE)

@@ -1,7 +1,6 @@
 """Measures one checkpoint of an opened run on some of its sets, and goes on where an earlier try was cut."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.manifest import Candidate
@@ -13,6 +12,7 @@ from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.evaluation.opening import OpenedRun
 from evergrad_trainer.state.registry import OPTIMIZER, from_extra
 from evergrad_trainer.training.evaluation import EvaluationResult
+from evergrad_trainer.training.tally import Tally
 
 
 def load_checkpoint(opened: OpenedRun, store: Store, candidate: Candidate) -> Restored:
@@ -42,16 +42,18 @@ def load_checkpoint(opened: OpenedRun, store: Store, candidate: Candidate) -> Re
 def measure(
     opened: OpenedRun,
     one: EvaluationSet,
+    tally: Tally,
     *,
     is_stopping: Callable[[], bool],
     on_progress: Callable[[int, int], None],
 ) -> EvaluationResult | None:
-    """Measure the loaded checkpoint on one set; None where a stop has cut it short."""
+    """Measure what ``tally`` lacks of the loaded checkpoint; None where a stop has cut it short."""
     session = opened.session
     step = session.progress.finished_steps
     return opened.evaluator.run(
         one,
         session.world,
+        tally,
         stage=session.data.train.stage(max(1, step)),
         is_stopping=is_stopping,
         on_progress=on_progress,

@@ -1,4 +1,4 @@
-"""Opens a run from its directory alone: its task, its evaluation sets, and a model to load checkpoints into."""
+"""Opens a run from its directory alone: its task, its sets, and a model to load checkpoints into."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from typing import Any, Final
 from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.task_files import hash_task_files
+from evergrad_manifest.task_files import hash_task, hash_task_files
 from evergrad_trainer.data.prepare import resolve_prepared_directory
 from evergrad_trainer.data.prepared import Prepared, sequence_problems
 from evergrad_trainer.distributed import choose_device, set_threads
@@ -89,9 +89,7 @@ def open_run(path: Path, *, prepare_data: PrepareData) -> OpenedRun:
         base_directory=base,
         run_directory=path,
         prepared=opened.prepared or prepared,
-        model=plan_model(
-            training.model, base_directory=base, vocab_size=prepared.vocab_size
-        ),
+        model=plan_model(training.model, base_directory=base, vocab_size=prepared.vocab_size),
         numbers=derive_steps(training, num_samples=opened.data.train.num_samples),
         threads=threads_per_worker(training, cores=machine.cores, num_workers=1),
         stop_after_steps=None,
@@ -99,13 +97,14 @@ def open_run(path: Path, *, prepare_data: PrepareData) -> OpenedRun:
         process_start=process_start_time(),
         marks={"imports": begun},
         opened=opened,
+        task_hash=hash_task(training, base),
         task_files=hash_task_files(training, base),
     )
     return _build(plan, directory)
 
 
 def _build(plan: SessionPlan, directory: RunDirectory) -> OpenedRun:
-    """Make the modules as a training process of a world of one makes them, so that they give the same bits."""
+    """Make the modules as training in a world of one makes them, so that they give the same bits."""
     opened = plan.opened
     assert opened is not None  # noqa: S101 - the plan was made with it
     set_threads(plan.threads)
@@ -118,7 +117,7 @@ def _build(plan: SessionPlan, directory: RunDirectory) -> OpenedRun:
         plan.run.training, opened, plan.model, world, with_weights=False
     )
     register_state(session, machinery)
-    return OpenedRun(session, machinery, build_evaluations(machinery))
+    return OpenedRun(session, machinery, build_evaluations(machinery, code=plan.task_hash))
 
 
 def read_record(directory: RunDirectory) -> dict[str, Any]:
@@ -149,6 +148,4 @@ def read_record(directory: RunDirectory) -> dict[str, Any]:
 def _is_missing(prepared: Prepared) -> bool:
     """Whether a prepared file is not there as it was recorded."""
     sources = (*prepared.sources, *prepared.evaluation)
-    return any(
-        sequence_problems(one.path.parent, one.train, one.held_out) for one in sources
-    )
+    return any(sequence_problems(one.path.parent, one.train, one.held_out) for one in sources)

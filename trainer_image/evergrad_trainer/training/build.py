@@ -332,8 +332,8 @@ def build_stepper(
     return Stepper(parts, settings)
 
 
-def build_evaluations(machinery: Machinery) -> EvaluationRunner:
-    """What evaluates between two steps."""
+def build_evaluations(machinery: Machinery, *, code: str) -> EvaluationRunner:
+    """What evaluates between two steps. ``code``: hash of the task's own files."""
     return EvaluationRunner(
         model=machinery.model,
         measures=build_measures(machinery.opened, machinery.modules, machinery.loss_of),
@@ -341,6 +341,7 @@ def build_evaluations(machinery: Machinery) -> EvaluationRunner:
         autocast=machinery.autocast,
         reading=functools.partial(machinery.opened.code.guarding, "read of its source"),
         frozen=machinery.cut_frozen,
+        code=code,
     )
 
 

@@ -154,6 +154,7 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
     # The task's part of the state belongs to this step: before anything says that the step is finished.
     run.finish_state(outcome, entered)
     progress.finished_steps = outcome.step
+    progress.tallies = {}
     progress.steps_here += 1
     if outcome.skipped is None:
         progress.updates += 1
@@ -208,7 +209,7 @@ def _raise_if_fenced(outcome: StepOutcome) -> None:
 def _evaluate(run: Run) -> StopReason | None:
     """Evaluate all sets.
 
-    Returns the reason when a stop or a change cut it short; it is then repeated after the resume.
+    Returns the reason when a stop or a change cut it short; it then goes on after the resume.
     """
     world, progress = run.membership.world, run.progress
     stage = run.stream.stage(max(1, progress.finished_steps))
@@ -221,14 +222,20 @@ def _evaluate(run: Run) -> StopReason | None:
         return run.membership.is_changing(is_saving=run.checkpoints.is_saving)
 
     for one in run.evaluation_sets:
+        tally = run.evaluator.open_tally(one, progress.tallies.get(one.name, {}))
         # Collectives: all ranks share the batches of a set, and all of them end it early, or none.
-        result = run.evaluator.run(
-            one,
-            world,
-            stage=stage,
-            is_stopping=is_stopping,
-            on_progress=functools.partial(run.observers.evaluation_progress, one.name),
-        )
+        try:
+            result = run.evaluator.run(
+                one,
+                world,
+                tally,
+                stage=stage,
+                is_stopping=is_stopping,
+                on_progress=functools.partial(run.observers.evaluation_progress, one.name),
+            )
+        finally:
+            # Also where the world has ended: the next one, or a later start, goes on from there.
+            progress.tallies[one.name] = tally.to_json()
         if result is None:
             # Collective: ranks that were cut short by another's signal leave for the same reason.
             is_signal = not world.all_agree(not run.is_signalled())
@@ -237,11 +244,12 @@ def _evaluate(run: Run) -> StopReason | None:
         values |= {f"{one.name}/{metric}": value for metric, value in measured.items()}
         records.append(build_evaluation_record(run, one.name, result))
 
-    # Not set by set: an evaluation that is cut short is made again, and observers with a state that is
+    # Not set by set: an evaluation that is cut short goes on later, and observers with a state that is
     # transferred and restored must have heard of it once.
     for record in records:
         run.observers.evaluation_end(record)
     progress.evaluated_step = progress.finished_steps
+    progress.tallies = {}
     _keep_best(run, values)
     return None
 

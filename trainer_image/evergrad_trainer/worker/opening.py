@@ -79,7 +79,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         stream=session.data.train,
         checkpoints=checkpoints,
         state=machinery.registry,
-        evaluator=build_evaluations(machinery),
+        evaluator=build_evaluations(machinery, code=session.plan.task_hash),
         evaluation_sets=session.data.evaluation,
         best=build_best(training),
         observers=session.observers,

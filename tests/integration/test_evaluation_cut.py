@@ -1,0 +1,42 @@
+"""Evaluations of a run that are cut in the middle go on there, and give the same bits."""
+
+import json
+from typing import Any
+
+import pytest
+from run_helpers import STOPPED_SAVED, Experiment, fault, read_lines, recipe, write_documents
+
+EVALUATED: dict[str, Any] = {
+    "data": {"heldOut": {"count": 6}},
+    "evaluation": {
+        "every": {"steps": 2},
+        "sources": [{"name": "other", "path": "other.jsonl"}],
+    },
+}
+
+
+def evaluated(experiment: Experiment, directory: str) -> list[Any]:
+    rows = read_lines(experiment.at(directory) / "evaluation.jsonl")
+    return [(row["step"], row["name"], row["loss"], row["tokens"]) for row in rows]
+
+
+@pytest.mark.capability("O-17", "O-18", "O-44", "O-68")
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle_after_the_resume(
+    experiment: Experiment, workers: str
+) -> None:
+    write_documents(experiment.path / "other.jsonl", count=20, seed=5)
+    experiment.write(recipe(**EVALUATED))
+    experiment.run("--workers", workers, directory="undisturbed")
+    # In the first of the two sets of the evaluation after step 2.
+    cut = [fault("batch", call=3, action="SIGTERM")]
+    experiment.run("--workers", workers, expect=STOPPED_SAVED, faults=cut)
+    assert evaluated(experiment, "tiny") == []
+
+    manifest = experiment.at() / "checkpoints" / "step-2" / "manifest.json"
+    (tally,) = json.loads(manifest.read_text())["extra"]["tallies"].values()
+    assert tally["done"] == 4 * int(workers)
+
+    experiment.run("--workers", workers)
+    assert evaluated(experiment, "tiny") == evaluated(experiment, "undisturbed")
+    assert [row[0] for row in evaluated(experiment, "tiny")] == [2, 2, 4, 4, 6, 6, 8, 8]
