@@ -1,10 +1,19 @@
 """``evergrad evaluate``: measure checkpoints of a run on its evaluation sets, beside the run or after it."""
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from evergrad_coordinator.contract import ExitCode, RunFile
+from evergrad_coordinator.text import count, duration
 from evergrad_trainer.checkpoint.store import open_store
+from evergrad_trainer.run_directory import RunDirectory, dumps_strict
+
+if TYPE_CHECKING:
+    from evergrad_trainer.evaluation.measuring import Evaluator, Measured
+    from evergrad_trainer.worker.signals import StopSignals
 
 NAME = "evaluate"
 EXAMPLES = """\
@@ -12,45 +21,164 @@ EXAMPLES = """\
   evergrad evaluate runs/docs-lm --checkpoint best --set heldOut --set wiki
   evergrad evaluate runs/docs-lm --checkpoint 1200 --json | jq '.results[].loss'
   evergrad evaluate runs/docs-lm --watch      # each new checkpoint, until the run is complete"""
+POLL_SECONDS: Final = 1.0
+"""How often --watch looks for a new checkpoint."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the run, the checkpoint and the sets."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--json", action="store_true")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--checkpoint",
+        default="last",
+        metavar="STEP|best|last",
+        help="which checkpoint (default: %(default)s)",
+    )
+    which.add_argument(
+        "--watch",
+        action="store_true",
+        help="every checkpoint, each new one as it is published, until the run is complete",
+    )
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this evaluation set; may be given several times (default: all)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document; with --watch one object a line",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
-    from evergrad_trainer.cli.prepare import prepare_with_progress
-    from evergrad_trainer.evaluation.measuring import load_checkpoint, measure
-    from evergrad_trainer.evaluation.opening import open_run
-    from evergrad_trainer.run_directory import dumps_strict
+    """Evaluate; the exit code is 0, or 75 where a stop cut it: what was measured is kept then.
 
+    Raises RunDirectoryError, CheckpointError and ConfigurationError.
+    """
+    from evergrad_trainer.cli.prepare import prepare_with_progress
+    from evergrad_trainer.evaluation.choice import choose_checkpoint, choose_sets
+    from evergrad_trainer.evaluation.measuring import CutError, Evaluator
+    from evergrad_trainer.evaluation.opening import open_run, read_run_record
+    from evergrad_trainer.evaluation.results import remove_stale_cuts
+    from evergrad_trainer.worker.signals import StopSignals
+
+    store = open_store(args.run / RunFile.CHECKPOINTS)
+    # What is asked for may be wrong: said before a model is built.
+    read_run_record(RunDirectory(args.run))
+    candidate = None if args.watch else choose_checkpoint(store, args.checkpoint)
     opened = open_run(
         args.run,
         prepare_data=lambda run, base, shared: prepare_with_progress(
             run.training, base_directory=base, prepared_directory=shared
         ),
     )
-    store = open_store(args.run / RunFile.CHECKPOINTS)
-    candidate = store.catalog.scan()[0]
-    restored = load_checkpoint(opened, store, candidate)
-    rows = []
-    for one in opened.session.data.evaluation:
-        result = measure(
-            opened,
-            one,
-            opened.evaluator.open_tally(one, {}),
-            is_stopping=lambda: False,
-            on_progress=lambda done, total: None,
+    signals = StopSignals()
+    evaluator = Evaluator(
+        opened,
+        store,
+        choose_sets(opened.session.data.evaluation, args.sets),
+        is_stopping=lambda: signals.is_requested,
+        on_progress=lambda name, done, total: None,
+    )
+    remove_stale_cuts(args.run, [one.name for one in store.catalog.scan()])
+    signals.install()
+    try:
+        if candidate is None:
+            return _watch(args, evaluator, signals)
+        measured = list(evaluator.evaluate(candidate))
+    except CutError:
+        print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
+        return int(ExitCode.STOPPED_SAVED)
+    finally:
+        signals.uninstall()
+    if args.json:
+        print(
+            dumps_strict(
+                {
+                    "checkpoint": candidate.name,
+                    "step": candidate.version.step,
+                    "results": [_row(one) for one in measured],
+                },
+                indent=1,
+            )
         )
-        rows.append(
-            {
-                "name": one.name,
-                "step": restored.step,
-                "loss": result.loss,
-                "tokens": result.weight,
-            }
-        )
-    print(dumps_strict({"results": rows}))
+    else:
+        _print_table(measured)
     return int(ExitCode.DONE)
+
+
+def _watch(args: argparse.Namespace, evaluator: "Evaluator", signals: "StopSignals") -> int:
+    """Evaluate each checkpoint as it is published, oldest first, until the run is complete."""
+    from evergrad_trainer.evaluation.watching import watch
+
+    for measured in watch(
+        evaluator,
+        RunDirectory(args.run),
+        wait=lambda: signals.wait(POLL_SECONDS),
+        warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
+    ):
+        if args.json:
+            print(dumps_strict(_row(measured)), flush=True)
+        else:
+            print(_line(measured), flush=True)
+    if signals.is_requested:
+        print("stopped while it waited for the next checkpoint", file=sys.stderr)
+        return int(ExitCode.STOPPED_SAVED)
+    return int(ExitCode.DONE)
+
+
+def _row(measured: "Measured") -> dict[str, Any]:
+    """A result as programs read it."""
+    return {**measured.values, "file": measured.file, "is_new": measured.is_new}
+
+
+_TITLES: Final = ("STEP", "SET", "LOSS", "PERPLEXITY", "TOKENS", "TOOK")
+
+
+def _cells(values: dict[str, Any]) -> tuple[str, ...]:
+    loss, perplexity = (
+        "–" if values[name] is None else f"{values[name]:.{digits}f}"
+        for name, digits in (("loss", 4), ("perplexity", 2))
+    )
+    return (
+        str(values["step"]),
+        values["name"],
+        loss,
+        perplexity,
+        count(values["tokens"]),
+        duration(values["seconds"]),
+    )
+
+
+def _line(measured: "Measured") -> str:
+    """A result on one line, for a log."""
+    cells = _cells(measured.values)
+    shown = " ".join(
+        f"{title.lower()}={cell}" for title, cell in zip(_TITLES, cells, strict=True)
+    )
+    metrics = measured.values.get("metrics", {})
+    more = "".join(f" {name}={value}" for name, value in metrics.items())
+    return shown + more
+
+
+def _print_table(measured: Sequence["Measured"]) -> None:
+    """Results one below the other, and where they are."""
+    rows = [_TITLES, *(_cells(one.values) for one in measured)]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(_TITLES))]
+    for row in rows:
+        print(
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            ).rstrip()
+        )
+    for one in measured:
+        for name, value in one.values.get("metrics", {}).items():
+            print(f"{one.values['name']}/{name}: {value}")
+    for one in measured:
+        note = "" if one.is_new else " (measured before)"
+        print(f"{one.file}{note}")

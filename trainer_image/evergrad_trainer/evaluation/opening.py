@@ -54,7 +54,7 @@ def open_run(path: Path, *, prepare_data: PrepareData) -> OpenedRun:
     holds no typed run of this version's format, and as opening the run for training does.
     """
     directory = RunDirectory(path)
-    record = read_record(directory)
+    record = read_run_record(directory)
     run = read_run(directory, record)
     if run.spec.script is not None:
         raise RunDirectoryError(
@@ -120,7 +120,7 @@ def _build(plan: SessionPlan, directory: RunDirectory) -> OpenedRun:
     return OpenedRun(session, machinery, build_evaluations(machinery, code=plan.task_hash))
 
 
-def read_record(directory: RunDirectory) -> dict[str, Any]:
+def read_run_record(directory: RunDirectory) -> dict[str, Any]:
     """The content of ``run.json``. Raises RunDirectoryError for what is no run, or one of another format."""
     directory.require_run()
     record = directory.read_resolved()

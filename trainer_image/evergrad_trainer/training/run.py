@@ -114,16 +114,21 @@ def build_record(run: Run, outcome: StepOutcome, *, total: float) -> StepRecord:
     )
 
 
-def build_evaluation_record(run: Run, name: str, result: EvaluationResult) -> EvaluationRecord:
-    """The row of one evaluation set."""
+def perplexity_of(loss: float) -> float:
+    """The perplexity of a loss in nats."""
     # Beyond this e**loss is no float any more.
     largest = 700.0
+    return math.exp(min(loss, largest))
+
+
+def build_evaluation_record(run: Run, name: str, result: EvaluationResult) -> EvaluationRecord:
+    """The row of one evaluation set."""
     return EvaluationRecord(
         step=run.progress.finished_steps,
         generation=run.membership.world.generation,
         name=name,
         loss=result.loss,
-        perplexity=math.exp(min(result.loss, largest)),
+        perplexity=perplexity_of(result.loss),
         tokens=result.weight,
         seconds=result.seconds,
         time=time.time(),
