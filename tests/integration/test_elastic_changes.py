@@ -131,9 +131,7 @@ def test_an_evaluation_goes_on_in_a_smaller_world_where_a_death_has_cut_it(
 ) -> None:
     """Node 1 dies in its ``call``-th batch, before or behind the first exchange, and is not replaced."""
     cluster = make_elastic(evaluating)
-    cluster.start(
-        faults=[fault("SIGKILL", "batch", node=1, call=call, to="node", name="kill")]
-    )
+    cluster.start(faults=[fault("SIGKILL", "batch", node=1, call=call, to="node", name="kill")])
     cluster.finish(nodes=[0, 2])
     assert cluster.has_happened("kill")
     cluster.check(evaluating.at("undisturbed"))

@@ -355,6 +355,9 @@ def build_limits(
         save_every=training.checkpoint.every.steps,
         compare_every=training.runtime.compare_replicas_every or None,
         evaluate_every=evaluation.every.steps if evaluation.every else None,
+        evaluate_sets_every={
+            one.name: one.every.steps for one in evaluation.sets if one.every is not None
+        },
         evaluate_at_start=evaluation.at_start,
         after_step=training.stop.after_step,
         stop_after_steps=stop_after_steps,

@@ -5,14 +5,15 @@ import functools
 import time
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.errors import FencedError
 from evergrad_trainer.records import EvaluationRecord, EventType, StopReason
 from evergrad_trainer.state.registry import to_extra
 from evergrad_trainer.training.due import (
     agree_limits,
+    due_sets,
     find_stop_reason,
     is_due,
-    is_evaluation_due,
     is_save_due,
 )
 from evergrad_trainer.training.exchange import (
@@ -112,9 +113,9 @@ def _pause(
 
     progress = run.progress
     interrupted: StopReason | None = None
-    if is_evaluation_due(run):
+    if sets := due_sets(run):
         # Collectives: all ranks share the batches.
-        interrupted = _evaluate(run)
+        interrupted = _evaluate(run, sets)
 
     if is_save_due(run):
         # Collectives: replicas are compared, then each rank writes its part.
@@ -206,8 +207,8 @@ def _raise_if_fenced(outcome: StepOutcome) -> None:
     )
 
 
-def _evaluate(run: Run) -> StopReason | None:
-    """Evaluate all sets.
+def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
+    """Evaluate these sets.
 
     Returns the reason when a stop or a change cut it short; it then goes on after the resume.
     """
@@ -221,7 +222,7 @@ def _evaluate(run: Run) -> StopReason | None:
             return True
         return run.membership.is_changing(is_saving=run.checkpoints.is_saving)
 
-    for one in run.evaluation_sets:
+    for one in sets:
         tally = run.evaluator.open_tally(one, progress.tallies.get(one.name, {}))
         # Collectives: all ranks share the batches of a set, and all of them end it early, or none.
         try:
@@ -240,9 +241,10 @@ def _evaluate(run: Run) -> StopReason | None:
             # Collective: ranks that were cut short by another's signal leave for the same reason.
             is_signal = not world.all_agree(not run.is_signalled())
             return "signal" if is_signal else "change"
-        measured = {"loss": result.loss, **result.metrics}
+        record = build_evaluation_record(run, one.name, result)
+        measured = {"loss": record.loss, "perplexity": record.perplexity, **result.metrics}
         values |= {f"{one.name}/{metric}": value for metric, value in measured.items()}
-        records.append(build_evaluation_record(run, one.name, result))
+        records.append(record)
 
     # Not set by set: an evaluation that is cut short goes on later, and observers with a state that is
     # transferred and restored must have heard of it once.

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,9 @@ class Limits:
     total_steps: int
     save_every: int
     evaluate_every: int | None
+    """Of all sets that have no cadence of their own."""
+    evaluate_sets_every: Mapping[str, int] = field(default_factory=dict)
+    """Cadences of their own, by set."""
     compare_every: int | None = None
     evaluate_at_start: bool = False
     after_step: int | None = None
@@ -71,6 +74,7 @@ class Run:
     state: Registry
     evaluator: EvaluationRunner
     evaluation_sets: tuple[EvaluationSet, ...]
+    """Those that the run evaluates itself."""
     best: Best | None
     observers: Observer
     directory: RunDirectory
