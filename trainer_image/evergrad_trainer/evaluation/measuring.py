@@ -25,7 +25,7 @@ from evergrad_trainer.evaluation.results import (
 )
 from evergrad_trainer.records import EvaluationRecord, record_row
 from evergrad_trainer.run_directory import reported
-from evergrad_trainer.state.registry import OPTIMIZER, from_extra
+from evergrad_trainer.state.registry import from_extra
 from evergrad_trainer.training.evaluation import EvaluationResult
 from evergrad_trainer.training.run import perplexity_of
 
@@ -99,12 +99,9 @@ class Evaluator:
     def _load(self, candidate: Candidate) -> None:
         """Load the weights of one checkpoint, validated; its optimizer is not read."""
         session, machinery = self.opened.session, self.opened.machinery
-        state = {
-            name: tensor
-            for name, tensor in machinery.state().items()
-            if not name.startswith(f"{OPTIMIZER}.")
-        }
-        # By the first part of their names, so that what the checkpoint holds beyond them is still an error.
+        # All but the optimizer's. By the first part of their names, so that what the checkpoint holds beyond
+        # them is still an error.
+        state = machinery.state()
         prefixes = tuple({f"{name.partition('.')[0]}." for name in state})
         search = Search(
             self.store,

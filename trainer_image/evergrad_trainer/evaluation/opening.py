@@ -114,7 +114,7 @@ def _build(plan: SessionPlan, directory: RunDirectory) -> OpenedRun:
         plan, directory, lambda: False, Membership(world), opened.observers, opened
     )
     machinery = build_machinery(
-        plan.run.training, opened, plan.model, world, with_weights=False
+        plan.run.training, opened, plan.model, world, with_weights=False, is_trained=False
     )
     register_state(session, machinery)
     return OpenedRun(session, machinery, build_evaluations(machinery, code=plan.task_hash))
