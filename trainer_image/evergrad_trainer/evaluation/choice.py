@@ -94,7 +94,7 @@ def choose_sets(
     for name in asked:
         if name not in names:
             near = nearest(name, names)
-            why = f"did you mean {near}?" if near else "the run's file names no such set"
+            why = f"did you mean {near}?" if near else "the run's file has no such set"
             problems.append(
                 Problem(
                     "--set", f"{name!r} is no evaluation set", why, f"Known: {', '.join(names)}"

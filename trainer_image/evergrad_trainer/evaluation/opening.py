@@ -75,12 +75,13 @@ def open_run(path: Path, *, prepare_data: PrepareData) -> OpenedRun:
         check_tokenizer_unchanged(run_state, prepared)
 
     root = resolve_prepared_directory(training, base_directory=base, default=shared)
+    is_prepared = prepared.folder is not None and prepared.folder.is_dir()
     opened = open_recipe(
         training,
         prepared,
         base,
         has_trained=True,
-        prepared_directory=None if prepared.folder is not None else root,
+        prepared_directory=None if is_prepared else root,
     )
     machine = observe_machine(num_accelerators=0, accelerator_memory_bytes=None)
     plan = SessionPlan(
