@@ -4,7 +4,15 @@ import json
 from typing import Any
 
 import pytest
-from run_helpers import STOPPED_SAVED, Experiment, fault, read_lines, recipe, write_documents
+from run_helpers import (
+    DONE,
+    STOPPED_SAVED,
+    Experiment,
+    fault,
+    read_lines,
+    recipe,
+    write_documents,
+)
 
 EVALUATED: dict[str, Any] = {
     "data": {"heldOut": {"count": 6}},
@@ -28,6 +36,9 @@ def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle_after_the_resume(
     write_documents(experiment.path / "other.jsonl", count=20, seed=5)
     experiment.write(recipe(**EVALUATED))
     experiment.run("--workers", workers, directory="undisturbed")
+    sizes = experiment.command("evaluate", "runs/undisturbed", "--json").expect(DONE)
+    results = json.loads(sizes.out)["results"]
+    num_batches = sum(row["batches"] for row in results)
     # In the first of the two sets of the evaluation after step 2.
     cut = [fault("batch", call=3, action="SIGTERM")]
     experiment.run("--workers", workers, expect=STOPPED_SAVED, faults=cut)
@@ -37,6 +48,12 @@ def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle_after_the_resume(
     (tally,) = json.loads(manifest.read_text())["extra"]["tallies"].values()
     assert tally["done"] == 4 * int(workers)
 
+    # One process alone would be killed if it measured again what was measured.
+    left = num_batches - tally["done"]
+    faults = [fault("batch", call=left + 1, action="SIGKILL")] if workers == "1" else []
+    experiment.run(
+        "--workers", workers, "--stop-after-steps", "1", expect=STOPPED_SAVED, faults=faults
+    )
     experiment.run("--workers", workers)
     assert evaluated(experiment, "tiny") == evaluated(experiment, "undisturbed")
     assert [row[0] for row in evaluated(experiment, "tiny")] == [2, 2, 4, 4, 6, 6, 8, 8]
