@@ -55,7 +55,10 @@ class FakeRun:
 
     def watch(self) -> list[Any]:
         evaluator = SimpleNamespace(
-            store=SimpleNamespace(catalog=SimpleNamespace(scan=self.scan)),
+            store=SimpleNamespace(
+                catalog=SimpleNamespace(scan=self.scan),
+                reader=SimpleNamespace(locate=lambda name: "run/checkpoints"),
+            ),
             evaluate=self.evaluate,
         )
         return list(

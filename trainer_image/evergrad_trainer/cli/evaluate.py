@@ -61,18 +61,18 @@ def execute(args: argparse.Namespace) -> int:
     Raises RunDirectoryError, CheckpointError and ConfigurationError.
     """
     from evergrad_trainer.cli.prepare import prepare_with_progress
-    from evergrad_trainer.evaluation.choice import choose_checkpoint, choose_sets
+    from evergrad_trainer.evaluation.choice import choose_checkpoint, list_checkpoints
     from evergrad_trainer.evaluation.measuring import CutError, Evaluator
-    from evergrad_trainer.evaluation.opening import open_run, read_run_record
+    from evergrad_trainer.evaluation.opening import open_run, read_recorded
     from evergrad_trainer.evaluation.results import remove_stale_cuts
     from evergrad_trainer.worker.signals import StopSignals
 
     store = open_store(args.run / RunFile.CHECKPOINTS)
-    # What is asked for may be wrong: said before a model is built.
-    read_run_record(RunDirectory(args.run))
+    recorded = read_recorded(args.run)
     candidate = None if args.watch else choose_checkpoint(store, args.checkpoint)
     opened = open_run(
-        args.run,
+        recorded,
+        args.sets,
         prepare_data=lambda run, base, shared: prepare_with_progress(
             run.training, base_directory=base, prepared_directory=shared
         ),
@@ -81,11 +81,10 @@ def execute(args: argparse.Namespace) -> int:
     evaluator = Evaluator(
         opened,
         store,
-        choose_sets(opened.session.data.evaluation, args.sets),
         is_stopping=lambda: signals.is_requested,
-        on_progress=lambda name, done, total: None,
+        on_progress=_show_progress,
     )
-    remove_stale_cuts(args.run, [one.name for one in store.catalog.scan()])
+    remove_stale_cuts(args.run, [one.name for one in list_checkpoints(store)])
     signals.install()
     try:
         if candidate is None:
@@ -110,6 +109,13 @@ def execute(args: argparse.Namespace) -> int:
     else:
         _print_table(measured)
     return int(ExitCode.DONE)
+
+
+def _show_progress(name: str, done: int, total: int) -> None:
+    """Say on a terminal how far a set is."""
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        print(f"\r{name}: {done}/{total} batches", end=end, file=sys.stderr, flush=True)
 
 
 def _watch(args: argparse.Namespace, evaluator: "Evaluator", signals: "StopSignals") -> int:

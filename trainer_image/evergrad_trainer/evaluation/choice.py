@@ -14,9 +14,21 @@ from evergrad_trainer.checkpoint.retention import choose_best
 from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.run_directory import reported
+from evergrad_trainer.volume import retry
 
 _MOST_NAMED = 10
 """Steps that a message lists."""
+
+
+def list_checkpoints(store: Store) -> list[Candidate]:
+    """All checkpoints, newest first, readable or not; tried again for a while where the volume refuses.
+
+    Raises VolumeError or RunDirectoryError.
+    """
+    where, what = store.reader.locate(""), "the checkpoints cannot be listed"
+    with reported(where, what=what):
+        return retry(store.catalog.scan, where=where, what=what)
 
 
 def choose_checkpoint(store: Store, asked: str) -> Candidate:
@@ -31,7 +43,7 @@ def choose_checkpoint(store: Store, asked: str) -> Candidate:
         raise ConfigurationError(
             Problem("--checkpoint", f"{asked!r} is no step", why, "Use a step, best or last")
         )
-    found = store.catalog.scan()
+    found = list_checkpoints(store)
     if not found:
         remedy = "Wait for the run's first save, or let --watch wait for it"
         raise CheckpointError(

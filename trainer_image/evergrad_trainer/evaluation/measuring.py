@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,17 +51,16 @@ class CutError(Exception):
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates checkpoints of one opened run on some of its sets."""
+    """Evaluates checkpoints of one opened run on its chosen sets."""
 
     opened: OpenedRun
     store: Store
-    sets: Sequence[EvaluationSet]
     is_stopping: Callable[[], bool]
     on_progress: OnProgress
 
     def find(self, candidate: Candidate) -> list[Measured] | None:
         """The results of a checkpoint, or None where one is missing."""
-        found = [self._find(candidate, one) for one in self.sets]
+        found = [self._find(candidate, one) for one in self.opened.sets]
         return None if None in found else [one for one in found if one is not None]
 
     def evaluate(self, candidate: Candidate) -> Iterator[Measured]:
@@ -78,7 +77,7 @@ class Evaluator:
             with reported(directory, what="the checkpoint cannot be held"):
                 stack.enter_context(hold(directory, candidate.name))
             self._load(candidate)
-            for one in self.sets:
+            for one in self.opened.sets:
                 yield self._find(candidate, one) or self._measure(candidate, one)
 
     def _find(self, candidate: Candidate, one: EvaluationSet) -> Measured | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from evergrad_trainer.checkpoint.manifest import Candidate
 from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.evaluation.choice import list_checkpoints
 from evergrad_trainer.evaluation.measuring import Evaluator, Measured
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -27,7 +28,7 @@ def watch(
         is_complete = directory.is_complete()
         waiting = [
             (candidate, key)
-            for candidate in reversed(evaluator.store.catalog.scan())
+            for candidate in reversed(list_checkpoints(evaluator.store))
             if (key := _key(candidate)) not in done
         ]
         if not waiting:
@@ -43,7 +44,7 @@ def watch(
         try:
             yield from evaluator.evaluate(candidate)
         except CheckpointError as error:
-            if candidate.name in {one.name for one in evaluator.store.catalog.scan()}:
+            if candidate.name in {one.name for one in list_checkpoints(evaluator.store)}:
                 warn(f"{candidate.name} is passed over: {error}")
             else:
                 warn(
