@@ -12,8 +12,8 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.task_files import hash_task, hash_task_files
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
-from evergrad_trainer.data.prepare import resolve_prepared_directory
-from evergrad_trainer.data.prepared import Prepared, sequence_problems
+from evergrad_trainer.data.prepare import check_unchanged, resolve_prepared_directory
+from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.distributed import choose_device, set_threads
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.evaluation.choice import choose_sets
@@ -113,6 +113,8 @@ def open_run(
     run_state = inspect_directory(recorded.directory, run, extend=True)
     shared = path.absolute().parent / ".prepared"
     if _is_missing(prepared):
+        # What is prepared now must be what the run was trained on.
+        check_unchanged(prepared, training, base_directory=base, prepared_directory=shared)
         prepared = prepare_data(run, base, shared)
         check_tokenizer_unchanged(run_state, prepared)
     is_prepared = prepared.folder is not None and prepared.folder.is_dir()
@@ -171,6 +173,11 @@ def _build(plan: SessionPlan, opened: Opened, sets: tuple[EvaluationSet, ...]) -
 
 
 def _is_missing(prepared: Prepared) -> bool:
-    """Whether a prepared file is not there as it was recorded."""
-    sources = (*prepared.sources, *prepared.evaluation)
-    return any(sequence_problems(one.path.parent, one.train, one.held_out) for one in sources)
+    """Whether a file of tokens is gone."""
+    sequences = [
+        sequence
+        for one in (*prepared.sources, *prepared.evaluation)
+        for sequence in (one.train, one.held_out)
+        if sequence is not None
+    ]
+    return not all(shard.path.is_file() for one in sequences for shard in one.shards)
