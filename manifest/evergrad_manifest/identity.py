@@ -82,6 +82,7 @@ _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds
 _LATER_SETTINGS: Final = frozenset(
     {
         "training.data.sources[].document",
+        "training.evaluation.saveFirst",
         "training.evaluation.sets",
         "training.evaluation.sets[].every",
         "training.evaluation.sets[].samples",

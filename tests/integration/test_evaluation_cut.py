@@ -1,6 +1,7 @@
 """Evaluations of a run that are cut in the middle go on there, and give the same bits."""
 
 import json
+import signal
 from typing import Any
 
 import pytest
@@ -8,9 +9,12 @@ from run_helpers import (
     DONE,
     STOPPED_SAVED,
     Experiment,
+    checkpoints,
     fault,
     read_lines,
     recipe,
+    steps_of,
+    wait_until,
     write_documents,
 )
 
@@ -26,6 +30,30 @@ EVALUATED: dict[str, Any] = {
 def evaluated(experiment: Experiment, directory: str) -> list[Any]:
     rows = read_lines(experiment.at(directory) / "evaluation.jsonl")
     return [(row["step"], row["name"], row["loss"], row["tokens"]) for row in rows]
+
+
+@pytest.mark.capability("O-18", "O-48")
+def test_a_kill_in_an_evaluation_costs_no_step_where_state_is_saved_first(
+    experiment: Experiment,
+) -> None:
+    write_documents(experiment.path / "other.jsonl", count=20, seed=5)
+    best = {"metric": "other/loss"}
+    changes: dict[str, Any] = {"checkpoint": {"every": {"steps": 100}, "best": best}}
+    evaluation = {**EVALUATED["evaluation"], "every": {"steps": 4}, "saveFirst": True}
+    experiment.write(recipe(**{**EVALUATED, "evaluation": evaluation}, **changes))
+    experiment.run(directory="undisturbed")
+    # The checkpoint is published before the batch: a kill does not wait for a save under way.
+    held = fault("batch", call=9, action="hold")
+    run = experiment.start(faults=[held])
+    wait_until(lambda: checkpoints(experiment.at()) == [4])
+    run.send(signal.SIGKILL)
+    run.wait()
+    experiment.run()
+    assert steps_of(experiment.at()) == list(range(1, 9)), "no step was trained again"
+    assert evaluated(experiment, "tiny") == evaluated(experiment, "undisturbed")
+    for directory in ("tiny", "undisturbed"):
+        pointer = experiment.at(directory) / "checkpoints" / "best.json"
+        assert json.loads(pointer.read_text())["step"] == 8, "the loss of this run falls"
 
 
 @pytest.mark.capability("O-17", "O-18", "O-44", "O-68")

@@ -338,6 +338,8 @@ class Evaluation(Section):
     ``data.heldOut`` makes."""
     samples: Count | None = Field(default=None, ge=1)
     """At most this many samples of each set, the same ones each time; default: all."""
+    save_first: Switch = False
+    """Whether state is saved before each evaluation, so that a kill in a long one costs no step."""
     sets: tuple[EvaluationSetting, ...] = Field(default=(), max_length=32)
     """Cadence and size of single sets, where they are not those of all."""
 
@@ -350,7 +352,7 @@ def check_evaluation(view: View) -> Iterator[Problem]:
         return
     if view.get(_EVALUATION) is UNKNOWN or has_sources or view.is_given(_HELD_OUT):
         return
-    for key in ("every", "atStart", "samples", "sets"):
+    for key in ("every", "atStart", "samples", "saveFirst", "sets"):
         if view.is_given(f"{_EVALUATION}.{key}") and view.get(f"{_EVALUATION}.{key}") not in (
             False,
             (),

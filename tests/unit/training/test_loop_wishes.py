@@ -190,6 +190,15 @@ def test_each_set_is_evaluated_at_its_own_cadence_and_all_of_them_at_the_end() -
     assert done == [("often", 2), ("often", 4), ("seldom", 4), *ended]
 
 
+@pytest.mark.capability("O-48")
+def test_state_is_saved_before_each_evaluation_where_that_is_asked_for_and_only_once() -> None:
+    done: list[tuple[str, int]] = []
+    run = make_run(BaseObserver(), done)
+    limits = replace(run.limits, save_every=3, evaluate_every=3, saves_before_evaluation=True)
+    train(replace(run, limits=limits))
+    assert done == [("save", 3), ("evaluate", 3), ("save", STEPS), ("evaluate", STEPS)]
+
+
 def test_a_save_that_was_asked_for_is_made_by_the_next_world_if_this_one_breaks_before_it() -> (
     None
 ):

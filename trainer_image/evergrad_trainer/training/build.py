@@ -384,6 +384,7 @@ def build_limits(
             one.name: one.every.steps for one in evaluation.sets if one.every is not None
         },
         evaluate_at_start=evaluation.at_start,
+        saves_before_evaluation=evaluation.save_first,
         after_step=training.stop.after_step,
         stop_after_steps=stop_after_steps,
         non_finite_in_a_row=training.on_non_finite.skip,

@@ -102,7 +102,7 @@ def _pause(
 ) -> StopReason | None:
     """Do what is due after the newest finished step; why all ranks leave then, the same on each.
 
-    Evaluated before it is saved, so that the checkpoint knows of it. ``is_entering``: the ranks have just
+    Evaluated before it is saved, unless that is asked for, so that the checkpoint knows of it. ``is_entering``: the ranks have just
     met, and compared their states there.
     """
     if flags[FLAG_OBSERVER_OFF]:
@@ -114,6 +114,10 @@ def _pause(
     progress = run.progress
     interrupted: StopReason | None = None
     if sets := due_sets(run):
+        if limits.saves_before_evaluation:
+            # Collectives, as below. What is measured then is in the next checkpoint: published ones never
+            # change.
+            _save(run)
         # Collectives: all ranks share the batches.
         interrupted = _evaluate(run, sets)
 

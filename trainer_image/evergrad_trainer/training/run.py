@@ -39,6 +39,7 @@ class Limits:
     """Cadences of their own, by set."""
     compare_every: int | None = None
     evaluate_at_start: bool = False
+    saves_before_evaluation: bool = False
     after_step: int | None = None
     stop_after_steps: int | None = None
     non_finite_in_a_row: int = 0
