@@ -102,8 +102,8 @@ def _pause(
 ) -> StopReason | None:
     """Do what is due after the newest finished step; why all ranks leave then, the same on each.
 
-    Evaluated before it is saved, unless that is asked for, so that the checkpoint knows of it. ``is_entering``: the ranks have just
-    met, and compared their states there.
+    Evaluated before it is saved, unless a save before is asked for, so that the checkpoint knows of it.
+    ``is_entering``: the ranks have just met, and compared their states there.
     """
     if flags[FLAG_OBSERVER_OFF]:
         # Collective: an observer that has failed on one rank is switched off on all of them, so that what it
