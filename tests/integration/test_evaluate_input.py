@@ -72,6 +72,8 @@ def test_what_is_not_there_is_refused_with_what_is(
     finished: Experiment, arguments: list[str], message: str
 ) -> None:
     assert message in refuse(finished, *arguments)
+    leases = finished.at() / "checkpoints" / "leases"
+    assert not leases.exists() or list(leases.iterdir()) == []
     assert not (finished.at() / "evaluations").exists()
 
 

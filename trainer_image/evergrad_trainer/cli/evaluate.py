@@ -1,6 +1,7 @@
 """``evergrad evaluate``: measure checkpoints of a run on its evaluation sets, beside the run or after it."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from evergrad_coordinator.contract import ExitCode, RunFile
 from evergrad_coordinator.text import count, duration
-from evergrad_trainer.checkpoint.store import open_store
+from evergrad_trainer.checkpoint.store import Store, open_store
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict
 
 if TYPE_CHECKING:
     from evergrad_trainer.evaluation.measuring import Evaluator, Measured
+    from evergrad_trainer.evaluation.opening import RecordedRun
     from evergrad_trainer.worker.signals import StopSignals
 
 NAME = "evaluate"
@@ -60,16 +62,51 @@ def execute(args: argparse.Namespace) -> int:
 
     Raises RunDirectoryError, CheckpointError and ConfigurationError.
     """
-    from evergrad_trainer.cli.prepare import prepare_with_progress
-    from evergrad_trainer.evaluation.choice import choose_checkpoint, list_checkpoints
-    from evergrad_trainer.evaluation.measuring import CutError, Evaluator
-    from evergrad_trainer.evaluation.opening import open_run, read_recorded
-    from evergrad_trainer.evaluation.results import remove_stale_cuts
+    from evergrad_trainer.evaluation.choice import choose_checkpoint
+    from evergrad_trainer.evaluation.measuring import CutError, held
+    from evergrad_trainer.evaluation.opening import read_recorded
     from evergrad_trainer.worker.signals import StopSignals
 
-    store = open_store(args.run / RunFile.CHECKPOINTS)
     recorded = read_recorded(args.run)
-    candidate = None if args.watch else choose_checkpoint(store, args.checkpoint)
+    store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
+    with contextlib.ExitStack() as stack:
+        candidate = None
+        if not args.watch:
+            # Held from here on: to open the run may take longer than it lives on to its next save.
+            candidate = choose_checkpoint(store, args.checkpoint)
+            stack.enter_context(held(recorded.directory, candidate))
+        evaluator = _open(args, recorded, store, signals)
+        signals.install()
+        stack.callback(signals.uninstall)
+        try:
+            if candidate is None:
+                return _watch(args, evaluator, signals)
+            measured = list(evaluator.evaluate(candidate))
+        except CutError:
+            print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
+            return int(ExitCode.STOPPED_SAVED)
+    if args.json:
+        document = {
+            "checkpoint": candidate.name,
+            "step": candidate.version.step,
+            "results": [_row(one) for one in measured],
+        }
+        print(dumps_strict(document, indent=1))
+    else:
+        _print_table(measured)
+    return int(ExitCode.DONE)
+
+
+def _open(
+    args: argparse.Namespace, recorded: "RecordedRun", store: Store, signals: "StopSignals"
+) -> "Evaluator":
+    """Open the run on the sets that are asked for, and tidy up after earlier evaluations."""
+    from evergrad_trainer.cli.prepare import prepare_with_progress
+    from evergrad_trainer.evaluation.choice import list_checkpoints
+    from evergrad_trainer.evaluation.measuring import Evaluator
+    from evergrad_trainer.evaluation.opening import open_run
+    from evergrad_trainer.evaluation.results import remove_stale_cuts
+
     opened = open_run(
         recorded,
         args.sets,
@@ -77,38 +114,13 @@ def execute(args: argparse.Namespace) -> int:
             run.training, base_directory=base, prepared_directory=shared
         ),
     )
-    signals = StopSignals()
-    evaluator = Evaluator(
+    remove_stale_cuts(args.run, [one.name for one in list_checkpoints(store)])
+    return Evaluator(
         opened,
         store,
         is_stopping=lambda: signals.is_requested,
         on_progress=_show_progress,
     )
-    remove_stale_cuts(args.run, [one.name for one in list_checkpoints(store)])
-    signals.install()
-    try:
-        if candidate is None:
-            return _watch(args, evaluator, signals)
-        measured = list(evaluator.evaluate(candidate))
-    except CutError:
-        print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
-        return int(ExitCode.STOPPED_SAVED)
-    finally:
-        signals.uninstall()
-    if args.json:
-        print(
-            dumps_strict(
-                {
-                    "checkpoint": candidate.name,
-                    "step": candidate.version.step,
-                    "results": [_row(one) for one in measured],
-                },
-                indent=1,
-            )
-        )
-    else:
-        _print_table(measured)
-    return int(ExitCode.DONE)
 
 
 def _show_progress(name: str, done: int, total: int) -> None:

@@ -24,7 +24,7 @@ from evergrad_trainer.evaluation.results import (
     write_result,
 )
 from evergrad_trainer.records import EvaluationRecord, record_row
-from evergrad_trainer.run_directory import reported
+from evergrad_trainer.run_directory import RunDirectory, reported
 from evergrad_trainer.state.registry import from_extra
 from evergrad_trainer.training.evaluation import EvaluationResult
 from evergrad_trainer.training.run import perplexity_of
@@ -34,6 +34,16 @@ KEPT_SECONDS = 10.0
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a set's name, its batches so far and all of them."""
+
+
+@contextlib.contextmanager
+def held(directory: RunDirectory, candidate: Candidate) -> Iterator[None]:
+    """Hold a checkpoint of a run against retention. Raises RunDirectoryError or VolumeError."""
+    where = directory.checkpoints
+    with contextlib.ExitStack() as stack:
+        with reported(where, what="the checkpoint cannot be held"):
+            stack.enter_context(hold(where, candidate.name))
+        yield
 
 
 @dataclass(frozen=True)
@@ -72,10 +82,7 @@ class Evaluator:
         if (known := self.find(candidate)) is not None:
             yield from known
             return
-        directory = self.opened.session.directory.checkpoints
-        with contextlib.ExitStack() as stack:
-            with reported(directory, what="the checkpoint cannot be held"):
-                stack.enter_context(hold(directory, candidate.name))
+        with held(self.opened.session.directory, candidate):
             self._load(candidate)
             for one in self.opened.sets:
                 yield self._find(candidate, one) or self._measure(candidate, one)
@@ -96,8 +103,23 @@ class Evaluator:
         )
 
     def _load(self, candidate: Candidate) -> None:
-        """Load the weights of one checkpoint, validated; its optimizer is not read."""
+        """Load the weights of one held checkpoint, validated; its optimizer is not read."""
         session, machinery = self.opened.session, self.opened.machinery
+        where = self.store.reader.locate(candidate.name)
+        gone = Problem(
+            where,
+            "is not there any more",
+            "retention has removed it since it was found",
+            "Choose another one, or raise spec.training.checkpoint.keep",
+        )
+        # Its name may be that of another one by now, whose result would lie under this one's.
+        now, found_then = (
+            self.store.catalog.describe(candidate.name).manifest,
+            candidate.manifest,
+        )
+        if now is None or found_then is None or now.checksum != found_then.checksum:
+            raise CheckpointError(gone)
+
         # All but the optimizer's. By the first part of their names, so that what the checkpoint holds beyond
         # them is still an error.
         state = machinery.state()
@@ -111,8 +133,7 @@ class Evaluator:
         )
         found = load_newest(search, state, world=session.world)
         if found is None:
-            where = self.store.reader.locate(candidate.name)
-            raise CheckpointError(Problem(where, "is gone"))
+            raise CheckpointError(gone)
         machinery.registry.load_values(from_extra(found[0].extra))
 
     def _measure(self, candidate: Candidate, one: EvaluationSet) -> Measured:
