@@ -19,6 +19,8 @@ from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.evaluation.choice import choose_sets
 from evergrad_trainer.machine import observe_machine, process_start_time
 from evergrad_trainer.models.build import plan_model
+from evergrad_trainer.models.compilation import should_compile
+from evergrad_trainer.models.compile_cache import load_compiled
 from evergrad_trainer.recipes.opening import Opened, open_recipe
 from evergrad_trainer.resume import check_tokenizer_unchanged, inspect_directory, read_run
 from evergrad_trainer.run_directory import RunDirectory
@@ -163,6 +165,9 @@ def _build(plan: SessionPlan, opened: Opened, sets: tuple[EvaluationSet, ...]) -
         opened.observers,
         opened,
     )
+    # Before anything is compiled.
+    if should_compile(plan.run.training.runtime, device):
+        load_compiled(session.directory.compiled, device)
     machinery = build_machinery(
         plan.run.training, opened, plan.model, world, with_weights=False, is_trained=False
     )
