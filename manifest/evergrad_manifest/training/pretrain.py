@@ -323,7 +323,7 @@ class EvaluationSetting(Section):
     samples: Count | None = Field(default=None, ge=1)
     """At most this many of its samples, the same ones each time; default: as ``evaluation.samples``."""
     while_training: Switch = True
-    """Whether the run evaluates it itself; no: only ``evergrad evaluate`` does."""
+    """Whether the run evaluates it itself; false: only ``evergrad evaluate`` does."""
 
 
 class Evaluation(Section):
@@ -374,7 +374,7 @@ def check_sets(view: View) -> Iterator[Problem]:
     for path, item in view.items(f"{_EVALUATION}.sets"):
         name, here = item["name"], format_path((*path, "name"))
         if item["every"] is None and item["samples"] is None and item["whileTraining"] is True:
-            remedy = "Add every, samples or whileTraining: no, or remove it"
+            remedy = "Add every, samples or `whileTraining: false`, or remove it"
             yield Problem(format_path(path), "changes nothing", "it has only a name", remedy)
         if name is UNKNOWN:
             continue
