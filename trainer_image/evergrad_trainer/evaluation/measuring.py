@@ -160,13 +160,20 @@ class Evaluator:
         if result is None:
             write_cut(place, tally.to_json())
             raise CutError
-        values = write_result(place, self._describe(candidate, one, result))
+        values = write_result(place, self._describe(candidate, one, result, tally.seconds))
         return Measured(values, str(place.path), is_new=True)
 
     def _describe(
-        self, candidate: Candidate, one: EvaluationSet, result: EvaluationResult
+        self,
+        candidate: Candidate,
+        one: EvaluationSet,
+        result: EvaluationResult,
+        seconds: float,
     ) -> dict[str, Any]:
-        """What a result says: a row of ``evaluation.jsonl``, and what it was measured on and with."""
+        """What a result says: a row of ``evaluation.jsonl``, and what it was measured on and with.
+
+        ``seconds``: of all tries.
+        """
         manifest = candidate.manifest
         assert manifest is not None  # noqa: S101 - it was loaded
         record = EvaluationRecord(
@@ -176,7 +183,7 @@ class Evaluator:
             loss=result.loss,
             perplexity=perplexity_of(result.loss),
             tokens=result.weight,
-            seconds=result.seconds,
+            seconds=seconds,
             time=time.time(),
             metrics=result.metrics,
         )

@@ -27,7 +27,8 @@ world ends."""
 class EvaluationResult:
     """``loss`` a unit of weight over the whole set, and ``metrics``, the means of its parts.
 
-    ``weight``: what all of it weighs.
+    ``weight``: what all of it weighs. ``seconds``: of the try that has ended it alone, since a process can
+    account for its own time only.
     """
 
     loss: float
@@ -91,6 +92,7 @@ class EvaluationRunner:
         Returns None, on all ranks, when any rank is stopping: ``tally`` then holds what was measured. Where
         the world ends in between, it holds what this rank knows that all have measured.
         """
+        begun = time.perf_counter()
         was_training = self.model.training
         self.model.eval()
         try:
@@ -114,7 +116,7 @@ class EvaluationRunner:
             loss=loss,
             metrics=dict(zip(tally.names, parts, strict=True)),
             weight=tally.weight,
-            seconds=tally.seconds,
+            seconds=time.perf_counter() - begun,
         )
 
     def _count(

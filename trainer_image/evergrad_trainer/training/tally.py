@@ -26,7 +26,7 @@ class Tally:
     weight: int = 0
     sums: list[Sum] = field(default_factory=list)
     seconds: float = 0.0
-    """Time it has taken, in all tries."""
+    """Time of this rank that it has taken, in all tries."""
 
     def __post_init__(self) -> None:
         if not self.sums:
