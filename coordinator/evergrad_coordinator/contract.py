@@ -154,6 +154,8 @@ class RunFile:
     METRICS = "metrics.jsonl"
     EVENTS = "events.jsonl"
     EVALUATION = "evaluation.jsonl"
+    EVALUATIONS = "evaluations"
+    """Results of ``evergrad evaluate``, one file for each checkpoint and set."""
     CHECKPOINTS = "checkpoints"
     LOGS = "logs"
     COMPILED = "compiled"

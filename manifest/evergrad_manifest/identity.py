@@ -82,6 +82,11 @@ _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds
 _LATER_SETTINGS: Final = frozenset(
     {
         "training.data.sources[].document",
+        "training.evaluation.saveFirst",
+        "training.evaluation.sets",
+        "training.evaluation.sets[].every",
+        "training.evaluation.sets[].samples",
+        "training.evaluation.sets[].whileTraining",
         "training.evaluation.sources[].document",
         "training.optimizer.groups",
         "training.optimizer.groups[].learningRateRatio",

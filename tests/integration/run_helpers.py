@@ -99,6 +99,7 @@ def fault(
 POINTS = {
     "step": ("evergrad_trainer.training.step", "Stepper.run"),
     "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
+    "batch": ("evergrad_trainer.data.evaluation_sets", "EvaluationSet.batch"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
     "receive": ("evergrad_trainer.world", "World.receive"),

@@ -434,19 +434,18 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
     """Check that saves and evaluations happen at least once. Where the horizon is derived, warm-up and decay
     are checked."""
     total = numbers.total_steps
+    at_end = "Evaluation happens at the end only"
+    evaluation = training.evaluation
     rhythms = [
-        ("checkpoint", training.checkpoint.every.steps, "State is saved at the end only")
+        ("checkpoint", training.checkpoint.every, "State is saved at the end only"),
+        ("evaluation", evaluation.every, at_end),
     ]
-    if training.evaluation.every is not None:
-        rhythms.append(
-            (
-                "evaluation",
-                training.evaluation.every.steps,
-                "Evaluation happens at the end only",
-            )
-        )
-    for section, every, consequence in rhythms:
-        if every > total:
+    rhythms += [
+        (f"evaluation.sets[{index}]", one.every, at_end)
+        for index, one in enumerate(evaluation.sets)
+    ]
+    for section, rhythm, consequence in rhythms:
+        if rhythm is not None and (every := rhythm.steps) > total:
             yield Finding(
                 "warning",
                 Problem(

@@ -281,6 +281,7 @@ class RunDirectory:
         self.metrics = self.path / RunFile.METRICS
         self.events = self.path / RunFile.EVENTS
         self.evaluation = self.path / RunFile.EVALUATION
+        self.evaluations = self.path / RunFile.EVALUATIONS
         self.checkpoints = self.path / RunFile.CHECKPOINTS
         self.logs = self.path / RunFile.LOGS
         self.compiled = self.path / RunFile.COMPILED

@@ -26,10 +26,12 @@ from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
 from evergrad_manifest.training.own_task import check_recipe
 from evergrad_manifest.training.pretrain import (
     HELD_OUT,
+    METRICS_OF_ALL,
     NO_DATA,
     TEXT_TYPES,
     Data,
     Evaluation,
+    EvaluationSetting,
     EvaluationSource,
     HeldOut,
     Model,
@@ -49,6 +51,7 @@ from evergrad_manifest.training.steps import (
 
 __all__ = [
     "HELD_OUT",
+    "METRICS_OF_ALL",
     "NO_DATA",
     "RECIPES",
     "RULES",
@@ -58,6 +61,7 @@ __all__ = [
     "Checkpoint",
     "Data",
     "Evaluation",
+    "EvaluationSetting",
     "EvaluationSource",
     "Every",
     "HeldOut",

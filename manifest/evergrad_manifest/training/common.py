@@ -75,7 +75,8 @@ class Best(Section):
     """Which checkpoint is the best."""
 
     metric: str = Field(min_length=1)
-    """``<evaluation set>/loss``, e.g. ``heldOut/loss``."""
+    """``<evaluation set>/<metric>``, e.g. ``heldOut/loss``: the loss, the perplexity, or what the evaluator
+    measures besides."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger is better."""
 

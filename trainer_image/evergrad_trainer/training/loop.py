@@ -5,14 +5,15 @@ import functools
 import time
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.errors import FencedError
 from evergrad_trainer.records import EvaluationRecord, EventType, StopReason
 from evergrad_trainer.state.registry import to_extra
 from evergrad_trainer.training.due import (
     agree_limits,
+    due_sets,
     find_stop_reason,
     is_due,
-    is_evaluation_due,
     is_save_due,
 )
 from evergrad_trainer.training.exchange import (
@@ -101,8 +102,8 @@ def _pause(
 ) -> StopReason | None:
     """Do what is due after the newest finished step; why all ranks leave then, the same on each.
 
-    Evaluated before it is saved, so that the checkpoint knows of it. ``is_entering``: the ranks have just
-    met, and compared their states there.
+    Evaluated before it is saved, unless a save before is asked for, so that the checkpoint knows of it.
+    ``is_entering``: the ranks have just met, and compared their states there.
     """
     if flags[FLAG_OBSERVER_OFF]:
         # Collective: an observer that has failed on one rank is switched off on all of them, so that what it
@@ -112,9 +113,13 @@ def _pause(
 
     progress = run.progress
     interrupted: StopReason | None = None
-    if is_evaluation_due(run):
+    if sets := due_sets(run):
+        if limits.saves_before_evaluation:
+            # Collectives, as below. What is measured then is in the next checkpoint: published ones never
+            # change.
+            _save(run)
         # Collectives: all ranks share the batches.
-        interrupted = _evaluate(run)
+        interrupted = _evaluate(run, sets)
 
     if is_save_due(run):
         # Collectives: replicas are compared, then each rank writes its part.
@@ -154,6 +159,7 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
     # The task's part of the state belongs to this step: before anything says that the step is finished.
     run.finish_state(outcome, entered)
     progress.finished_steps = outcome.step
+    progress.tallies = {}
     progress.steps_here += 1
     if outcome.skipped is None:
         progress.updates += 1
@@ -205,10 +211,10 @@ def _raise_if_fenced(outcome: StepOutcome) -> None:
     )
 
 
-def _evaluate(run: Run) -> StopReason | None:
-    """Evaluate all sets.
+def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
+    """Evaluate these sets.
 
-    Returns the reason when a stop or a change cut it short; it is then repeated after the resume.
+    Returns the reason when a stop or a change cut it short; it then goes on after the resume.
     """
     world, progress = run.membership.world, run.progress
     stage = run.stream.stage(max(1, progress.finished_steps))
@@ -220,28 +226,36 @@ def _evaluate(run: Run) -> StopReason | None:
             return True
         return run.membership.is_changing(is_saving=run.checkpoints.is_saving)
 
-    for one in run.evaluation_sets:
+    for one in sets:
+        tally = run.evaluator.open_tally(one, progress.tallies.get(one.name, {}))
         # Collectives: all ranks share the batches of a set, and all of them end it early, or none.
-        result = run.evaluator.run(
-            one,
-            world,
-            stage=stage,
-            is_stopping=is_stopping,
-            on_progress=functools.partial(run.observers.evaluation_progress, one.name),
-        )
+        try:
+            result = run.evaluator.run(
+                one,
+                world,
+                tally,
+                stage=stage,
+                is_stopping=is_stopping,
+                on_progress=functools.partial(run.observers.evaluation_progress, one.name),
+            )
+        finally:
+            # Also where the world has ended: the next one, or a later start, goes on from there.
+            progress.tallies[one.name] = tally.to_json()
         if result is None:
             # Collective: ranks that were cut short by another's signal leave for the same reason.
             is_signal = not world.all_agree(not run.is_signalled())
             return "signal" if is_signal else "change"
-        measured = {"loss": result.loss, **result.metrics}
+        record = build_evaluation_record(run, one.name, result)
+        measured = {"loss": record.loss, "perplexity": record.perplexity, **result.metrics}
         values |= {f"{one.name}/{metric}": value for metric, value in measured.items()}
-        records.append(build_evaluation_record(run, one.name, result))
+        records.append(record)
 
-    # Not set by set: an evaluation that is cut short is made again, and observers with a state that is
+    # Not set by set: an evaluation that is cut short goes on later, and observers with a state that is
     # transferred and restored must have heard of it once.
     for record in records:
         run.observers.evaluation_end(record)
     progress.evaluated_step = progress.finished_steps
+    progress.tallies = {}
     _keep_best(run, values)
     return None
 

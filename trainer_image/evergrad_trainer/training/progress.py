@@ -5,15 +5,19 @@
 and :func:`adopt` makes it the same for all of them.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.records import StepRecord
+from evergrad_trainer.state.registry import MAX_VALUES_BYTES
 
+MOST_TALLIES_BYTES = MAX_VALUES_BYTES // 2
+"""Most bytes that an evaluation which was cut short may take in a checkpoint."""
 Row = Mapping[str, Any]
 """What one rank says of itself when ranks meet: see :func:`describe_rank`."""
 
@@ -37,6 +41,8 @@ class Progress:
     """Newest step after which an observer has asked for an evaluation."""
     save_asked: int = -1
     """Newest step after which an observer has asked for a save."""
+    tallies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the evaluation after ``finished_steps`` has measured before it was cut short, by set."""
 
     # What this process knows, and others may not.
     saved_step: int = -1
@@ -73,6 +79,9 @@ class Progress:
             values["evaluation_asked"] = self.evaluation_asked
         if self.save_asked == self.finished_steps > self.saved_step:
             values["save_asked"] = self.save_asked
+        # Exact sums are small; those of very many metrics are left out, and measured again.
+        if self.tallies and len(json.dumps(self.tallies)) <= MOST_TALLIES_BYTES:
+            values["tallies"] = self.tallies
         return values
 
     def load_values(self, values: Mapping[str, Any]) -> None:
@@ -85,6 +94,7 @@ class Progress:
         self.non_finite = int(values.get("non_finite", 0))
         self.evaluation_asked = int(values.get("evaluation_asked", -1))
         self.save_asked = int(values.get("save_asked", -1))
+        self.tallies = dict(values.get("tallies", {}))
 
     def reset(self) -> None:
         """Forget everything, also of this process: the state it belonged to is gone."""

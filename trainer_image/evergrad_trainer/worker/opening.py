@@ -66,6 +66,7 @@ def has_steps(directory: RunDirectory) -> bool:
 
 def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
     training, numbers = session.plan.run.training, session.plan.numbers
+    left_out = {one.name for one in training.evaluation.sets if not one.while_training}
     return Run(
         limits=build_limits(
             training,
@@ -79,8 +80,10 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         stream=session.data.train,
         checkpoints=checkpoints,
         state=machinery.registry,
-        evaluator=build_evaluations(machinery),
-        evaluation_sets=session.data.evaluation,
+        evaluator=build_evaluations(machinery, code=session.plan.task_hash),
+        evaluation_sets=tuple(
+            one for one in session.data.evaluation if one.name not in left_out
+        ),
         best=build_best(training),
         observers=session.observers,
         directory=session.directory,
