@@ -171,13 +171,13 @@ def test_a_file_that_two_stars_find_more_than_once_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evergrad_trainer.data.preparation.files.MOST_FILES", 12)
-    for number in range(12):
-        folder = tmp_path / f"{number:02}" / "a"
-        folder.mkdir(parents=True)
-        (folder / "x.jsonl").write_text("x\n")
-    pattern = tmp_path / "**" / "**" / "*.jsonl"
-    assert names(pattern) == [f"{number:02}/a/x.jsonl" for number in range(12)]
-    (tmp_path / "y.jsonl").write_text("x\n")
+    wanted = [f"{top}/a/a/{number}.jsonl" for top in "pq" for number in range(6)]
+    for name in wanted:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x\n")
+    pattern = tmp_path / "**" / "a" / "**" / "*.jsonl"
+    assert names(pattern) == wanted
+    (tmp_path / "q" / "a" / "y.jsonl").write_text("x\n")
     assert "names more than 12 files" in message(pattern)
 
 

@@ -130,6 +130,7 @@ def test_outside_a_checkout_or_without_git_there_is_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert describe_process(command=[], seed=0, world_size=1, generation=1)["git"] is None
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -47,8 +47,8 @@ def test_a_signal_interrupts_both_waits_for_their_clean_up_and_shows_what_was_sa
 import sys, time, pathlib
 name = sys.argv[1]
 print(pathlib.Path(name).name, flush=True)
-pathlib.Path(name + '.begun').touch()
 try:
+    pathlib.Path(name + '.begun').touch()
     time.sleep(600)
 except KeyboardInterrupt:
     time.sleep(0.3)

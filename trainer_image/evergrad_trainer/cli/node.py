@@ -224,7 +224,7 @@ def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
 def _prepare_typed(
     request: NodeRequest, run_state: RunState, machine: Machine, num_workers: int
 ) -> Callable[[], int]:
-    from evergrad_trainer.node.fingerprint import TASK
+    from evergrad_trainer.node.fingerprint import fingerprint_of_plan
     from evergrad_trainer.node.run import choose_start_method, run_node
 
     # This machine is one of several, so that preflight reckons with all of them.
@@ -238,8 +238,7 @@ def _prepare_typed(
         is_one_of_many=True,
     )
     plan = plan_session(asked)
-    # The task's files as they were opened: preparing data may have taken hours since they were first read.
-    shared = request.settings.fingerprint | ({TASK: plan.task_hash} if plan.task_hash else {})
+    shared = request.settings.fingerprint | fingerprint_of_plan(plan)
     settings = dataclasses.replace(
         request.settings, recovery=plan.run.recovery, fingerprint=shared
     )

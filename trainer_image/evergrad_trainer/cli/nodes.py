@@ -14,7 +14,7 @@ from evergrad_trainer.cli.run_arguments import fewest_nodes, machine_and_workers
 from evergrad_trainer.cli.script_runs import prepare_script
 from evergrad_trainer.node.chaos.disturb import run_disturbed
 from evergrad_trainer.node.chaos.nodes import DisturbedNodes
-from evergrad_trainer.node.fingerprint import fingerprint
+from evergrad_trainer.node.fingerprint import fingerprint, fingerprint_of_plan
 from evergrad_trainer.node.local import (
     CoordinatorSettings,
     LocalCoordinator,
@@ -77,7 +77,8 @@ def run_nodes(
             index,
             recovery=plan.run.recovery,
         )
-        settings = dataclasses.replace(settings, is_only_node=is_only_node)
+        shared = settings.fingerprint | fingerprint_of_plan(plan)
+        settings = dataclasses.replace(settings, is_only_node=is_only_node, fingerprint=shared)
         # The start-up of a node that comes back is its own, and not as old as the command.
         own = plan if nodes.starts[index] == 1 else started_later(plan)
         return run_node(own, settings, num_workers=num_workers, start_method=method)

@@ -121,7 +121,11 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     """
     from evergrad_manifest.task_files import hash_task
     from evergrad_trainer.cli.prepare import prepare_with_progress
-    from evergrad_trainer.data.prepare import check_unchanged, resolve_prepared_directory
+    from evergrad_trainer.data.prepare import (
+        check_prepared,
+        check_unchanged,
+        resolve_prepared_directory,
+    )
     from evergrad_trainer.recipes.opening import open_recipe
     from evergrad_trainer.worker.opening import has_steps
 
@@ -138,6 +142,9 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=shared)
     check_tokenizer_unchanged(request.run_state, prepared)
+    # Each folder was expanded again: a file may have come since it was compared.
+    if request.run_state.recorded is not None:
+        check_prepared(request.run_state.recorded, prepared)
 
     # A node whose copy of a task fails must not end a run that others train.
     has_trained = request.is_one_of_many and has_steps(request.directory)

@@ -2,14 +2,13 @@
 one rename."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import TEXT_TYPES, Training
-from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.preparation.files import (
     SCANS,
@@ -45,7 +44,13 @@ from evergrad_trainer.data.prepared import (
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import DataError
 
-__all__ = ["PrepareProgress", "check_unchanged", "prepare", "resolve_prepared_directory"]
+__all__ = [
+    "PrepareProgress",
+    "check_prepared",
+    "check_unchanged",
+    "prepare",
+    "resolve_prepared_directory",
+]
 
 _HELD_OUT: Final = "spec.training.data.heldOut"
 _MOST_NAMES: Final = 5
@@ -153,22 +158,53 @@ def check_unchanged(
         with disk_errors(source.path):
             now = scan_cached(source, paths, root / SCANS, on_bytes=lambda _: None)
         if now.content_hash != before.content_hash:
-            problems.append(_change_of(source, before, now))
+            new = {relative_name(path, source): scan.content_hash for path, scan in now.files}
+            is_expanded = source.is_expanded(paths)
+            problems.append(
+                _change_of(source.path, before, now.content_hash, new if is_expanded else {})
+            )
     raise_if(problems, DataError)
 
 
-def _change_of(source: SourceEntry, before: PreparedSource, now: Content) -> Problem:
-    """The problem of a source whose content is not what was prepared, with the files that differ."""
+def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
+    """Raise DataError naming each source that was prepared from other content than ``recorded``.
+
+    After ``prepare``, which expands each folder anew: a file that came since ``check_unchanged`` is among its
+    files.
+    """
+    pairs = (
+        *zip(prepared.sources, recorded.sources, strict=False),
+        *zip(prepared.evaluation, recorded.evaluation, strict=False),
+    )
+    problems = [
+        _change_of(
+            now.path,
+            before,
+            now.content_hash,
+            {file.name: file.content_hash for file in now.files},
+        )
+        for now, before in pairs
+        if now.content_hash != before.content_hash
+    ]
+    raise_if(problems, DataError)
+
+
+def _change_of(
+    path: Path, before: PreparedSource, content_hash: str, new: Mapping[str, str]
+) -> Problem:
+    """The problem of a source whose content is not what was prepared, with the files that differ.
+
+    ``new``: hashes of the files of a folder or pattern by their names; empty for one file.
+    """
     old = {file.name: file.content_hash for file in before.files}
-    new = {relative_name(path, source): scan.content_hash for path, scan in now.files}
-    if not old or not source.is_expanded(tuple(path for path, _ in now.files)):
+    if not old or not new:
         what = "its content changed since this run was prepared"
-        why = f"the fingerprint was {before.content_hash} and is {now.content_hash}"
+        why = f"the fingerprint was {before.content_hash} and is {content_hash}"
         remedy = (
             "Restore the file to go on with this run, or train the new content under another "
             "run name"
         )
-        return Problem(str(source.path), what, why, remedy)
+        return Problem(str(path), what, why, remedy)
 
     # By their names, since the order of the files and with it that of all documents follows from these.
     changed = [name for name in old.keys() & new.keys() if old[name] != new[name]]
@@ -182,7 +218,7 @@ def _change_of(source: SourceEntry, before: PreparedSource, now: Content) -> Pro
     remedy = (
         "Restore them to go on with this run, or train the new content under another run name"
     )
-    return Problem(str(source.path), what, "; ".join(shown), remedy)
+    return Problem(str(path), what, "; ".join(shown), remedy)
 
 
 def _some(names: Sequence[str]) -> str:

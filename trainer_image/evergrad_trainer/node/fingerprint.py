@@ -5,6 +5,7 @@ import contextlib
 import importlib.metadata
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from evergrad_manifest.sources import existing, files_of_module, hash_sources
 from evergrad_manifest.task_files import hash_task
 from evergrad_trainer import __version__
 from evergrad_trainer.distributed import count_accelerators
+
+if TYPE_CHECKING:
+    from evergrad_trainer.worker.session import SessionPlan
 
 TASK = "task"
 """Name of the hash of a task of the user's own."""
@@ -44,6 +48,21 @@ def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
             found[TASK] = task
     if run.spec.script is not None:
         found["script"] = hash_script(run.spec.script, base_directory)
+    return found
+
+
+def fingerprint_of_plan(plan: "SessionPlan") -> dict[str, str]:
+    """Collect what is known once a typed run is planned: its data, its length and its task's files.
+
+    Nodes whose folders differ would each train its own share of another data set, and end at another step.
+    """
+    found = {"steps": str(plan.numbers.total_steps)}
+    # Of the content, wherever it lies: it is what checkpoints are compared by.
+    if plan.opened is not None:
+        found["data"] = plan.opened.data.fingerprint
+    # As they were opened: preparing data may have taken hours since they were first read.
+    if plan.task_hash:
+        found[TASK] = plan.task_hash
     return found
 
 

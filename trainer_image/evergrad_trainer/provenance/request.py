@@ -1,6 +1,7 @@
 """Records what a start was asked for and what preflight found, before anything is trained: a start that fails
 leaves both."""
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem, describe_problem
 from evergrad_manifest.identity import to_wire
+from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.provenance.redaction import hide_home, redact_command
 from evergrad_trainer.run_directory import (
     RunDirectory,
@@ -18,6 +20,8 @@ from evergrad_trainer.run_directory import (
 )
 
 FORMAT = 1
+
+_log = logging.getLogger(__name__)
 
 
 def record_request(
@@ -29,7 +33,12 @@ def record_request(
     manifest replaces it. Raises RunDirectoryError or VolumeError.
     """
     manifest = to_wire(run)
-    before = read_json_object(directory.requested)
+    try:
+        before = read_json_object(directory.requested)
+    except RunDirectoryError as error:
+        # A record only, which nothing reads to train: a damaged one is no reason not to start.
+        _log.warning("%s It is written anew.", error)
+        before = None
     if before is not None and before.get("manifest") == manifest:
         return
     document = {
