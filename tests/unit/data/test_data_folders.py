@@ -14,7 +14,7 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation import chunk, sources
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.sources import Scan, Span, Stat
-from evergrad_trainer.data.prepare import check_unchanged
+from evergrad_trainer.data.prepare import check_prepared, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.token_source import TokenSource
 from evergrad_trainer.errors import DataError
@@ -273,6 +273,21 @@ def test_a_folder_that_changed_is_refused_by_a_resumed_run_with_the_files_that_d
         check_unchanged(recorded, recipe, **where)
     assert str(caught.value) == (
         f"{shards}: its files are not those that this run was prepared from; {difference}. "
+        "Restore them to go on with this run, or train the new content under another run name."
+    )
+
+
+def test_a_file_that_comes_after_the_comparison_is_found_in_what_was_prepared(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare, shards: Path
+) -> None:
+    recipe = one_source(training, "shards")
+    recorded = Prepared.from_json(json.loads(json.dumps(prepared_in(recipe).to_json())))
+    check_prepared(recorded, prepared_in(recipe))
+    (shards / "7.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(DataError) as caught:
+        check_prepared(recorded, prepared_in(recipe))
+    assert str(caught.value) == (
+        f"{shards}: its files are not those that this run was prepared from; added: 7.jsonl. "
         "Restore them to go on with this run, or train the new content under another run name."
     )
 

@@ -2,13 +2,19 @@
 no difference."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from evergrad_coordinator.protocol import Hello
+from evergrad_coordinator.rules.admission import refuse
+from evergrad_coordinator.rules.settings import Settings
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.script import Script
 from evergrad_trainer.node import fingerprint as module
-from evergrad_trainer.node.fingerprint import fingerprint, hash_script
+from evergrad_trainer.node.fingerprint import fingerprint, fingerprint_of_plan, hash_script
+from evergrad_trainer.worker.session import SessionPlan
 
 FILES = {
     "train.py": "import torch, helper\nfrom package import part\n",
@@ -136,3 +142,28 @@ def test_the_first_node_sees_the_same_carried_task_as_those_that_find_it_written
     )
     first = fingerprint(run, tmp_path)
     assert fingerprint(run, tmp_path) == first
+
+
+def test_nodes_whose_data_or_length_differ_are_refused_by_name_and_both_values() -> None:
+    def hello(data: str, steps: int) -> Hello:
+        plan = SimpleNamespace(
+            numbers=SimpleNamespace(total_steps=steps),
+            opened=SimpleNamespace(data=SimpleNamespace(fingerprint=data)),
+            task_hash="",
+        )
+        shared = {"torch": "2", **fingerprint_of_plan(cast(SessionPlan, plan))}
+        return Hello("docs", "0", "i", "127.0.0.1", 1, fingerprint=shared)
+
+    settings = Settings(run="docs")
+    first = hello("aaaa", 100)
+    assert refuse(hello("aaaa", 100), settings, fingerprint=first.fingerprint) is None
+    for other, said in (
+        (
+            hello("bbbb", 100),
+            "hello.fingerprint.data: bbbb; the group's first member has aaaa.",
+        ),
+        (hello("aaaa", 90), "hello.fingerprint.steps: 90; the group's first member has 100."),
+    ):
+        refused = refuse(other, settings, fingerprint=first.fingerprint)
+        assert refused is not None and refused.reason == "FingerprintDiffers"
+        assert said in refused.message

@@ -13,6 +13,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.provenance.record import describe_process, read_processes, record_process
 from evergrad_trainer.provenance.redaction import hide_home, is_secret, redact_command
+from evergrad_trainer.provenance.request import record_request
 from evergrad_trainer.report.figures import environment_rows
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -229,3 +230,16 @@ def test_the_report_names_earlier_versions_and_the_files_of_a_task() -> None:
     assert rows["Earlier versions"] == "torch 2.12"
     assert rows["Files of the task"] == "mine.py c0ffee"
     assert "Earlier versions" not in dict(environment_rows([{"versions": versions}]))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_damaged_record_of_what_was_requested_is_written_anew_with_a_word(
+    tmp_path: Path, run: TrainingRun, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.requested.write_text(text)
+    record_request(directory, run, command=[])
+    assert json.loads(directory.requested.read_text())["manifest"]["metadata"] == {
+        "name": "docs-lm"
+    }
+    assert "requested.json" in caplog.text and "written anew" in caplog.text
