@@ -180,7 +180,7 @@ def _be_node(task: dict[str, Any]) -> int:
     from evergrad_manifest.reading.loader import load_from
     from evergrad_trainer.cli.planning import PlanRequest, plan_session
     from evergrad_trainer.cli.run_arguments import machine_and_workers
-    from evergrad_trainer.node.fingerprint import fingerprint
+    from evergrad_trainer.node.fingerprint import fingerprint, fingerprint_of_plan
     from evergrad_trainer.node.run import run_node
     from evergrad_trainer.node.settings import NodeSettings
     from evergrad_trainer.resume import inspect_directory
@@ -208,7 +208,7 @@ def _be_node(task: dict[str, Any]) -> int:
         coordinator_host="127.0.0.1",
         recovery=task["settings"].pop("recovery", "in-process"),
         run_directory=directory.path,
-        fingerprint=fingerprint(plan.run, plan.base_directory),
+        fingerprint=fingerprint(plan.run, plan.base_directory) | fingerprint_of_plan(plan),
         shares_host=True,
         termination_log=Path(f"{task['output']}.last-words"),
         **task["settings"],

@@ -9,7 +9,7 @@ import pytest
 
 from evergrad_coordinator.protocol import Hello
 from evergrad_coordinator.rules.admission import refuse
-from evergrad_coordinator.rules.settings import Settings
+from evergrad_coordinator.rules.state import Settings
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.script import Script
 from evergrad_trainer.node import fingerprint as module
@@ -152,9 +152,11 @@ def test_nodes_whose_data_or_length_differ_are_refused_by_name_and_both_values()
             task_hash="",
         )
         shared = {"torch": "2", **fingerprint_of_plan(cast(SessionPlan, plan))}
-        return Hello("docs", "0", "i", "127.0.0.1", 1, fingerprint=shared)
+        return Hello(
+            "docs", "0", "i", "127.0.0.1", 1, "in-process", fingerprint=shared, token="t"
+        )
 
-    settings = Settings(run="docs")
+    settings = Settings("docs", min_nodes=1, max_nodes=2, expect=2, token="t")
     first = hello("aaaa", 100)
     assert refuse(hello("aaaa", 100), settings, fingerprint=first.fingerprint) is None
     for other, said in (
