@@ -35,9 +35,9 @@ def record_request(
     manifest = to_wire(run)
     try:
         before = read_json_object(directory.requested)
-    except RunDirectoryError as error:
+    except RunDirectoryError:
         # A record only, which nothing reads to train: a damaged one is no reason not to start.
-        _log.warning("%s It is written anew.", error)
+        _log.warning("%s: is damaged, and written anew", directory.requested)
         before = None
     if before is not None and before.get("manifest") == manifest:
         return
