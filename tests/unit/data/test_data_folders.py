@@ -383,6 +383,55 @@ def test_a_scan_of_a_folder_reads_again_only_what_changed(
     assert len(list((tmp_path / "prepared" / ".scans").iterdir())) == 1
 
 
+def test_a_scan_that_ends_in_an_error_forgets_no_file_that_it_did_not_reach(
+    training: Recipe,
+    prepared_in: Prepare,
+    shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "evergrad_trainer.data.preparation.scan_cache"
+    monkeypatch.setattr(f"{module}.is_settled", lambda _: True)
+    prepared_in(one_source(training, "shards"))
+    read: list[str] = []
+    real = sources.scan_file
+
+    def failing(source: object, path: Path, **rest: object) -> Scan:
+        read.append(path.name)
+        if len(read) == 2:
+            raise OSError(5, "Input/output error")
+        return real(source, path, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(f"{module}.scan_file", failing)
+    os.utime(shards / "0.jsonl")
+    os.utime(shards / "1.jsonl")
+    with pytest.raises(Exception, match="Input/output error"):
+        prepared_in(one_source(training, "shards"))
+    prepared_in(one_source(training, "shards"))
+    assert read == ["0.jsonl", "1.jsonl", "1.jsonl"]
+
+
+def test_a_file_that_was_young_when_it_was_read_is_read_again(
+    training: Recipe,
+    prepared_in: Prepare,
+    shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "evergrad_trainer.data.preparation.scan_cache"
+    read: list[str] = []
+    real = sources.scan_file
+
+    def noted(source: object, path: Path, **rest: object) -> Scan:
+        read.append(path.name)
+        return real(source, path, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(f"{module}.scan_file", noted)
+    # All are old enough once the last one is read.
+    monkeypatch.setattr(f"{module}.is_settled", lambda _: len(read) >= 5)
+    prepared_in(one_source(training, "shards"))
+    prepared_in(one_source(training, "shards"))
+    assert len(read) == 10
+
+
 def test_chunks_of_many_files_are_of_a_like_size_and_bounded_in_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

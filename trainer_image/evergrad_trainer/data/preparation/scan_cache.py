@@ -2,10 +2,10 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import xxhash
 
@@ -39,22 +39,30 @@ def scan_cached(
     name = xxhash.xxh3_64_hexdigest(text.encode("utf-8", errors="surrogateescape"))
     memory = directory / f"{name}.json"
     remembered = _read(memory)
+    # Also of files that are not reached this time: an interruption would otherwise forget them.
+    kept = {name: remembered[name] for name in map(str, files) if name in remembered}
     scans: list[tuple[Path, Scan]] = []
     unwritten = 0
     try:
         for path in files:
-            scan = remembered.get(str(path))
-            if scan is None or scan.stat != observe_stat(path):
+            scan, found = remembered.get(str(path)), observe_stat(path)
+            if scan is None or scan.stat != found:
+                # Judged before it is read: a file that changed a moment ago could change again meanwhile
+                # without its times showing it.
+                is_old = is_settled(found)
+                kept.pop(str(path), None)
                 scan = scan_file(source, path, on_bytes=on_bytes)
+                if is_old and scan.stat == found:
+                    kept[str(path)] = scan
                 unwritten += scan.stat.size
             scans.append((path, scan))
             if unwritten >= _KEPT_EVERY:
-                _write(memory, scans)
+                _write(memory, kept)
                 unwritten = 0
     finally:
         # Also after an error in a later file: it is corrected, and the others are not read again.
         if unwritten:
-            _write(memory, scans)
+            _write(memory, kept)
     return Content(tuple(scans))
 
 
@@ -68,15 +76,12 @@ def _read(memory: Path) -> dict[str, Scan]:
     return {}
 
 
-def _write(memory: Path, scans: Sequence[tuple[Path, Scan]]) -> None:
-    # A file that changed a moment ago could change again without its times showing it.
-    settled: dict[str, Any] = {
-        str(path): scan.to_json() for path, scan in scans if is_settled(scan.stat)
-    }
-    if not settled:
+def _write(memory: Path, scans: Mapping[str, Scan]) -> None:
+    if not scans:
         return
     # Only a memory: where it cannot be kept (a read-only volume, a full disk) the next start reads the files
     # again.
+    values = {name: scan.to_json() for name, scan in scans.items()}
     with suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True)
-        write_json(memory, {"format": _FORMAT, "scans": settled})
+        write_json(memory, {"format": _FORMAT, "scans": values})
