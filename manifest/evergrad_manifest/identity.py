@@ -83,6 +83,7 @@ _LATER_SETTINGS: Final = frozenset(
     {
         "training.data.sources[].document",
         "training.evaluation.sources[].document",
+        "training.monitors",
         "training.optimizer.groups",
         "training.optimizer.groups[].learningRateRatio",
         "training.optimizer.groups[].weightDecay",
@@ -97,6 +98,7 @@ _LATER_SETTINGS: Final = frozenset(
         "training.schedule.pieces[].shape",
         "training.schedule.power",
         "training.schedule.startRatio",
+        "training.stop.early",
     }
 )
 """Optional fields that came after the hash of the settings, which leaves them out where they have their first

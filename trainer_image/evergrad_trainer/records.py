@@ -164,6 +164,8 @@ class RunInfo:
     parallelism: str
     model: str
     run_directory: str
+    run_id: str = ""
+    """Drawn once: the same through every restart and change of rank 0."""
     metrics_address: str | None = None
     takes_over: bool = False
     """This process goes on where another one of the same run was rank 0 before: nothing has started."""

@@ -14,12 +14,18 @@ from evergrad_manifest.training.common import (
     Checkpoint,
     Every,
     InitFrom,
-    Logging,
     Metrics,
     Reproducibility,
     Runtime,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
+from evergrad_manifest.training.observing import RULES as RULES_OF_OBSERVING
+from evergrad_manifest.training.observing import (
+    Logging,
+    Monitor,
+    Profile,
+    Tracker,
+)
 from evergrad_manifest.training.optimization import RULES as RULES_OF_OPTIMIZATION
 from evergrad_manifest.training.optimization import Optimizer, ParameterGroup, Piece, Schedule
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
@@ -40,6 +46,7 @@ from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
 from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
     Batching,
+    EarlyStop,
     Horizon,
     OnNonFinite,
     SkippedStep,
@@ -57,6 +64,7 @@ __all__ = [
     "Best",
     "Checkpoint",
     "Data",
+    "EarlyStop",
     "Evaluation",
     "EvaluationSource",
     "Every",
@@ -66,10 +74,12 @@ __all__ = [
     "Logging",
     "Metrics",
     "Model",
+    "Monitor",
     "OnNonFinite",
     "Optimizer",
     "ParameterGroup",
     "Piece",
+    "Profile",
     "Reproducibility",
     "Runtime",
     "Schedule",
@@ -77,6 +87,7 @@ __all__ = [
     "StepOverride",
     "Stop",
     "Tokenizer",
+    "Tracker",
     "Training",
 ]
 
@@ -132,7 +143,9 @@ class Training(Section):
     runtime: Runtime = Runtime()
     """How the machine is used; all but the arithmetic may differ from one start to the next."""
     logging: Logging = Logging()
-    """Lines that are printed."""
+    """Lines that are printed, trackers of experiments, and traces. May be changed in place."""
+    monitors: tuple[Monitor, ...] = Field(default=(), max_length=16)
+    """Watches on metrics. May be changed in place."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
 
@@ -142,5 +155,6 @@ RULES: Final = (
     *RULES_OF_STEPS,
     *RULES_OF_OPTIMIZATION,
     *RULES_OF_PRETRAIN,
+    *RULES_OF_OBSERVING,
     *RULES_OF_ALL,
 )

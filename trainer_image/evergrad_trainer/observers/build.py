@@ -15,6 +15,8 @@ from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.observers.logs import EventLog
 from evergrad_trainer.observers.progress import build_progress
+from evergrad_trainer.observers.trackers.libraries import find_opener
+from evergrad_trainer.observers.trackers.observer import Patience, TrackerObserver
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -59,16 +61,27 @@ def _build_exporter(around: Surroundings) -> "PrometheusExporter | None":
     )
 
 
-BUILT_IN: Final[dict[str, Callable[[Surroundings], Observer | None]]] = {
+def _build_trackers(around: Surroundings) -> list[Observer]:
+    trackers = around.training.logging.trackers
+    # One patience for all: each end waits for them together.
+    patience = Patience()
+    return [
+        TrackerObserver(one, find_opener(one.type), around.directory, patience=patience)
+        for one in trackers
+    ]
+
+
+BUILT_IN: Final[dict[str, Callable[[Surroundings], Observer | list[Observer] | None]]] = {
     "record": lambda around: RunLog(around.directory),
     "log": lambda _: EventLog(),
     "progress": lambda around: build_progress(
         around.stream, every=around.training.logging.every.steps
     ),
     "relay": lambda around: around.relay,
+    "trackers": _build_trackers,
     "endpoint": _build_exporter,
 }
-"""By name, how each is made, or None where the run has it not.
+"""By name, how each is made, or None where the run has it not; of trackers there may be several.
 
 In this order they are called: the JSON lines first, since they are the record, and the endpoint last,
 because closing it may linger.
@@ -88,7 +101,10 @@ def build_observers(around: Surroundings) -> BuiltObservers:
     # In the registry's order, which is also that of the calls.
     made = {name: build(around) for name, build in BUILT_IN.items()}
     endpoint: object = made["endpoint"]
+    observers: list[Observer] = []
+    for one in made.values():
+        observers += one if isinstance(one, list) else [one] if one is not None else []
     return BuiltObservers(
-        observers=Observers([one for one in made.values() if one is not None]),
+        observers=Observers(observers),
         metrics_address=endpoint.address if isinstance(endpoint, Served) else None,
     )

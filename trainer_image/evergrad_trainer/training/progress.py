@@ -24,6 +24,8 @@ class Progress:
 
     # The state after ``finished_steps``, the same on every rank.
     finished_steps: int = 0
+    run_id: str = ""
+    """Drawn once: names this run to others through every restart and change of rank 0."""
     evaluated_step: int = -1
     best: dict[str, Any] | None = None
     """The best evaluation so far: metric, value and step."""
@@ -69,6 +71,8 @@ class Progress:
             "skipped": self.skipped,
             "non_finite": self.non_finite,
         }
+        if self.run_id:
+            values["run_id"] = self.run_id
         if self.evaluation_asked > self.evaluated_step:
             values["evaluation_asked"] = self.evaluation_asked
         if self.save_asked == self.finished_steps > self.saved_step:
@@ -78,6 +82,8 @@ class Progress:
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Take over what :meth:`values` said of a state; older versions said less."""
         self.finished_steps = int(values["step"])
+        # A checkpoint of an older version has none, and the run keeps the one that it was given since.
+        self.run_id = str(values.get("run_id", self.run_id))
         self.evaluated_step = int(values["evaluated_step"])
         self.best = values["best"]
         self.updates = int(values.get("updates", self.finished_steps))

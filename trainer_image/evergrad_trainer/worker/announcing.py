@@ -43,6 +43,7 @@ def announce(session: Session, machinery: Machinery) -> None:
         derived=derived,
         model=plan.model.describe(),
     )
+    record["runId"] = progress.run_id
     # Read before it is written over: what differs from the start before is announced below.
     before = session.directory.read_resolved()
     session.directory.write_resolved(record)
@@ -172,6 +173,7 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
         parallelism=runtime.parallelism,
         model=plan.model.name,
         run_directory=str(plan.run_directory),
+        run_id=session.progress.run_id,
         metrics_address=session.metrics_address,
         metrics={
             column.name: {"unit": column.unit, "help": column.help}
