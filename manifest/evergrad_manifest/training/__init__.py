@@ -144,7 +144,7 @@ class Training(Section):
     """How the machine is used; all but the arithmetic may differ from one start to the next."""
     logging: Logging = Logging()
     """Lines that are printed, trackers of experiments, and traces. May be changed in place."""
-    monitors: tuple[Monitor, ...] = Field(default=(), max_length=16)
+    monitors: tuple[Monitor, ...] = Field(default=(), max_length=8)
     """Watches on metrics. May be changed in place."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""

@@ -56,7 +56,7 @@ class Profile(Section):
     first_step: Count = Field(default=10, ge=1, le=10**12)
     """First step that is traced; the ones before warm up."""
     every: Count | None = Field(default=None, ge=1, le=10**12)
-    """Steps from the beginning of one trace to that of the next; default: one trace a start."""
+    """Steps from the beginning of one trace to that of the next; default: one trace a run."""
     ranks: Literal["first", "all"] = "first"
     """Processes that trace."""
     memory: bool = False
@@ -90,7 +90,7 @@ class Monitor(Section):
     """``loss``, ``grad_norm``, a metric of the recipe, or ``<evaluation set>/<metric>``."""
     policy: Literal["warn", "save", "stop"] = "warn"
     """When it begins: an event and a line; also save; or also stop, state saved."""
-    window: int | None = Field(default=None, ge=1, le=10_000, strict=True)
+    window: int | None = Field(default=None, ge=1, le=100, strict=True)
     """Newest values whose mean is looked at; default: 20 for divergence, else 1."""
     limit: Real | None = None
     """collapse: below it; divergence: above it. Default: by ``ratio``."""

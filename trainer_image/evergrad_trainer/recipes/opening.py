@@ -16,7 +16,9 @@ from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.observers.build import build_lasting
 from evergrad_trainer.observers.lasting import Lasting
+from evergrad_trainer.observers.monitors import check_watched
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Evaluator, Task
@@ -42,12 +44,13 @@ def open_recipe(
     *,
     has_trained: bool = False,
     prepared_directory: Path | None = None,
+    run_directory: Path | None = None,
 ) -> Opened:
     """The recipe of ``training`` over prepared data.
 
     ``has_trained``: the run has made steps, so that its code is known to work. ``prepared_directory``: where
-    a task of the user's own prepares its data, once a node; None where that is done. Raises DataError,
-    ConfigurationError, TaskInputError, TaskError.
+    a task of the user's own prepares its data, once a node; None where that is done. ``run_directory``: for
+    observers that write on every rank. Raises DataError, ConfigurationError, TaskInputError, TaskError.
     """
     task, code = load_task(training, base_directory, has_trained=has_trained)
     if prepared_directory is not None and code.is_own:
@@ -59,7 +62,13 @@ def open_recipe(
         stages = task.stages(prepared)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
     with code.guarding("its observers"):
-        observers = Lasting(task.observers())
+        own_observers = list(task.observers())
+    observers = build_lasting(training, own_observers, run_directory)
+    measured = {
+        name: task.metrics if evaluator.metrics is None else evaluator.metrics
+        for name, evaluator in evaluators.items()
+    }
+    check_watched(training, task.metrics, measured)
     try:
         with code.guarding("its sources"):
             data = build_data(training, stages, sets)

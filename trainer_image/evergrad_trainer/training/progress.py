@@ -39,6 +39,8 @@ class Progress:
     """Newest step after which an observer has asked for an evaluation."""
     save_asked: int = -1
     """Newest step after which an observer has asked for a save."""
+    stop_asked: int = -1
+    """Newest step after which an observer has asked for a stop."""
 
     # What this process knows, and others may not.
     saved_step: int = -1
@@ -77,6 +79,8 @@ class Progress:
             values["evaluation_asked"] = self.evaluation_asked
         if self.save_asked == self.finished_steps > self.saved_step:
             values["save_asked"] = self.save_asked
+        if self.stop_asked == self.finished_steps:
+            values["stop_asked"] = self.stop_asked
         return values
 
     def load_values(self, values: Mapping[str, Any]) -> None:
@@ -91,6 +95,7 @@ class Progress:
         self.non_finite = int(values.get("non_finite", 0))
         self.evaluation_asked = int(values.get("evaluation_asked", -1))
         self.save_asked = int(values.get("save_asked", -1))
+        self.stop_asked = int(values.get("stop_asked", -1))
 
     def reset(self) -> None:
         """Forget everything, also of this process: the state it belonged to is gone."""

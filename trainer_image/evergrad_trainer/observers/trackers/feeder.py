@@ -75,13 +75,13 @@ class Feeder:
         self._open_library = open_library
         self._directory = directory
         self._clock = clock
-        self._folder = directory.path / "trackers"
+        self._folder = directory.trackers
         self._items: queue.Queue[Item] = queue.Queue(MOST_WAITING)
         self._busy_since: float | None = None
         self._is_done = threading.Event()
         self._is_abandoned = False
         self._library: Library | None = None
-        self._run_id = ""
+        self._info: RunInfo | None = None
         self._shown = Shown()
         self._noted = Shown()
         self._flushed_at = 0.0
@@ -178,7 +178,7 @@ class Feeder:
             ),
         )
         library = self._library = self._open_library(run)
-        self._run_id, self._shown = info.run_id, library.shown
+        self._info, self._shown = info, library.shown
         # At once: the library's own id must outlive a kill in the very first step.
         self._write_note(library)
 
@@ -190,9 +190,10 @@ class Feeder:
             self._write(record)
 
     def _write(self, record: Record) -> None:
-        if self._library is None or is_shown(self._shown, record):
+        library, info = self._library, self._info
+        if library is None or info is None or is_shown(self._shown, record):
             return
-        self._library.write(record.step, record.time, values_of(record))
+        library.write(record.step, record.time, values_of(record, info))
         self._shown = advance(self._shown, record)
 
     def _flush(self) -> None:
@@ -207,9 +208,9 @@ class Feeder:
         return found if found.get("run") == run_id else {}
 
     def _write_note(self, library: Library) -> None:
-        shown = self._shown
+        shown, info = self._shown, self._info
         note = {
-            "run": self._run_id,
+            "run": "" if info is None else info.run_id,
             "id": library.own_id,
             "step": shown.step,
             "evaluations": dict(shown.evaluations),

@@ -7,13 +7,14 @@ from heapq import merge
 
 from evergrad_trainer.observers.history import read_evaluations, read_steps
 from evergrad_trainer.observers.trackers.interface import Shown
-from evergrad_trainer.records import EvaluationRecord, StepRecord
+from evergrad_trainer.observers.utilisation import flops_per_second, utilisation
+from evergrad_trainer.records import EvaluationRecord, RunInfo, StepRecord
 from evergrad_trainer.run_directory import RunDirectory
 
 Record = StepRecord | EvaluationRecord
 
 
-def values_of(record: Record) -> dict[str, float]:
+def values_of(record: Record, info: RunInfo) -> dict[str, float]:
     """What a tracker shows of a record. Numbers that are none, such as the loss of a skipped step, are left
     out."""
     if isinstance(record, EvaluationRecord):
@@ -30,6 +31,9 @@ def values_of(record: Record) -> dict[str, float]:
             "world_size": record.world_size,
             **record.metrics,
         }
+        speed, share = flops_per_second(info, record), utilisation(info, record)
+        measured |= {} if speed is None else {"flops_per_second": speed}
+        measured |= {} if share is None else {"mfu": share}
         named = {f"train/{name}": one for name, one in measured.items()}
     return {name: float(one) for name, one in named.items() if math.isfinite(one)}
 
