@@ -14,7 +14,7 @@ import torch
 from evergrad_manifest.training import Profile
 from evergrad_trainer import torch_private
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.records import StepRecord
+from evergrad_trainer.records import RunInfo, StepRecord
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +62,11 @@ class Profiler(BaseObserver):
         self._left = 0
         self._writing: threading.Thread | None = None
 
+    def run_start(self, info: RunInfo) -> None:
+        # Where rank 0 starts or goes on: its next step may be the first of a trace.
+        if self._trace is None and is_first(self._settings, info.start_step + 1):
+            self._start(info.start_step + 1)
+
     def step_end(self, record: StepRecord) -> None:
         if self._trace is not None:
             self._left -= 1
@@ -71,9 +76,12 @@ class Profiler(BaseObserver):
             self._start(record.step + 1)
 
     def close(self) -> None:
-        if self._trace is not None:
+        if self._trace is not None and self._left < self._settings.steps:
             # The run ends or leaves in the middle of it: what there is of it is worth having.
             self._end()
+        elif self._trace is not None:
+            self._trace.stop()
+            self._trace = None
         if self._writing is not None:
             self._writing.join(WRITING_SECONDS)
 

@@ -3,7 +3,7 @@ hangs."""
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 from evergrad_manifest.training import Tracker
 from evergrad_trainer.observers.base import BaseObserver, GivesUp
@@ -82,9 +82,8 @@ class TrackerObserver(BaseObserver):
         feeder, self._feeder = self._feeder, None
         if feeder is None:
             return
-        # Not after the run has ended, nor where it hangs: another process goes on with the run.
-        feeder.give(Finish("handed on"))
-        if feeder.busy_seconds < HANG_SECONDS:
+        # Not after the run has ended: another process goes on with it.
+        if feeder.give(Finish("handed on")):
             feeder.wait(self._patience.left())
         feeder.abandon()
 
@@ -94,28 +93,29 @@ class TrackerObserver(BaseObserver):
             return
         self._raise_if_lost(feeder)
         if not feeder.give(item):
-            raise GivesUp(
-                f"{self._settings.type} takes records more slowly than they come; {_LATER}"
-            )
+            self._lose(feeder, "takes records more slowly than they come")
 
     def _finish(self, end: End) -> None:
-        feeder, self._feeder = self._feeder, None
+        feeder = self._feeder
         if feeder is None:
             return
         self._raise_if_lost(feeder)
         is_given = feeder.give(Finish(end))
         if not (is_given and feeder.wait(self._patience.left())):
-            feeder.abandon()
-            what = f"has not taken the last records within {CLOSING_SECONDS:g} s"
-            raise GivesUp(f"{self._settings.type} {what}; {_LATER}")
+            self._lose(feeder, f"has not taken the last records within {CLOSING_SECONDS:g} s")
         self._raise_if_lost(feeder)
+        self._feeder = None
 
     def _raise_if_lost(self, feeder: Feeder) -> None:
-        type_ = self._settings.type
         if feeder.failure is not None:
             error = feeder.failure
             why = " ".join(str(error).split())[:500]
-            raise GivesUp(f"{type_} failed, {type(error).__name__}: {why}; {_LATER}")
+            self._lose(feeder, f"failed, {type(error).__name__}: {why}")
         if feeder.busy_seconds > HANG_SECONDS:
-            feeder.abandon()
-            raise GivesUp(f"{type_} has not answered for {HANG_SECONDS:g} s; {_LATER}")
+            self._lose(feeder, f"has not answered for {HANG_SECONDS:g} s")
+
+    def _lose(self, feeder: Feeder, why: str) -> NoReturn:
+        # It is waited for no more, and writes nothing more once its library answers.
+        feeder.abandon()
+        self._feeder = None
+        raise GivesUp(f"{self._settings.type} {why}; {_LATER}")
