@@ -230,6 +230,7 @@ def test_a_tracker_that_is_added_to_a_run_shows_it_from_its_beginning(
     assert [one["path"] for one in changed["changes"]] == ["spec.training.logging.trackers"]
 
 
+@pytest.mark.capability("C-26")
 def test_a_tracker_that_fails_or_hangs_costs_no_step_and_is_in_log_and_records(
     experiment: Experiment,
 ) -> None:
@@ -371,7 +372,7 @@ def test_steps_are_traced_on_a_schedule_that_a_resume_keeps(experiment: Experime
     assert any("backward" in str(name).lower() for name in names)
 
 
-@pytest.mark.capability("A-72")
+@pytest.mark.capability("C-40")
 def test_operations_and_utilisation_are_in_the_records_the_lines_and_the_report(
     experiment: Experiment,
 ) -> None:

@@ -131,6 +131,33 @@ def test_a_later_setting_that_is_set_changes_the_hash_of_the_settings(setting: s
     assert settings_hash(parse_run(raw)) != before
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logging": {"trackers": [{"type": "tensorboard"}]}},
+        {"logging": {"profile": {"steps": 2}}},
+        {"monitors": [{"type": "divergence", "metric": "loss"}]},
+        {"stop": {"early": {"metric": "loss", "patience": 3}}},
+    ],
+    ids=["tracker", "profile", "monitor", "early stop"],
+)
+def test_who_watches_a_run_is_no_part_of_its_recipe_and_has_its_nodes_start_again(
+    change: dict[str, Any],
+) -> None:
+    raw = document(next(case for case in TYPED))
+    before = parse_run(raw)
+    raw = json.loads(json.dumps(raw))
+    raw["spec"]["training"] |= change
+    after = parse_run(raw)
+    assert config_hash(after) == config_hash(before)
+    assert settings_hash(after) != settings_hash(before)
+    # How often a line is printed, and the peak of a device, are of one machine.
+    raw["spec"]["training"] |= {"logging": {"every": {"steps": 3}, "peakFlops": 1e12}}
+    for key in change:
+        raw["spec"]["training"].pop(key, None) if key != "logging" else None
+    assert settings_hash(parse_run(raw)) == settings_hash(before)
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_hash_of_each_example_stays_what_it_is(name: str) -> None:
     assert (

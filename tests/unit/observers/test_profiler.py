@@ -6,8 +6,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from evergrad_manifest.training import Profile
+from evergrad_trainer import torch_private
 from evergrad_trainer.observers.profiler import Profiler, begin_trace, is_first, prune
 from evergrad_trainer.records import RunInfo
 
@@ -64,8 +66,6 @@ def test_each_window_is_one_file_and_the_newest_ones_are_kept(
 def test_the_file_is_a_trace_of_what_the_steps_did(
     synthetic: ModuleType, tmp_path: Path
 ) -> None:
-    import torch
-
     profiler = Profiler(
         settings(steps=1, firstStep=2, memory=True), tmp_path, begin=begin_trace
     )
@@ -93,6 +93,29 @@ def test_a_start_just_before_a_window_traces_it_and_an_end_before_its_first_step
     after.step_end(synthetic.step_record(5))
     after.close()
     assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["step-5"]
+
+
+@pytest.mark.capability("A-35", "A-36", "A-62")
+def test_the_history_of_device_memory_is_a_file_beside_the_trace(
+    synthetic: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a device does stands behind two functions, which are replaced here: there is none."""
+    told: list[int | None] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch_private, "record_memory", told.append)
+    monkeypatch.setattr(torch_private, "dump_memory", lambda path: Path(path).touch())
+    given = settings(steps=1, firstStep=2, memory=True, maxEntries="20k")
+    folder = tmp_path / "profiles"
+    profiler = Profiler(given, folder, begin=lambda _: FakeTrace([]))
+    profiler.step_end(synthetic.step_record(1))
+    assert told == [20_000] and not folder.exists()
+    profiler.step_end(synthetic.step_record(2))
+    profiler.close()
+    assert told == [20_000, None]
+    kinds = sorted(
+        path.name.rsplit(".", 3 if "trace" in path.name else 2)[1:] for path in folder.iterdir()
+    )
+    assert kinds == [["memory", "pickle"], ["trace", "json", "gz"]]
 
 
 def test_files_of_a_step_go_together(tmp_path: Path) -> None:
