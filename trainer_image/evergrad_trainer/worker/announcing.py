@@ -193,9 +193,7 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
 def _flops_per_step(session: Session, machinery: Machinery) -> float | None:
     plan = session.plan
     length = plan.run.training.data.sequence_length
-    per_token = flops_per_token(
-        machinery.modules.root(), plan.model.config, sequence_length=length
-    )
+    per_token = flops_per_token(machinery.model, plan.model.config, sequence_length=length)
     return None if per_token is None else per_token * plan.numbers.tokens_per_step
 
 
