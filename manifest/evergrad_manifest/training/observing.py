@@ -9,7 +9,7 @@ from evergrad_manifest.base import LocalPath, Section
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
 from evergrad_manifest.spelling import nearest
-from evergrad_manifest.training.common import RECIPES, TRAINING, Every
+from evergrad_manifest.training.common import TRAINING, Every
 from evergrad_manifest.training.pretrain import HELD_OUT
 from evergrad_manifest.training.steps import Metric
 from evergrad_manifest.values.numbers import Count, Real
@@ -149,6 +149,8 @@ def check_profile(view: View) -> Iterator[Problem]:
         yield Problem(f"{PROFILE}.every", what, "the next one would begin in it", remedy)
 
 
+_WITHOUT_METRICS: Final = ("pretrain",)
+"""Recipes that measure losses and nothing else."""
 _KEYS_OF: Final = {
     "collapse": ("limit", "ratio", "of"),
     "divergence": ("limit", "ratio"),
@@ -207,8 +209,8 @@ def _default_of(key: str) -> Any:
 
 def _check_metric(view: View, where: str, metric: str) -> Iterator[Problem]:
     """A metric that is never measured would be watched in vain, which shows only when it is too late."""
-    # The names of a task's own metrics and evaluators are known to the task alone: checked when it is opened.
-    if view.get(f"{TRAINING}.recipe") not in RECIPES:
+    # What other recipes and tasks measure is known to them alone: checked when they are opened.
+    if view.get(f"{TRAINING}.recipe") not in _WITHOUT_METRICS:
         return
     sources = view.items(f"{TRAINING}.evaluation.sources")
     names = [item["name"] for _, item in sources]
