@@ -136,9 +136,9 @@ def _matrix_flops(model: nn.Module, text: Any) -> float:
 
     # A head that shares the table of the embeddings multiplies with it all the same.
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    weight = getattr(head, "weight", None)
-    if weight is not None and id(weight) in tables:
-        total += (6 if weight.requires_grad else 4) * weight.numel()
+    shared: Any = getattr(head, "weight", None)
+    if shared is not None and id(shared) in tables:
+        total += (6 if shared.requires_grad else 4) * shared.numel()
     return total
 
 

@@ -145,12 +145,12 @@ class PrometheusExporter(BaseObserver):
         metrics.add("samples_total", self._samples_per_step)
         metrics.set("tokens_per_second", self._tokens.per_second)
         if self._info is not None:
-            for name, value in (
+            for name, share in (
                 ("flops_per_second", flops_per_second(self._info, record)),
                 ("mfu_ratio", utilisation(self._info, record)),
             ):
-                if value is not None:
-                    metrics.set(name, value)
+                if share is not None:
+                    metrics.set(name, share)
         metrics.set("learning_rate", record.learning_rate)
         metrics.set("world_size", record.world_size)
         metrics.observe("step_duration_seconds", record.step_seconds)

@@ -65,7 +65,7 @@ class Progress:
 
         A wish is a part of it for as long as it has not been done: another world may have to do it.
         """
-        values = {
+        values: dict[str, Any] = {
             "step": self.finished_steps,
             "evaluated_step": self.evaluated_step,
             "best": self.best,

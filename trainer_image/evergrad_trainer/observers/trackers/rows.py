@@ -51,11 +51,9 @@ def read_missed(directory: RunDirectory, shown: Shown, *, newest: int) -> Iterat
         if one.step <= newest and not shown.has_evaluation(one.name, one.step):
             evaluations[one.step, one.name] = one
     # A step comes before its evaluations: trackers take no step after a later one.
-    yield from merge(
-        (table.record(int(row)) for row in rows),
-        (evaluations[key] for key in sorted(evaluations)),
-        key=_place,
-    )
+    steps: Iterator[Record] = (table.record(int(row)) for row in rows)
+    others: Iterator[Record] = (evaluations[key] for key in sorted(evaluations))
+    yield from merge(steps, others, key=_place)
 
 
 def _place(record: Record) -> tuple[int, int]:
