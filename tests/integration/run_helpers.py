@@ -103,6 +103,7 @@ POINTS = {
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
     "receive": ("evergrad_trainer.world", "World.receive"),
+    "track": ("evergrad_trainer.observers.trackers.tensorboard", "TensorBoard.write"),
 }
 
 

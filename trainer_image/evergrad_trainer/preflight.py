@@ -39,6 +39,7 @@ from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
 from evergrad_trainer.models.parallel import problem_of_shards
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
+from evergrad_trainer.observers.trackers.libraries import check_trackers
 from evergrad_trainer.optim.groups import unmatched_patterns
 from evergrad_trainer.preflight_memory import Finding, check_memory, model_facts
 
@@ -83,6 +84,7 @@ def examine(
         *check_device(training, machine),
         *check_workers(training, num_workers=max(sizes)),
         *check_shards(training, world_sizes=sizes),
+        *(Finding("error", problem) for problem in check_trackers(training)),
     ]
 
     # A model that cannot be read ends none of the other checks: all problems are found at once.

@@ -285,6 +285,8 @@ class RunDirectory:
         self.checkpoints = self.path / RunFile.CHECKPOINTS
         self.logs = self.path / RunFile.LOGS
         self.compiled = self.path / RunFile.COMPILED
+        self.profiles = self.path / RunFile.PROFILES
+        self.trackers = self.path / RunFile.TRACKERS
         self.report_html = self.path / RunFile.REPORT_HTML
         self.report_markdown = self.path / RunFile.REPORT_MARKDOWN
         self.summary = self.path / RunFile.SUMMARY

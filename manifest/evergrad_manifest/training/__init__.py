@@ -14,12 +14,18 @@ from evergrad_manifest.training.common import (
     Checkpoint,
     Every,
     InitFrom,
-    Logging,
     Metrics,
     Reproducibility,
     Runtime,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
+from evergrad_manifest.training.observing import RULES as RULES_OF_OBSERVING
+from evergrad_manifest.training.observing import (
+    Logging,
+    Monitor,
+    Profile,
+    Tracker,
+)
 from evergrad_manifest.training.optimization import RULES as RULES_OF_OPTIMIZATION
 from evergrad_manifest.training.optimization import Optimizer, ParameterGroup, Piece, Schedule
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
@@ -42,6 +48,7 @@ from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
 from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
     Batching,
+    EarlyStop,
     Horizon,
     OnNonFinite,
     SkippedStep,
@@ -60,6 +67,7 @@ __all__ = [
     "Best",
     "Checkpoint",
     "Data",
+    "EarlyStop",
     "Evaluation",
     "EvaluationSetting",
     "EvaluationSource",
@@ -70,10 +78,12 @@ __all__ = [
     "Logging",
     "Metrics",
     "Model",
+    "Monitor",
     "OnNonFinite",
     "Optimizer",
     "ParameterGroup",
     "Piece",
+    "Profile",
     "Reproducibility",
     "Runtime",
     "Schedule",
@@ -81,6 +91,7 @@ __all__ = [
     "StepOverride",
     "Stop",
     "Tokenizer",
+    "Tracker",
     "Training",
 ]
 
@@ -136,7 +147,9 @@ class Training(Section):
     runtime: Runtime = Runtime()
     """How the machine is used; all but the arithmetic may differ from one start to the next."""
     logging: Logging = Logging()
-    """Lines that are printed."""
+    """Lines that are printed, trackers of experiments, and traces. May be changed in place."""
+    monitors: tuple[Monitor, ...] = Field(default=(), max_length=8)
+    """Watches on metrics. May be changed in place."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
 
@@ -146,5 +159,6 @@ RULES: Final = (
     *RULES_OF_STEPS,
     *RULES_OF_OPTIMIZATION,
     *RULES_OF_PRETRAIN,
+    *RULES_OF_OBSERVING,
     *RULES_OF_ALL,
 )

@@ -189,13 +189,6 @@ def check_runtime(view: View) -> Iterator[Problem]:
         )
 
 
-class Logging(Section):
-    """Lines that are printed."""
-
-    every: Every = Every.model_validate({"steps": 10})
-    """How often a line is printed where there is no terminal."""
-
-
 class Metrics(Section):
     """The Prometheus endpoint."""
 

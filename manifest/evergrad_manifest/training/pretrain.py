@@ -370,7 +370,7 @@ def check_evaluation(view: View) -> Iterator[Problem]:
 
 def check_sets(view: View) -> Iterator[Problem]:
     """Each entry of ``evaluation.sets`` changes something of one set that there is."""
-    names, first = _set_names(view), dict[str, str]()
+    names, first = set_names(view), dict[str, str]()
     for path, item in view.items(f"{_EVALUATION}.sets"):
         name, here = item["name"], format_path((*path, "name"))
         if item["every"] is None and item["samples"] is None and item["whileTraining"] is True:
@@ -391,7 +391,7 @@ def check_sets(view: View) -> Iterator[Problem]:
             yield Problem(here, f"{name!r} is not an evaluation set of this run", why, remedy)
 
 
-def _set_names(view: View) -> list[str] | None:
+def set_names(view: View) -> list[str] | None:
     """Names of all evaluation sets; None where the file alone does not say them."""
     sources = view.items(f"{_EVALUATION}.sources")
     names = [item["name"] for _, item in sources]
@@ -402,13 +402,9 @@ def _set_names(view: View) -> list[str] | None:
     return names if is_known and view.get(f"{TRAINING}.recipe") in RECIPES else None
 
 
-def check_best(view: View) -> Iterator[Problem]:
-    """The best checkpoint follows a metric that will exist while training."""
-    # A metric that is never measured would keep no checkpoint, which shows only when the best one is wanted.
-    path = f"{TRAINING}.checkpoint.best"
-    metric = view.get(f"{path}.metric")
-    if not view.is_given(path) or metric is UNKNOWN or metric is None:
-        return
+def check_measured_while_training(view: View, where: str, metric: str) -> Iterator[Problem]:
+    """The run itself evaluates the set of ``metric``, which the field ``where`` follows, and not only at its
+    end."""
     name = metric.partition("/")[0]
     own = [item for _, item in view.items(f"{_EVALUATION}.sets") if item["name"] == name]
     has_cadence = any(item["every"] is not None for item in own)
@@ -417,19 +413,29 @@ def check_best(view: View) -> Iterator[Problem]:
         and not view.is_given(f"{_EVALUATION}.every")
         and not has_cadence
     ):
-        why = "without it the metric is only known at the end"
+        follower = where.removeprefix(f"{TRAINING}.").removesuffix(".metric")
         yield Problem(
             f"{_EVALUATION}.every",
-            "missing, and checkpoint.best needs it",
-            why,
+            f"missing, and {follower} needs it",
+            "without it the metric is only known at the end",
             "Add it, such as `every: {steps: 200}`",
         )
     if any(item["whileTraining"] is False for item in own):
         why = f"{name} is not evaluated while training"
         remedy = "Choose another metric, or let the run evaluate that set"
-        yield Problem(f"{path}.metric", f"{metric!r} is never known", why, remedy)
+        yield Problem(where, f"{metric!r} is never known", why, remedy)
 
-    if (names := _set_names(view)) is None:
+
+def check_best(view: View) -> Iterator[Problem]:
+    """The best checkpoint follows a metric that will exist while training."""
+    # A metric that is never measured would keep no checkpoint, which shows only when the best one is wanted.
+    path = f"{TRAINING}.checkpoint.best"
+    metric = view.get(f"{path}.metric")
+    if not view.is_given(path) or metric is UNKNOWN or metric is None:
+        return
+    yield from check_measured_while_training(view, f"{path}.metric", metric)
+
+    if (names := set_names(view)) is None:
         return
     metrics = [f"{name}/{kind}" for name in names for kind in METRICS_OF_ALL]
     if metric not in metrics:

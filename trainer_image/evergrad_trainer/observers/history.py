@@ -171,7 +171,7 @@ def read_history(directory: RunDirectory) -> History:
     """
     notes: list[str] = []
     steps = read_steps(directory.metrics, notes)
-    evaluations = tuple(_parsed(directory.evaluation, notes, _evaluation))
+    evaluations = tuple(read_evaluations(directory.evaluation, notes))
     events = tuple(_parsed(directory.events, notes, parse_event_row))
     return History(
         steps=steps,
@@ -229,6 +229,14 @@ def read_steps(path: Path, notes: list[str]) -> StepTable:
             raise lines.malformed(chunk[0][0], "is not a row of this file") from error
     _note_torn(lines, notes)
     return columns.table()
+
+
+def read_evaluations(path: Path, notes: list[str]) -> Iterator[EvaluationRecord]:
+    """Read the rows of an evaluation file; appends to ``notes`` what was odd.
+
+    Raises RunDirectoryError with the line of a bad row.
+    """
+    return _parsed(path, notes, _evaluation)
 
 
 def _fits(row: dict[str, Any]) -> bool:

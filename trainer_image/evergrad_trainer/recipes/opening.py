@@ -18,7 +18,9 @@ from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.observers.build import build_lasting
 from evergrad_trainer.observers.lasting import Lasting
+from evergrad_trainer.observers.monitors import check_watched
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Evaluator, Task
@@ -47,12 +49,13 @@ def open_recipe(
     *,
     has_trained: bool = False,
     prepared_directory: Path | None = None,
+    run_directory: Path | None = None,
 ) -> Opened:
     """The recipe of ``training`` over prepared data.
 
     ``has_trained``: the run has made steps, so that its code is known to work. ``prepared_directory``: where
-    a task of the user's own prepares its data, once a node; None where that is done. Raises DataError,
-    ConfigurationError, TaskInputError, TaskError.
+    a task of the user's own prepares its data, once a node; None where that is done. ``run_directory``: for
+    observers that write on every rank. Raises DataError, ConfigurationError, TaskInputError, TaskError.
     """
     task, code = load_task(training, base_directory, has_trained=has_trained)
     if prepared_directory is not None and code.is_own:
@@ -62,10 +65,16 @@ def open_recipe(
     with code.guarding("its stages and evaluators"):
         evaluators = task.evaluators(prepared)
         stages = task.stages(prepared)
-    _check_names(training, task, evaluators)
+    measured = {
+        name: (*METRICS_OF_ALL, *(task.metrics if one.metrics is None else one.metrics))
+        for name, one in evaluators.items()
+    }
+    _check_names(training, measured)
+    check_watched(training, task.metrics, measured)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
     with code.guarding("its observers"):
-        observers = Lasting(task.observers())
+        own_observers = list(task.observers())
+    observers = build_lasting(training, own_observers, run_directory)
     try:
         with code.guarding("its sources"):
             data = build_data(training, stages, sets)
@@ -78,28 +87,22 @@ def open_recipe(
     return Opened(task, code, data, evaluators, observers, prepared)
 
 
-def _check_names(training: Training, task: Task, evaluators: Mapping[str, Evaluator]) -> None:
+def _check_names(training: Training, measured: Mapping[str, Collection[str]]) -> None:
     """What the file says of evaluation sets and their metrics is of some that there are.
 
-    The names of a task's own are known here first. Raises ConfigurationError.
+    ``measured``: the metrics of each set. The names of a task's own are known here first. Raises
+    ConfigurationError.
     """
     problems = []
     for index, one in enumerate(training.evaluation.sets):
-        if one.name not in evaluators:
+        if one.name not in measured:
             where, what = (
                 f"{_EVALUATION}.sets[{index}].name",
                 f"{one.name!r} is no evaluation set",
             )
-            problems.append(_unknown(where, what, one.name, evaluators))
+            problems.append(_unknown(where, what, one.name, measured))
     if (best := training.checkpoint.best) is not None:
-        metrics = [
-            f"{name}/{metric}"
-            for name, one in evaluators.items()
-            for metric in (
-                *METRICS_OF_ALL,
-                *(task.metrics if one.metrics is None else one.metrics),
-            )
-        ]
+        metrics = [f"{name}/{metric}" for name, own in measured.items() for metric in own]
         if best.metric not in metrics:
             what = f"{best.metric!r} is not a metric of this run"
             problems.append(_unknown(_BEST, what, best.metric, metrics))

@@ -59,7 +59,7 @@ def train(run: Run) -> StopReason:
     first = progress.finished_steps + 1
 
     # What the world before this one was to do after its last step, and did not get to.
-    reason = _pause(run, limits, _QUIET, is_entering=True)
+    reason = _pause(run, limits, _QUIET, is_entering=True) or _stop_again(run)
 
     while reason is None:
         step = progress.finished_steps + 1
@@ -132,6 +132,17 @@ def _pause(
     return interrupted or find_stop_reason(run.limits, progress, flags)
 
 
+def _stop_again(run: Run) -> StopReason | None:
+    """Stop at the step at which an observer had the run stopped, for as long as it wishes so: a start of such
+    a run trains nothing."""
+    progress = run.progress
+    if progress.finished_steps == 0 or progress.stop_asked != progress.finished_steps:
+        return None
+    # Collective: an observer that fails on one rank has no wish there.
+    is_wished = not run.membership.world.all_agree("stop" not in run.lasting.wishes())
+    return "observer" if is_wished else None
+
+
 def _own_flags(run: Run) -> Flags:
     """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to
     watch."""
@@ -176,6 +187,8 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
         progress.evaluation_asked = outcome.step
     if outcome.flags[FLAG_SAVE]:
         progress.save_asked = outcome.step
+    if outcome.flags[FLAG_STOP]:
+        progress.stop_asked = outcome.step
 
     total = time.perf_counter() - begun
     record = build_record(run, outcome, total=total)

@@ -36,7 +36,11 @@ def open_plan(plan: SessionPlan) -> Opened:
                 "two versions never train together. Change it back, or start all nodes again."
             )
         return open_recipe(
-            plan.run.training, plan.prepared, plan.base_directory, has_trained=has_trained
+            plan.run.training,
+            plan.prepared,
+            plan.base_directory,
+            has_trained=has_trained,
+            run_directory=plan.run_directory,
         )
     if has_trained:
         plan.opened.code.note_trained()
