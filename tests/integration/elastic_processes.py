@@ -42,6 +42,7 @@ PLACES = {
     "update": ("evergrad_trainer.training.step", "Stepper._update"),
     "report": ("evergrad_trainer.training.loop", "build_record"),
     "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
+    "batch": ("evergrad_trainer.data.evaluation_sets", "EvaluationSet.batch"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
     "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),

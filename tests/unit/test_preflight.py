@@ -202,7 +202,10 @@ def test_samples_must_fit_the_models_positions() -> None:
 
 
 def test_things_that_never_happen_are_warned_of() -> None:
-    late = training(checkpoint={"every": {"steps": 101}}, evaluation={"every": {"steps": 500}})
+    sources = [{"name": "other", "path": "other.jsonl"}]
+    sets = [{"name": "other", "every": {"steps": 101}}]
+    evaluation = {"every": {"steps": 500}, "sources": sources, "sets": sets}
+    late = training(checkpoint={"every": {"steps": 101}}, evaluation=evaluation)
     levels = {
         f.problem.path: f.level
         for f in check_schedule(late, derive_steps(late, num_samples=50))
@@ -210,6 +213,7 @@ def test_things_that_never_happen_are_warned_of() -> None:
     assert levels == {
         "spec.training.checkpoint.every.steps": "warning",
         "spec.training.evaluation.every.steps": "warning",
+        "spec.training.evaluation.sets[0].every.steps": "warning",
         "spec.training.horizon": "ok",
     }
     fine = training(checkpoint={"every": {"steps": 10}})

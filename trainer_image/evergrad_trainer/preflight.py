@@ -45,6 +45,7 @@ from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
 from evergrad_trainer.models.parallel import problem_of_shards
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
+from evergrad_trainer.observers.trackers.libraries import check_trackers
 from evergrad_trainer.optim.groups import unmatched_patterns
 from evergrad_trainer.preflight_memory import Finding, check_memory, model_facts
 
@@ -89,6 +90,7 @@ def examine(
         *check_device(training, machine),
         *check_workers(training, num_workers=max(sizes)),
         *check_shards(training, world_sizes=sizes),
+        *(Finding("error", problem) for problem in check_trackers(training)),
     ]
 
     # A model that cannot be read ends none of the other checks: all problems are found at once.
@@ -452,19 +454,18 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
     """Check that saves and evaluations happen at least once. Where the horizon is derived, warm-up and decay
     are checked."""
     total = numbers.total_steps
+    at_end = "Evaluation happens at the end only"
+    evaluation = training.evaluation
     rhythms = [
-        ("checkpoint", training.checkpoint.every.steps, "State is saved at the end only")
+        ("checkpoint", training.checkpoint.every, "State is saved at the end only"),
+        ("evaluation", evaluation.every, at_end),
     ]
-    if training.evaluation.every is not None:
-        rhythms.append(
-            (
-                "evaluation",
-                training.evaluation.every.steps,
-                "Evaluation happens at the end only",
-            )
-        )
-    for section, every, consequence in rhythms:
-        if every > total:
+    rhythms += [
+        (f"evaluation.sets[{index}]", one.every, at_end)
+        for index, one in enumerate(evaluation.sets)
+    ]
+    for section, rhythm, consequence in rhythms:
+        if rhythm is not None and (every := rhythm.steps) > total:
             yield Finding(
                 "warning",
                 Problem(

@@ -114,6 +114,8 @@ class EventType:
     NON_FINITE = "non_finite"
     """The run stops before this step's successor, which was not finite. fields: why (loss or grad), message,
     in_a_row."""
+    ALERT = "alert"
+    """What a monitor looks for has begun. fields: monitor, metric, value, threshold, policy, message."""
     WORLD = "world"
     """Training goes on in another world, in the same processes, without reading a checkpoint.
 
@@ -167,6 +169,12 @@ class RunInfo:
     parallelism: str
     model: str
     run_directory: str
+    run_id: str = ""
+    """Drawn once: the same through every restart and change of rank 0."""
+    flops_per_step: float | None = None
+    """Floating-point operations of the model in one step of all processes; None where they are not known."""
+    peak_flops: float | None = None
+    """The most that the device of one process can do a second; None where it is not known."""
     metrics_address: str | None = None
     takes_over: bool = False
     """This process goes on where another one of the same run was rank 0 before: nothing has started."""

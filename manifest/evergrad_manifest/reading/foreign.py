@@ -90,6 +90,13 @@ FOREIGN: Final = (
     Foreign(("eval_steps", "eval_freq", "eval_interval"), (f"{_T}.evaluation.every.steps",)),
     Foreign(("validation_interval", "val_check_interval"), (f"{_T}.evaluation.every.steps",)),
     Foreign(("logging_steps", "log_freq", "report_interval"), (f"{_T}.logging.every.steps",)),
+    Foreign(
+        ("report_to", "wandb", "wandb_project", "aim", "mlflow"), (f"{_T}.logging.trackers",)
+    ),
+    Foreign(("tensorboard_dir", "track", "track_dir"), (f"{_T}.logging.trackers",)),
+    Foreign(("mem_profiler", "profile_dir", "mem_profiler_dir"), (f"{_T}.logging.profile",)),
+    Foreign(("early_stopping", "early_stopping_patience"), (f"{_T}.stop.early",)),
+    Foreign(("collapse_log_every_steps",), (f"{_T}.monitors",)),
     # Optimizer and schedule.
     Foreign(("max_lr", "lr_max"), (f"{_T}.optimizer.learningRate",)),
     Foreign(("adam_beta1", "adam_beta2", "beta1", "beta2"), (f"{_T}.optimizer.betas",)),

@@ -15,22 +15,30 @@ from evergrad_manifest.training.common import (
     Checkpoint,
     Every,
     InitFrom,
-    Logging,
     Metrics,
     Reproducibility,
     Runtime,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
+from evergrad_manifest.training.observing import RULES as RULES_OF_OBSERVING
+from evergrad_manifest.training.observing import (
+    Logging,
+    Monitor,
+    Profile,
+    Tracker,
+)
 from evergrad_manifest.training.optimization import RULES as RULES_OF_OPTIMIZATION
 from evergrad_manifest.training.optimization import Optimizer, ParameterGroup, Piece, Schedule
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
 from evergrad_manifest.training.own_task import check_recipe
 from evergrad_manifest.training.pretrain import (
     HELD_OUT,
+    METRICS_OF_ALL,
     NO_DATA,
     TEXT_TYPES,
     Data,
     Evaluation,
+    EvaluationSetting,
     EvaluationSource,
     HeldOut,
     Model,
@@ -43,6 +51,7 @@ from evergrad_manifest.training.sft import RULES as RULES_OF_SFT
 from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
     Batching,
+    EarlyStop,
     Horizon,
     OnNonFinite,
     SkippedStep,
@@ -55,6 +64,7 @@ from evergrad_manifest.training.two_stage_kl import KlStage, TwoStageKl
 __all__ = [
     "GENERATED",
     "HELD_OUT",
+    "METRICS_OF_ALL",
     "NO_DATA",
     "RECIPES",
     "RULES",
@@ -63,7 +73,9 @@ __all__ = [
     "Best",
     "Checkpoint",
     "Data",
+    "EarlyStop",
     "Evaluation",
+    "EvaluationSetting",
     "EvaluationSource",
     "Every",
     "Generation",
@@ -74,10 +86,12 @@ __all__ = [
     "Logging",
     "Metrics",
     "Model",
+    "Monitor",
     "OnNonFinite",
     "Optimizer",
     "ParameterGroup",
     "Piece",
+    "Profile",
     "Reproducibility",
     "RowSettings",
     "Runtime",
@@ -86,6 +100,7 @@ __all__ = [
     "StepOverride",
     "Stop",
     "Tokenizer",
+    "Tracker",
     "Training",
     "TwoStageKl",
 ]
@@ -144,7 +159,9 @@ class Training(Section):
     runtime: Runtime = Runtime()
     """How the machine is used; all but the arithmetic may differ from one start to the next."""
     logging: Logging = Logging()
-    """Lines that are printed."""
+    """Lines that are printed, trackers of experiments, and traces. May be changed in place."""
+    monitors: tuple[Monitor, ...] = Field(default=(), max_length=8)
+    """Watches on metrics. May be changed in place."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
     two_stage_kl: TwoStageKl | None = None
@@ -174,5 +191,6 @@ RULES: Final = (
     *RULES_OF_PRETRAIN,
     *RULES_OF_SFT,
     *RULES_OF_TWO_STAGE_KL,
+    *RULES_OF_OBSERVING,
     *RULES_OF_ALL,
 )

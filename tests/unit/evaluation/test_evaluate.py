@@ -1,5 +1,6 @@
 """The loss over a fixed set: shared by ranks, unmoved by batch size, free of side effects."""
 
+import json
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training import evaluation
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner, Measure
+from evergrad_trainer.training.tally import Tally
 from evergrad_trainer.world import World
 
 
@@ -86,6 +88,7 @@ def run(
     result = evaluator.run(
         samples,
         where or world(),
+        Tally("", ("right",)),
         stage=Stage({}),
         is_stopping=lambda: False,
         on_progress=lambda done, total: None,
@@ -151,6 +154,7 @@ def test_a_stop_ends_it_without_a_result_and_with_the_mode_put_back() -> None:
     result = make(model, 1).run(
         Samples(rows(), 1),
         world(),
+        Tally("", ("right",)),
         stage=Stage({}),
         is_stopping=lambda: True,
         on_progress=lambda done, total: None,
@@ -163,6 +167,7 @@ def test_progress_counts_batches_of_all_ranks() -> None:
     make(Table(), 2).run(
         Samples(rows(), 2),
         world(0, 4),
+        Tally("", ("right",)),
         stage=Stage({}),
         is_stopping=lambda: False,
         on_progress=lambda *one: told.append(one),
@@ -201,3 +206,42 @@ def test_metrics_may_be_made_of_the_means_of_the_parts() -> None:
     measure = Measure(loss_of, ("right",), lambda means: {"wrong": 1 - means["right"]})
     found = run(replace(runner, measures={"some": measure}), Samples(rows(), 3))
     assert found.metrics == {"wrong": 1 - plain.metrics["right"]}
+
+
+@pytest.mark.capability("O-17", "O-18", "O-68")
+@pytest.mark.parametrize("cut", [1, 5, 9])
+def test_an_evaluation_that_is_cut_goes_on_in_another_world_with_the_same_bits(
+    cut: int,
+) -> None:
+    """Cut by a stop after ``cut`` looks at it, through JSON, and ended by a world of another size."""
+    model, samples = Table(), Samples(rows(61), 1)
+    whole = run(make(model, 1), samples)
+    looks = iter(range(100))
+    tally = Tally("key", ("right",))
+    found = make(model, 1).run(
+        samples,
+        world(),
+        tally,
+        stage=Stage({}),
+        is_stopping=lambda: next(looks) >= cut,
+        on_progress=lambda done, total: None,
+    )
+    assert found is None and 0 < tally.done == 4 * cut < 61
+
+    written = json.loads(json.dumps(tally.to_json()))
+    again = Tally.from_json(written, key="key", names=("right",))
+    told: list[tuple[int, int]] = []
+    ended = make(model, 1).run(
+        samples,
+        world(),
+        again,
+        stage=Stage({}),
+        is_stopping=lambda: False,
+        on_progress=lambda *one: told.append(one),
+    )
+    assert ended is not None and told[0][0] == tally.done + 1
+    assert (ended.loss, ended.metrics, ended.weight) == (
+        whole.loss,
+        whole.metrics,
+        whole.weight,
+    )

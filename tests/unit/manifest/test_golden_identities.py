@@ -131,6 +131,36 @@ def test_a_later_setting_that_is_set_changes_the_hash_of_the_settings(setting: s
     assert settings_hash(parse_run(raw)) != before
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logging": {"trackers": [{"type": "tensorboard"}]}},
+        {"logging": {"profile": {"steps": 2}}},
+        {"monitors": [{"type": "divergence", "metric": "loss"}]},
+        {"stop": {"early": {"metric": "loss", "patience": 3}}},
+    ],
+    ids=["tracker", "profile", "monitor", "early stop"],
+)
+def test_who_watches_a_run_is_no_part_of_its_recipe_and_has_its_nodes_start_again(
+    change: dict[str, Any],
+) -> None:
+    raw = document(TYPED[0])
+    before = parse_run(raw)
+    training = {**raw["spec"]["training"], **change}
+    after = parse_run({**raw, "spec": {**raw["spec"], "training": training}})
+    assert config_hash(after) == config_hash(before)
+    assert settings_hash(after) != settings_hash(before)
+
+
+def test_lines_and_the_peak_of_a_device_are_of_one_machine() -> None:
+    raw = document(TYPED[0])
+    before = settings_hash(parse_run(raw))
+    logging = {"every": {"steps": 3}, "peakFlops": 1e12}
+    training = {**raw["spec"]["training"], "logging": logging}
+    after = parse_run({**raw, "spec": {**raw["spec"], "training": training}})
+    assert settings_hash(after) == before
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_hash_of_each_example_stays_what_it_is(name: str) -> None:
     assert (

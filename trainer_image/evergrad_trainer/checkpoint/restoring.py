@@ -181,7 +181,9 @@ def read_state(
         raise error.failures[0][0] from None
 
 
-def open_table(reader: Reader, name: str, manifest: Manifest, *, prefix: str = "") -> Table:
+def open_table(
+    reader: Reader, name: str, manifest: Manifest, *, prefix: str | tuple[str, ...] = ""
+) -> Table:
     """The checkpoint's tensors whose keys begin with ``prefix``. Raises InvalidCheckpointError."""
     entries = [file for file in manifest.files if file.name == TENSORS]
     if not entries:

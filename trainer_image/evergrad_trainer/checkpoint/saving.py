@@ -256,11 +256,11 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
             if candidate.name != name:
                 store.reader.validate(candidate.name, checksums=False)
             valid.append(candidate)
-    pinned = {name, choose_best(valid, store.catalog.read_pointer(BEST))}
+    pinned = {name, *store.catalog.leased()}
+    if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
+        pinned.add(best)
     pinned |= {one.name for one in valid if one.version.step in order.anchors}
-    removals = choose_removals(
-        valid, keep=order.keep, pinned={one for one in pinned if one is not None}
-    )
+    removals = choose_removals(valid, keep=order.keep, pinned=pinned)
     for one in removals:
         store.catalog.remove(one)
     return len(valid) - len(removals)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,12 @@ class Limits:
     total_steps: int
     save_every: int
     evaluate_every: int | None
+    """Of all sets that have no cadence of their own."""
+    evaluate_sets_every: Mapping[str, int] = field(default_factory=dict)
+    """Cadences of their own, by set."""
     compare_every: int | None = None
     evaluate_at_start: bool = False
+    saves_before_evaluation: bool = False
     after_step: int | None = None
     stop_after_steps: int | None = None
     non_finite_in_a_row: int = 0
@@ -73,6 +77,7 @@ class Run:
     state: Registry
     evaluator: EvaluationRunner
     evaluation_sets: tuple[EvaluationSet, ...]
+    """Those that the run evaluates itself."""
     best: Best | None
     observers: Observer
     directory: RunDirectory
@@ -117,16 +122,21 @@ def build_record(run: Run, outcome: StepOutcome, *, total: float) -> StepRecord:
     )
 
 
-def build_evaluation_record(run: Run, name: str, result: EvaluationResult) -> EvaluationRecord:
-    """The row of one evaluation set."""
+def perplexity_of(loss: float) -> float:
+    """The perplexity of a loss in nats."""
     # Beyond this e**loss is no float any more.
     largest = 700.0
+    return math.exp(min(loss, largest))
+
+
+def build_evaluation_record(run: Run, name: str, result: EvaluationResult) -> EvaluationRecord:
+    """The row of one evaluation set."""
     return EvaluationRecord(
         step=run.progress.finished_steps,
         generation=run.membership.world.generation,
         name=name,
         loss=result.loss,
-        perplexity=math.exp(min(result.loss, largest)),
+        perplexity=perplexity_of(result.loss),
         tokens=result.weight,
         seconds=result.seconds,
         time=time.time(),

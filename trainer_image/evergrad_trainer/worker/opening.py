@@ -36,7 +36,11 @@ def open_plan(plan: SessionPlan) -> Opened:
                 "two versions never train together. Change it back, or start all nodes again."
             )
         return open_recipe(
-            plan.run.training, plan.prepared, plan.base_directory, has_trained=has_trained
+            plan.run.training,
+            plan.prepared,
+            plan.base_directory,
+            has_trained=has_trained,
+            run_directory=plan.run_directory,
         )
     if has_trained:
         plan.opened.code.note_trained()
@@ -68,6 +72,7 @@ def has_steps(directory: RunDirectory) -> bool:
 
 def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
     training, numbers = session.plan.run.training, session.plan.numbers
+    left_out = {one.name for one in training.evaluation.sets if not one.while_training}
     return Run(
         limits=build_limits(
             training,
@@ -82,8 +87,10 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         stream=session.data.train,
         checkpoints=checkpoints,
         state=machinery.registry,
-        evaluator=build_evaluations(machinery),
-        evaluation_sets=session.data.evaluation,
+        evaluator=build_evaluations(machinery, code=session.plan.task_hash),
+        evaluation_sets=tuple(
+            one for one in session.data.evaluation if one.name not in left_out
+        ),
         best=build_best(training),
         observers=session.observers,
         directory=session.directory,

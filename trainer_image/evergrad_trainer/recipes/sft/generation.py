@@ -1,5 +1,7 @@
 """Completions that the model generates from the prompts of rows, compared with the rows' own."""
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -36,8 +38,12 @@ class PromptSource:
 
     fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, PROMPT_LENGTH: 0}
 
-    def __init__(self, reader: RowReader, *, sequence_length: int) -> None:
-        self.fingerprint = reader.source.fingerprint
+    def __init__(
+        self, reader: RowReader, *, sequence_length: int, settings: Generation
+    ) -> None:
+        """``settings``: how they are completed, which decides what may be counted together."""
+        said = json.dumps([reader.source.fingerprint, settings.model_dump(mode="json")])
+        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
         self._reader = reader
         self._length = sequence_length
 

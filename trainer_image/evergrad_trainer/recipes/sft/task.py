@@ -40,7 +40,9 @@ class Sft(Pretrain):
         for name, evaluator in list(found.items()):
             sources = [
                 PromptSource(
-                    source.reader, sequence_length=self.setup.training.data.sequence_length
+                    source.reader,
+                    sequence_length=self.setup.training.data.sequence_length,
+                    settings=settings,
                 )
                 for source in evaluator.sources
                 if isinstance(source, RowSource)
