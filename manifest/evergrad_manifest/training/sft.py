@@ -29,8 +29,8 @@ FieldName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class RowSettings(Section):
-    """How rows are read by the recipe ``sft``. Each row is one JSON object: a conversation or a prompt with
-    its completion."""
+    """How rows are read by the recipe ``sft``. Each row is one JSON object, or one of a Parquet file: a
+    conversation or a prompt with its completion."""
 
     chat_template: str | None = Field(default=None, min_length=1, max_length=2**17)
     """Jinja template that makes a text of a conversation, as in a tokenizer's ``chat_template``; default: the
@@ -48,6 +48,11 @@ class RowSettings(Section):
 
     What is left out or cut is counted.
     """
+
+    @property
+    def fields(self) -> tuple[str, str, str]:
+        """The keys that say what a row is."""
+        return self.messages_field, self.prompt_field, self.completion_field
 
 
 class Generation(Section):
@@ -94,17 +99,17 @@ def check_fields(view: View) -> Iterator[Problem]:
 
 
 def check_rows(view: View) -> Iterator[Problem]:
-    """Rows are JSON objects, one a line."""
+    """Rows are JSON objects, one a line, or those of a Parquet file."""
     if not _reads_rows(view):
         return
     for where in (_SOURCES, _EVALUATION_SOURCES):
         for path, item in view.items(where):
-            if item["type"] not in ("jsonl", UNKNOWN):
+            if item["type"] not in ("jsonl", "parquet", UNKNOWN):
                 yield Problem(
                     format_path((*path, "type")),
                     f"{item['type']} has no rows of messages or prompts",
-                    f"recipe {SFT} reads one JSON object a line",
-                    "Write the rows as JSON Lines, and set type: jsonl",
+                    f"recipe {SFT} reads JSON objects, one a line, or the rows of Parquet files",
+                    "Write the rows so, and set type: jsonl or parquet",
                 )
             elif item["textField"] not in ("text", UNKNOWN):
                 # Its default stands in each run that was written out.

@@ -68,7 +68,7 @@ class RowReader:
         places = []
         for row in rows[:_MOST_PLACES]:
             file, line = place_of_line(self.source, int(self._lines[row]))
-            places.append(f"{file}, line {line}")
+            places.append(f"{file}, {self.source.unit} {line}")
         more = len(rows) - _MOST_PLACES
         return "; ".join(places) + (f" and {more} more" if more > 0 else "")
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from evergrad_trainer.data.tokenizers import (
     replace_lone_surrogates,
     smallest_dtype,
 )
+
+_FOR_TEMPLATES: Final = ("tools", "documents")
+"""Keys of a conversation that its template is given besides the messages."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,12 @@ class RowFormat:
         """The inverse of ``to_json``."""
         variables = tuple((name, text) for name, text in value["variables"])
         return RowFormat(**{**value, "variables": variables})
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys of a row that mean something."""
+        named = (self.messages_field, self.prompt_field, self.completion_field)
+        return (*named, *(key for key in _FOR_TEMPLATES if key not in named))
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
@@ -99,7 +108,7 @@ class RowFormat:
         if self.chat is None:
             why = "the tokenizer has no chat template, and the file gives none"
             raise RowError("a conversation cannot be made a text", why)
-        extra = {key: row[key] for key in ("tools", "documents") if key in row}
+        extra = {key: row[key] for key in _FOR_TEMPLATES if key in row}
         try:
             text = self.chat.render(checked, extra)
         except ChatTemplateError as error:

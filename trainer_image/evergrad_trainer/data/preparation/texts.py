@@ -17,7 +17,7 @@ from evergrad_trainer.data.preparation.documents import (
     read_blocks,
 )
 from evergrad_trainer.data.preparation.files import SourceEntry
-from evergrad_trainer.data.preparation.parquet import read_rows
+from evergrad_trainer.data.preparation.parquet import read_objects, read_rows
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.preparation.unpacking import open_content
 from evergrad_trainer.errors import DataError
@@ -83,9 +83,7 @@ class TextReader:
         """
         if self._form.type == "parquet":
             for piece in chunk.pieces:
-                groups, first = range(piece.start, piece.end), piece.first_line
-                column = self._form.text_field
-                yield from read_rows(piece.path, groups, column, first_row=first, tally=tally)
+                yield from self._row_groups(piece, tally)
             return
         if self._form.type == "text" and self._form.document == "file":
             yield from self._whole_files(chunk, tally)
@@ -104,6 +102,19 @@ class TextReader:
                     yield reader.read(block)
             except EOFError:
                 raise _shorter(piece.path) from None
+
+    def _row_groups(self, piece: Piece, tally: Tally) -> Iterator[Texts]:
+        groups, first, rows = (
+            range(piece.start, piece.end),
+            piece.first_line,
+            self._form.rows,
+        )
+        if rows is None:
+            column = self._form.text_field
+            return read_rows(piece.path, groups, column, first_row=first, tally=tally)
+        return read_objects(
+            piece.path, groups, rows.keys, first_row=first, tally=tally, render=rows.render
+        )
 
     def _whole_files(self, chunk: Chunk, tally: Tally) -> Iterator[Texts]:
         texts: list[str] = []
