@@ -256,6 +256,19 @@ def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_rows(
     assert (2, "heldOut-generated") in evaluations(experiment.at())
 
 
+@pytest.mark.capability("C-36", "O-39")
+def test_evaluate_generates_what_the_run_itself_has_generated(tuned: Experiment) -> None:
+    run = tuned.at("undisturbed")
+    ended = tuned.command("evaluate", str(run), "--json")
+    rows = json.loads(ended.expect(DONE).out)["results"]
+    own = evaluations(run)
+    last = max(step for step, _ in own)
+    assert {(row["step"], row["name"]): [row["loss"], row.get("metrics")] for row in rows} == {
+        key: value for key, value in own.items() if key[0] == last
+    }
+    assert len(rows) == 2
+
+
 def test_an_export_has_the_template_of_the_file(tuned: Experiment) -> None:
     exported = tuned.path / "exported"
     run = str(tuned.at("undisturbed"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from run_helpers import (
+    DONE,
     STOPPED_SAVED,
     USER_ERROR,
     Experiment,
@@ -140,6 +141,22 @@ def test_an_evaluation_is_of_the_model_alone_and_says_how_far_it_is_from_the_ref
             # The reference is the model of the boundary: its loss on the same text is what was measured there.
             assert more["reference_loss"] == pytest.approx(at_boundary, rel=1e-6)
             assert more["kl"] > 0 and loss != at_boundary
+
+
+@pytest.mark.capability("O-39")
+def test_evaluate_measures_beside_the_reference_of_the_run(whole: Experiment) -> None:
+    """Its own evaluation again, with the reference from the checkpoint of the boundary; before it without."""
+    directory = whole.at("undisturbed")
+    own = evaluations(directory)
+    for step in (STEPS, BOUNDARY):
+        ended = whole.command("evaluate", str(directory), "--json", "--checkpoint", str(step))
+        rows = json.loads(ended.expect(DONE).out)["results"]
+        found = {
+            (row["step"], row["name"]): (row["loss"], row["tokens"], row.get("metrics"))
+            for row in rows
+        }
+        assert found == {key: value for key, value in own.items() if key[0] == step}
+        assert len(found) == 2
 
 
 @pytest.mark.capability("T-67")

@@ -5,7 +5,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,6 +39,18 @@ class Samples:
         valid = int((labels != IGNORE_INDEX).sum())
         inputs = (self.labels.clamp(min=0)[index * self.size : (index + 1) * self.size] + 1) % 7
         return Batch({"input_ids": inputs, "labels": labels}, weight=valid, samples=(), hash=0)
+
+
+@dataclass
+class Fingerprinted:
+    """A set as the key of a tally sees it."""
+
+    samples: Samples
+    fingerprint: str = "same"
+
+    @property
+    def name(self) -> str:
+        return self.samples.name
 
 
 class Table(nn.Module):
@@ -206,6 +218,52 @@ def test_metrics_may_be_made_of_the_means_of_the_parts() -> None:
     measure = Measure(loss_of, ("right",), lambda means: {"wrong": 1 - means["right"]})
     found = run(replace(runner, measures={"some": measure}), Samples(rows(), 3))
     assert found.metrics == {"wrong": 1 - plain.metrics["right"]}
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_stage_that_is_without_a_part_has_no_place_for_it(is_own: bool) -> None:
+    """The tally is that of the stage, whose losses do not have the part."""
+    samples = Samples(rows(), 3)
+    runner = make(Table(), 3)
+    whole, loss_of = run(runner, samples), runner.measures["some"].loss_of
+
+    def without_parts(tensors: Tensors, stage: Stage) -> Loss:
+        return Loss(loss_of(tensors, stage).total)
+
+    measure = Measure(without_parts, ("right",), is_own=is_own)
+    runner = replace(runner, measures={"some": measure})
+    stage = Stage({}, without=("right",))
+    tally = runner.open_tally(cast(Any, Fingerprinted(samples)), {}, stage=stage)
+    found = runner.run(
+        cast(Any, samples),
+        world(),
+        tally,
+        stage=stage,
+        is_stopping=lambda: False,
+        on_progress=lambda done, total: None,
+    )
+    assert found is not None and found.metrics == {} and len(tally.sums) == 1
+    assert (found.loss, found.weight) == (whole.loss, whole.weight)
+
+
+@pytest.mark.parametrize(("is_own", "measured"), [(False, 4), (True, 1)])
+def test_a_stop_is_heard_after_each_batch_of_a_measure_of_ones_own(
+    is_own: bool, measured: int
+) -> None:
+    """One batch of it may take as long as many others."""
+    runner = make(Table(), 1)
+    measure = replace(runner.measures["some"], is_own=is_own)
+    looks = iter(range(100))
+    tally = Tally("key", ("right",))
+    found = replace(runner, measures={"some": measure}).run(
+        cast(Any, Samples(rows(), 1)),
+        world(),
+        tally,
+        stage=Stage({}),
+        is_stopping=lambda: next(looks) >= 1,
+        on_progress=lambda done, total: None,
+    )
+    assert found is None and tally.done == measured
 
 
 @pytest.mark.capability("O-17", "O-18", "O-68")

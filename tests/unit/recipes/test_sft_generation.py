@@ -16,6 +16,7 @@ from evergrad_trainer.data.tokenizers import BYTE_END, ByteTokenizer
 from evergrad_trainer.recipes.sft.generation import (
     PARTS,
     Completions,
+    PromptSource,
     last_span,
     parse_number,
     summarize,
@@ -67,6 +68,21 @@ def measure(model: nn.Module, made: Completions, *rows: tuple[str, str]) -> dict
     loss = made(Modules(trained={"model": model}), batch(*rows), Stage({}))
     assert tuple(loss.parts) == PARTS
     return {name: float(value) for name, value in loss.parts.items()}
+
+
+@pytest.mark.parametrize("changed", [{"maxNewTokens": 9}, {"stop": [";"]}])
+def test_what_is_generated_in_another_way_has_another_fingerprint(
+    changed: dict[str, Any],
+) -> None:
+    """An evaluation that was cut, or a result of one, is not gone on with under other settings."""
+    reader: Any = SimpleNamespace(source=SimpleNamespace(fingerprint="rows"))
+
+    def fingerprint(**settings: Any) -> str:
+        made = Generation.model_validate({"maxNewTokens": 8, **settings})
+        return PromptSource(reader, sequence_length=8, settings=made).fingerprint
+
+    assert fingerprint() == fingerprint() != fingerprint(**changed)
+    assert fingerprint() != "rows"
 
 
 @pytest.mark.capability("C-36", "C-47")

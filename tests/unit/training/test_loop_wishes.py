@@ -48,7 +48,7 @@ class Steps:
 def evaluator_of(run: Any) -> Any:
     """An evaluator that measures nothing by itself."""
 
-    def open_tally(one: Any, values: Any) -> Tally:
+    def open_tally(one: Any, values: Any, *, stage: Any) -> Tally:
         return Tally.from_json(values, key=one.name, names=())
 
     return cast(Any, SimpleNamespace(run=run, open_tally=open_tally))
