@@ -169,12 +169,6 @@ class RunInfo:
     parallelism: str
     model: str
     run_directory: str
-    run_id: str = ""
-    """Drawn once: the same through every restart and change of rank 0."""
-    flops_per_step: float | None = None
-    """Floating-point operations of the model in one step of all processes; None where they are not known."""
-    peak_flops: float | None = None
-    """The most that the device of one process can do a second; None where it is not known."""
     metrics_address: str | None = None
     takes_over: bool = False
     """This process goes on where another one of the same run was rank 0 before: nothing has started."""
@@ -185,3 +179,9 @@ class RunInfo:
     last_time: float | None = None
     """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is
     none."""
+    run_id: str = ""
+    """Drawn once: the same through every restart and change of rank 0."""
+    flops_per_step: float | None = None
+    """Floating-point operations of the model in one step of all processes; None where they are not known."""
+    peak_flops: float | None = None
+    """The most that the device of one process can do a second; None where it is not known."""
