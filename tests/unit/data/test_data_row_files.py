@@ -48,7 +48,8 @@ def lines(rows: list[dict[str, Any]]) -> str:
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]], *, group: int = 7) -> None:
-    table = pa.Table.from_pylist([{"id": 1, "messages": None, **row} for row in rows])
+    columns = dict.fromkeys(["id", *(key for row in rows for key in row)])
+    table = pa.Table.from_pylist([{**columns, **row} for row in rows])
     pq.write_table(table, path, row_group_size=group)
 
 
