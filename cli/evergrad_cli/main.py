@@ -35,6 +35,7 @@ COMMANDS = {
     "preflight": "check files, memory, free space, devices and the run directory, without training",
     "prepare": "tokenise a run's data, in parallel; what is prepared already is only looked at",
     "report": "write a run's report: one HTML file with plots, and the same facts as Markdown",
+    "evaluate": "measure checkpoints of a run on its evaluation sets, beside the run or after it",
     "checkpoint": "list, verify or export the checkpoints of a run",
     "compare-runs": "compare two runs step by step: samples, losses, tokens, learning rates, evaluations",
     "completion": "print a script that makes bash, zsh or tcsh complete commands and options",

@@ -67,6 +67,7 @@ OPERATIONAL_SECTIONS: Final = (
     "initFrom",
     "runtime",
     "logging",
+    "monitors",
     "metrics",
 )
 """Sections of ``spec.training`` that do not decide the result, so that they may change from one start to the
@@ -154,10 +155,16 @@ class RunFile:
     METRICS = "metrics.jsonl"
     EVENTS = "events.jsonl"
     EVALUATION = "evaluation.jsonl"
+    EVALUATIONS = "evaluations"
+    """Results of ``evergrad evaluate``, one file for each checkpoint and set."""
     CHECKPOINTS = "checkpoints"
     LOGS = "logs"
     COMPILED = "compiled"
     """Kernels that were compiled for the run, one file for each kind of device."""
+    PROFILES = "profiles"
+    """Traces of some steps."""
+    TRACKERS = "trackers"
+    """Files of trackers of experiments, and a note of what each shows."""
     REPORT_HTML = "report.html"
     REPORT_MARKDOWN = "report.md"
     SUMMARY = "summary.json"

@@ -25,12 +25,14 @@ RECIPE_SECTIONS: Final = (
     "model",
     "tokenizer",
     "data",
+    "rows",
     "batching",
     "optimizer",
     "schedule",
     "horizon",
     "reproducibility",
     "options",
+    "twoStageKl",
 )
 """Sections of ``spec.training`` that decide the result, but for what is named below.
 
@@ -78,11 +80,21 @@ of that day means (and a stored run that does not have the field: ``from_wire``)
 
 _OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skipSteps")
 """Sections that may differ between the nodes of one group, which agrees on the last two when it forms."""
+SETTINGS_OF_LOGGING: Final = ("trackers", "profile")
+"""Fields of ``spec.training.logging`` that nodes have alike all the same, where they are set."""
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
 _LATER_SETTINGS: Final = frozenset(
     {
+        "training.data.packing",
         "training.data.sources[].document",
+        "training.evaluation.generation",
+        "training.evaluation.saveFirst",
+        "training.evaluation.sets",
+        "training.evaluation.sets[].every",
+        "training.evaluation.sets[].samples",
+        "training.evaluation.sets[].whileTraining",
         "training.evaluation.sources[].document",
+        "training.monitors",
         "training.optimizer.groups",
         "training.optimizer.groups[].learningRateRatio",
         "training.optimizer.groups[].weightDecay",
@@ -97,6 +109,13 @@ _LATER_SETTINGS: Final = frozenset(
         "training.schedule.pieces[].shape",
         "training.schedule.power",
         "training.schedule.startRatio",
+        "training.rows",
+        "training.twoStageKl",
+        "training.twoStageKl.estimator",
+        "training.twoStageKl.stages[].beta",
+        "training.twoStageKl.stages[].mixture",
+        "training.twoStageKl.stages[].tokens",
+        "training.stop.early",
     }
 )
 """Optional fields that came after the hash of the settings, which leaves them out where they have their first
@@ -252,6 +271,12 @@ def settings_hash(run: TrainingRun) -> str:
         for key, value in training["runtime"].items()
         if key not in _RUNTIME_OF_ONE_MACHINE
     }
+    # Who is shown the run is told at a start: another tracker or trace has the nodes start again.
+    observing = {
+        key: value for key in SETTINGS_OF_LOGGING if (value := training["logging"][key])
+    }
+    if observing:
+        shared["logging"] = observing
     if "data" in shared:
         shared["data"] = {
             key: value for key, value in shared["data"].items() if key not in OPERATIONAL_DATA

@@ -42,10 +42,12 @@ PLACES = {
     "update": ("evergrad_trainer.training.step", "Stepper._update"),
     "report": ("evergrad_trainer.training.loop", "build_record"),
     "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
+    "batch": ("evergrad_trainer.data.evaluation_sets", "EvaluationSet.batch"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
     "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
     "published": ("evergrad_trainer.checkpoint.saving", "_settle"),
+    "snapshot": ("evergrad_trainer.training.snapshots", "Snapshots.take"),
 }
 """Where a fault may be planned: before the call of this function; ``reducing`` is behind it, with the sum
 under way."""

@@ -98,7 +98,8 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]
     one = Experiment(tmp_path_factory.mktemp("evaluating"))
     write_documents(one.path / "documents.jsonl")
     sources = [{"name": "other", "path": "documents.jsonl"}]
-    evaluation = {"every": {"steps": 4}, "sources": sources, "samples": 12}
+    # More batches than three nodes measure between two exchanges.
+    evaluation = {"every": {"steps": 4}, "sources": sources, "samples": 50}
     one.write(
         elastic_recipe(evaluation=evaluation, checkpoint={"best": {"metric": "other/loss"}})
     )
@@ -117,6 +118,20 @@ def test_an_evaluation_that_a_death_interrupts_is_made_again(
     cluster.start(
         faults=[fault("SIGKILL", "evaluation", node=1, call=call, to="node", name="kill")]
     )
+    cluster.finish(nodes=[0, 2])
+    assert cluster.has_happened("kill")
+    cluster.check(evaluating.at("undisturbed"))
+    assert evaluations(cluster.directory) == evaluations(evaluating.at("undisturbed"))
+
+
+@pytest.mark.capability("O-18", "O-68")
+@pytest.mark.parametrize("call", [2, 7, 11])
+def test_an_evaluation_goes_on_in_a_smaller_world_where_a_death_has_cut_it(
+    make_elastic: MakeCluster, evaluating: Experiment, call: int
+) -> None:
+    """Node 1 dies in its ``call``-th batch, before or behind the first exchange, and is not replaced."""
+    cluster = make_elastic(evaluating)
+    cluster.start(faults=[fault("SIGKILL", "batch", node=1, call=call, to="node", name="kill")])
     cluster.finish(nodes=[0, 2])
     assert cluster.has_happened("kill")
     cluster.check(evaluating.at("undisturbed"))

@@ -100,6 +100,7 @@ def train(machinery: Machinery, world: World, *, steps: int = STEPS) -> list[dic
         seen.append(
             {name: whole(value.grad) for name, value in machinery.model.named_parameters()}
         )
+        assert machinery.optimizer is not None
         machinery.optimizer.step()
     return seen
 

@@ -186,6 +186,7 @@ def train(
             (loss.total / (8 * WIDTH)).backward()
             gradients.after_backward()
         gradients.finish()
+        assert machinery.optimizer is not None
         machinery.optimizer.step()
         finish(StepOutcome(step + 1, 1.0, {}, 8, "0" * 16, 0.1, 1.0, (), {}, 0.0), None)
 

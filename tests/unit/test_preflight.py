@@ -202,7 +202,10 @@ def test_samples_must_fit_the_models_positions() -> None:
 
 
 def test_things_that_never_happen_are_warned_of() -> None:
-    late = training(checkpoint={"every": {"steps": 101}}, evaluation={"every": {"steps": 500}})
+    sources = [{"name": "other", "path": "other.jsonl"}]
+    sets = [{"name": "other", "every": {"steps": 101}}]
+    evaluation = {"every": {"steps": 500}, "sources": sources, "sets": sets}
+    late = training(checkpoint={"every": {"steps": 101}}, evaluation=evaluation)
     levels = {
         f.problem.path: f.level
         for f in check_schedule(late, derive_steps(late, num_samples=50))
@@ -210,6 +213,7 @@ def test_things_that_never_happen_are_warned_of() -> None:
     assert levels == {
         "spec.training.checkpoint.every.steps": "warning",
         "spec.training.evaluation.every.steps": "warning",
+        "spec.training.evaluation.sets[0].every.steps": "warning",
         "spec.training.horizon": "ok",
     }
     fine = training(checkpoint={"every": {"steps": 10}})
@@ -347,6 +351,15 @@ def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_li
     for name, paths in {"gemma2": ["spec.training.runtime.lossChunk"], "llama": []}.items():
         plan: Any = SimpleNamespace(name=name, config=SimpleNamespace(get_text_config=object))
         assert [problem.path for problem in find_traps(chunked, plan, machine=MACHINE)] == paths
+
+
+def test_two_stages_need_a_model_whose_logits_can_be_made_in_chunks() -> None:
+    staged = training(
+        recipe="two_stage_kl", twoStageKl={"stages": [{"tokens": 1}, {}]}, horizon={"steps": 9}
+    )
+    for name, found in {"gemma2": ["spec.training.model"], "llama": []}.items():
+        plan: Any = SimpleNamespace(name=name, config=SimpleNamespace(get_text_config=object))
+        assert [one.path for one in find_traps(staged, plan, machine=MACHINE)] == found
 
 
 def test_a_pretrained_model_is_not_trained_on_bytes_by_default() -> None:

@@ -240,6 +240,22 @@ else:
     )
 
 
+def test_the_history_of_device_memory_takes_the_arguments_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Up to the C++ side, which needs an accelerator."""
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_record_memory_history", lambda *args: told.append(args), raising=False
+    )
+    torch_private.record_memory(5)
+    torch_private.record_memory(None)
+    assert told[0][0] == "all" and told[0][3] == 5 and told[1][0] is None
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda **_: {"segments": []})
+    torch_private.dump_memory(str(tmp_path / "memory.pickle"))
+    assert (tmp_path / "memory.pickle").stat().st_size > 0
+
+
 def test_the_delayed_compiler_takes_torchs_names_of_parameters() -> None:
     import torch._dynamo as loaded
 

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from evergrad_coordinator.contract import RunFile
 from evergrad_coordinator.text import size
-from evergrad_manifest.derive import HorizonNumbers, slots_per_step
+from evergrad_manifest.derive import (
+    HorizonNumbers,
+    loss_chunk,
+    num_references,
+    slots_per_step,
+)
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
@@ -35,10 +40,12 @@ from evergrad_trainer.models.determinism import (
     is_cublas_deterministic,
     needs_deterministic_kernels,
 )
+from evergrad_trainer.models.documents import MASKED, why_not_apart
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
 from evergrad_trainer.models.parallel import problem_of_shards
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
+from evergrad_trainer.observers.trackers.libraries import check_trackers
 from evergrad_trainer.optim.groups import unmatched_patterns
 from evergrad_trainer.preflight_memory import Finding, check_memory, model_facts
 
@@ -83,6 +90,7 @@ def examine(
         *check_device(training, machine),
         *check_workers(training, num_workers=max(sizes)),
         *check_shards(training, world_sizes=sizes),
+        *(Finding("error", problem) for problem in check_trackers(training)),
     ]
 
     # A model that cannot be read ends none of the other checks: all problems are found at once.
@@ -111,7 +119,8 @@ def examine(
     ]
     # Last, since it writes.
     size = None if facts is None else checkpoint_bytes(facts, training)
-    findings += check_run_directory(run_directory, size, keep=training.checkpoint.keep)
+    keep = training.checkpoint.keep + num_references(training)
+    findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)
 
 
@@ -370,17 +379,28 @@ def find_traps(
         yield from check_experts(
             plan.config, where=f"{where}.model.{'config' if path is None else 'path'}"
         )
-    if (
-        plan is not None
-        and training.runtime.loss_chunk is not None
-        and plan.name not in PLAIN_HEADS
-    ):
+    is_chunked = loss_chunk(training) is not None
+    if plan is not None and is_chunked and plan.name not in PLAIN_HEADS:
+        field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
+        if num_references(training):
+            # Without chunks it would hold all logits of two models.
+            field, remedy = "model", "Use"
         yield Problem(
-            f"{where}.runtime.lossChunk",
+            f"{where}.{field}",
             f"the logits of {plan.name} cannot be made in chunks",
             "they are known to be more than a linear layer, or not known to be one",
-            f"Leave lossChunk out, or use one of {', '.join(sorted(PLAIN_HEADS))}",
+            f"{remedy} one of {', '.join(sorted(PLAIN_HEADS))}",
         )
+    if plan is not None and plan.config is not None and training.data.packing == "documents":
+        why = why_not_apart(plan.config, training.data.sequence_length)
+        if why is not None:
+            instead = "none" if training.row_settings is not None else "concatenate"
+            yield Problem(
+                f"{where}.data.packing",
+                "documents cannot be kept apart in this model",
+                why,
+                f"Set data.packing: {instead}, or use one of {', '.join(sorted(MASKED))}",
+            )
     # A model that cannot be built is named by another check; that of a task is known to the task alone.
     if plan is not None and training.optimizer.groups and training.recipe in RECIPES:
         with contextlib.suppress(ModelError):
@@ -434,19 +454,18 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
     """Check that saves and evaluations happen at least once. Where the horizon is derived, warm-up and decay
     are checked."""
     total = numbers.total_steps
+    at_end = "Evaluation happens at the end only"
+    evaluation = training.evaluation
     rhythms = [
-        ("checkpoint", training.checkpoint.every.steps, "State is saved at the end only")
+        ("checkpoint", training.checkpoint.every, "State is saved at the end only"),
+        ("evaluation", evaluation.every, at_end),
     ]
-    if training.evaluation.every is not None:
-        rhythms.append(
-            (
-                "evaluation",
-                training.evaluation.every.steps,
-                "Evaluation happens at the end only",
-            )
-        )
-    for section, every, consequence in rhythms:
-        if every > total:
+    rhythms += [
+        (f"evaluation.sets[{index}]", one.every, at_end)
+        for index, one in enumerate(evaluation.sets)
+    ]
+    for section, rhythm, consequence in rhythms:
+        if rhythm is not None and (every := rhythm.steps) > total:
             yield Finding(
                 "warning",
                 Problem(

@@ -99,6 +99,9 @@ class EventType:
     """A checkpoint did not validate. fields: checkpoint, reason, quarantined_as."""
     RESTORED = "restored"
     """fields: checkpoint, seconds."""
+    SNAPSHOT = "snapshot"
+    """A frozen module got its weights, those of a trained one after this step, whose checkpoint is kept.
+    fields: name, hash."""
     EXTENDED = "extended"
     """The horizon grew. fields: from_steps, to_steps."""
     CHANGED = "changed"
@@ -111,6 +114,8 @@ class EventType:
     NON_FINITE = "non_finite"
     """The run stops before this step's successor, which was not finite. fields: why (loss or grad), message,
     in_a_row."""
+    ALERT = "alert"
+    """What a monitor looks for has begun. fields: monitor, metric, value, threshold, policy, message."""
     WORLD = "world"
     """Training goes on in another world, in the same processes, without reading a checkpoint.
 
@@ -174,3 +179,9 @@ class RunInfo:
     last_time: float | None = None
     """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is
     none."""
+    run_id: str = ""
+    """Drawn once: the same through every restart and change of rank 0."""
+    flops_per_step: float | None = None
+    """Floating-point operations of the model in one step of all processes; None where they are not known."""
+    peak_flops: float | None = None
+    """The most that the device of one process can do a second; None where it is not known."""

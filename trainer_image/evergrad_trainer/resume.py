@@ -58,7 +58,7 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     resolved = directory.read_resolved()
     if resolved is None:
         return _inspect_unknown(directory)
-    before = _read_run(directory, resolved)
+    before = read_run(directory, resolved)
     where = str(directory.path)
     if before.metadata.name != run.metadata.name:
         raise RunDirectoryError(
@@ -124,7 +124,7 @@ def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
         )
 
 
-def _read_run(directory: RunDirectory, resolved: dict[str, Any]) -> TrainingRun:
+def read_run(directory: RunDirectory, resolved: dict[str, Any]) -> TrainingRun:
     """The run that ``run.json`` records. Its problems are not the user's manifest's, and are told apart."""
     try:
         return from_wire(resolved["manifest"])

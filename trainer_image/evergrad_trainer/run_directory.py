@@ -281,9 +281,12 @@ class RunDirectory:
         self.metrics = self.path / RunFile.METRICS
         self.events = self.path / RunFile.EVENTS
         self.evaluation = self.path / RunFile.EVALUATION
+        self.evaluations = self.path / RunFile.EVALUATIONS
         self.checkpoints = self.path / RunFile.CHECKPOINTS
         self.logs = self.path / RunFile.LOGS
         self.compiled = self.path / RunFile.COMPILED
+        self.profiles = self.path / RunFile.PROFILES
+        self.trackers = self.path / RunFile.TRACKERS
         self.report_html = self.path / RunFile.REPORT_HTML
         self.report_markdown = self.path / RunFile.REPORT_MARKDOWN
         self.summary = self.path / RunFile.SUMMARY

@@ -55,6 +55,19 @@ def scale(tensors: list[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def record_memory(max_entries: int | None) -> None:
+    """Begin to keep the newest allocations of the accelerator's memory; None: stop, and forget them."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory(path: str) -> None:
+    """Write what is kept of the allocations, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
 def has_foreign_weights(module: Any) -> bool:
     """Whether one of the weights that FSDP2 has cut for ``module`` has another in its place.
 

@@ -63,6 +63,23 @@ TRAINER: Final[tuple[Series, ...]] = (
         note="`rate(evergrad_tokens_total[5m])` says the same for any window.",
     ),
     Series(
+        "flops_per_second",
+        "gauge",
+        "Floating-point operations of the model a second, of the last step",
+        unit="FLOP/s",
+        note="Over all processes. Absent where a task makes its model itself.",
+    ),
+    Series(
+        "mfu_ratio",
+        "gauge",
+        "Share of what the devices can do at best that the last step used",
+        unit="ratio",
+        note=(
+            "Model FLOPs utilisation; evaluations and saves are not counted as time. Absent for "
+            "devices that are not known, unless `logging.peakFlops` is set."
+        ),
+    ),
+    Series(
         "loss",
         "gauge",
         "Nats a valid token: mean of the last 10 steps, or last evaluation",
@@ -156,6 +173,14 @@ TRAINER: Final[tuple[Series, ...]] = (
             "A `loss` or a gradient (`grad`) was not finite, no token carried a loss "
             "(`empty`), or `spec.training.skipSteps` names them (`requested`)."
         ),
+    ),
+    Series(
+        "alerts_total",
+        "counter",
+        "Times that what a monitor looks for has begun",
+        unit="alerts",
+        labels=("monitor",),
+        note="`collapse`, `divergence`, `plateau` or `early stop`.",
     ),
     Series(
         "checkpoint_duration_seconds",

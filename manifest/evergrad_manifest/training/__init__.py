@@ -3,9 +3,10 @@
 Frozen and pure: no device, file, network, process group or logging.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from evergrad_manifest.base import Section
 from evergrad_manifest.training.common import (
@@ -14,22 +15,30 @@ from evergrad_manifest.training.common import (
     Checkpoint,
     Every,
     InitFrom,
-    Logging,
     Metrics,
     Reproducibility,
     Runtime,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
+from evergrad_manifest.training.observing import RULES as RULES_OF_OBSERVING
+from evergrad_manifest.training.observing import (
+    Logging,
+    Monitor,
+    Profile,
+    Tracker,
+)
 from evergrad_manifest.training.optimization import RULES as RULES_OF_OPTIMIZATION
 from evergrad_manifest.training.optimization import Optimizer, ParameterGroup, Piece, Schedule
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
 from evergrad_manifest.training.own_task import check_recipe
 from evergrad_manifest.training.pretrain import (
     HELD_OUT,
+    METRICS_OF_ALL,
     NO_DATA,
     TEXT_TYPES,
     Data,
     Evaluation,
+    EvaluationSetting,
     EvaluationSource,
     HeldOut,
     Model,
@@ -37,18 +46,25 @@ from evergrad_manifest.training.pretrain import (
     Tokenizer,
 )
 from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
+from evergrad_manifest.training.sft import GENERATED, SFT, Generation, RowSettings
+from evergrad_manifest.training.sft import RULES as RULES_OF_SFT
 from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
     Batching,
+    EarlyStop,
     Horizon,
     OnNonFinite,
     SkippedStep,
     StepOverride,
     Stop,
 )
+from evergrad_manifest.training.two_stage_kl import RULES as RULES_OF_TWO_STAGE_KL
+from evergrad_manifest.training.two_stage_kl import KlStage, TwoStageKl
 
 __all__ = [
+    "GENERATED",
     "HELD_OUT",
+    "METRICS_OF_ALL",
     "NO_DATA",
     "RECIPES",
     "RULES",
@@ -57,27 +73,36 @@ __all__ = [
     "Best",
     "Checkpoint",
     "Data",
+    "EarlyStop",
     "Evaluation",
+    "EvaluationSetting",
     "EvaluationSource",
     "Every",
+    "Generation",
     "HeldOut",
     "Horizon",
     "InitFrom",
+    "KlStage",
     "Logging",
     "Metrics",
     "Model",
+    "Monitor",
     "OnNonFinite",
     "Optimizer",
     "ParameterGroup",
     "Piece",
+    "Profile",
     "Reproducibility",
+    "RowSettings",
     "Runtime",
     "Schedule",
     "Source",
     "StepOverride",
     "Stop",
     "Tokenizer",
+    "Tracker",
     "Training",
+    "TwoStageKl",
 ]
 
 
@@ -85,8 +110,8 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file
-    that lies beside this one or can be imported."""
+    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, or a task of your own as ``module:attr``,
+    a name in a Python file that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
@@ -99,6 +124,8 @@ class Training(Section):
     """How text becomes token ids."""
     data: Data = NO_DATA
     """Data to train on. A task of your own may do without, and prepare its data itself."""
+    rows: RowSettings | None = None
+    """How rows are read by the recipe ``sft``, and by tasks of your own that derive from it."""
     batching: Batching
     """How many samples make a step. Every number of processes trains the same steps."""
     optimizer: Optimizer
@@ -132,9 +159,29 @@ class Training(Section):
     runtime: Runtime = Runtime()
     """How the machine is used; all but the arithmetic may differ from one start to the next."""
     logging: Logging = Logging()
-    """Lines that are printed."""
+    """Lines that are printed, trackers of experiments, and traces. May be changed in place."""
+    monitors: tuple[Monitor, ...] = Field(default=(), max_length=8)
+    """Watches on metrics. May be changed in place."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
+    two_stage_kl: TwoStageKl | None = None
+    """Stages and penalty of ``recipe: two_stage_kl``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_packing(cls, raw: Any) -> Any:
+        """Write out the packing of rows, which is another by default than that of texts."""
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("data"), Mapping):
+            return raw
+        reads_rows = raw.get("recipe") == SFT or raw.get("rows") is not None
+        if not reads_rows or raw["data"].get("packing") is not None:
+            return raw
+        return {**raw, "data": {**raw["data"], "packing": "documents"}}
+
+    @property
+    def row_settings(self) -> RowSettings | None:
+        """How the sources are read as rows; None where their documents are texts."""
+        return RowSettings() if self.rows is None and self.recipe == SFT else self.rows
 
 
 RULES: Final = (
@@ -142,5 +189,8 @@ RULES: Final = (
     *RULES_OF_STEPS,
     *RULES_OF_OPTIMIZATION,
     *RULES_OF_PRETRAIN,
+    *RULES_OF_SFT,
+    *RULES_OF_TWO_STAGE_KL,
+    *RULES_OF_OBSERVING,
     *RULES_OF_ALL,
 )

@@ -15,7 +15,7 @@ from evergrad_manifest.view import View
 
 TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""
-RECIPES: Final = ("pretrain",)
+RECIPES: Final = ("pretrain", "sft", "two_stage_kl")
 """Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
 
 LENGTH_WITHOUT_DATA: Final = 1
@@ -75,7 +75,8 @@ class Best(Section):
     """Which checkpoint is the best."""
 
     metric: str = Field(min_length=1)
-    """``<evaluation set>/loss``, e.g. ``heldOut/loss``."""
+    """``<evaluation set>/<metric>``, e.g. ``heldOut/loss``: the loss, the perplexity, or what the evaluator
+    measures besides."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger is better."""
 
@@ -186,13 +187,6 @@ def check_runtime(view: View) -> Iterator[Problem]:
             "each worker holds the whole model",
             "Set runtime.parallelism: fsdp2, or remove it",
         )
-
-
-class Logging(Section):
-    """Lines that are printed."""
-
-    every: Every = Every.model_validate({"steps": 10})
-    """How often a line is printed where there is no terminal."""
 
 
 class Metrics(Section):

@@ -17,12 +17,16 @@ from evergrad_manifest.training.common import (
     Meaningless,
     meaningless_in,
 )
+from evergrad_manifest.training.sft import GENERATED, NUMBERS, Generation
+from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
+from evergrad_manifest.training.two_stage_kl import STAGE_SETS
 from evergrad_manifest.values.numbers import Count, Fraction, Real, show
 from evergrad_manifest.view import UNKNOWN, View
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT: Final = "heldOut"
-"""Name of the evaluation set that ``data.heldOut`` makes."""
+"""Name of the evaluation set that ``data.heldOut`` makes, but for the recipes that make others of it."""
+HELD_OUT_SETS: Final = {KL_RECIPE: STAGE_SETS}
 BYTE_VOCABULARY: Final = 257
 TEXT_TYPES: Final = ("jsonl", "text", "parquet")
 """Types of sources whose documents are tokenised."""
@@ -30,6 +34,8 @@ _MODEL: Final = f"{TRAINING}.model"
 _SOURCES: Final = f"{TRAINING}.data.sources"
 _HELD_OUT: Final = f"{TRAINING}.data.heldOut"
 _EVALUATION: Final = f"{TRAINING}.evaluation"
+METRICS_OF_ALL: Final = ("loss", "perplexity")
+"""Metrics that every evaluation set has."""
 _REMOTE_CODE: Final = ("auto_map", "trust_remote_code", "custom_pipelines")
 
 
@@ -209,6 +215,10 @@ class Data(Section):
     """Where samples come from, mixed by weight."""
     sequence_length: Count = Field(ge=8, le=2**20)
     """Tokens a sample, S: the window the model sees."""
+    packing: Literal["concatenate", "documents", "none"] = "concatenate"
+    """How documents fill a sample. ``concatenate``: one behind the other, each seeing those before it.
+    ``documents``: the same, but none sees another. ``none``: one row a sample. Rows (sft) have
+    the default documents, and cannot be concatenated."""
     held_out: HeldOut | None = None
     """Evaluate on a part of the training sources, which is then never trained on."""
     malformed: Literal["refuse", "skip"] = "refuse"
@@ -311,6 +321,19 @@ class EvaluationSource(Source):
     """Refused: a file that is only evaluated on is read whole, whatever its weight."""
 
 
+class EvaluationSetting(Section):
+    """What differs for one evaluation set."""
+
+    name: str = Field(min_length=1, max_length=128)
+    """The set: ``heldOut``, a source under ``evaluation.sources``, or an evaluator of a task of your own."""
+    every: Every | None = None
+    """How often while training; default: as ``evaluation.every``. At the end in any case."""
+    samples: Count | None = Field(default=None, ge=1)
+    """At most this many of its samples, the same ones each time; default: as ``evaluation.samples``."""
+    while_training: Switch = True
+    """Whether the run evaluates it itself; false: only ``evergrad evaluate`` does."""
+
+
 class Evaluation(Section):
     """Loss on text that is not trained on."""
 
@@ -323,6 +346,12 @@ class Evaluation(Section):
     ``data.heldOut`` makes."""
     samples: Count | None = Field(default=None, ge=1)
     """At most this many samples of each set, the same ones each time; default: all."""
+    generation: Generation | None = None
+    """Also generate from the prompts of each set (sft): the parse rate and the RMSE of the numbers."""
+    save_first: Switch = False
+    """Whether state is saved before each evaluation, so that a kill in a long one costs no step."""
+    sets: tuple[EvaluationSetting, ...] = Field(default=(), max_length=32)
+    """Cadence and size of single sets, where they are not those of all."""
 
 
 def check_evaluation(view: View) -> Iterator[Problem]:
@@ -333,10 +362,11 @@ def check_evaluation(view: View) -> Iterator[Problem]:
         return
     if view.get(_EVALUATION) is UNKNOWN or has_sources or view.is_given(_HELD_OUT):
         return
-    for key in ("every", "atStart", "samples"):
-        if (
-            view.is_given(f"{_EVALUATION}.{key}")
-            and view.get(f"{_EVALUATION}.{key}") is not False
+    for key in ("every", "atStart", "samples", "saveFirst", "sets"):
+        if view.is_given(f"{_EVALUATION}.{key}") and view.get(f"{_EVALUATION}.{key}") not in (
+            False,
+            (),
+            [],
         ):
             why = "neither evaluation.sources nor data.heldOut is set"
             remedy = (
@@ -348,6 +378,69 @@ def check_evaluation(view: View) -> Iterator[Problem]:
             )
 
 
+def check_sets(view: View) -> Iterator[Problem]:
+    """Each entry of ``evaluation.sets`` changes something of one set that there is."""
+    names, first = set_names(view), dict[str, str]()
+    for path, item in view.items(f"{_EVALUATION}.sets"):
+        name, here = item["name"], format_path((*path, "name"))
+        if item["every"] is None and item["samples"] is None and item["whileTraining"] is True:
+            remedy = "Add every, samples or `whileTraining: false`, or remove it"
+            yield Problem(format_path(path), "changes nothing", "it has only a name", remedy)
+        if name is UNKNOWN:
+            continue
+        if name in first:
+            why = f"it is also the name of {first[name]}"
+            yield Problem(here, f"{name!r} is named twice", why, "Join the two")
+        first.setdefault(name, format_path(path))
+
+        # Without any set there is another problem, of the whole section.
+        if names and name not in names:
+            near, known = nearest(name, names), f"Known here: {', '.join(names)}"
+            why = f"did you mean `{near}`? {known}" if near else "no set has this name"
+            remedy = "" if near else known
+            yield Problem(here, f"{name!r} is not an evaluation set of this run", why, remedy)
+
+
+def set_names(view: View) -> list[str] | None:
+    """Names of all evaluation sets; None where the file alone does not say them."""
+    sources = view.items(f"{_EVALUATION}.sources")
+    names = [item["name"] for _, item in sources]
+    # A set without a valid name may be the one that is meant; those of a task's own are known to it alone.
+    recipe = view.get(f"{TRAINING}.recipe")
+    is_known = UNKNOWN not in names and view.get(f"{_EVALUATION}.sources") is not UNKNOWN
+    if not is_known or recipe not in RECIPES:
+        return None
+    if view.is_given(_HELD_OUT):
+        names += HELD_OUT_SETS.get(recipe, (HELD_OUT,))
+    if view.is_given(f"{_EVALUATION}.generation"):
+        names += [f"{name}{GENERATED}" for name in names]
+    return names
+
+
+def check_measured_while_training(view: View, where: str, metric: str) -> Iterator[Problem]:
+    """The run itself evaluates the set of ``metric``, which the field ``where`` follows, and not only at its
+    end."""
+    name = metric.partition("/")[0]
+    own = [item for _, item in view.items(f"{_EVALUATION}.sets") if item["name"] == name]
+    has_cadence = any(item["every"] is not None for item in own)
+    if (
+        view.get(_EVALUATION) is not UNKNOWN
+        and not view.is_given(f"{_EVALUATION}.every")
+        and not has_cadence
+    ):
+        follower = where.removeprefix(f"{TRAINING}.").removesuffix(".metric")
+        yield Problem(
+            f"{_EVALUATION}.every",
+            f"missing, and {follower} needs it",
+            "without it the metric is only known at the end",
+            "Add it, such as `every: {steps: 200}`",
+        )
+    if any(item["whileTraining"] is False for item in own):
+        why = f"{name} is not evaluated while training"
+        remedy = "Choose another metric, or let the run evaluate that set"
+        yield Problem(where, f"{metric!r} is never known", why, remedy)
+
+
 def check_best(view: View) -> Iterator[Problem]:
     """The best checkpoint follows a metric that will exist while training."""
     # A metric that is never measured would keep no checkpoint, which shows only when the best one is wanted.
@@ -355,25 +448,15 @@ def check_best(view: View) -> Iterator[Problem]:
     metric = view.get(f"{path}.metric")
     if not view.is_given(path) or metric is UNKNOWN or metric is None:
         return
-    if view.get(_EVALUATION) is not UNKNOWN and not view.is_given(f"{_EVALUATION}.every"):
-        why = "without it the metric is only known at the end"
-        yield Problem(
-            f"{_EVALUATION}.every",
-            "missing, and checkpoint.best needs it",
-            why,
-            "Add it, such as `every: {steps: 200}`",
-        )
+    yield from check_measured_while_training(view, f"{path}.metric", metric)
 
-    # An evaluation set without a valid name may be the one that the metric means, so that nothing is refused.
-    sources = view.items(f"{_EVALUATION}.sources")
-    names = [item["name"] for _, item in sources] + (
-        [HELD_OUT] if view.is_given(_HELD_OUT) else []
-    )
-    if UNKNOWN in names or view.get(f"{_EVALUATION}.sources") is UNKNOWN:
+    if (names := set_names(view)) is None:
         return
-    metrics = [f"{name}/loss" for name in names]
-    # The names of a task's own evaluators are known to the task alone.
-    if metric not in metrics and view.get(f"{TRAINING}.recipe") in RECIPES:
+    metrics = [f"{name}/{kind}" for name in names for kind in METRICS_OF_ALL]
+    if view.is_given(f"{_EVALUATION}.generation"):
+        generated = [name for name in names if name.endswith(GENERATED)]
+        metrics += [f"{name}/{number}" for name in generated for number in NUMBERS]
+    if metric not in metrics:
         near = nearest(metric, metrics)
         known = (
             f"Known here: {', '.join(metrics)}"
@@ -383,7 +466,7 @@ def check_best(view: View) -> Iterator[Problem]:
         why = (
             f"did you mean `{near}`? {known}"
             if near
-            else "it is the name of an evaluation set followed by /loss"
+            else "it is the name of an evaluation set followed by /loss or /perplexity"
         )
         yield Problem(
             f"{path}.metric",
@@ -401,5 +484,6 @@ RULES: Final = (
     check_source_names,
     check_held_out,
     check_evaluation,
+    check_sets,
     check_best,
 )

@@ -143,11 +143,30 @@ def steps_for_tokens(tokens: int, *, samples: int, length: int) -> int:
     return -(-tokens // (samples * length))
 
 
+Metric = Annotated[str, Field(min_length=1, max_length=128)]
+"""``loss``, ``grad_norm``, a metric of the recipe, or ``<evaluation set>/<metric>``."""
+
+
+class EarlyStop(Section):
+    """The end of a run that gets no better, its state saved."""
+
+    metric: Metric
+    """As a monitor's, such as ``heldOut/loss``."""
+    mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger is better."""
+    patience: Count = Field(ge=1, le=10**9)
+    """Looks in a row without anything better, after which the run stops."""
+    min_delta: Real = Field(default=0.0, ge=0, le=1e6)
+    """What a value must be better by."""
+
+
 class Stop(Section):
     """When to stop before the horizon."""
 
     after_step: Count | None = Field(default=None, ge=1)
     """Stop, state saved, when this step is finished; the schedule still follows the horizon."""
+    early: EarlyStop | None = None
+    """Stop, state saved, when a metric gets no better. May be changed in place."""
 
 
 def check_stop(after_step: int | None, *, total: int) -> list[Problem]:

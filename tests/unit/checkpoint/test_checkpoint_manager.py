@@ -74,6 +74,14 @@ def test_a_save_is_an_event_with_its_facts_and_is_found_by_the_next_start(
     assert make_solo().restore() == 10
 
 
+def test_checkpoints_that_later_steps_need_outlive_all_others(make_solo: MakeSolo) -> None:
+    solo = make_solo(keep=1)
+    solo.manager.anchors = frozenset({20})
+    for step in (10, 20, 30, 40):
+        solo.save(step)
+    assert solo.names() == ["step-20", "step-40"]
+
+
 def test_an_asynchronous_save_holds_the_values_of_the_moment_it_was_called(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:

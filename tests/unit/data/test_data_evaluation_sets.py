@@ -23,11 +23,15 @@ def sequences(tmp_path: Path) -> list[TokenSequence]:
 
 
 def build(
-    sequences: list[TokenSequence], *, limit: int | None = None, batch: int = 4
+    sequences: list[TokenSequence],
+    *,
+    limit: int | None = None,
+    batch: int = 4,
+    content: str = "",
 ) -> EvaluationSet:
     sources = [
         TokenSource(
-            PreparedSource("docs", Path(), "", "", one),
+            PreparedSource("docs", Path(), "", content, one),
             one,
             sequence_length=10,
             end_of_document=256,
@@ -82,3 +86,19 @@ def test_a_batch_outside_is_refused(sequences: list[TokenSequence]) -> None:
     for index in (-1, 4):
         with pytest.raises(IndexError, match="of 4 of heldOut"):
             one.batch(index)
+
+
+def test_sets_have_one_fingerprint_exactly_where_all_their_batches_are_equal(
+    sequences: list[TokenSequence],
+) -> None:
+    one = build(sequences).fingerprint
+    assert build(sequences, limit=1000).fingerprint == one, (
+        "a limit beyond the set changes nothing"
+    )
+    others = [
+        build(sequences, limit=6),
+        build(sequences, batch=2),
+        build(sequences, content="other"),
+        build(sequences[:1]),
+    ]
+    assert len({one, *(other.fingerprint for other in others)}) == 5

@@ -131,6 +131,36 @@ def test_a_later_setting_that_is_set_changes_the_hash_of_the_settings(setting: s
     assert settings_hash(parse_run(raw)) != before
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logging": {"trackers": [{"type": "tensorboard"}]}},
+        {"logging": {"profile": {"steps": 2}}},
+        {"monitors": [{"type": "divergence", "metric": "loss"}]},
+        {"stop": {"early": {"metric": "loss", "patience": 3}}},
+    ],
+    ids=["tracker", "profile", "monitor", "early stop"],
+)
+def test_who_watches_a_run_is_no_part_of_its_recipe_and_has_its_nodes_start_again(
+    change: dict[str, Any],
+) -> None:
+    raw = document(TYPED[0])
+    before = parse_run(raw)
+    training = {**raw["spec"]["training"], **change}
+    after = parse_run({**raw, "spec": {**raw["spec"], "training": training}})
+    assert config_hash(after) == config_hash(before)
+    assert settings_hash(after) != settings_hash(before)
+
+
+def test_lines_and_the_peak_of_a_device_are_of_one_machine() -> None:
+    raw = document(TYPED[0])
+    before = settings_hash(parse_run(raw))
+    logging = {"every": {"steps": 3}, "peakFlops": 1e12}
+    training = {**raw["spec"]["training"], "logging": logging}
+    after = parse_run({**raw, "spec": {**raw["spec"], "training": training}})
+    assert settings_hash(after) == before
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_hash_of_each_example_stays_what_it_is(name: str) -> None:
     assert (
@@ -238,6 +268,7 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
                 }
             ],
             "sequenceLength": 64,
+            "packing": "concatenate",
             "malformed": "refuse",
         },
         "batching": {"globalBatchSize": 4, "microBatchSize": 4},
@@ -266,3 +297,18 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
             "attention": "auto",
         },
     }
+
+
+def test_the_packing_of_rows_is_the_same_written_out_or_not() -> None:
+    raw = next(document(case) for case in GOLDEN if case["name"].startswith("rows, with"))
+    raw = json.loads(json.dumps(raw))
+    left_out = config_hash(parse_run(raw))
+    raw["spec"]["training"]["data"]["packing"] = "documents"
+    assert config_hash(parse_run(raw)) == left_out
+    raw["spec"]["training"]["data"]["packing"] = "none"
+    assert config_hash(parse_run(raw)) != left_out
+
+    # Texts keep the hash that they had before there was a choice.
+    texts = json.loads(json.dumps(document(GOLDEN[0])))
+    texts["spec"]["training"]["data"]["packing"] = "concatenate"
+    assert config_hash(parse_run(texts)) == GOLDEN[0]["hash"]

@@ -258,13 +258,23 @@ def test_the_built_in_observers_are_a_registry_that_declares_who_may_stop_a_run(
         relay=BaseObserver(),
     )
     made = {name: build(around) for name, build in BUILT_IN.items()}
-    assert list(made) == ["record", "log", "progress", "relay", "endpoint"]
-    assert [name for name, one in made.items() if one is not None and one.essential] == [
+    assert list(made) == [
+        "record",
+        "log",
+        "progress",
+        "relay",
+        "trackers",
+        "profiler",
+        "endpoint",
+    ]
+    assert made.pop("trackers") == [] and made["profiler"] is None, "neither was asked for"
+    single = {name: one for name, one in made.items() if not isinstance(one, list)}
+    assert [name for name, one in single.items() if one is not None and one.essential] == [
         "record"
     ]
     assert made["endpoint"] is None, "with a relay the endpoint is another process's"
     assert build_observers(around).metrics_address is None
     served = build_observers(replace(around, relay=None))
     assert (served.metrics_address or "").startswith("http://localhost:")
-    for one in (*filter(None, made.values()), served.observers):
+    for one in (*filter(None, single.values()), served.observers):
         one.close()

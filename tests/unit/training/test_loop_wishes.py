@@ -13,9 +13,10 @@ from evergrad_trainer.observers.lasting import Lasting
 from evergrad_trainer.records import EvaluationRecord, Wish
 from evergrad_trainer.training.exchange import FLAG_FENCED, FLAG_OBSERVER_OFF, NUM_FLAGS
 from evergrad_trainer.training.loop import train
-from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.progress import MOST_TALLIES_BYTES, Progress
 from evergrad_trainer.training.run import Limits, Run
 from evergrad_trainer.training.step_parts import StepOutcome
+from evergrad_trainer.training.tally import Tally
 from evergrad_trainer.world import Membership, World
 
 STEPS = 6
@@ -44,13 +45,22 @@ class Steps:
         return StepOutcome(step, 1.0, {}, 4, "0" * 16, 0.1, 1.0, flags, phases, 0.0)
 
 
+def evaluator_of(run: Any) -> Any:
+    """An evaluator that measures nothing by itself."""
+
+    def open_tally(one: Any, values: Any, *, stage: Any) -> Tally:
+        return Tally.from_json(values, key=one.name, names=())
+
+    return cast(Any, SimpleNamespace(run=run, open_tally=open_tally))
+
+
 def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> Run:
     progress = Progress()
 
     def save(step: int, tensors: Any, **options: Any) -> None:
         done.append(("save", step))
 
-    def evaluate(one: Any, world: World, **options: Any) -> Any:
+    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
         done.append(("evaluate", progress.finished_steps))
         return SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
 
@@ -65,7 +75,7 @@ def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> Run:
         "stream": SimpleNamespace(entered_after=lambda step: None, stage=lambda step: None),
         "checkpoints": checkpoints,
         "state": SimpleNamespace(tensors=dict, values=dict),
-        "evaluator": SimpleNamespace(run=evaluate),
+        "evaluator": evaluator_of(evaluate),
         "evaluation_sets": (SimpleNamespace(name="heldOut"),),
         "best": None,
         "observers": observer,
@@ -75,6 +85,7 @@ def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> Run:
         "compare": lambda step: None,
         "on_first_step": lambda: None,
         "finish_state": lambda outcome, entered: None,
+        "snapshots": None,
     }
     return cast(Any, Run)(**parts, progress=progress)  # type: ignore[no-any-return]
 
@@ -112,14 +123,14 @@ def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once(
     observer, done, measured = Listening(), list[tuple[str, int]](), list[str]()
     run = make_run(observer, done)
 
-    def evaluate(one: Any, world: World, **options: Any) -> Any:
+    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
         measured.append(one.name)
         # Between the two sets of the first evaluation the ranks agree to leave.
         is_cut = len(measured) == 2
         return None if is_cut else SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
 
     sets = cast(Any, (SimpleNamespace(name="first"), SimpleNamespace(name="second")))
-    run = replace(run, evaluation_sets=sets, evaluator=cast(Any, SimpleNamespace(run=evaluate)))
+    run = replace(run, evaluation_sets=sets, evaluator=evaluator_of(evaluate))
     assert train(run) == "change"
     assert observer.heard == []
 
@@ -131,19 +142,77 @@ def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once(
     assert "evaluation_asked" not in progress.values()
 
 
+def test_what_an_evaluation_has_measured_before_it_was_cut_belongs_to_the_state() -> None:
+    """Only until it has ended: no later step has anything of it."""
+    run, seen = make_run(Asking("evaluate"), []), list[int]()
+
+    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+        seen.append(tally.done)
+        tally.add([[0.5]], num_batches=1, weight=2)
+        is_cut = len(seen) == 1
+        return None if is_cut else SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
+
+    run = replace(run, evaluator=evaluator_of(evaluate))
+    assert train(run) == "change"
+    values = run.progress.values()
+    assert values["step"] == 3 and values["tallies"]["heldOut"]["done"] == 1
+
+    progress = Progress()
+    progress.load_values(values)
+    assert train(replace(run, progress=progress)) == "complete"
+    # Gone on with after step 3; begun anew after the last one.
+    assert seen == [0, 1, 0]
+    assert "tallies" not in progress.values()
+
+
+def test_a_tally_that_is_too_large_for_a_checkpoint_is_left_out_of_it() -> None:
+    progress = Progress(tallies={"heldOut": {"sums": ["1/3"] * MOST_TALLIES_BYTES}})
+    assert "tallies" not in progress.values()
+
+
+@pytest.mark.capability("O-47")
+def test_each_set_is_evaluated_at_its_own_cadence_and_all_of_them_at_the_end() -> None:
+    done: list[tuple[str, int]] = []
+    run = make_run(BaseObserver(), [])
+
+    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+        done.append((one.name, run.progress.finished_steps))
+        return SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
+
+    names = ("often", "seldom", "at the end")
+    run = replace(
+        run,
+        evaluation_sets=cast(Any, tuple(SimpleNamespace(name=name) for name in names)),
+        evaluator=evaluator_of(evaluate),
+        limits=replace(run.limits, evaluate_sets_every={"often": 2, "seldom": 4}),
+    )
+    train(run)
+    ended = [(name, STEPS) for name in names]
+    assert done == [("often", 2), ("often", 4), ("seldom", 4), *ended]
+
+
+@pytest.mark.capability("O-48")
+def test_state_is_saved_before_each_evaluation_where_that_is_asked_for_and_only_once() -> None:
+    done: list[tuple[str, int]] = []
+    run = make_run(BaseObserver(), done)
+    limits = replace(run.limits, save_every=3, evaluate_every=3, saves_before_evaluation=True)
+    train(replace(run, limits=limits))
+    assert done == [("save", 3), ("evaluate", 3), ("save", STEPS), ("evaluate", STEPS)]
+
+
 def test_a_save_that_was_asked_for_is_made_by_the_next_world_if_this_one_breaks_before_it() -> (
     None
 ):
     done: list[tuple[str, int]] = []
     run = make_run(Asking("save"), done)
 
-    def breaks(one: Any, world: World, **options: Any) -> Any:
+    def breaks(one: Any, world: World, tally: Tally, **options: Any) -> Any:
         raise PeerLostError("a rank is gone")
 
     # An evaluation is due after the very step for which the save was asked.
     limits = replace(run.limits, evaluate_every=3)
     with pytest.raises(PeerLostError):
-        train(replace(run, limits=limits, evaluator=cast(Any, SimpleNamespace(run=breaks))))
+        train(replace(run, limits=limits, evaluator=evaluator_of(breaks)))
     assert done == []
 
     # Another process goes on with what this one remembers; the save comes after the evaluation.

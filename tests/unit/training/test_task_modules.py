@@ -15,7 +15,7 @@ from evergrad_trainer.models import parallel
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
-from evergrad_trainer.task import Modules
+from evergrad_trainer.task import Modules, Snapshot
 from evergrad_trainer.training import build
 from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.frozen import compare_frozen, hash_frozen
@@ -261,3 +261,30 @@ def test_a_resume_builds_again_only_for_the_files_model_and_frees_the_first_set_
     build._build_modules(PLAIN, opened, plan, with_weights=False)
     assert task.num_built == (2 if asks else 1)
     assert [with_weights for with_weights, _ in made] == ([False, True] if asks else [])
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "why"),
+    [
+        ({"other": Snapshot("model", 3)}, "it is no frozen module"),
+        ({"reference": Snapshot("head", 3)}, "'head' is no trained module"),
+        ({"reference": Snapshot("model", 0)}, "steps count from 1"),
+        ({"wider": Snapshot("model", 3)}, "not named, shaped and typed as those of 'model'"),
+    ],
+)
+def test_a_snapshot_that_could_not_be_taken_is_refused(
+    snapshots: dict[str, Snapshot], why: str
+) -> None:
+    frozen = {"reference": linear(), "wider": nn.Linear(2, 3)}
+    modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
+    (problem,) = module_problems(modules, PLAIN)
+    assert "cannot be taken" in problem.what and why in problem.why
+
+
+def test_a_snapshots_weights_are_not_among_those_that_build_has_made() -> None:
+    frozen = {"reference": linear(), "teacher": linear()}
+    snapshots = {"reference": Snapshot("model", 3)}
+    modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
+    assert module_problems(modules, PLAIN) == []
+    assert hash_frozen(modules).keys() == {"teacher"}
+    assert hash_frozen(modules, ["reference"]).keys() == {"reference"}

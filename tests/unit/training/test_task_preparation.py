@@ -58,6 +58,7 @@ def open_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Prep
             stages=lambda prepared: [Stage({"numbers": (cast(Any, Numbers()), 1.0)})],
             evaluators=lambda prepared: {},
             observers=lambda: (),
+            metrics={},
         )
         local.task = task
         opened = opening.open_recipe(

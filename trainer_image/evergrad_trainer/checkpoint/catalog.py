@@ -2,11 +2,12 @@
 
 import json
 import logging
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evergrad_trainer.checkpoint import files, layout
+from evergrad_trainer.checkpoint import files, layout, leases
 from evergrad_trainer.checkpoint.faults import RETENTION, FaultPoints
 from evergrad_trainer.checkpoint.layout import Version, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import (
@@ -56,6 +57,12 @@ class Catalog:
         except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
             return Candidate(name, named, None, str(error))
         return Candidate(name, manifest.version, manifest)
+
+    def leased(self) -> set[str]:
+        """Names that readers beside the run hold. Only right after ``latest`` was written, whose time is that
+        of the volume's clock."""
+        written = os.stat(self._directory / layout.LATEST)
+        return leases.find_leased(self._directory, now=written.st_mtime)
 
     def set_aside(self) -> list[str]:
         """Names in quarantine."""

@@ -9,6 +9,7 @@
     best.json                which checkpoint is kept as the best
     .trash/                  removal renames into here first
     quarantine/              what did not validate, kept for inspection
+    leases/                  which checkpoints readers beside the run hold
 """
 
 import re
@@ -19,6 +20,7 @@ GENERATIONS = "gen"
 ATTEMPTS = ".tmp"
 TRASH = ".trash"
 QUARANTINE = "quarantine"
+LEASES = "leases"
 LATEST = "latest"
 BEST = "best.json"
 MANIFEST = "manifest.json"

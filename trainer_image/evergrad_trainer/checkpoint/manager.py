@@ -83,6 +83,8 @@ class CheckpointManager:
         """The newest checkpoint that this process has saved and reported; the same on every rank."""
         self.failures = 0
         """Saves that have failed in a row."""
+        self.anchors: frozenset[int] = frozenset()
+        """Steps whose checkpoints retention leaves, however old they are."""
         self._directory = directory
         self._membership = membership
         self._settings = settings
@@ -145,6 +147,7 @@ class CheckpointManager:
             rank=world.rank,
             world_size=world.size,
             group=world.checkpoint,
+            anchors=self.anchors,
         )
         ignore_solo_warning()
         planner = plan_snapshot(self._stager, state, rank=world.rank, world_size=world.size)
@@ -175,10 +178,8 @@ class CheckpointManager:
             if found:
                 catalog.write_pointer(BEST, found[0].name, found[0].version)
         except OSError as error:
-            self._on_event(
-                EventType.WARNING,
-                {"message": f"step {step} could not be marked as the best checkpoint: {error}"},
-            )
+            message = f"step {step} could not be marked as the best checkpoint: {error}"
+            self._on_event(EventType.WARNING, {"message": message})
 
     def poll(self) -> None:
         """Report a save that has ended since the last call. To be called each step; costs next to nothing.
@@ -275,10 +276,8 @@ class CheckpointManager:
         # A fenced save is no failure of the volume; ``wait`` raises its own error.
         if self.failures >= self._settings.max_failures and outcome.fenced is None:
             kind = ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL
-            failed = f"{self.failures} saves in a row have failed"
-            raise SaveError(
-                f"{self._directory}: {failed}; the last one: {outcome.reason}", kind
-            )
+            failed = f"{self._directory}: {self.failures} saves in a row have failed"
+            raise SaveError(f"{failed}; the last one: {outcome.reason}", kind)
         return outcome
 
     def _report(self, flight: _Flight) -> Outcome:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,46 @@ def load_newest(
     return restored, rejected
 
 
+def load_of_step(
+    search: Search,
+    state: Mapping[str, torch.Tensor],
+    *,
+    step: int,
+    world: World,
+    is_right: Callable[[], bool],
+) -> Path:
+    """Load a checkpoint of ``step`` into ``state`` in place: the newest for which ``is_right``, asked when it
+    was loaded. All ranks call this.
+
+    Nothing is set aside. Raises CheckpointError, the same on all, where there is none.
+    """
+    store = search.store
+    names: list[str] | None = None
+    if world.is_main:
+        # What cannot be listed now may well be later; the others wait for an answer.
+        with contextlib.suppress(OSError):
+            names = [one.name for one in store.catalog.scan() if one.version.step == step]
+    names = world.broadcast_json(names)
+    if names is None:
+        raise VolumeError(f"{store.reader.locate('')}: the checkpoints cannot be listed")
+    problems: list[Problem] = []
+    for name in names:
+        try:
+            found = load_newest(replace(search, only=name), state, world=world)
+        except CheckpointError as error:
+            # What helps is said once, for all of them.
+            problems += [replace(one, remedy="") for one in error.problems]
+            continue
+        if found is not None and is_right():
+            return found[0].path
+        why = "it was saved at that step, and is not the one that the run went on from"
+        problems.append(Problem(store.reader.locate(name), "holds other weights", why))
+    what = f"holds no checkpoint of step {step} that this run went on from"
+    why = "later steps were trained beside its weights, which no other checkpoint has"
+    remedy = f"Restore step-{step} from a copy, or move all later checkpoints away to train them again"
+    raise CheckpointError(Problem(store.reader.locate(""), what, why, remedy), *problems)
+
+
 def _load_first_whole(
     search: Search, state: Mapping[str, torch.Tensor], world: World, *, load: Load
 ) -> tuple[Choice, list[Rejected]]:
@@ -141,7 +181,9 @@ def read_state(
         raise error.failures[0][0] from None
 
 
-def open_table(reader: Reader, name: str, manifest: Manifest, *, prefix: str = "") -> Table:
+def open_table(
+    reader: Reader, name: str, manifest: Manifest, *, prefix: str | tuple[str, ...] = ""
+) -> Table:
     """The checkpoint's tensors whose keys begin with ``prefix``. Raises InvalidCheckpointError."""
     entries = [file for file in manifest.files if file.name == TENSORS]
     if not entries:

@@ -56,8 +56,8 @@ class Search:
     checksums: bool
     identity: Identity | None = None
     """Refuse checkpoints of any other; None: anyone's will do."""
-    prefix: str = ""
-    """Only tensors whose keys begin so are wanted."""
+    prefix: str | tuple[str, ...] = ""
+    """Only tensors whose keys begin so, or in one of these ways, are wanted."""
     only: str | None = None
     """Consider this name alone."""
     may_quarantine: bool = False
@@ -191,6 +191,8 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
         if search.only is None
     }
     remedy = "Restore one of them from a copy, or remove the directory to begin at step 0"
+    if search.only is not None:
+        remedy = "Restore it from a copy, or choose another one"
     return _refuse(
         [
             Problem(store.reader.locate(name), "cannot be loaded", why=why, remedy=remedy)

@@ -158,6 +158,7 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
         prepared_directory=resolve_prepared_directory(
             training, base_directory=base, default=shared
         ),
+        run_directory=request.directory.path,
     )
     return prepared, opened, task_hash
 

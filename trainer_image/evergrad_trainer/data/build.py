@@ -30,12 +30,13 @@ def build_data(
         micro_batch_size=training.batching.micro_batch_size,
     )
     train = TrainingStream(stages, seed=training.reproducibility.seed, batching=batching)
+    limits = {one.name: one.samples for one in training.evaluation.sets}
     sets = tuple(
         EvaluationSet(
             name,
             sources,
             micro_batch_size=batching.micro_batch_size,
-            limit=training.evaluation.samples,
+            limit=limits.get(name) or training.evaluation.samples,
         )
         for name, sources in evaluation.items()
     )

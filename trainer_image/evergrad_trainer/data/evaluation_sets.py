@@ -1,5 +1,7 @@
 """Named sets of samples that are only evaluated on: the same samples in the same order every time."""
 
+import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -29,6 +31,13 @@ class EvaluationSet:
         self.num_samples = min(limit or self._total, self._total)
         self._micro_batch_size = micro_batch_size
         self.num_batches = -(-self.num_samples // micro_batch_size)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that is equal exactly where all batches are, whatever the names of set and sources."""
+        contents = [source.fingerprint for source in self._sources]
+        text = json.dumps([contents, self.num_samples, self._micro_batch_size])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def batch(self, index: int) -> Batch:
         """Batch ``index`` (from 0), filled up with rows that count nothing. Raises IndexError, DataError."""

@@ -26,6 +26,7 @@ from evergrad_trainer.data.preparation.publish import (
     compute_fingerprint,
     publish,
 )
+from evergrad_trainer.data.preparation.row_format import row_format
 from evergrad_trainer.data.preparation.scan_cache import scan_cached
 from evergrad_trainer.data.preparation.sources import (
     SMALLEST_CHUNK,
@@ -92,6 +93,7 @@ def prepare(
         training.data.malformed,
         training.data.held_out,
         training.reproducibility.seed,
+        row_format(training, base_directory),
     )
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)

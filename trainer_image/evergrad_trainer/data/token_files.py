@@ -76,22 +76,35 @@ class TokenReader:
             begin = window * self._length
             count = min(self._length + 1, self.num_tokens - begin)
             lengths[row] = count
-
-            # A window may span shards: from each one what it has of it.
-            target = memoryview(rows[row]).cast("B")
-            index = bisect_right(self._starts, begin) - 1
-            while count:
-                shard = self._shards[index]
-                offset = begin - self._starts[index]
-                here = min(count, shard.tokens - offset)
-                size = here * self._width
-                place = (shard.start + offset) * self._width
-                self._files.read(shard.path, target[:size], place)
-                target = target[size:]
-                begin += here
-                count -= here
-                index += 1
+            self._fill(memoryview(rows[row]).cast("B"), begin, count)
         return Windows(rows.astype(np.int64), lengths)
+
+    def read_span(self, begin: int, count: int) -> npt.NDArray[np.int64]:
+        """``count`` tokens from token ``begin`` on.
+
+        Raises IndexError, and DataError for a missing or shortened file.
+        """
+        if begin < 0 or begin + count > self.num_tokens:
+            raise IndexError(f"tokens {begin} to {begin + count} of {self.num_tokens}")
+        found = np.empty(count, dtype=self._dtype)
+        self._fill(found.data.cast("B"), begin, count)
+        return found.astype(np.int64)
+
+    def _fill(self, target: memoryview, begin: int, count: int) -> None:
+        """Fill ``target`` with ``count`` tokens from token ``begin`` on."""
+        # They may span shards: from each one what it has of them.
+        index = bisect_right(self._starts, begin) - 1
+        while count:
+            shard = self._shards[index]
+            offset = begin - self._starts[index]
+            here = min(count, shard.tokens - offset)
+            size = here * self._width
+            place = (shard.start + offset) * self._width
+            self._files.read(shard.path, target[:size], place)
+            target = target[size:]
+            begin += here
+            count -= here
+            index += 1
 
     def place(self, window: int) -> tuple[Shard, int, int]:
         """The shard in which a window begins, and the window's first token and end in it (at most the shard's

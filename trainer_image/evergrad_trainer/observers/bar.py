@@ -61,6 +61,8 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
         (6, f"{short_count(state.tokens_per_second or math.nan)} tokens/s", ""),
         (7, remaining, "green"),
     ]
+    if state.utilisation is not None:
+        parts.append((1, f"{state.utilisation:.0%} MFU", "dim"))
     # A single process needs no mention, unless somebody has just gone.
     if state.num_processes > 1 or state.recent_change:
         parts.append(

@@ -22,6 +22,10 @@ FAILURES_BEFORE_DISABLED = 3
 WISHES: tuple[Wish, ...] = get_args(Wish)
 
 
+class GivesUp(Exception):  # noqa: N818 - no error of the run: an observer's own word
+    """An observer can do no more, and is switched off at once; the text says why."""
+
+
 class Observer(Protocol):
     """Receiver of everything that happens in a run, on rank 0, between two steps.
 
@@ -193,6 +197,9 @@ class Observers(BaseObserver):
                     where = error.filename or "run directory"
                     raise run_directory_error(error, where, what=what) from error
                 raise
+            if isinstance(error, GivesUp):
+                self._switch_off(observer, f"observer {name} is switched off: {error}")
+                return
             _log.exception("observer %s failed: %s: %s", name, type(error).__name__, error)
             # One failure may pass, such as a full disk; several in a row will go on failing.
             in_a_row = self._in_a_row.get(id(observer), 0) + 1
@@ -208,6 +215,8 @@ class Observers(BaseObserver):
     def _switch_off(self, observer: Observer, message: str) -> None:
         name = type(observer).__name__
         # Out of the list first: the warning below goes to those that are left.
+        if observer not in self._active:
+            return
         self._active.remove(observer)
         _log.error("%s", message)
         try:

@@ -5,16 +5,22 @@ points, those of :class:`~evergrad_trainer.observers.base.Observer`, and the sam
 declares by ``essential``: an exception of an essential one ends the run, any other one is switched off.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TextIO, runtime_checkable
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.observers.base import Observer, Observers
 from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.jsonl import RunLog
+from evergrad_trainer.observers.lasting import Announcer, Lasting
 from evergrad_trainer.observers.logs import EventLog
+from evergrad_trainer.observers.monitors import build_monitors
+from evergrad_trainer.observers.profiler import Profiler
 from evergrad_trainer.observers.progress import build_progress
+from evergrad_trainer.observers.trackers.libraries import find_opener
+from evergrad_trainer.observers.trackers.observer import Patience, TrackerObserver
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -59,20 +65,60 @@ def _build_exporter(around: Surroundings) -> "PrometheusExporter | None":
     )
 
 
-BUILT_IN: Final[dict[str, Callable[[Surroundings], Observer | None]]] = {
+def _build_trackers(around: Surroundings) -> list[Observer]:
+    trackers = around.training.logging.trackers
+    # One patience for all: each end waits for them together.
+    patience = Patience()
+    return [
+        TrackerObserver(one, find_opener(one.type), around.directory, patience=patience)
+        for one in trackers
+    ]
+
+
+def _build_profiler(around: Surroundings) -> Observer | None:
+    profile = around.training.logging.profile
+    if profile is None or profile.ranks == "all":
+        # Where all ranks trace, it is none of rank 0's: see ``build_lasting``.
+        return None
+    return Profiler(profile, around.directory.profiles)
+
+
+BUILT_IN: Final[dict[str, Callable[[Surroundings], Observer | list[Observer] | None]]] = {
     "record": lambda around: RunLog(around.directory),
     "log": lambda _: EventLog(),
     "progress": lambda around: build_progress(
         around.stream, every=around.training.logging.every.steps
     ),
     "relay": lambda around: around.relay,
+    "trackers": _build_trackers,
+    "profiler": _build_profiler,
     "endpoint": _build_exporter,
 }
-"""By name, how each is made, or None where the run has it not.
+"""By name, how each is made, or None where the run has it not; of trackers there may be several.
 
 In this order they are called: the JSON lines first, since they are the record, and the endpoint last,
 because closing it may linger.
 """
+
+
+def build_lasting(
+    training: Training, own: Sequence[Observer], run_directory: Path | None
+) -> Lasting:
+    """A task's observers and those of the file that every rank has: its monitors, and traces of all ranks.
+
+    ``run_directory``: None where only the data are looked at.
+    """
+    observers = list(own)
+    monitors = build_monitors(training)
+    if monitors is not None:
+        observers.append(monitors)
+    profile = training.logging.profile
+    if profile is not None and profile.ranks == "all" and run_directory is not None:
+        observers.append(Profiler(profile, RunDirectory(run_directory).profiles))
+    lasting = Lasting(observers)
+    if monitors is not None:
+        monitors.listener = Announcer(lasting)
+    return lasting
 
 
 @dataclass(frozen=True)
@@ -88,7 +134,10 @@ def build_observers(around: Surroundings) -> BuiltObservers:
     # In the registry's order, which is also that of the calls.
     made = {name: build(around) for name, build in BUILT_IN.items()}
     endpoint: object = made["endpoint"]
+    observers: list[Observer] = []
+    for one in made.values():
+        observers += one if isinstance(one, list) else [one] if one is not None else []
     return BuiltObservers(
-        observers=Observers([one for one in made.values() if one is not None]),
+        observers=Observers(observers),
         metrics_address=endpoint.address if isinstance(endpoint, Served) else None,
     )

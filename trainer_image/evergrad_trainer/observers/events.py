@@ -111,6 +111,10 @@ def describe_event(event: Event) -> str | None:
             + "; ".join(f"{one.field}: {one.old} → {one.new}" for one in changes_of(event))
         ),
         EventType.WARNING: lambda: str(fields.get("message")),
+        EventType.ALERT: lambda: (
+            f"step={event.step} monitor={json.dumps(fields.get('monitor'))} "
+            f"policy={fields.get('policy')} message={fields.get('message')}"
+        ),
         EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
         EventType.NON_FINITE: lambda: f"step={event.step + 1} message={fields.get('message')}",
         # What is unknown of a change is left out.

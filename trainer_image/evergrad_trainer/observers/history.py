@@ -16,7 +16,13 @@ import numpy.typing as npt
 
 from evergrad_trainer.observers.events import parse_event_row
 from evergrad_trainer.records import EvaluationRecord, Event, StepRecord
-from evergrad_trainer.run_directory import JsonLines, RunDirectory, parse_object, reported
+from evergrad_trainer.run_directory import (
+    JsonLines,
+    RunDirectory,
+    parse_object,
+    read_json_object,
+    reported,
+)
 
 Integers = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -150,26 +156,46 @@ class History:
 
     steps: StepTable
     evaluations: tuple[EvaluationRecord, ...]
+    """Those of the run itself."""
     events: tuple[Event, ...]
+    results: tuple[EvaluationRecord, ...] = ()
+    """Those of ``evergrad evaluate``, in the order of steps and sets."""
     notes: tuple[str, ...] = ()
 
 
 def read_history(directory: RunDirectory) -> History:
-    """Read the three files; a missing one is empty, as is the unfinished last line of a killed or running
-    process.
+    """Read the three files, and the results of ``evergrad evaluate``; a missing file is empty, as is the
+    unfinished last line of a killed or running process.
 
     Raises RunDirectoryError, naming file and line, for a line that is no row of that file.
     """
     notes: list[str] = []
     steps = read_steps(directory.metrics, notes)
-    evaluations = tuple(_parsed(directory.evaluation, notes, _evaluation))
+    evaluations = tuple(read_evaluations(directory.evaluation, notes))
     events = tuple(_parsed(directory.events, notes, parse_event_row))
     return History(
         steps=steps,
         evaluations=evaluations,
         events=events,
+        results=read_results(directory, notes),
         notes=tuple(notes),
     )
+
+
+def read_results(directory: RunDirectory, notes: list[str]) -> tuple[EvaluationRecord, ...]:
+    """Read the results of ``evergrad evaluate``; ``notes`` names files that are none.
+
+    Raises RunDirectoryError for what cannot be read.
+    """
+    found = []
+    for path in sorted(directory.evaluations.glob("*.json")):
+        # Whole or not there: what cannot be parsed was put or changed there by somebody else.
+        row = read_json_object(path) or {}
+        try:
+            found.append(_evaluation(row))
+        except (TypeError, ValueError) as error:
+            notes.append(f"{path.name} is no result of an evaluation: it {error}")
+    return tuple(sorted(found, key=lambda one: (one.step, one.generation, one.name, one.time)))
 
 
 def read_steps(path: Path, notes: list[str]) -> StepTable:
@@ -203,6 +229,14 @@ def read_steps(path: Path, notes: list[str]) -> StepTable:
             raise lines.malformed(chunk[0][0], "is not a row of this file") from error
     _note_torn(lines, notes)
     return columns.table()
+
+
+def read_evaluations(path: Path, notes: list[str]) -> Iterator[EvaluationRecord]:
+    """Read the rows of an evaluation file; appends to ``notes`` what was odd.
+
+    Raises RunDirectoryError with the line of a bad row.
+    """
+    return _parsed(path, notes, _evaluation)
 
 
 def _fits(row: dict[str, Any]) -> bool:

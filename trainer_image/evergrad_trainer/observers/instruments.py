@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from evergrad_coordinator.causes import CHANGES, LOSSES, SKIPS, TROUBLES
 from evergrad_coordinator.metrics import TRAINER, Series
 
+KINDS = ("collapse", "divergence", "plateau", "early stop")
+"""Of monitors."""
 PHASES = ("data", "forward_backward", "comm_wait", "optimizer", "checkpoint", "eval", "other")
 """Uses of the time from the first step on, in the words of the Prometheus metrics."""
 NON_FINITE = ("loss", "grad")
@@ -23,6 +25,7 @@ _BEGINS: dict[str, Iterable[tuple[str, ...]]] = {
     "world_changes_total": [(cause,) for cause in CHANGES],
     "nonfinite_total": [(what,) for what in NON_FINITE],
     "skipped_steps_total": [(why,) for why in SKIPS],
+    "alerts_total": [(kind,) for kind in KINDS],
     "checkpoint_failures_total": [
         *(("save", trouble) for trouble in TROUBLES),
         ("load", "invalid"),

@@ -206,6 +206,9 @@ class RunLog(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         self._facts = {name: getattr(info, name) for name in _START_FACTS}
+        # What is not known is left out.
+        known = {"flops_per_step": info.flops_per_step, "peak_flops": info.peak_flops}
+        self._facts |= {name: value for name, value in known.items() if value is not None}
         if info.metrics:
             # Events of a recipe without metrics of its own are what they were before there were any.
             self._facts["metrics"] = info.metrics

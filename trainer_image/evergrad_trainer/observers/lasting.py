@@ -96,6 +96,16 @@ class Lasting(Observers):
         self.load_values({})
 
 
+class Announcer(BaseObserver):
+    """Passes events of an observer on every rank to the run's own observers, which are rank 0's."""
+
+    def __init__(self, lasting: Lasting) -> None:
+        self._lasting = lasting
+
+    def event(self, event: Event) -> None:
+        self._lasting.listener.event(event)
+
+
 class Together(BaseObserver):
     """Rank 0's own observers and then a task's.
 

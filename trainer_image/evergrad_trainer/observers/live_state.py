@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from evergrad_trainer.observers.events import saved_step, words_of
+from evergrad_trainer.observers.utilisation import utilisation
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 SHORT_WINDOW_SECONDS = 60.0
@@ -77,12 +78,16 @@ class State:
         self.evaluations: dict[str, float] = {}
         self.best_evaluations: dict[str, float] = {}
         self.metrics: Mapping[str, float] = {}
+        self.utilisation: float | None = None
+        """Of the newest step; None where it is not known."""
+        self._info: RunInfo | None = None
         self.units: dict[str, str] = {}
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=clock)
         self._steps = Rate(window_seconds=LONG_WINDOW_SECONDS, clock=clock)
 
     def start(self, info: RunInfo) -> None:
         """Take the facts of a run that starts or goes on."""
+        self._info = info
         self.name = info.name
         self.total_steps = info.total_steps
         self.step = info.start_step
@@ -101,6 +106,8 @@ class State:
         if not record.skipped:
             self.loss = record.loss
             self.metrics = record.metrics
+            if self._info is not None:
+                self.utilisation = utilisation(self._info, record)
         self._tokens.add(record.tokens, first_seconds=record.step_seconds)
         self._steps.add(1, first_seconds=record.step_seconds)
 

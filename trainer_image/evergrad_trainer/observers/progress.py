@@ -30,6 +30,10 @@ def describe_evaluation(record: EvaluationRecord) -> str:
     )
 
 
+def _utilisation(state: State) -> str:
+    return "" if state.utilisation is None else f" mfu={state.utilisation:.1%}"
+
+
 def _metrics(metrics: Mapping[str, float]) -> str:
     """Write further ``key=value`` pairs at the end of a line."""
     return "".join(f" {name}={compact(value)}" for name, value in metrics.items())
@@ -75,7 +79,7 @@ class ProgressLines(BaseObserver):
             f"step {record.step}/{state.total_steps} loss={real(record.loss)} "
             f"tokens/s={state.tokens_per_second:.0f} "
             f"eta={duration(state.remaining_seconds)} learning_rate={compact(record.learning_rate)} "
-            f"grad_norm={real(record.grad_norm, 3)}{_metrics(record.metrics)}"
+            f"grad_norm={real(record.grad_norm, 3)}{_utilisation(state)}{_metrics(record.metrics)}"
         )
 
     def evaluation_end(self, record: EvaluationRecord) -> None:

@@ -20,9 +20,10 @@ from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import describe_metrics, saved_step, seconds_of
 from evergrad_trainer.observers.goodput import CAUSES
 from evergrad_trainer.observers.history import Before
-from evergrad_trainer.observers.instruments import NON_FINITE, Instruments
+from evergrad_trainer.observers.instruments import KINDS, NON_FINITE, Instruments
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
+from evergrad_trainer.observers.utilisation import flops_per_second, utilisation
 from evergrad_trainer.records import (
     EvaluationRecord,
     Event,
@@ -83,6 +84,7 @@ class PrometheusExporter(BaseObserver):
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW_STEPS)
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         self._samples_per_step = 0
+        self._info: RunInfo | None = None
         self._linger_seconds = linger_seconds
         self._should_stop = should_stop
         # Last, since from here on somebody may read what is not there yet.
@@ -92,6 +94,7 @@ class PrometheusExporter(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         metrics = self._metrics
+        self._info = info
         self._samples_per_step = info.samples_per_step
         self._account.add(info)
         # Means and rates over what another rank 0 did would be of no run.
@@ -141,6 +144,13 @@ class PrometheusExporter(BaseObserver):
         metrics.add("tokens_total", record.tokens)
         metrics.add("samples_total", self._samples_per_step)
         metrics.set("tokens_per_second", self._tokens.per_second)
+        if self._info is not None:
+            for name, share in (
+                ("flops_per_second", flops_per_second(self._info, record)),
+                ("mfu_ratio", utilisation(self._info, record)),
+            ):
+                if share is not None:
+                    metrics.set(name, share)
         metrics.set("learning_rate", record.learning_rate)
         metrics.set("world_size", record.world_size)
         metrics.observe("step_duration_seconds", record.step_seconds)
@@ -209,6 +219,9 @@ class PrometheusExporter(BaseObserver):
                 metrics.add("nonfinite_total", 1, why)
             if event.type == EventType.SKIPPED and why in SKIPS:
                 metrics.add("skipped_steps_total", 1, why)
+        elif event.type == EventType.ALERT:
+            if event.fields.get("monitor") in KINDS:
+                metrics.add("alerts_total", 1, str(event.fields["monitor"]))
         elif event.type == EventType.WORLD:
             metrics.add("world_changes_total", 1, read_change(event.fields.get("cause")))
             metrics.set("world_size", float(event.fields["world_size"]))

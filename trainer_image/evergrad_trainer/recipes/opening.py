@@ -4,22 +4,29 @@ steps."""
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+from evergrad_manifest.spelling import nearest
 from evergrad_manifest.task_files import hash_task
-from evergrad_manifest.training import Training
+from evergrad_manifest.training import METRICS_OF_ALL, Training
 from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.observers.build import build_lasting
 from evergrad_trainer.observers.lasting import Lasting
+from evergrad_trainer.observers.monitors import check_watched
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Evaluator, Task
+
+_EVALUATION: Final = "spec.training.evaluation"
+_BEST: Final = "spec.training.checkpoint.best.metric"
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,13 @@ def open_recipe(
     *,
     has_trained: bool = False,
     prepared_directory: Path | None = None,
+    run_directory: Path | None = None,
 ) -> Opened:
     """The recipe of ``training`` over prepared data.
 
     ``has_trained``: the run has made steps, so that its code is known to work. ``prepared_directory``: where
-    a task of the user's own prepares its data, once a node; None where that is done. Raises DataError,
-    ConfigurationError, TaskInputError, TaskError.
+    a task of the user's own prepares its data, once a node; None where that is done. ``run_directory``: for
+    observers that write on every rank. Raises DataError, ConfigurationError, TaskInputError, TaskError.
     """
     task, code = load_task(training, base_directory, has_trained=has_trained)
     if prepared_directory is not None and code.is_own:
@@ -57,9 +65,16 @@ def open_recipe(
     with code.guarding("its stages and evaluators"):
         evaluators = task.evaluators(prepared)
         stages = task.stages(prepared)
+    measured = {
+        name: (*METRICS_OF_ALL, *(task.metrics if one.metrics is None else one.metrics))
+        for name, one in evaluators.items()
+    }
+    _check_names(training, measured)
+    check_watched(training, task.metrics, measured)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
     with code.guarding("its observers"):
-        observers = Lasting(task.observers())
+        own_observers = list(task.observers())
+    observers = build_lasting(training, own_observers, run_directory)
     try:
         with code.guarding("its sources"):
             data = build_data(training, stages, sets)
@@ -70,6 +85,35 @@ def open_recipe(
         problem = Problem("spec.training.recipe", str(error), why, "Correct them")
         raise code.explain(problem) from error
     return Opened(task, code, data, evaluators, observers, prepared)
+
+
+def _check_names(training: Training, measured: Mapping[str, Collection[str]]) -> None:
+    """What the file says of evaluation sets and their metrics is of some that there are.
+
+    ``measured``: the metrics of each set. The names of a task's own are known here first. Raises
+    ConfigurationError.
+    """
+    problems = []
+    for index, one in enumerate(training.evaluation.sets):
+        if one.name not in measured:
+            where, what = (
+                f"{_EVALUATION}.sets[{index}].name",
+                f"{one.name!r} is no evaluation set",
+            )
+            problems.append(_unknown(where, what, one.name, measured))
+    if (best := training.checkpoint.best) is not None:
+        metrics = [f"{name}/{metric}" for name, own in measured.items() for metric in own]
+        if best.metric not in metrics:
+            what = f"{best.metric!r} is not a metric of this run"
+            problems.append(_unknown(_BEST, what, best.metric, metrics))
+    raise_if(problems, ConfigurationError)
+
+
+def _unknown(where: str, what: str, name: str, known: Collection[str]) -> Problem:
+    """The problem of a name that nothing has."""
+    near = nearest(name, list(known))
+    why = f"did you mean `{near}`?" if near else "nothing that the task measures has this name"
+    return Problem(where, what, why, f"Known here: {', '.join(known) or 'none'}")
 
 
 def _prepare_own(

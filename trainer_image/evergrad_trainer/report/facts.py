@@ -48,6 +48,8 @@ class Facts:
     figures: tuple[Figure, ...]
     shares: tuple[Share, ...]
     evaluations: Table
+    results: Table
+    """Results of ``evergrad evaluate``; without rows where it was not used."""
     checkpoints: Table
     restarts: Table
     changes: Table
@@ -101,6 +103,7 @@ def gather_facts(directory: RunDirectory) -> Facts:
         figures=summary_figures(history, counting, goodput, started),
         shares=time_shares(goodput),
         evaluations=evaluation_table(last_evaluations(history.evaluations)),
+        results=evaluation_table(history.results),
         checkpoints=checkpoint_table(history.events),
         restarts=restart_table(goodput),
         changes=change_table(history.events),

@@ -115,6 +115,7 @@ def summary_figures(
             f"{count(steps.valid_tokens.sum())} of them carried a loss",
         ),
         speed_figure(steps),
+        *utilisation_figures(steps, started),
         Figure(
             "Wall time",
             duration(goodput.elapsed_seconds),
@@ -163,6 +164,23 @@ def speed_figure(steps: StepTable) -> Figure:
     median = duration(float(np.nanmedian(steps.step_seconds)))
     note = f"while training; a step takes {median}"
     return Figure("Tokens per second", short_count(speed), note)
+
+
+def utilisation_figures(steps: StepTable, started: Mapping[str, Any]) -> list[Figure]:
+    """Show operations a second and, for devices that are known, their share of what is possible."""
+    work, peak = started.get("flops_per_step"), started.get("peak_flops")
+    # Steps that were passed over had no tokens, and no operations.
+    trained = (steps.tokens > 0) & (steps.step_seconds > 0)
+    seconds = float(np.nansum(steps.step_seconds[trained]))
+    if not isinstance(work, int | float) or not seconds > 0:
+        return []
+    speed = work * int(trained.sum()) / seconds
+    text = f"{short_count(speed)}FLOP/s"
+    if not isinstance(peak, int | float):
+        return [Figure("Model FLOP/s", text, "over all processes, while training")]
+    possible = float(np.nansum((steps.step_seconds * steps.world_size)[trained])) * peak
+    share = work * int(trained.sum()) / possible
+    return [Figure("Utilisation", percent(share), f"MFU: {text} over all processes")]
 
 
 def interruption_figures(goodput: Goodput) -> list[Figure]:

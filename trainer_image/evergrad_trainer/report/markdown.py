@@ -9,6 +9,9 @@ from evergrad_trainer.report.tables import Table
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
 _WORLD_NOTE = "Training went on with the state in memory: no restart, no checkpoint read."
+_RESULTS_NOTE = (
+    "Checkpoints that `evergrad evaluate` has measured, while the run lived or after it."
+)
 _MARKUP = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
@@ -46,6 +49,8 @@ def render_markdown(facts: Facts, *, created: str) -> str:
         ("Restarts", facts.restarts, "None: the run was trained in one go."),
     ):
         parts += [f"## {title}", _render(table) if table.rows else empty]
+    if facts.results.rows:
+        parts += ["## Evaluated beside the run", _RESULTS_NOTE, _render(facts.results)]
     if facts.changes.rows:
         parts += ["## Changes of the file", _render(facts.changes)]
     if facts.worlds.rows:

@@ -45,6 +45,7 @@ def summarise(facts: Facts) -> dict[str, Any]:
         "newestEvaluations": {
             one.name: record_row(one) for one in last_evaluations(history.evaluations)
         },
+        "results": [record_row(one) for one in history.results],
         "goodput": {
             "ratio": goodput.ratio,
             "elapsed_seconds": goodput.elapsed_seconds,

@@ -205,6 +205,8 @@ def warnings_of(history: History, goodput: Goodput) -> tuple[str, ...]:
             found.append(f"checkpoint {name} did not validate and was set aside: {reason}")
         elif event.type == EventType.SAVE_FAILED:
             found.append(f"a checkpoint could not be saved at step {step}: {reason}")
+        elif event.type == EventType.ALERT:
+            found.append(f"{fields.get('monitor')} at step {step}: {message}")
         elif event.type == EventType.SKIPPED:
             found.append(f"step {step} made no update: {message}")
         elif event.type == EventType.NON_FINITE:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.derive import slots_per_step
-from evergrad_manifest.training import Training
+from evergrad_manifest.training import Runtime, Training
 from evergrad_trainer.data.batch import pin
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
@@ -52,6 +52,7 @@ from evergrad_trainer.training.modules import (
 )
 from evergrad_trainer.training.phase_clock import build_clock
 from evergrad_trainer.training.run import Best, Limits
+from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import LossOf, StepParts, StepSettings
 from evergrad_trainer.world import Membership, World
@@ -67,7 +68,8 @@ class Machinery:
     opened: Opened
     modules: Modules
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
+    """None where the state is only to be evaluated."""
     loss_of: LossOf
     is_sharded: bool
     shards: int
@@ -80,6 +82,8 @@ class Machinery:
     """The same of what this rank holds of them."""
     cut_frozen: Sequence[nn.Module]
     """The frozen modules of which it holds a part."""
+    snapshots: Snapshots
+    """The frozen modules that the run makes of trained ones."""
     kernels: Mapping[str, str]
     """What computes here, for the run's provenance: device, matrix products, attention."""
 
@@ -108,9 +112,18 @@ class Machinery:
 
 
 def build_machinery(
-    training: Training, opened: Opened, plan: ModelPlan, world: World, *, with_weights: bool
+    training: Training,
+    opened: Opened,
+    plan: ModelPlan,
+    world: World,
+    *,
+    with_weights: bool,
+    is_trained: bool = True,
 ) -> Machinery:
-    """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows."""
+    """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows.
+
+    ``is_trained=False``: without an optimizer, whose state takes twice the memory of the weights.
+    """
     runtime, device = training.runtime, world.device
     choose_determinism(training.reproducibility, device)
     # Before anything is computed or compiled: graphs are made for the kernels that are switched on.
@@ -127,25 +140,15 @@ def build_machinery(
     is_compiled = should_compile(runtime, device)
     # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before
     # sharding, so that FSDP2's gathers stay outside of them.
-    has_blocks = is_compiled and compile_blocks(modules.root(), trained_blocks(modules))
+    has_blocks = is_compiled and _compile_blocks(modules)
 
-    cuts = plan_cuts(modules) if is_sharded else {}
-    cut_frozen = {
-        name: module
-        for name, module in modules.frozen.items()
-        if any(cut.module is module for cut in cuts.values())
-    }
-    whole_hashes = WholeHashes(cut_frozen)
-    if is_sharded:
-        seconds = float(runtime.collective_timeout_seconds)
-        sharding = Sharding(runtime.precision, runtime.shards, seconds)
-        # Collective with several copies: every rank makes the groups of all of them.
-        shard(list(cuts.values()), world, sharding)
+    # Collective with several copies of the state, where it is cut.
+    cut_frozen, whole_hashes = _cut(modules, runtime, world if is_sharded else None)
     _move_to(device, modules, deferred, whole_hashes)
 
     model = modules.root()
     is_whole = is_compiled and not has_blocks and not is_sharded
-    optimizer = build_optimizer(model, training.optimizer)
+    optimizer = build_optimizer(model, training.optimizer) if is_trained else None
     held_frozen = hash_frozen(modules)
 
     def build_again() -> Modules:
@@ -165,8 +168,38 @@ def build_machinery(
         frozen={**held_frozen, **whole_hashes.hashes()},
         held_frozen=held_frozen,
         cut_frozen=tuple(cut_frozen.values()),
+        snapshots=Snapshots(modules, is_sharded=is_sharded),
         kernels=kernels,
     )
+
+
+def _compile_blocks(modules: Modules) -> bool:
+    """Compile the repeated blocks in place; whether the trained modules have any."""
+    has_blocks = compile_blocks(modules.root(), trained_blocks(modules))
+    if has_blocks:
+        # A snapshot computes as often as what it was taken of.
+        for name in modules.snapshots:
+            compile_blocks(modules.frozen[name])
+    return has_blocks
+
+
+def _cut(
+    modules: Modules, runtime: Runtime, world: World | None
+) -> tuple[dict[str, nn.Module], WholeHashes]:
+    """Leave each rank of ``world`` a part of what can be cut; without a world nothing is.
+
+    Returns the frozen modules among it, and what hashes those while they are whole.
+    """
+    cuts = plan_cuts(modules) if world is not None else {}
+    cut_frozen = {name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts}
+    # Of what is built: a snapshot is hashed when it is taken.
+    whole_hashes = WholeHashes(cut_frozen, without=modules.snapshots)
+    if world is not None:
+        seconds = float(runtime.collective_timeout_seconds)
+        sharding = Sharding(runtime.precision, runtime.shards, seconds)
+        # Collective with several copies: every rank makes the groups of all of them.
+        shard(list(cuts.values()), world, sharding)
+    return cut_frozen, whole_hashes
 
 
 def _move_to(
@@ -187,7 +220,7 @@ def _move_to(
 def _register(
     modules: Modules,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     build_again: Callable[[], Modules],
 ) -> Registry:
     """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept."""
@@ -199,8 +232,9 @@ def _register(
     for name, module in modules.trained.items():
         initial = functools.partial(initial_of, name)
         registry.register(name, ModuleState(module, initial=initial))
-    parameters = dict(model.named_parameters())
-    registry.register(OPTIMIZER, OptimizerState(optimizer, parameters))
+    if optimizer is not None:
+        parameters = dict(model.named_parameters())
+        registry.register(OPTIMIZER, OptimizerState(optimizer, parameters))
     if modules.kept:
         registry.register(KEPT, KeptTensors(modules.kept, initial=lambda: build_again().kept))
     return registry
@@ -275,7 +309,8 @@ def _build_whole(
         return build_one(with_weights=with_weights)
 
     modules = build_all(make)
-    if modules.frozen and not with_weights and num_made > 0:
+    needs_initial = modules.frozen.keys() - modules.snapshots.keys()
+    if needs_initial and not with_weights and num_made > 0:
         # A copy of the model that stays frozen is in no checkpoint: it needs the initial weights. The first
         # set goes before; modules refer to each other, and so are not freed by themselves.
         del modules
@@ -299,7 +334,7 @@ def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[
         # Collective: one number of each rank, where there are frozen modules.
         compare_frozen(
             machinery.modules,
-            machinery.held_frozen,
+            {**machinery.held_frozen, **machinery.snapshots.own_parts},
             membership.world,
             code=machinery.opened.code,
         )
@@ -310,7 +345,9 @@ def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[
 def build_stepper(
     training: Training, machinery: Machinery, stream: TrainingStream, *, total_steps: int
 ) -> Stepper:
-    """What runs one step."""
+    """What runs one step. Raises ValueError for what was built without an optimizer."""
+    if machinery.optimizer is None:
+        raise ValueError("there is no optimizer: this was built to be evaluated")
     batching = training.batching
     slots = slots_per_step(batching)
     gradients = build_gradient_sum(
@@ -357,8 +394,8 @@ def build_stepper(
     return Stepper(parts, settings)
 
 
-def build_evaluations(machinery: Machinery) -> EvaluationRunner:
-    """What evaluates between two steps."""
+def build_evaluations(machinery: Machinery, *, code: str) -> EvaluationRunner:
+    """What evaluates between two steps. ``code``: hash of the task's own files."""
     return EvaluationRunner(
         model=machinery.model,
         measures=build_measures(machinery.opened, machinery.modules, machinery.loss_of),
@@ -366,24 +403,37 @@ def build_evaluations(machinery: Machinery) -> EvaluationRunner:
         autocast=machinery.autocast,
         reading=functools.partial(machinery.opened.code.guarding, "read of its source"),
         frozen=machinery.cut_frozen,
+        code=code,
     )
 
 
 def build_limits(
-    training: Training, *, total_steps: int, stop_after_steps: int | None
+    training: Training,
+    *,
+    total_steps: int,
+    stop_after_steps: int | None,
+    anchors: frozenset[int] = frozenset(),
 ) -> Limits:
-    """When the loop evaluates, saves and stops."""
+    """When the loop evaluates, saves and stops.
+
+    ``anchors``: steps whose checkpoints later steps need.
+    """
     evaluation = training.evaluation
     return Limits(
         total_steps=total_steps,
         save_every=training.checkpoint.every.steps,
         compare_every=training.runtime.compare_replicas_every or None,
         evaluate_every=evaluation.every.steps if evaluation.every else None,
+        evaluate_sets_every={
+            one.name: one.every.steps for one in evaluation.sets if one.every is not None
+        },
         evaluate_at_start=evaluation.at_start,
+        saves_before_evaluation=evaluation.save_first,
         after_step=training.stop.after_step,
         stop_after_steps=stop_after_steps,
         non_finite_in_a_row=training.on_non_finite.skip,
         skip_steps=frozenset(training.skip_steps),
+        anchors=anchors,
     )
 
 

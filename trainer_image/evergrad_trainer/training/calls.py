@@ -1,7 +1,7 @@
 """The calls of a task while it trains: its loss, its evaluators, and what it does when a step is finished."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> Los
     def loss_of(tensors: Tensors, stage: Stage) -> Loss:
         with code.guarding("loss"):
             loss = compute(tensors, stage)
-        _check_parts(loss, task.metrics, code)
+        _check_parts(loss, task.metrics, stage, code)
         return loss
 
     return loss_of
@@ -75,18 +75,19 @@ def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
     return loss_of
 
 
-def _check_parts(loss: Loss, metrics: Mapping[str, str], code: Code) -> None:
+def _check_parts(loss: Loss, parts: Collection[str], stage: Stage, code: Code) -> None:
     """Every rank sends the same places of one vector, also a rank that has computed nothing."""
     # Looked at in each slot: a part that is missing in one of them would shift the others' places.
-    if loss.parts.keys() == metrics.keys():
+    names = [name for name in parts if name not in stage.without]
+    if loss.parts.keys() == set(names):
         return
-    parts = ", ".join(loss.parts) or "(none)"
-    named = ", ".join(metrics) or "(none)"
+    given = ", ".join(loss.parts) or "(none)"
+    named = ", ".join(names) or "(none)"
     remedy = "Give each part of the loss a line in metrics, and each of metrics a part"
     raise code.explain(
         Problem(
             "spec.training.recipe",
-            f"the loss has the parts {parts}",
+            f"the loss has the parts {given}",
             f"the task's metrics are {named}",
             remedy,
         )
@@ -159,15 +160,16 @@ def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[st
         metrics = evaluator.metrics
         if metrics is None:
             metrics = opened.task.metrics
+        parts = tuple(metrics) if evaluator.parts is None else tuple(evaluator.parts)
         if measure is None:
-            return Measure(loss_of, tuple(metrics))
+            return Measure(loss_of, parts)
 
         def measured(tensors: Tensors, stage: Stage) -> Loss:
             with opened.code.guarding(f"its evaluator {name}"):
                 loss = measure(modules, tensors, stage)
-            _check_parts(loss, metrics, opened.code)
+            _check_parts(loss, parts, stage, opened.code)
             return loss
 
-        return Measure(measured, tuple(metrics))
+        return Measure(measured, parts, evaluator.summarize or dict, is_own=True)
 
     return {name: build(name) for name in opened.evaluators}

@@ -3,6 +3,7 @@ agreed on, so that each rank finds the same."""
 
 from dataclasses import replace
 
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.records import StopReason
 from evergrad_trainer.training.exchange import (
     FLAG_CHANGE,
@@ -62,22 +63,25 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def is_evaluation_due(run: Run) -> bool:
-    """Whether to evaluate, before the first step or after the newest one.
+def due_sets(run: Run) -> tuple[EvaluationSet, ...]:
+    """The sets to evaluate, before the first step or after the newest one.
 
-    An evaluation is repeated where a stop or a lost peer has cut it short.
+    An evaluation that a stop or a lost peer has cut short is due until it has ended.
     """
     progress, limits = run.progress, run.limits
     step = progress.finished_steps
-    if not run.evaluation_sets:
-        return False
     if progress.evaluated_step >= step:
-        return False
+        return ()
     if step == 0:
-        return limits.evaluate_at_start
-    if step in (limits.total_steps, progress.evaluation_asked):
-        return True
-    return is_due(step, limits.evaluate_every)
+        return run.evaluation_sets if limits.evaluate_at_start else ()
+    if step in (limits.total_steps, progress.evaluation_asked, *limits.anchors):
+        return run.evaluation_sets
+    own = limits.evaluate_sets_every
+    return tuple(
+        one
+        for one in run.evaluation_sets
+        if is_due(step, own.get(one.name, limits.evaluate_every))
+    )
 
 
 def is_save_due(run: Run) -> bool:

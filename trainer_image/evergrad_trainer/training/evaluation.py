@@ -1,10 +1,12 @@
 """Means over a fixed set of samples, shared by all ranks, the same bits in every world."""
 
-import math
+import hashlib
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,16 +15,20 @@ from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.models.parallel import reshard
 from evergrad_trainer.task import Loss, Tensors
+from evergrad_trainer.training.tally import Tally
 from evergrad_trainer.world import World
 
-_ROUNDS_BETWEEN_STOP_CHECKS = 4
+_ROUNDS_BETWEEN_EXCHANGES = 4
+"""Batches of each rank between two exchanges of what was measured: at most so many are measured again where a
+world ends."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
     """``loss`` a unit of weight over the whole set, and ``metrics``, the means of its parts.
 
-    ``weight``: what all of it weighs.
+    ``weight``: what all of it weighs. ``seconds``: of the try that has ended it alone, since a process can
+    account for its own time only.
     """
 
     loss: float
@@ -35,11 +41,19 @@ class EvaluationResult:
 class Measure:
     """What is measured on a set.
 
-    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel.
+    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel. ``summarize``:
+    makes the metrics of their means. ``is_own``: it is not the loss of a step, and may call the model often.
     """
 
     loss_of: Callable[[Tensors, Stage], Loss]
     names: Sequence[str] = ()
+    summarize: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
+    is_own: bool = False
+
+    def within(self, stage: Stage) -> "Measure":
+        """What is measured in ``stage``, which may be without some of the parts."""
+        names = tuple(name for name in self.names if name not in stage.without)
+        return replace(self, names=names)
 
 
 @dataclass(frozen=True)
@@ -57,93 +71,132 @@ class EvaluationRunner:
     reading: Callable[[], AbstractContextManager[object]] = nullcontext
     frozen: Sequence[nn.Module] = ()
     """Modules that are cut besides the model, and used by measures."""
+    code: str = ""
+    """Hash of the task's own files: what another version of them has measured is not gone on with."""
+
+    def key(self, evaluation_set: EvaluationSet) -> str:
+        """What is measured on what: tallies of one key can be added up, and others cannot."""
+        names = self.measures[evaluation_set.name].names
+        text = json.dumps([evaluation_set.fingerprint, list(names), self.code])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def open_tally(
+        self, evaluation_set: EvaluationSet, values: Mapping[str, Any], *, stage: Stage
+    ) -> Tally:
+        """The tally at which an evaluation of this set in ``stage`` was cut; an empty one if it was of
+        anything else."""
+        names = self.measures[evaluation_set.name].within(stage).names
+        return Tally.from_json(values, key=self.key(evaluation_set), names=names)
 
     def run(
         self,
         evaluation_set: EvaluationSet,
         world: World,
+        tally: Tally,
         *,
         stage: Stage,
         is_stopping: Callable[[], bool],
         on_progress: Callable[[int, int], None],
     ) -> EvaluationResult | None:
-        """Evaluate one set.
+        """Evaluate what ``tally`` lacks of one set.
 
-        Returns None, on all ranks, when any rank is stopping: its result would be of a part only.
+        Returns None, on all ranks, when any rank is stopping: ``tally`` then holds what was measured. Where
+        the world ends in between, it holds what this rank knows that all have measured.
         """
         begun = time.perf_counter()
-        measure = self.measures[evaluation_set.name]
+        measure = self.measures[evaluation_set.name].within(stage)
         was_training = self.model.training
         self.model.eval()
         try:
-            found = self._sums(
-                evaluation_set,
-                world,
-                measure,
-                stage,
-                is_stopping=is_stopping,
-                on_progress=on_progress,
-            )
+            with self._looking(world) if measure.is_own else nullcontext():
+                is_whole = self._count(
+                    evaluation_set,
+                    world,
+                    tally,
+                    stage,
+                    is_stopping=is_stopping,
+                    on_progress=on_progress,
+                )
         finally:
             self.model.train(was_training)
             if self.is_sharded:
                 # FSDP2 leaves modules gathered for a backward pass, which does not come.
                 reshard(self.model, *self.frozen)
-        if found is None:
+        if not is_whole:
             return None
-        sums, weight = found
-        means = [math.nan] * len(sums)
-        if weight:
-            means = [math.fsum(row) / weight for row in sums]
-        loss, *parts = means
+        loss, *parts = tally.means()
         return EvaluationResult(
             loss=loss,
-            metrics=dict(zip(measure.names, parts, strict=True)),
-            weight=weight,
+            metrics=dict(measure.summarize(dict(zip(tally.names, parts, strict=True)))),
+            weight=tally.weight,
             seconds=time.perf_counter() - begun,
         )
 
-    def _sums(
+    @contextmanager
+    def _looking(self, world: World) -> Iterator[None]:
+        """Look at each call of the model whether the group still is."""
+        # A micro-batch of generation takes a hundred calls: a peer that is lost meanwhile would be noticed
+        # behind all of them, and a worker that does not answer for so long is killed.
+        is_several = isinstance(self.model, nn.ModuleDict)
+        modules = [*self.model.children()] if is_several else [self.model]
+        handles = [
+            one.register_forward_pre_hook(lambda *_: world.raise_if_given_up())
+            for one in modules
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _count(
         self,
         evaluation_set: EvaluationSet,
         world: World,
-        measure: Measure,
+        tally: Tally,
         stage: Stage,
         *,
         is_stopping: Callable[[], bool],
         on_progress: Callable[[int, int], None],
-    ) -> tuple[list[list[float]], int] | None:
-        """For the total and each part, the sums of all batches in their order; and what they
-        weigh together."""
+    ) -> bool:
+        """Add the batches that ``tally`` lacks, some rounds at a time; whether all of them are in it."""
+        measure = self.measures[evaluation_set.name].within(stage)
         num_batches = evaluation_set.num_batches
-        sums = torch.zeros(1 + len(measure.names), num_batches, dtype=torch.float64)
-        weight = 0
-        rounds = math.ceil(num_batches / world.size)
-        for index in range(rounds):
-            is_check_due = index % _ROUNDS_BETWEEN_STOP_CHECKS == 0
-            # Collective: nobody goes on where one is asked to stop, since it would wait for that one in the
-            # end.
-            if is_check_due and not world.all_agree(not is_stopping()):
-                return None
+        # A measure of the task's own may take long for one batch.
+        rounds = 1 if measure.is_own else _ROUNDS_BETWEEN_EXCHANGES
+        # Collective: nobody goes on where one is asked to stop, since it would wait for that one in the end.
+        if tally.done < num_batches and not world.all_agree(not is_stopping()):
+            return False
 
-            number = index * world.size + world.rank
-            if number < num_batches:
-                with self.reading():
-                    batch = evaluation_set.batch(number)
-                sums[:, number] = self._measure(measure, batch, stage, world.device)
-                weight += batch.weight
-            elif self.is_sharded:
-                # Collectives of FSDP2: one without a batch of its own runs one that does not count.
-                batch = evaluation_set.batch(0)
-                self._measure(measure, batch, stage, world.device)
-            done = min(num_batches, (index + 1) * world.size)
-            on_progress(done, num_batches)
+        while tally.done < num_batches:
+            begun = time.perf_counter()
+            first = tally.done
+            last = min(num_batches, first + rounds * world.size)
+            sums = torch.zeros(1 + len(measure.names), last - first, dtype=torch.float64)
+            weight = 0
+            for place in range(first, last, world.size):
+                number = place + world.rank
+                if number < last:
+                    with self.reading():
+                        batch = evaluation_set.batch(number)
+                    sums[:, number - first] = self._measure(measure, batch, stage, world.device)
+                    weight += batch.weight
+                elif self.is_sharded:
+                    # Collectives of FSDP2: one without a batch of its own runs one that does not count.
+                    batch = evaluation_set.batch(0)
+                    self._measure(measure, batch, stage, world.device)
+                on_progress(min(last, place + world.size), num_batches)
 
-        # Collective: as in a step, each place is filled by one rank, so summing the bits gathers the values.
-        vector = torch.cat([sums.flatten().view(torch.int64), torch.tensor([weight])])
-        vector = world.sum_integers(vector)
-        gathered = vector[:-1].clone().view(torch.float64).view_as(sums)
-        return gathered.tolist(), int(vector[-1])
+            # Collective: as in a step, each place is filled by one rank, so summing the bits gathers the
+            # values; and whether anybody is asked to stop.
+            own = torch.tensor([weight, int(is_stopping())])
+            vector = world.sum_integers(torch.cat([sums.flatten().view(torch.int64), own]))
+            gathered = vector[:-2].clone().view(torch.float64).view_as(sums)
+            tally.add(gathered.tolist(), num_batches=last - first, weight=int(vector[-2]))
+            tally.seconds += time.perf_counter() - begun
+            if int(vector[-1]) and tally.done < num_batches:
+                return False
+        return True
 
     @torch.no_grad()
     def _measure(

@@ -5,14 +5,15 @@ import functools
 import time
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.errors import FencedError
 from evergrad_trainer.records import EvaluationRecord, EventType, StopReason
 from evergrad_trainer.state.registry import to_extra
 from evergrad_trainer.training.due import (
     agree_limits,
+    due_sets,
     find_stop_reason,
     is_due,
-    is_evaluation_due,
     is_save_due,
 )
 from evergrad_trainer.training.exchange import (
@@ -58,7 +59,7 @@ def train(run: Run) -> StopReason:
     first = progress.finished_steps + 1
 
     # What the world before this one was to do after its last step, and did not get to.
-    reason = _pause(run, limits, _QUIET, is_entering=True)
+    reason = _pause(run, limits, _QUIET, is_entering=True) or _stop_again(run)
 
     while reason is None:
         step = progress.finished_steps + 1
@@ -101,8 +102,8 @@ def _pause(
 ) -> StopReason | None:
     """Do what is due after the newest finished step; why all ranks leave then, the same on each.
 
-    Evaluated before it is saved, so that the checkpoint knows of it. ``is_entering``: the ranks have just
-    met, and compared their states there.
+    Evaluated before it is saved, unless a save before is asked for, so that the checkpoint knows of it.
+    ``is_entering``: the ranks have just met, and compared their states there.
     """
     if flags[FLAG_OBSERVER_OFF]:
         # Collective: an observer that has failed on one rank is switched off on all of them, so that what it
@@ -112,9 +113,13 @@ def _pause(
 
     progress = run.progress
     interrupted: StopReason | None = None
-    if is_evaluation_due(run):
+    if sets := due_sets(run):
+        if limits.saves_before_evaluation:
+            # Collectives, as below. What is measured then is in the next checkpoint: published ones never
+            # change.
+            _save(run)
         # Collectives: all ranks share the batches.
-        interrupted = _evaluate(run)
+        interrupted = _evaluate(run, sets)
 
     if is_save_due(run):
         # Collectives: replicas are compared, then each rank writes its part.
@@ -122,9 +127,23 @@ def _pause(
     elif not is_entering and is_due(progress.finished_steps, limits.compare_every):
         # Collective: one number of each rank.
         run.compare(progress.finished_steps)
+    if progress.finished_steps in limits.anchors and interrupted is None:
+        # Collectives: a checkpoint that all later steps need is published before the first of them.
+        _anchor(run)
     run.checkpoints.poll()
     # An evaluation that was cut short comes first: what it was part of is not over.
     return interrupted or find_stop_reason(run.limits, progress, flags)
+
+
+def _stop_again(run: Run) -> StopReason | None:
+    """Stop at the step at which an observer had the run stopped, for as long as it wishes so: a start of such
+    a run trains nothing."""
+    progress = run.progress
+    if progress.finished_steps == 0 or progress.stop_asked != progress.finished_steps:
+        return None
+    # Collective: an observer that fails on one rank has no wish there.
+    is_wished = not run.membership.world.all_agree("stop" not in run.lasting.wishes())
+    return "observer" if is_wished else None
 
 
 def _own_flags(run: Run) -> Flags:
@@ -154,6 +173,7 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
     # The task's part of the state belongs to this step: before anything says that the step is finished.
     run.finish_state(outcome, entered)
     progress.finished_steps = outcome.step
+    progress.tallies = {}
     progress.steps_here += 1
     if outcome.skipped is None:
         progress.updates += 1
@@ -170,6 +190,8 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
         progress.evaluation_asked = outcome.step
     if outcome.flags[FLAG_SAVE]:
         progress.save_asked = outcome.step
+    if outcome.flags[FLAG_STOP]:
+        progress.stop_asked = outcome.step
 
     total = time.perf_counter() - begun
     record = build_record(run, outcome, total=total)
@@ -205,10 +227,10 @@ def _raise_if_fenced(outcome: StepOutcome) -> None:
     )
 
 
-def _evaluate(run: Run) -> StopReason | None:
-    """Evaluate all sets.
+def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
+    """Evaluate these sets.
 
-    Returns the reason when a stop or a change cut it short; it is then repeated after the resume.
+    Returns the reason when a stop or a change cut it short; it then goes on after the resume.
     """
     world, progress = run.membership.world, run.progress
     stage = run.stream.stage(max(1, progress.finished_steps))
@@ -220,28 +242,36 @@ def _evaluate(run: Run) -> StopReason | None:
             return True
         return run.membership.is_changing(is_saving=run.checkpoints.is_saving)
 
-    for one in run.evaluation_sets:
+    for one in sets:
+        tally = run.evaluator.open_tally(one, progress.tallies.get(one.name, {}), stage=stage)
         # Collectives: all ranks share the batches of a set, and all of them end it early, or none.
-        result = run.evaluator.run(
-            one,
-            world,
-            stage=stage,
-            is_stopping=is_stopping,
-            on_progress=functools.partial(run.observers.evaluation_progress, one.name),
-        )
+        try:
+            result = run.evaluator.run(
+                one,
+                world,
+                tally,
+                stage=stage,
+                is_stopping=is_stopping,
+                on_progress=functools.partial(run.observers.evaluation_progress, one.name),
+            )
+        finally:
+            # Also where the world has ended: the next one, or a later start, goes on from there.
+            progress.tallies[one.name] = tally.to_json()
         if result is None:
             # Collective: ranks that were cut short by another's signal leave for the same reason.
             is_signal = not world.all_agree(not run.is_signalled())
             return "signal" if is_signal else "change"
-        measured = {"loss": result.loss, **result.metrics}
+        record = build_evaluation_record(run, one.name, result)
+        measured = {"loss": record.loss, "perplexity": record.perplexity, **result.metrics}
         values |= {f"{one.name}/{metric}": value for metric, value in measured.items()}
-        records.append(build_evaluation_record(run, one.name, result))
+        records.append(record)
 
-    # Not set by set: an evaluation that is cut short is made again, and observers with a state that is
+    # Not set by set: an evaluation that is cut short goes on later, and observers with a state that is
     # transferred and restored must have heard of it once.
     for record in records:
         run.observers.evaluation_end(record)
     progress.evaluated_step = progress.finished_steps
+    progress.tallies = {}
     _keep_best(run, values)
     return None
 
@@ -289,6 +319,27 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
         progress.save_asked = asked
         raise
     progress.saved_step = step
+
+
+def _anchor(run: Run) -> None:
+    """Publish the newest step's checkpoint, and take the snapshots that are due after it.
+
+    A process that is killed in here finds that checkpoint, and takes them again, or an older one, and comes
+    here again. Raises SaveError or FencedError (all ranks together).
+    """
+    progress, checkpoints = run.progress, run.checkpoints
+    step = progress.finished_steps
+
+    def is_published() -> bool:
+        newest = checkpoints.published
+        return progress.resumed_step == step or (newest is not None and newest.step == step)
+
+    # Ends: several failures in a row are an error.
+    while not is_published():
+        save_together(run)
+    # Collective: one row of each rank.
+    for name, found in run.snapshots.take(step, run.membership.world).items():
+        emit(run, EventType.SNAPSHOT, name=name, hash=found)
 
 
 def save_together(run: Run) -> None:

@@ -13,6 +13,7 @@ from evergrad_trainer.models import parallel
 from evergrad_trainer.models.deferred import DeferredModel
 from evergrad_trainer.models.parallel import Cut, find_shared, transformer_blocks
 from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import RESERVED
 from evergrad_trainer.task import Modules
 
@@ -66,10 +67,34 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
         what = f"Modules.replicated names {', '.join(unknown)}"
         why = "only frozen modules can be whole in every process where others are cut"
         problems.append(Problem(_RECIPE, what, why, "Use the names of frozen modules"))
+    problems += _snapshot_problems(modules)
     # A world of one is refused as well: a run that grows must not meet the refusal in its middle.
     if training.runtime.parallelism == "fsdp2":
         problems += _sharding_problems(plan_cuts(modules))
     return problems
+
+
+def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
+    """What no weights could be copied to, or from."""
+    for name, snapshot in modules.snapshots.items():
+        what, remedy = f"the snapshot {name!r}", "Make both by the same calls"
+        why = ""
+        if name not in modules.frozen:
+            why, remedy = "it is no frozen module", "Put a module of that name into frozen"
+        elif snapshot.of not in modules.trained:
+            why, remedy = f"{snapshot.of!r} is no trained module", "Name the one that it is of"
+        elif snapshot.after < 1:
+            why = f"it is taken after step {snapshot.after}, and steps count from 1"
+            remedy = "Take it after the last step of a stage, or build it as any frozen module"
+        else:
+            own, other = (
+                {key: (one.shape, one.dtype) for key, one in module_tensors(module).items()}
+                for module in (modules.frozen[name], modules.trained[snapshot.of])
+            )
+            if own != other:
+                why = f"its tensors are not named, shaped and typed as those of {snapshot.of!r}"
+        if why:
+            yield Problem(_RECIPE, f"{what} cannot be taken", why, remedy)
 
 
 def plan_cuts(modules: Modules) -> dict[str, Cut]:

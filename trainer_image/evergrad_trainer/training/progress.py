@@ -5,15 +5,19 @@
 and :func:`adopt` makes it the same for all of them.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.records import StepRecord
+from evergrad_trainer.state.registry import MAX_VALUES_BYTES
 
+MOST_TALLIES_BYTES = MAX_VALUES_BYTES // 2
+"""Most bytes that an evaluation which was cut short may take in a checkpoint."""
 Row = Mapping[str, Any]
 """What one rank says of itself when ranks meet: see :func:`describe_rank`."""
 
@@ -24,6 +28,8 @@ class Progress:
 
     # The state after ``finished_steps``, the same on every rank.
     finished_steps: int = 0
+    run_id: str = ""
+    """Drawn once: names this run to others through every restart and change of rank 0."""
     evaluated_step: int = -1
     best: dict[str, Any] | None = None
     """The best evaluation so far: metric, value and step."""
@@ -37,6 +43,10 @@ class Progress:
     """Newest step after which an observer has asked for an evaluation."""
     save_asked: int = -1
     """Newest step after which an observer has asked for a save."""
+    stop_asked: int = -1
+    """Newest step after which an observer has asked for a stop."""
+    tallies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the evaluation after ``finished_steps`` has measured before it was cut short, by set."""
 
     # What this process knows, and others may not.
     saved_step: int = -1
@@ -61,7 +71,7 @@ class Progress:
 
         A wish is a part of it for as long as it has not been done: another world may have to do it.
         """
-        values = {
+        values: dict[str, Any] = {
             "step": self.finished_steps,
             "evaluated_step": self.evaluated_step,
             "best": self.best,
@@ -69,15 +79,24 @@ class Progress:
             "skipped": self.skipped,
             "non_finite": self.non_finite,
         }
+        if self.run_id:
+            values["run_id"] = self.run_id
         if self.evaluation_asked > self.evaluated_step:
             values["evaluation_asked"] = self.evaluation_asked
         if self.save_asked == self.finished_steps > self.saved_step:
             values["save_asked"] = self.save_asked
+        if self.stop_asked == self.finished_steps:
+            values["stop_asked"] = self.stop_asked
+        # Exact sums are small; those of very many metrics are left out, and measured again.
+        if self.tallies and len(json.dumps(self.tallies)) <= MOST_TALLIES_BYTES:
+            values["tallies"] = self.tallies
         return values
 
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Take over what :meth:`values` said of a state; older versions said less."""
         self.finished_steps = int(values["step"])
+        # A checkpoint of an older version has none, and the run keeps the one that it was given since.
+        self.run_id = str(values.get("run_id", self.run_id))
         self.evaluated_step = int(values["evaluated_step"])
         self.best = values["best"]
         self.updates = int(values.get("updates", self.finished_steps))
@@ -85,6 +104,8 @@ class Progress:
         self.non_finite = int(values.get("non_finite", 0))
         self.evaluation_asked = int(values.get("evaluation_asked", -1))
         self.save_asked = int(values.get("save_asked", -1))
+        self.stop_asked = int(values.get("stop_asked", -1))
+        self.tallies = dict(values.get("tallies", {}))
 
     def reset(self) -> None:
         """Forget everything, also of this process: the state it belonged to is gone."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from evergrad_trainer.state.registry import Registry
 from evergrad_trainer.training.calls import Finish
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner
 from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import StepOutcome
 from evergrad_trainer.world import Membership
@@ -28,18 +29,23 @@ class Limits:
 
     ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops.
     ``skip_steps``: these make no update. Both may differ between processes that began before and after an
-    edit; :func:`agree_limits` makes them the same.
+    edit; :func:`agree_limits` makes them the same. ``anchors``: steps whose checkpoints later steps need.
     """
 
     total_steps: int
     save_every: int
     evaluate_every: int | None
+    """Of all sets that have no cadence of their own."""
+    evaluate_sets_every: Mapping[str, int] = field(default_factory=dict)
+    """Cadences of their own, by set."""
     compare_every: int | None = None
     evaluate_at_start: bool = False
+    saves_before_evaluation: bool = False
     after_step: int | None = None
     stop_after_steps: int | None = None
     non_finite_in_a_row: int = 0
     skip_steps: frozenset[int] = frozenset()
+    anchors: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Run:
     state: Registry
     evaluator: EvaluationRunner
     evaluation_sets: tuple[EvaluationSet, ...]
+    """Those that the run evaluates itself."""
     best: Best | None
     observers: Observer
     directory: RunDirectory
@@ -80,6 +87,7 @@ class Run:
     """Raises DivergedError on all ranks where their states after that step are not the same."""
     on_first_step: Callable[[], None]
     finish_state: Finish
+    snapshots: Snapshots
     progress: Progress = field(default_factory=Progress)
     lasting: Lasting = field(default_factory=lambda: Lasting(()))
     is_comparing: bool = False
@@ -114,16 +122,21 @@ def build_record(run: Run, outcome: StepOutcome, *, total: float) -> StepRecord:
     )
 
 
-def build_evaluation_record(run: Run, name: str, result: EvaluationResult) -> EvaluationRecord:
-    """The row of one evaluation set."""
+def perplexity_of(loss: float) -> float:
+    """The perplexity of a loss in nats."""
     # Beyond this e**loss is no float any more.
     largest = 700.0
+    return math.exp(min(loss, largest))
+
+
+def build_evaluation_record(run: Run, name: str, result: EvaluationResult) -> EvaluationRecord:
+    """The row of one evaluation set."""
     return EvaluationRecord(
         step=run.progress.finished_steps,
         generation=run.membership.world.generation,
         name=name,
         loss=result.loss,
-        perplexity=math.exp(min(result.loss, largest)),
+        perplexity=perplexity_of(result.loss),
         tokens=result.weight,
         seconds=result.seconds,
         time=time.time(),

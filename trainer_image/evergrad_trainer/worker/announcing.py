@@ -15,6 +15,7 @@ from evergrad_manifest.identity import ABSENT, Change, changed_settings, from_wi
 from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import save_compiled
 from evergrad_trainer.models.determinism import describe_determinism
+from evergrad_trainer.models.flops import device_peak, flops_per_token
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import Event, EventType, RunInfo
@@ -43,6 +44,7 @@ def announce(session: Session, machinery: Machinery) -> None:
         derived=derived,
         model=plan.model.describe(),
     )
+    record["runId"] = progress.run_id
     # Read before it is written over: what differs from the start before is announced below.
     before = session.directory.read_resolved()
     session.directory.write_resolved(record)
@@ -172,12 +174,27 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
         parallelism=runtime.parallelism,
         model=plan.model.name,
         run_directory=str(plan.run_directory),
+        run_id=session.progress.run_id,
+        flops_per_step=_flops_per_step(session, machinery),
+        peak_flops=plan.run.training.logging.peak_flops
+        or device_peak(
+            world.device,
+            precision=runtime.precision,
+            matmul_precision=runtime.matmul_precision,
+        ),
         metrics_address=session.metrics_address,
         metrics={
             column.name: {"unit": column.unit, "help": column.help}
             for column in declare(session.opened.task.metrics)
         },
     )
+
+
+def _flops_per_step(session: Session, machinery: Machinery) -> float | None:
+    plan = session.plan
+    length = plan.run.training.data.sequence_length
+    per_token = flops_per_token(machinery.model, plan.model.config, sequence_length=length)
+    return None if per_token is None else per_token * plan.numbers.tokens_per_step
 
 
 def announce_first_step(session: Session) -> None:

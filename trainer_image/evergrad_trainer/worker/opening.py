@@ -36,23 +36,29 @@ def open_plan(plan: SessionPlan) -> Opened:
                 "two versions never train together. Change it back, or start all nodes again."
             )
         return open_recipe(
-            plan.run.training, plan.prepared, plan.base_directory, has_trained=has_trained
+            plan.run.training,
+            plan.prepared,
+            plan.base_directory,
+            has_trained=has_trained,
+            run_directory=plan.run_directory,
         )
     if has_trained:
         plan.opened.code.note_trained()
     return plan.opened
 
 
-def build_checkpoints(session: Session) -> CheckpointManager:
+def build_checkpoints(session: Session, machinery: Machinery) -> CheckpointManager:
     """What saves and restores this session's state."""
     plan = session.plan
-    return CheckpointManager(
+    checkpoints = CheckpointManager(
         session.directory.checkpoints,
         membership=session.membership,
         settings=plan.run.training.checkpoint,
         identity=session.identity,
         on_event=session.emit,
     )
+    checkpoints.anchors = machinery.snapshots.steps
+    return checkpoints
 
 
 def has_checkpoints(directory: RunDirectory) -> bool:
@@ -66,11 +72,13 @@ def has_steps(directory: RunDirectory) -> bool:
 
 def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
     training, numbers = session.plan.run.training, session.plan.numbers
+    left_out = {one.name for one in training.evaluation.sets if not one.while_training}
     return Run(
         limits=build_limits(
             training,
             total_steps=numbers.total_steps,
             stop_after_steps=session.plan.stop_after_steps,
+            anchors=machinery.snapshots.steps,
         ),
         membership=session.membership,
         stepper=build_stepper(
@@ -79,8 +87,10 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         stream=session.data.train,
         checkpoints=checkpoints,
         state=machinery.registry,
-        evaluator=build_evaluations(machinery),
-        evaluation_sets=session.data.evaluation,
+        evaluator=build_evaluations(machinery, code=session.plan.task_hash),
+        evaluation_sets=tuple(
+            one for one in session.data.evaluation if one.name not in left_out
+        ),
         best=build_best(training),
         observers=session.observers,
         directory=session.directory,
@@ -95,6 +105,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
             frozen=machinery.held_frozen,
             cut=machinery.cut(),
         ),
+        snapshots=machinery.snapshots,
         progress=session.progress,
         lasting=session.opened.observers,
     )

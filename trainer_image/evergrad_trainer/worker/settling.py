@@ -1,6 +1,8 @@
 """Brings all members of a new world to one state: that of the newest step that a member holds, else that of a
 checkpoint or of the beginning."""
 
+import uuid
+
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.state.replicas import (
@@ -14,7 +16,7 @@ from evergrad_trainer.training.progress import adopt, choose_source, describe_ra
 from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.life import Held, Life
 from evergrad_trainer.worker.opening import has_checkpoints
-from evergrad_trainer.worker.restoring import restore
+from evergrad_trainer.worker.restoring import restore, settle_snapshots
 from evergrad_trainer.worker.session import Session
 from evergrad_trainer.world import World
 
@@ -77,7 +79,22 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     elif transfers := plan_transfers(steps):
         compare_transferred(state, world, transfers)
     life.held = Held.WHOLE
+    _name_run(session)
+    settle_snapshots(session, machinery)  # collectives: what is in none of its tensors
     return is_fresh
+
+
+def _name_run(session: Session) -> None:
+    """Give the run its id, where neither a rank nor a checkpoint has one: all ranks know the same."""
+    if session.progress.run_id:
+        return
+    proposed = ""
+    if session.world.is_main:
+        # A start that ended before its first checkpoint has left it in the directory.
+        recorded = session.directory.read_resolved() or {}
+        proposed = str(recorded.get("runId") or uuid.uuid4().hex[:16])
+    # Collective: rank 0's proposal becomes part of the state.
+    session.progress.run_id = str(session.world.broadcast_json(proposed))
 
 
 def _check_frozen(

@@ -74,6 +74,10 @@ class StopSignals:
         """Whether this process was asked to stop."""
         return self._requested.is_set()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until this process is asked to stop, or so long; whether it is."""
+        return self._requested.wait(seconds)
+
     def _listen(self) -> None:
         while True:
             for number in os.read(self._read_fd, 64):

@@ -27,6 +27,11 @@ class Reason(StrEnum):
     NOT_JSON = "notJson"
     NOT_AN_OBJECT = "notAnObject"
     NO_TEXT = "noText"
+    NO_ROW = "noRow"
+    NO_COMPLETION = "noCompletion"
+    TOO_LONG = "tooLong"
+    LEFT_OUT = "leftOut"
+    TRUNCATED = "truncated"
     BLANK_LINE = "blankLine"
     EMPTY_TEXT = "emptyText"
 
@@ -36,12 +41,19 @@ IN_WORDS: Final = {
     Reason.NOT_JSON: "not JSON",
     Reason.NOT_AN_OBJECT: "not an object",
     Reason.NO_TEXT: "without a text",
+    Reason.NO_ROW: "without messages, or prompt and completion",
+    Reason.NO_COMPLETION: "with nothing to learn",
+    Reason.TOO_LONG: "too long",
+    Reason.LEFT_OUT: "too long, and left out",
+    Reason.TRUNCATED: "too long, and cut",
     Reason.BLANK_LINE: "blank",
     Reason.EMPTY_TEXT: "with an empty text",
 }
 
-HARMLESS: Final = frozenset({Reason.BLANK_LINE, Reason.EMPTY_TEXT})
-"""Counted and passed over under every policy."""
+HARMLESS: Final = frozenset(
+    {Reason.BLANK_LINE, Reason.EMPTY_TEXT, Reason.LEFT_OUT, Reason.TRUNCATED}
+)
+"""Counted and passed over (or cut, as the file asks for) under every policy for malformed lines."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,15 @@ class LineProblem:
     what: str
     why: str
     is_torn: bool = False
+    is_too_long: bool = False
+
+
+class RowError(Exception):
+    """A row that cannot be read: what it is, and why that is wrong."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what)
+        self.what, self.why = what, why
 
 
 @dataclass
@@ -145,15 +166,21 @@ class DocumentReader:
     """Turns lines into texts.
 
     ``tally`` collects what was passed over; ``line`` is the number of the next line. ``text_field``: None
-    where each line is a text as it is.
+    where each line is a text as it is. ``render``: makes the text of an object that is a row.
     """
 
     def __init__(
-        self, *, text_field: str | None, first_line: int, tally: Tally | None = None
+        self,
+        *,
+        text_field: str | None,
+        first_line: int,
+        tally: Tally | None = None,
+        render: Callable[[dict[str, Any]], str] | None = None,
     ) -> None:
         self.tally = Tally() if tally is None else tally
         self.line = first_line
         self._text_field = text_field
+        self._render = render
 
     def read(self, block: Block) -> tuple[list[str], list[int]]:
         """The texts of a block and their line numbers. Never raises for what a line holds."""
@@ -184,7 +211,10 @@ class DocumentReader:
             text = self._read_line(number, line, is_torn=is_torn)
             if not text:
                 continue
-            if has_surrogates:
+            if has_surrogates and self._render is not None:
+                # Replaced field by field, before its text was made.
+                self.tally.repaired += _has_lone_surrogate(line)
+            elif has_surrogates:
                 repaired = replace_lone_surrogates(text)
                 self.tally.repaired += repaired != text
                 text = repaired
@@ -229,6 +259,12 @@ class DocumentReader:
             what = f"the line holds {_json_type(value)}"
             problem = LineProblem(number, what, "each line is one JSON object")
             return self._pass_over(problem, Reason.NOT_AN_OBJECT)
+        if self._render is not None:
+            try:
+                return self._render(value)
+            except RowError as error:
+                problem = LineProblem(number, error.what, error.why)
+                return self._pass_over(problem, Reason.NO_ROW)
         text = value.get(self._text_field)
         if type(text) is str:
             return text or self._count(Reason.EMPTY_TEXT)
@@ -252,6 +288,12 @@ class DocumentReader:
     def _count(self, reason: Reason) -> str:
         self.tally.skipped[reason] += 1
         return ""
+
+
+def _has_lone_surrogate(line: str | None) -> bool:
+    """Whether a line of JSON escapes half a surrogate pair."""
+    text = json.dumps(json.loads(line or "null"), ensure_ascii=False)
+    return replace_lone_surrogates(text) != text
 
 
 def _json_type(value: Any) -> str:

@@ -1,0 +1,239 @@
+"""Sections that observe a run and change none of its numbers: lines, trackers, profiles and monitors."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from evergrad_manifest.base import LocalPath, Section
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.spelling import nearest
+from evergrad_manifest.training.common import TRAINING, Every
+from evergrad_manifest.training.pretrain import (
+    METRICS_OF_ALL,
+    check_measured_while_training,
+    set_names,
+)
+from evergrad_manifest.training.steps import Metric
+from evergrad_manifest.values.numbers import Count, Real
+from evergrad_manifest.view import UNKNOWN, View
+
+TRACKERS: Final = f"{TRAINING}.logging.trackers"
+PROFILE: Final = f"{TRAINING}.logging.profile"
+MONITORS: Final = f"{TRAINING}.monitors"
+EARLY: Final = f"{TRAINING}.stop.early"
+DEFAULT_PROJECT: Final = "evergrad"
+STEP_METRICS: Final = ("loss", "grad_norm")
+"""Numbers of every step that are the same on every rank, whatever is trained."""
+
+Tag = Annotated[str, Field(min_length=1, max_length=63)]
+
+
+class Tracker(Section):
+    """A tracker of experiments that shows the run; its library is an extra of the trainer."""
+
+    type: Literal["tensorboard", "wandb", "mlflow", "aim"]
+    """Whose library writes it."""
+    mode: Literal["offline", "online"] = "offline"
+    """``offline``: files in the run directory, and no connection. ``online``: to a server, whose address and
+    key are the library's own environment variables, or ``url``."""
+    url: str | None = Field(default=None, min_length=1, max_length=253)
+    """Server of ``mode: online``; default: the library's own setting."""
+    project: str | None = Field(default=None, min_length=1, max_length=128)
+    """Project (wandb) or experiment (mlflow, aim); default: evergrad."""
+    entity: str | None = Field(default=None, min_length=1, max_length=128)
+    """Team or user that the project belongs to; wandb only."""
+    name: str | None = Field(default=None, min_length=1, max_length=128)
+    """Name that is shown; default: that of the run."""
+    tags: tuple[Tag, ...] = Field(default=(), max_length=16)
+    """Tags that are shown."""
+    directory: LocalPath | None = Field(default=None, min_length=1)
+    """Where the files lie; default: ``trackers/<type>`` in the run directory."""
+
+
+class Profile(Section):
+    """Traces of torch's profiler, and the history of device memory, as files of the run directory."""
+
+    steps: Count = Field(default=3, ge=1, le=100)
+    """Steps in one trace."""
+    first_step: Count = Field(default=10, ge=1, le=10**12)
+    """First step that is traced; the ones before warm up."""
+    every: Count | None = Field(default=None, ge=1, le=10**12)
+    """Steps from the beginning of one trace to that of the next; default: one trace a run."""
+    ranks: Literal["first", "all"] = "first"
+    """Processes that trace."""
+    memory: bool = False
+    """Also the history of allocations: as a snapshot of an accelerator's memory, and in the trace."""
+    max_entries: Count = Field(default=100_000, ge=1, le=10**9)
+    """Most allocations in a snapshot."""
+    keep: Count = Field(default=4, ge=1, le=1000)
+    """Newest traces of a process that are kept; older ones are removed."""
+
+
+class Logging(Section):
+    """Lines that are printed, and who else is shown the run."""
+
+    every: Every = Every.model_validate({"steps": 10})
+    """How often a line is printed where there is no terminal."""
+    trackers: tuple[Tracker, ...] = Field(default=(), max_length=4)
+    """Trackers of experiments, each type once."""
+    profile: Profile | None = None
+    """Traces of some steps."""
+    peak_flops: Real | None = Field(default=None, gt=0, le=1e18)
+    """Floating-point operations a second of one device at best, such as 989e12, by which utilisation is
+    reckoned; default: from the table of known devices."""
+
+
+class Monitor(Section):
+    """A watch on one metric, looked at after each step or evaluation that has it."""
+
+    type: Literal["collapse", "divergence", "plateau"]
+    """``collapse``: it falls too low. ``divergence``: it rises too high. ``plateau``: it gets no better."""
+    metric: Metric
+    """``loss``, ``grad_norm``, a metric of the recipe, or ``<evaluation set>/<metric>``."""
+    policy: Literal["warn", "save", "stop"] = "warn"
+    """When it begins: an event and a line; also save; or also stop, state saved."""
+    window: Count | None = Field(default=None, ge=1, le=100)
+    """Newest values whose mean is looked at; default: 20 for divergence, else 1."""
+    limit: Real | None = None
+    """Bound that a collapse is below and a divergence above; default: by ``ratio``."""
+    ratio: Real | None = Field(default=None, gt=0, le=1e6)
+    """Share of ``of``, or of its own first mean (0.5), for collapse; of its own lowest mean (2) for
+    divergence."""
+    of: Metric | None = None
+    """Metric that it is compared with; collapse only."""
+    mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger is better; plateau only."""
+    patience: Count | None = Field(default=None, ge=1, le=10**9)
+    """Looks without anything better; plateau only, and required there."""
+    min_delta: Real = Field(default=0.0, ge=0, le=1e6)
+    """What a value must be better by; plateau only."""
+
+
+def check_trackers(view: View) -> Iterator[Problem]:
+    """A type stands once, and a key is set only where it means something."""
+    seen: set[str] = set()
+    for path, tracker in view.items(TRACKERS):
+        type_ = tracker["type"]
+        if type_ is UNKNOWN:
+            continue
+        if type_ in seen:
+            what = f"{type_} stands twice"
+            why = "a run is shown by each tracker once"
+            yield Problem(format_path((*path, "type")), what, why, "Remove one of them")
+        seen.add(type_)
+
+        files_only = type_ == "tensorboard"
+        unused: list[tuple[str, bool, str]] = [
+            ("mode", files_only and tracker["mode"] == "online", "it has files, and no server"),
+            ("project", files_only, "it has no projects"),
+            ("entity", type_ != "wandb", "only wandb has entities"),
+            ("url", tracker["mode"] == "offline", "offline there is no connection"),
+            (
+                "directory",
+                tracker["mode"] == "online" and type_ in ("mlflow", "aim"),
+                "the server keeps the files",
+            ),
+        ]
+        for key, is_unused, why in unused:
+            if is_unused and tracker[key] not in (None, UNKNOWN):
+                what = f"has no meaning with type {type_} and mode {tracker['mode']}"
+                yield Problem(format_path((*path, key)), what, why, "Remove it")
+
+
+def check_profile(view: View) -> Iterator[Problem]:
+    """Traces do not overlap."""
+    found = view.known(f"{PROFILE}.steps", f"{PROFILE}.every")
+    if found is None or None in found:
+        return
+    steps, every = found
+    if every <= steps:
+        what = f"{every} is not above the {steps} steps of a trace"
+        remedy = f"Raise it to at least {steps + 1}, or leave it out for one trace"
+        yield Problem(f"{PROFILE}.every", what, "the next one would begin in it", remedy)
+
+
+_WITHOUT_METRICS: Final = ("pretrain",)
+"""Recipes that measure losses and nothing else."""
+_KEYS_OF: Final = {
+    "collapse": ("limit", "ratio", "of"),
+    "divergence": ("limit", "ratio"),
+    "plateau": ("mode", "patience", "minDelta"),
+}
+"""Keys of a monitor by the types that they mean something for; the others are for all."""
+
+
+def check_monitors(view: View) -> Iterator[Problem]:
+    """A monitor has the keys of its type, and a metric that this run has."""
+    seen: set[tuple[str, str]] = set()
+    for path, monitor in view.items(MONITORS):
+        type_, metric = monitor["type"], monitor["metric"]
+        if type_ is UNKNOWN:
+            continue
+        of_others = {key for keys in _KEYS_OF.values() for key in keys} - set(_KEYS_OF[type_])
+        for key in sorted(of_others):
+            if view.raw(*path, key) not in (None, _default_of(key)):
+                where = format_path((*path, key))
+                meant = [name for name, keys in _KEYS_OF.items() if key in keys]
+                remedy = f"Remove it, or set type: {meant[0]}"
+                yield Problem(where, f"has no meaning with type {type_}", "", remedy)
+        if type_ == "plateau" and view.raw(*path, "patience") is None:
+            where = format_path((*path, "patience"))
+            why = "without it no number of looks would be too many"
+            yield Problem(where, "missing; it has no default", why, "Add it, such as 5")
+        if monitor["limit"] is not None:
+            for key in ("ratio", "of"):
+                if monitor[key] not in (None, UNKNOWN):
+                    why = "the limit is a value, and compared with none"
+                    where = format_path((*path, key))
+                    yield Problem(where, "has no meaning beside limit", why, "Remove it")
+
+        # A state in the checkpoint is found by type and metric.
+        if metric is not UNKNOWN:
+            if (type_, metric) in seen:
+                what = f"a {type_} of {metric} is watched already"
+                yield Problem(format_path((*path, "metric")), what, "", "Remove one of them")
+            seen.add((type_, metric))
+            yield from _check_metric(view, format_path((*path, "metric")), metric)
+        if monitor["of"] not in (None, UNKNOWN):
+            yield from _check_metric(view, format_path((*path, "of")), monitor["of"])
+
+
+def check_early_stop(view: View) -> Iterator[Problem]:
+    """An early stop follows a metric that this run has."""
+    metric = view.get(f"{EARLY}.metric")
+    if view.is_given(EARLY) and metric not in (None, UNKNOWN):
+        yield from _check_metric(view, f"{EARLY}.metric", metric)
+
+
+def _default_of(key: str) -> Any:
+    field = {"minDelta": "min_delta"}.get(key, key)
+    return Monitor.model_fields[field].default
+
+
+def _check_metric(view: View, where: str, metric: str) -> Iterator[Problem]:
+    """A metric that is never measured would be watched in vain, which shows only when it is too late."""
+    is_of_set = "/" in metric
+    if view.get(f"{TRAINING}.recipe") not in _WITHOUT_METRICS:
+        # What other recipes and tasks measure is known to them alone: checked when they are opened. Here only
+        # what the file says of a set is.
+        sets = view.items(f"{TRAINING}.evaluation.sets")
+        if is_of_set and any(item["name"] == metric.partition("/")[0] for _, item in sets):
+            yield from check_measured_while_training(view, where, metric)
+        return
+    if (names := set_names(view)) is None:
+        return
+    known = [*STEP_METRICS]
+    known += [f"{name}/{what}" for name in names for what in METRICS_OF_ALL]
+    if metric not in known:
+        near = nearest(metric, known)
+        hint = f"did you mean `{near}`? " if near else ""
+        why = f"{hint}Known here: {', '.join(known)}"
+        remedy = "" if near else "Write one of them, or add an evaluation set first"
+        yield Problem(where, f"{metric!r} is not a metric of this run", why, remedy)
+    elif is_of_set:
+        yield from check_measured_while_training(view, where, metric)
+
+
+RULES: Final = (check_trackers, check_profile, check_monitors, check_early_stop)

@@ -1,0 +1,213 @@
+"""``evergrad evaluate``: the same bits as the run's own evaluation, cut and resumed, beside a living run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import (
+    DONE,
+    STOPPED_SAVED,
+    Ended,
+    Experiment,
+    Started,
+    checkpoints,
+    fault,
+    read_lines,
+    recipe,
+    start_command,
+    steps_of,
+    wait_until,
+    write_documents,
+)
+
+EVALUATED: dict[str, Any] = {
+    "data": {"heldOut": {"count": 6}},
+    "evaluation": {
+        "every": {"steps": 2},
+        "sources": [{"name": "other", "path": "other.jsonl"}],
+    },
+}
+
+
+def write(experiment: Experiment, **changes: Any) -> None:
+    """The manifest of a run with two evaluation sets, one of them of hundreds of batches."""
+    write_documents(experiment.path / "other.jsonl", count=20, seed=5)
+    experiment.write(recipe(**EVALUATED, **changes))
+
+
+def own_rows(directory: Path) -> list[tuple[int, str, float, int]]:
+    """What the run itself has measured."""
+    rows = read_lines(directory / "evaluation.jsonl")
+    return sorted((row["step"], row["name"], row["loss"], row["tokens"]) for row in rows)
+
+
+def found_rows(results: list[dict[str, Any]]) -> list[tuple[int, str, float, int]]:
+    return sorted((row["step"], row["name"], row["loss"], row["tokens"]) for row in results)
+
+
+def results_of(ended: Ended) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = json.loads(ended.expect(DONE).out)["results"]
+    return results
+
+
+@pytest.mark.capability("O-39", "C-22", "O-80")
+def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
+    experiment: Experiment,
+) -> None:
+    write(experiment)
+    experiment.run()
+    results = results_of(experiment.command("evaluate", "runs/tiny", "--json"))
+    own = [row for row in own_rows(experiment.at()) if row[0] == 8]
+    assert found_rows(results) == own and len(own) == 2
+    assert [row["is_new"] for row in results] == [True, True]
+
+    # Found the second time, and not written over.
+    files = [experiment.path / row["file"] for row in results]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    again = results_of(
+        start_command(
+            ["evaluate", "runs/tiny", "--json", "--checkpoint", "8", "--set", "other"],
+            cwd=experiment.path,
+            faults=[fault("batch", call=1, action="SIGKILL")],
+        ).wait()
+    )
+    assert [(row["name"], row["is_new"]) for row in again] == [("other", False)]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle(experiment: Experiment) -> None:
+    write(experiment)
+    experiment.run()
+
+    def evaluate(*faults: Any) -> Ended:
+        return start_command(
+            ["evaluate", "runs/tiny", "--set", "other", "--json"],
+            cwd=experiment.path,
+            faults=faults,
+        ).wait()
+
+    # Of another checkpoint of the same size.
+    step_6 = experiment.command(
+        "evaluate", "runs/tiny", "--set", "other", "--json", "--checkpoint", "6"
+    )
+    num_batches = results_of(step_6)[0]["batches"]
+    evaluate(fault("batch", call=10, action="SIGTERM")).expect(STOPPED_SAVED)
+    (cut,) = (experiment.at() / "evaluations" / ".cut").iterdir()
+    assert json.loads(cut.read_text())["done"] == 12
+    # Killed, if what was measured were measured again: one batch more than are left.
+    left = num_batches - 12
+    (row,) = results_of(evaluate(fault("batch", call=left + 1, action="SIGKILL")))
+    assert row["batches"] == num_batches and not cut.exists()
+    assert found_rows([row]) == [
+        one for one in own_rows(experiment.at()) if one[:2] == (8, "other")
+    ]
+
+
+def test_watch_evaluates_each_checkpoint_of_a_living_run_through_a_kill(
+    experiment: Experiment,
+) -> None:
+    write(experiment, checkpoint={"every": {"steps": 2}, "keep": 50})
+    # Rank 0 stands still before step 6 until its first checkpoints were evaluated and its peer was killed.
+    run = experiment.start(
+        "--workers", "2", faults=[fault("step", call=6, action="hold", rank=0)]
+    )
+    wait_until(lambda: checkpoints(experiment.at()))
+    watching = start_command(
+        ["evaluate", "runs/tiny", "--watch", "--json"], cwd=experiment.path
+    )
+    folder = experiment.at() / "evaluations"
+    wait_until(lambda: folder.is_dir() and len(list(folder.glob("step-4.*"))) == 2)
+    assert not (experiment.at() / "complete.json").exists()
+    os.kill(run.workers()[1], signal.SIGKILL)
+    (experiment.path / "go-on").touch()
+    run.wait().expect(DONE)
+
+    ended = watching.wait().expect(DONE)
+    results = [json.loads(line) for line in ended.out.splitlines()]
+    assert steps_of(experiment.at())[-1] == 8
+    assert found_rows(results) == own_rows(experiment.at())
+    assert list((experiment.at() / "checkpoints" / "leases").iterdir()) == []
+
+
+def test_watch_that_is_stopped_goes_on_where_it_was(experiment: Experiment) -> None:
+    write(experiment, checkpoint={"every": {"steps": 4}, "keep": 50})
+    experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)
+    folder = experiment.at() / "evaluations"
+
+    def watch(*faults: Any) -> Started:
+        return start_command(
+            ["evaluate", "runs/tiny", "--watch", "--set", "other"],
+            cwd=experiment.path,
+            faults=faults,
+        )
+
+    # In the middle of a set; then while it waits for a checkpoint that does not come.
+    watch(fault("batch", call=5, action="SIGTERM")).wait().expect(STOPPED_SAVED)
+    assert list(folder.glob("*.json")) == []
+    waiting = watch()
+    wait_until(lambda: list(folder.glob("*.json")))
+    waiting.send(signal.SIGTERM)
+    waiting.wait().expect(STOPPED_SAVED)
+
+    experiment.run()
+    ended = watch().wait().expect(DONE)
+    assert [line.split()[:2] for line in ended.out.splitlines()] == [
+        ["step=4", "set=other"],
+        ["step=8", "set=other"],
+    ]
+
+
+@pytest.mark.capability("O-39")
+def test_a_sharded_checkpoint_of_two_processes_is_evaluated_in_one(
+    experiment: Experiment,
+) -> None:
+    write(experiment, runtime={"parallelism": "fsdp2"})
+    experiment.run("--workers", "2")
+    shards = list((experiment.at() / "checkpoints" / "step-8").glob("rank-*.bin"))
+    assert len(shards) == 2
+    results = results_of(experiment.command("evaluate", "runs/tiny", "--json"))
+    own = [row for row in own_rows(experiment.at()) if row[0] == 8]
+    for found, measured in zip(found_rows(results), own, strict=True):
+        assert found[:2] == measured[:2] and found[3] == measured[3]
+        assert found[2] == pytest.approx(measured[2], rel=1e-6)
+
+
+def test_an_elastic_run_is_evaluated_also_where_its_prepared_data_are_gone(
+    experiment: Experiment,
+) -> None:
+    write(experiment)
+    experiment.run("--nodes", "2")
+    own = [row for row in own_rows(experiment.at()) if row[0] == 8]
+    results = results_of(experiment.command("evaluate", "runs/tiny", "--json"))
+    assert found_rows(results) == own
+
+    shutil.rmtree(experiment.path / "runs" / ".prepared")
+    shutil.rmtree(experiment.at() / "evaluations")
+    again = results_of(experiment.command("evaluate", "runs/tiny", "--json"))
+    assert found_rows(again) == own and [row["is_new"] for row in again] == [True, True]
+
+
+def test_results_are_in_the_report(experiment: Experiment) -> None:
+    write(experiment)
+    experiment.run()
+    experiment.command("evaluate", "runs/tiny", "--checkpoint", "3").expect(DONE)
+    arguments = [
+        str(Path(sys.executable).with_name("evergrad")),
+        "report",
+        "runs/tiny",
+        "--json",
+    ]
+    report = subprocess.run(
+        arguments, cwd=experiment.path, capture_output=True, text=True, check=True, timeout=100
+    )
+    results = json.loads(report.stdout)["results"]
+    assert [(row["step"], row["name"]) for row in results] == [(3, "heldOut"), (3, "other")]
+    text = (experiment.at() / "report.md").read_text()
+    assert "## Evaluated beside the run" in text
+    assert "Evaluated beside the run" in (experiment.at() / "report.html").read_text()

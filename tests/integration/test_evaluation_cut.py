@@ -1,0 +1,87 @@
+"""Evaluations of a run that are cut in the middle go on there, and give the same bits."""
+
+import json
+import signal
+from typing import Any
+
+import pytest
+from run_helpers import (
+    DONE,
+    STOPPED_SAVED,
+    Experiment,
+    checkpoints,
+    fault,
+    read_lines,
+    recipe,
+    steps_of,
+    wait_until,
+    write_documents,
+)
+
+EVALUATED: dict[str, Any] = {
+    "data": {"heldOut": {"count": 6}},
+    "evaluation": {
+        "every": {"steps": 2},
+        "sources": [{"name": "other", "path": "other.jsonl"}],
+    },
+}
+
+
+def evaluated(experiment: Experiment, directory: str) -> list[Any]:
+    rows = read_lines(experiment.at(directory) / "evaluation.jsonl")
+    return [(row["step"], row["name"], row["loss"], row["tokens"]) for row in rows]
+
+
+@pytest.mark.capability("O-18", "O-48")
+def test_a_kill_in_an_evaluation_costs_no_step_where_state_is_saved_first(
+    experiment: Experiment,
+) -> None:
+    write_documents(experiment.path / "other.jsonl", count=20, seed=5)
+    best = {"metric": "other/loss"}
+    changes: dict[str, Any] = {"checkpoint": {"every": {"steps": 100}, "best": best}}
+    evaluation = {**EVALUATED["evaluation"], "every": {"steps": 4}, "saveFirst": True}
+    experiment.write(recipe(**{**EVALUATED, "evaluation": evaluation}, **changes))
+    experiment.run(directory="undisturbed")
+    # The checkpoint is published before the batch: a kill does not wait for a save under way.
+    held = fault("batch", call=9, action="hold")
+    run = experiment.start(faults=[held])
+    wait_until(lambda: checkpoints(experiment.at()) == [4])
+    run.send(signal.SIGKILL)
+    run.wait()
+    experiment.run()
+    assert steps_of(experiment.at()) == list(range(1, 9)), "no step was trained again"
+    assert evaluated(experiment, "tiny") == evaluated(experiment, "undisturbed")
+    for directory in ("tiny", "undisturbed"):
+        pointer = experiment.at(directory) / "checkpoints" / "best.json"
+        assert json.loads(pointer.read_text())["step"] == 8, "the loss of this run falls"
+
+
+@pytest.mark.capability("O-17", "O-18", "O-44", "O-68")
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle_after_the_resume(
+    experiment: Experiment, workers: str
+) -> None:
+    write_documents(experiment.path / "other.jsonl", count=20, seed=5)
+    experiment.write(recipe(**EVALUATED))
+    experiment.run("--workers", workers, directory="undisturbed")
+    sizes = experiment.command("evaluate", "runs/undisturbed", "--json").expect(DONE)
+    results = json.loads(sizes.out)["results"]
+    num_batches = sum(row["batches"] for row in results)
+    # In the first of the two sets of the evaluation after step 2.
+    cut = [fault("batch", call=3, action="SIGTERM")]
+    experiment.run("--workers", workers, expect=STOPPED_SAVED, faults=cut)
+    assert evaluated(experiment, "tiny") == []
+
+    manifest = experiment.at() / "checkpoints" / "step-2" / "manifest.json"
+    (tally,) = json.loads(manifest.read_text())["extra"]["tallies"].values()
+    assert tally["done"] == 4 * int(workers)
+
+    # One process alone would be killed if it measured again what was measured.
+    left = num_batches - tally["done"]
+    faults = [fault("batch", call=left + 1, action="SIGKILL")] if workers == "1" else []
+    experiment.run(
+        "--workers", workers, "--stop-after-steps", "1", expect=STOPPED_SAVED, faults=faults
+    )
+    experiment.run("--workers", workers)
+    assert evaluated(experiment, "tiny") == evaluated(experiment, "undisturbed")
+    assert [row[0] for row in evaluated(experiment, "tiny")] == [2, 2, 4, 4, 6, 6, 8, 8]

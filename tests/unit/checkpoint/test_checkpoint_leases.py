@@ -1,0 +1,99 @@
+"""Readers beside the run keep checkpoints from being retired, and dead ones do not."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_trainer.checkpoint import leases
+from evergrad_trainer.checkpoint.leases import LEASE_SECONDS, find_leased, hold
+
+MakeSolo = Callable[..., Any]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.002)
+
+
+def set_time(path: Path, seconds: float) -> None:
+    os.utime(path, (seconds, seconds))
+
+
+def only_lease(directory: Path) -> Path:
+    (path,) = (directory / "leases").iterdir()
+    return path
+
+
+def test_a_held_checkpoint_outlives_retention_until_it_is_let_go(make_solo: MakeSolo) -> None:
+    solo = make_solo(keep=1)
+    solo.save(1)
+    with hold(solo.directory, "step-1"):
+        solo.save(2)
+        solo.save(3)
+        assert solo.names() == ["step-1", "step-3"]
+    assert list((solo.directory / "leases").iterdir()) == []
+    solo.save(4)
+    assert solo.names() == ["step-4"]
+
+
+def test_a_lease_that_nobody_touches_holds_nothing_after_a_while(make_solo: MakeSolo) -> None:
+    solo = make_solo(keep=1)
+    solo.save(1)
+    # As a reader that was killed leaves it.
+    lease = solo.directory / "leases" / "step-1.77-abc"
+    lease.parent.mkdir()
+    lease.write_text('{"checkpoint": "step-1"}\n')
+    solo.save(2)
+    assert solo.names() == ["step-1", "step-2"]
+    set_time(lease, time.time() - LEASE_SECONDS - 60)
+    solo.save(3)
+    assert solo.names() == ["step-3"] and not lease.exists()
+
+
+@pytest.mark.parametrize("age", [LEASE_SECONDS + 1, -LEASE_SECONDS - 1])
+def test_a_lease_ends_also_where_the_volume_s_clock_was_set_back(
+    tmp_path: Path, age: float
+) -> None:
+    with hold(tmp_path, "step-5"):
+        lease = only_lease(tmp_path)
+        written = lease.stat().st_mtime
+        assert find_leased(tmp_path, now=written + LEASE_SECONDS - 1) == {"step-5"}
+        assert find_leased(tmp_path, now=written + age) == set()
+        assert not lease.exists()
+
+
+def test_a_lease_that_is_being_written_counts_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "leases").mkdir()
+    (tmp_path / "leases" / "step-7.g3.1-ff").touch()
+    now = (tmp_path / "leases" / "step-7.g3.1-ff").stat().st_mtime
+    assert find_leased(tmp_path, now=now) == {"step-7.g3"}
+
+
+def test_two_readers_hold_one_checkpoint_until_both_have_let_go(tmp_path: Path) -> None:
+    now = time.time()
+    with hold(tmp_path, "step-1"):
+        with hold(tmp_path, "step-1"):
+            assert len(list((tmp_path / "leases").iterdir())) == 2
+        assert find_leased(tmp_path, now=now) == {"step-1"}
+    assert find_leased(tmp_path, now=now) == set()
+
+
+def test_a_holder_renews_its_lease_and_makes_it_again_where_it_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.005)
+    threads = threading.active_count()
+    with hold(tmp_path, "step-1"):
+        lease = only_lease(tmp_path)
+        set_time(lease, 1000.0)
+        wait_until(lambda: lease.stat().st_mtime > 1000.0)
+        lease.unlink()
+        wait_until(lease.exists)
+    assert not lease.exists() and threading.active_count() == threads

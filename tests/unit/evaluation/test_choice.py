@@ -1,0 +1,100 @@
+"""Which checkpoint and which sets are meant, and what is said where there is none."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from evergrad_manifest.errors import ConfigurationError
+from evergrad_trainer.checkpoint.layout import Version
+from evergrad_trainer.checkpoint.manifest import Candidate, InvalidCheckpointError
+from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.evaluation.choice import choose_checkpoint, choose_sets
+
+
+def store(*names: str, best: str | None = None, damaged: str = "") -> Any:
+    """Names as a scan gives them, newest first."""
+
+    def validate(name: str, *, checksums: bool) -> None:
+        if name == damaged:
+            raise InvalidCheckpointError("file rank-00000.bin: is missing")
+
+    candidates = [
+        Candidate(name, Version(int(name.split("-")[1].split(".")[0]), 0, 0), None)
+        for name in names
+    ]
+    return cast(
+        Any,
+        SimpleNamespace(
+            catalog=SimpleNamespace(scan=lambda: candidates, read_pointer=lambda pointer: best),
+            reader=SimpleNamespace(
+                locate=lambda name: f"run/checkpoints/{name}", validate=validate
+            ),
+        ),
+    )
+
+
+def sets(*names: str) -> Any:
+    return cast(Any, [SimpleNamespace(name=name) for name in names])
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [("last", "step-9"), ("best", "step-4"), ("4", "step-4.g7"), ("0009", "step-9")],
+)
+def test_a_checkpoint_is_the_last_the_best_or_the_newest_of_a_step(
+    asked: str, name: str
+) -> None:
+    found = store("step-9", "step-4.g7", "step-4", best="step-4")
+    assert choose_checkpoint(found, asked).name == name
+
+
+def test_one_whose_files_are_missing_is_passed_over() -> None:
+    found = store("step-9", "step-4", damaged="step-9")
+    assert choose_checkpoint(found, "last").name == "step-4"
+    with pytest.raises(CheckpointError, match="step-9: cannot be loaded; file rank-00000"):
+        choose_checkpoint(found, "9")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("5", "holds no checkpoint of step 5; .* Choose one of those that are there: 4, 9"),
+        ("best", "no checkpoint is the best; .* Name a step; there are 4, 9"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_is(asked: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        choose_checkpoint(store("step-9", "step-4"), asked)
+
+
+@pytest.mark.parametrize("asked", ["newest", "-3", "4.0", ""])
+def test_what_is_no_step_is_refused(asked: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"is no step; .* Use a step, best or last"):
+        choose_checkpoint(store("step-9"), asked)
+
+
+def test_a_run_without_checkpoints_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint; the run has not saved one"):
+        choose_checkpoint(store(), "last")
+
+
+@pytest.mark.capability("T-30")
+def test_sets_are_chosen_by_name_in_the_order_of_the_run() -> None:
+    found = sets("heldOut", "wiki", "code")
+    assert [one.name for one in choose_sets(found, [])] == ["heldOut", "wiki", "code"]
+    assert [one.name for one in choose_sets(found, ["code", "heldOut"])] == ["heldOut", "code"]
+
+
+def test_all_unknown_sets_are_named_at_once_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        choose_sets(sets("heldOut", "wiki"), ["heldout", "zzz", "wiki"])
+    assert [str(problem) for problem in refused.value.problems] == [
+        "--set: 'heldout' is no evaluation set; did you mean heldOut? Known: heldOut, wiki.",
+        "--set: 'zzz' is no evaluation set; the run's file has no such set. Known: heldOut, wiki.",
+    ]
+
+
+def test_a_run_without_sets_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the run has no evaluation set"):
+        choose_sets(sets(), [])

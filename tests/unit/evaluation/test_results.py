@@ -1,0 +1,102 @@
+"""Results of ``evergrad evaluate``: whole, written once, and told apart by what was measured."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_trainer.evaluation.results import (
+    Place,
+    place_of,
+    read_cut,
+    read_result,
+    remove_stale_cuts,
+    write_cut,
+    write_result,
+)
+
+FACTS = {"checkpoint": "step-8", "checksum": "aa", "name": "heldOut", "key": "bb"}
+
+
+def place(directory: Path, **changes: str) -> Place:
+    facts = {**FACTS, **changes}
+    return place_of(
+        directory,
+        checkpoint=facts["checkpoint"],
+        checksum=facts["checksum"],
+        name=facts["name"],
+        key=facts["key"],
+    )
+
+
+def refuse_links(*_: Any) -> None:
+    raise OSError(errno.EPERM, "no hard links here")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_result_is_written_once_and_the_first_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse_links)
+    assert read_result(place(tmp_path)) is None
+    first = write_result(place(tmp_path), {"loss": 0.1 + 0.2, "seconds": 1.0})
+    assert first == {"format": 1, "loss": 0.1 + 0.2, "seconds": 1.0}
+    assert write_result(place(tmp_path), {"loss": 9.0, "seconds": 2.0}) == first
+    assert read_result(place(tmp_path)) == first
+    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == [
+        place(tmp_path).name
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"checkpoint": "step-8.g2"}, {"checksum": "ab"}, {"name": "other"}, {"key": "bc"}],
+)
+def test_what_was_measured_otherwise_has_a_file_of_its_own(
+    tmp_path: Path, change: dict[str, str]
+) -> None:
+    assert place(tmp_path, **change).path != place(tmp_path).path
+
+
+def test_any_name_of_a_set_makes_a_name_of_a_file(tmp_path: Path) -> None:
+    one, other = place(tmp_path, name="a/../b ü"), place(tmp_path, name="a/../b ö")
+    assert one.path.parent == tmp_path / "evaluations"
+    assert one.name != other.name and one.name.startswith("step-8.a_b_.")
+    write_result(one, {})
+    assert one.path.is_file()
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+    write_result(place(tmp_path), {"loss": float("nan")})
+    assert json.loads(place(tmp_path).path.read_text())["loss"] is None
+
+
+@pytest.mark.capability("O-43")
+def test_what_a_cut_evaluation_has_goes_with_its_result_or_with_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    done, going, stale = (
+        place(tmp_path),
+        place(tmp_path, name="other"),
+        place(tmp_path, checkpoint="step-2"),
+    )
+    for one in (done, going, stale):
+        assert read_cut(one) == {}
+        write_cut(one, {"done": 3})
+        assert read_cut(one) == {"done": 3}
+    write_result(done, {"loss": 1.0})
+    remove_stale_cuts(tmp_path, ["step-8"])
+    assert [one.cut.exists() for one in (done, going, stale)] == [False, True, False]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]"])
+def test_what_cannot_be_read_of_a_cut_evaluation_counts_nothing(
+    tmp_path: Path, text: str
+) -> None:
+    write_cut(place(tmp_path), {"done": 3})
+    place(tmp_path).cut.write_text(text)
+    assert read_cut(place(tmp_path)) == {}

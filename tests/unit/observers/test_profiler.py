@@ -1,0 +1,133 @@
+"""The schedule of traces, and the files that they leave."""
+
+import gzip
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from evergrad_manifest.training import Profile
+from evergrad_trainer import torch_private
+from evergrad_trainer.observers.profiler import Profiler, begin_trace, is_first, prune
+from evergrad_trainer.records import RunInfo
+
+
+class FakeTrace:
+    """A trace of nothing."""
+
+    def __init__(self, heard: list[str]) -> None:
+        self._heard = heard
+
+    def start(self) -> None:
+        self._heard.append("start")
+
+    def stop(self) -> None:
+        self._heard.append("stop")
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_text("{}")
+
+
+def settings(**values: object) -> Profile:
+    return Profile.model_validate(values)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(None, [4]), (3, [4, 7, 10]), (4, [4, 8])])
+def test_traces_begin_at_steps_that_follow_from_the_file(
+    every: int | None, expected: list[int]
+) -> None:
+    given = {"steps": 2, "firstStep": 4} | ({} if every is None else {"every": every})
+    found = [step for step in range(1, 12) if is_first(settings(**given), step)]
+    assert found == expected
+
+
+@pytest.mark.capability("C-46")
+def test_each_window_is_one_file_and_the_newest_ones_are_kept(
+    synthetic: ModuleType, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+    given = settings(steps=2, firstStep=2, every=3, keep=2)
+    profiler = Profiler(given, tmp_path / "profiles", begin=lambda _: FakeTrace(heard))
+    for step in range(1, 12):
+        heard.append(str(step))
+        profiler.step_end(synthetic.step_record(step))
+        if profiler._writing is not None:
+            profiler._writing.join()
+    profiler.close()
+    # Steps 2 and 3, 5 and 6, 8 and 9, and 11, with which the run ends.
+    windows = "1 start 2 3 stop 4 start 5 6 stop 7 start 8 9 stop 10 start 11 stop"
+    assert " ".join(heard) == windows
+    names = sorted(path.name.split(".")[0] for path in (tmp_path / "profiles").iterdir())
+    assert names == ["step-11", "step-8"]
+
+
+def test_the_file_is_a_trace_of_what_the_steps_did(
+    synthetic: ModuleType, tmp_path: Path
+) -> None:
+    profiler = Profiler(
+        settings(steps=1, firstStep=2, memory=True), tmp_path, begin=begin_trace
+    )
+    profiler.step_end(synthetic.step_record(1))
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    profiler.step_end(synthetic.step_record(2))
+    profiler.close()
+    (path,) = tmp_path.glob("step-2.*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+
+
+def test_a_start_just_before_a_window_traces_it_and_an_end_before_its_first_step_does_not(
+    synthetic: ModuleType, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+    given = settings(steps=2, firstStep=2, every=3)
+    before = Profiler(given, tmp_path, begin=lambda _: FakeTrace(heard))
+    before.step_end(synthetic.step_record(4))
+    before.close()
+    assert heard == ["start", "stop"] and not list(tmp_path.iterdir())
+    after = Profiler(given, tmp_path, begin=lambda _: FakeTrace(heard))
+    known = RunInfo("docs", 1, 2, 10, 4, 8, 8, 1, "bf16", "dataParallel", "llama", "")
+    after.run_start(known)
+    after.step_end(synthetic.step_record(5))
+    after.close()
+    assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["step-5"]
+
+
+@pytest.mark.capability("A-35", "A-36", "A-62")
+def test_the_history_of_device_memory_is_a_file_beside_the_trace(
+    synthetic: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a device does stands behind two functions, which are replaced here: there is none."""
+    told: list[int | None] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch_private, "record_memory", told.append)
+    monkeypatch.setattr(torch_private, "dump_memory", lambda path: Path(path).touch())
+    given = settings(steps=1, firstStep=2, memory=True, maxEntries="20k")
+    folder = tmp_path / "profiles"
+    profiler = Profiler(given, folder, begin=lambda _: FakeTrace([]))
+    profiler.step_end(synthetic.step_record(1))
+    assert told == [20_000] and not folder.exists()
+    profiler.step_end(synthetic.step_record(2))
+    profiler.close()
+    assert told == [20_000, None]
+    kinds = sorted(
+        path.name.rsplit(".", 3 if "trace" in path.name else 2)[1:] for path in folder.iterdir()
+    )
+    assert kinds == [["memory", "pickle"], ["trace", "json", "gz"]]
+
+
+def test_files_of_a_step_go_together(tmp_path: Path) -> None:
+    for name in (
+        "step-2.a.1.trace.json.gz",
+        "step-2.b.1.trace.json.gz",
+        "step-10.a.1.trace.json.gz",
+    ):
+        (tmp_path / name).touch()
+    (tmp_path / "notes.txt").touch()
+    prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes.txt",
+        "step-10.a.1.trace.json.gz",
+    ]

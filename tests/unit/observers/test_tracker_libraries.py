@@ -1,0 +1,291 @@
+"""The libraries of trackers: what each is told, and that it shows one run without gaps after kills.
+
+TensorBoard is there; the others run in tests/integration/test_observers.py where they are installed, and here
+against what their documents say of them.
+"""
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from evergrad_manifest.training import Tracker
+from evergrad_trainer.observers.trackers.interface import Shown, TrackedRun
+from evergrad_trainer.observers.trackers.libraries import find_opener
+
+
+def tracked(path: Path, type_: str, **changes: Any) -> TrackedRun:
+    """A run as its tracker gets to know it."""
+    known = {
+        "run_id": "id1",
+        "name": "docs",
+        "settings": Tracker.model_validate({"type": type_, "tags": ["a tag"]}),
+        "directory": path,
+        "facts": {
+            "model": "llama",
+            "training": {"optimizer": {"learningRate": 1e-3}, "none": None},
+        },
+        "start_step": 0,
+        "own_id": "",
+        "noted": Shown(),
+    }
+    return TrackedRun(**{**known, **changes})
+
+
+def read_event_files(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], list[str]]:
+    """What TensorBoard shows of a folder: scalars by name, and the names of texts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    shown.Reload()
+    tags = shown.Tags()
+    scalars = {
+        name: [(one.step, one.value) for one in shown.Scalars(name)] for name in tags["scalars"]
+    }
+    return scalars, tags["tensors"]
+
+
+@pytest.mark.capability("O-77")
+def test_tensorboard_shows_each_step_once_as_it_was_trained_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the second process's host is behind; the first was killed in the middle of a record."""
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "files"
+    open_library = find_opener("tensorboard")
+    first = open_library(tracked(folder, "tensorboard"))
+    assert first.shown == Shown(0, {}, -1)
+    first.write(0, 0.0, {"evaluation/held/loss": 9.0})
+    for step in range(1, 8):
+        first.write(step, 0.0, {"train/loss": float(step)})
+    first.flush()
+    (path,) = folder.iterdir()
+    with path.open("ab") as file:
+        file.write(b"\x18\0\0\0torn")
+
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    second = open_library(
+        tracked(folder, "tensorboard", start_step=5, noted=Shown(6, {"held": 0}))
+    )
+    # Step 5 is written once more: of it an evaluation may be missing.
+    assert second.shown == Shown(4, {}, 4)
+    for step in range(5, 10):
+        second.write(step, 0.0, {"train/loss": 10.0 * step})
+    second.note("checkpoint/step-5", "sha256:ab")
+    second.finish("complete")
+    scalars, texts = read_event_files(folder)
+    expected = [(step, float(step)) for step in range(1, 5)]
+    expected += [(step, 10.0 * step) for step in range(5, 10)]
+    assert scalars["train/loss"] == expected
+    assert scalars["evaluation/held/loss"] == [(0, 9.0)]
+    assert {"run", "tag/a tag", "checkpoint/step-5"} <= set(texts)
+    first.finish("handed on")
+
+
+class FakeWandb:
+    """wandb.init and the run that it returns, as documented."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.rows: list[tuple[int, dict[str, float], bool]] = []
+        self.config: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self.ends: list[int] = []
+        self.starting_step = 0
+
+    def init(self, **options: Any) -> Any:
+        self.inits.append(options)
+        config = SimpleNamespace(
+            update=lambda facts, allow_val_change: self.config.update(facts)
+        )
+        return SimpleNamespace(
+            config=config,
+            summary=self.summary,
+            starting_step=self.starting_step,
+            log=lambda row, step, commit: self.rows.append((step, dict(row), commit)),
+            finish=self._finish,
+        )
+
+    def _finish(self, exit_code: int) -> None:
+        self.ends.append(exit_code)
+
+    @staticmethod
+    def Settings(**options: Any) -> dict[str, Any]:
+        return options
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(
+        sys.modules,
+        "wandb.proto.wandb_internal_pb2",
+        SimpleNamespace(),  # type: ignore[arg-type]
+    )
+    return fake
+
+
+@pytest.mark.capability("A-8", "A-48", "T-36")
+def test_wandb_is_given_one_id_and_whole_rows(tmp_path: Path, fake_wandb: FakeWandb) -> None:
+    library = find_opener("wandb")(tracked(tmp_path / "wandb", "wandb"))
+    for step in (1, 2):
+        library.write(step, 0.0, {"train/loss": float(step)})
+    library.write(2, 0.0, {"evaluation/held/loss": 3.0})
+    library.finish("handed on")
+    # Of the newest step an evaluation may come: it is left to who goes on with the run.
+    assert fake_wandb.rows == [(1, {"train/loss": 1.0}, True)]
+    other = find_opener("wandb")(tracked(tmp_path / "wandb", "wandb"))
+    other.write(2, 0.0, {"train/loss": 2.0})
+    other.write(2, 0.0, {"evaluation/held/loss": 3.0})
+    other.finish("failed")
+    assert fake_wandb.rows[1:] == [(2, {"train/loss": 2.0, "evaluation/held/loss": 3.0}, True)]
+    assert fake_wandb.ends == [0, 1]
+    keys = ("id", "resume", "mode", "project", "name", "tags")
+    first, second = ([one[key] for key in keys] for one in fake_wandb.inits)
+    assert first == second == ["id1", "allow", "offline", "evergrad", "docs", ["a tag"]]
+    assert fake_wandb.config["training"]["optimizer"] == {"learningRate": 1e-3}
+
+
+def test_wandb_online_goes_on_where_the_server_is(
+    tmp_path: Path, fake_wandb: FakeWandb
+) -> None:
+    fake_wandb.starting_step = 8
+    online = {"type": "wandb", "mode": "online", "url": "https://here", "entity": "us"}
+    settings = Tracker.model_validate(online)
+    library = find_opener("wandb")(tracked(tmp_path, "wandb", settings=settings))
+    assert library.shown == Shown(7, {}, 7)
+    (options,) = fake_wandb.inits
+    assert (options["mode"], options["entity"]) == ("online", "us")
+    assert options["settings"]["base_url"] == "https://here"
+
+
+class FakeStore:
+    """mlflow's tracking client over a store in memory, as documented."""
+
+    def __init__(self) -> None:
+        self.uris: list[str | None] = []
+        self.experiments: dict[str, str] = {}
+        self.runs: dict[str, Any] = {}
+
+    def client(self, tracking_uri: str | None) -> "FakeStore":
+        self.uris.append(tracking_uri)
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        found = self.experiments.get(name)
+        return None if found is None else SimpleNamespace(experiment_id=found)
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> str:
+        self.experiments[name] = "7"
+        return "7"
+
+    def search_runs(self, numbers: list[str], query: str) -> list[Any]:
+        wanted = query.partition("= '")[2].rstrip("'")
+        return [
+            SimpleNamespace(info=SimpleNamespace(run_id=key))
+            for key, run in self.runs.items()
+            if run["tags"]["evergrad.run_id"] == wanted
+        ]
+
+    def create_run(self, number: str, tags: dict[str, str], run_name: str) -> Any:
+        key = f"run-{len(self.runs)}"
+        self.runs[key] = {"tags": tags, "metrics": [], "params": {}, "status": "RUNNING"}
+        return SimpleNamespace(info=SimpleNamespace(run_id=key))
+
+    def update_run(self, key: str, status: str) -> None:
+        self.runs[key]["status"] = status
+
+    def set_terminated(self, key: str, status: str) -> None:
+        self.runs[key]["status"] = status
+
+    def set_tag(self, key: str, name: str, text: str) -> None:
+        self.runs[key]["tags"][name] = text
+
+    def log_batch(self, key: str, metrics: Any = (), params: Any = ()) -> None:
+        self.runs[key]["metrics"] += metrics
+        self.runs[key]["params"] |= dict(params)
+
+    def get_run(self, key: str) -> Any:
+        names = {metric[0] for metric in self.runs[key]["metrics"]}
+        return SimpleNamespace(data=SimpleNamespace(metrics=dict.fromkeys(names, 0.0)))
+
+    def get_metric_history(self, key: str, name: str) -> list[Any]:
+        return [
+            SimpleNamespace(step=metric[3])
+            for metric in self.runs[key]["metrics"]
+            if metric[0] == name
+        ]
+
+
+def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeStore()
+    entities = SimpleNamespace(Metric=lambda *args: args, Param=lambda *args: args)
+    monkeypatch.setitem(
+        sys.modules,
+        "mlflow.tracking",
+        SimpleNamespace(MlflowClient=fake.client),  # type: ignore[arg-type]
+    )
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)  # type: ignore[arg-type]
+    open_library = find_opener("mlflow")
+    first = open_library(tracked(tmp_path / "mlflow", "mlflow"))
+    assert first.shown == Shown()
+    for step in (1, 2):
+        first.write(step, 1.5, {"train/learning_rate": 0.1, "train/loss": 2.0})
+    first.write(2, 1.5, {"evaluation/held/loss": 3.0})
+    first.flush()
+    # Given, and not yet sent: lost in the kill.
+    first.write(3, 1.5, {"train/learning_rate": 0.1})
+
+    second = open_library(tracked(tmp_path / "mlflow", "mlflow", start_step=1))
+    assert second.own_id == first.own_id
+    assert second.shown == Shown(2, {"held": 2})
+    second.finish("stopped")
+    (run,) = fake.runs.values()
+    assert run["status"] == "KILLED" and run["params"]["training.none"] == "null"
+    assert run["metrics"][0] == ("train/learning_rate", 0.1, 1500, 1)
+    assert fake.uris == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"] * 2
+
+
+def test_aim_opens_the_run_again_by_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[dict[str, Any]] = []
+    values: dict[tuple[str, int], float] = {}
+
+    class Run:
+        def __init__(self, **options: Any) -> None:
+            opened.append(options)
+            self.hash = options.get("run_hash", "hash1")
+            self.name = ""
+
+        def track(self, value: float, name: str, step: int) -> None:
+            values[name, step] = value
+
+        def set(self, key: str, value: Any, strict: bool) -> None: ...
+
+        def add_tag(self, tag: str) -> None: ...
+
+        def close(self) -> None: ...
+
+    repo = SimpleNamespace(exists=lambda place: False, from_path=lambda place, init: None)
+    monkeypatch.setitem(sys.modules, "aim", SimpleNamespace(Run=Run, Repo=repo))  # type: ignore[arg-type]
+    open_library = find_opener("aim")
+    first = open_library(tracked(tmp_path / "aim", "aim"))
+    first.write(1, 0.0, {"train/loss": 2.0})
+    noted = Shown(1)
+    second = open_library(
+        tracked(tmp_path / "aim", "aim", own_id=first.own_id, noted=noted, start_step=1)
+    )
+    assert second.shown == Shown(0, {}, 0)
+    second.write(1, 0.0, {"train/loss": 3.0})
+    second.finish("complete")
+    assert values == {("train/loss", 1): 3.0}
+    assert "run_hash" not in opened[0] and opened[0]["experiment"] == "evergrad"
+    assert (opened[1]["run_hash"], opened[1]["force_resume"]) == ("hash1", True)

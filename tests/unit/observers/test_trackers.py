@@ -1,0 +1,392 @@
+"""Trackers: what they are shown after kills, and what happens to one that fails, hangs or is not there."""
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from evergrad_manifest.training import Tracker, Training
+from evergrad_trainer.observers.base import BaseObserver, Observers
+from evergrad_trainer.observers.jsonl import RunLog
+from evergrad_trainer.observers.trackers import feeder as feeders
+from evergrad_trainer.observers.trackers import observer as observers
+from evergrad_trainer.observers.trackers.interface import (
+    End,
+    Library,
+    Shown,
+    TrackedRun,
+    Values,
+    flatten,
+)
+from evergrad_trainer.observers.trackers.libraries import check_trackers
+from evergrad_trainer.observers.trackers.observer import Patience, TrackerObserver
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
+from evergrad_trainer.run_directory import RunDirectory
+
+TRAINING: dict[str, Any] = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
+    "batching": {"globalBatchSize": 8, "microBatchSize": 2},
+    "optimizer": {"learningRate": 1e-3},
+    "horizon": {"steps": 10},
+}
+SETTINGS = Tracker.model_validate({"type": "tensorboard", "tags": ["a tag"]})
+
+
+def evaluation(step: int, name: str = "held") -> EvaluationRecord:
+    return EvaluationRecord(step, 1, name, 2.0 + step, 7.4, 10, 0.1, 0.0)
+
+
+class Kept:
+    """A library that keeps what it is shown in memory, beyond its own life."""
+
+    def __init__(self, run: TrackedRun, store: dict[str, Any]) -> None:
+        self.own_id = run.own_id or f"own-{len(store['ids'])}"
+        self.store = store
+        store["ids"].append(self.own_id)
+        store["runs"].append(run)
+        self.shown = Shown(store["step"], dict(store["evaluations"]))
+
+    def write(self, step: int, time: float, values: Values) -> None:
+        self.store["rows"].append((step, dict(values)))
+        for name in values:
+            kind, _, rest = name.partition("/")
+            if kind == "evaluation":
+                self.store["evaluations"][rest.partition("/")[0]] = step
+            else:
+                self.store["step"] = step
+
+    def note(self, name: str, text: str) -> None:
+        self.store["notes"].append((name, text))
+
+    def flush(self) -> None:
+        self.store["flushed"] = len(self.store["rows"])
+
+    def finish(self, end: End) -> None:
+        self.store["ends"].append(end)
+
+
+@pytest.fixture
+def store() -> dict[str, Any]:
+    lists = {name: [] for name in ("ids", "runs", "rows", "notes", "ends")}
+    return {**lists, "step": 0, "evaluations": {}}
+
+
+class Scene:
+    """A run directory with its record, and one tracker beside it."""
+
+    def __init__(self, path: Path, open_library: Callable[[TrackedRun], Library]) -> None:
+        self.directory = RunDirectory(path)
+        self.directory.create()
+        self.warnings: list[str] = []
+        scene = self
+
+        class Listening(BaseObserver):
+            def event(self, event: Event) -> None:
+                if event.type == EventType.WARNING:
+                    scene.warnings.append(event.fields["message"])
+
+        self.patience = Patience(20.0)
+        tracker = TrackerObserver(
+            SETTINGS, open_library, self.directory, patience=self.patience
+        )
+        self.all = Observers([RunLog(self.directory), Listening(), tracker])
+
+    def start(self, step: int = 0, **changes: Any) -> None:
+        known = RunInfo(
+            "docs", 1, 2, 10, step, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "id-1"
+        )
+        self.all.run_start(RunInfo(**{**vars(known), **changes}))
+
+    def event(self, type_: str, **fields: Any) -> None:
+        self.all.event(Event(type_, 0.0, 1, 1, fields))
+
+    def stop(self, reason: str = "complete") -> None:
+        self.event(EventType.STOP, reason=reason, saved=True)
+
+
+@pytest.fixture
+def make_scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
+    scenes: list[Scene] = []
+
+    def make(open_library: Callable[[TrackedRun], Library]) -> Scene:
+        scenes.append(Scene(tmp_path / "run", open_library))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.patience.begin()
+        scene.all.close()
+
+
+def test_steps_and_evaluations_are_shown_in_their_order_and_the_run_is_ended(
+    make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
+) -> None:
+    scene = make_scene(lambda run: Kept(run, store))
+    scene.start()
+    scene.all.step_end(synthetic.step_record(1, loss=2.5, metrics={"accuracy": 0.5}))
+    scene.all.evaluation_end(evaluation(1))
+    scene.all.step_end(synthetic.step_record(2, loss=float("nan"), tokens=0))
+    scene.event(EventType.SAVE, checkpoint="step-2.g1")
+    scene.stop()
+    assert [step for step, _ in store["rows"]] == [1, 1, 2]
+    first, second, third = (values for _, values in store["rows"])
+    assert first["train/loss"] == 2.5 and first["train/accuracy"] == 0.5
+    assert first["train/tokens_per_second"] == 8192 / 0.5
+    assert second == {"evaluation/held/loss": 3.0, "evaluation/held/perplexity": 7.4}
+    # A step that was skipped has no loss; it is there all the same.
+    assert "train/loss" not in third and third["train/learning_rate"] > 0
+    assert store["notes"] == [("checkpoint/step-2.g1", "gone")]
+    assert (store["ends"], store["flushed"]) == (["complete"], 3)
+    assert scene.warnings == []
+
+
+@pytest.mark.capability("C-25", "O-77")
+def test_what_a_kill_has_kept_from_a_tracker_is_read_from_the_runs_own_files(
+    make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
+) -> None:
+    first = make_scene(lambda run: Kept(run, store))
+    first.start()
+    for step in (1, 2, 3):
+        first.all.step_end(synthetic.step_record(step))
+    first.all.evaluation_end(evaluation(2))
+    first.stop("signal")
+
+    # A process that was killed before it had shown steps 4 and 5, and an evaluation; step 5 was its last.
+    lost = RunLog(first.directory)
+    for step in (4, 5):
+        lost.step_end(synthetic.step_record(step))
+    lost.evaluation_end(evaluation(4))
+    lost.close()
+
+    # The run goes on after step 4, its newest checkpoint.
+    second = make_scene(lambda run: Kept(run, store))
+    second.start(4)
+    for step in (5, 6):
+        second.all.step_end(synthetic.step_record(step))
+    second.stop()
+    steps = [step for step, values in store["rows"] if "train/loss" in values]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    evaluated = [step for step, values in store["rows"] if "evaluation/held/loss" in values]
+    assert evaluated == [2, 4]
+    # The note beside the files knows the library's own id.
+    assert store["ids"] == ["own-0", "own-0"]
+    assert store["ends"] == ["stopped", "complete"]
+
+
+def test_a_note_of_another_run_is_not_this_ones(
+    make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
+) -> None:
+    scene = make_scene(lambda run: Kept(run, store))
+    scene.start()
+    scene.all.step_end(synthetic.step_record(1))
+    scene.stop()
+    other = make_scene(lambda run: Kept(run, store))
+    other.start(run_id="id-2")
+    other.stop()
+    assert store["ids"] == ["own-0", "own-1"]
+    assert store["runs"][1].noted == Shown()
+
+
+@pytest.mark.capability("C-41")
+def test_a_tracker_gets_the_configuration_and_the_hashes(
+    make_scene: Callable[..., Scene], store: dict[str, Any]
+) -> None:
+    scene = make_scene(lambda run: Kept(run, store))
+    recipe = {"optimizer": {"learningRate": 1e-3}}
+    scene.directory.write_resolved(
+        {"configHash": "c", "dataFingerprint": "d", "manifest": {"spec": {"training": recipe}}}
+    )
+    checkpoint = scene.directory.checkpoints / "step-2.g1"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text("{}")
+    scene.start()
+    scene.event(EventType.SAVE, checkpoint="step-2.g1")
+    scene.stop()
+    (run,) = store["runs"]
+    flat = flatten(run.facts)
+    assert (flat["configHash"], flat["dataFingerprint"], flat["runId"]) == ("c", "d", "id-1")
+    assert flat["training.optimizer.learningRate"] == 1e-3
+    # The sha256 of "{}".
+    ((_, text),) = store["notes"]
+    assert text.startswith("sha256:44136fa355b3678a")
+
+
+class Broken:
+    """A library that fails at its second row."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.own_id, self.shown, self.rows = "own", Shown(), 0
+
+    def write(self, step: int, time: float, values: Values) -> None:
+        self.rows += 1
+        if self.rows == 2:
+            raise ConnectionError("no route\nto it")
+
+    def note(self, name: str, text: str) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def finish(self, end: End) -> None: ...
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for another thread; a hang ends the test by its timeout."""
+    while not condition():
+        time.sleep(0.001)
+
+
+def test_a_tracker_that_fails_is_switched_off_and_that_is_said(
+    make_scene: Callable[..., Scene], synthetic: ModuleType
+) -> None:
+    scene = make_scene(Broken)
+    scene.start()
+    step = 0
+
+    def has_ended() -> bool:
+        nonlocal step
+        step += 1
+        scene.all.step_end(synthetic.step_record(step))
+        return bool(scene.warnings)
+
+    until(has_ended)
+    scene.stop()
+    (message,) = scene.warnings
+    assert message == (
+        "observer TrackerObserver is switched off: tensorboard failed, ConnectionError: no route to it; "
+        "the next start of the run shows what is missing"
+    )
+
+
+def test_a_failure_that_no_later_step_could_find_is_said_at_the_end(
+    make_scene: Callable[..., Scene], synthetic: ModuleType
+) -> None:
+    scene = make_scene(Broken)
+    scene.start()
+    for step in (1, 2):
+        scene.all.step_end(synthetic.step_record(step))
+    scene.stop()
+    assert len(scene.warnings) == 1 and "ConnectionError" in scene.warnings[0]
+
+
+class Stuck:
+    """A library that never answers."""
+
+    gate = threading.Event()
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.own_id, self.shown = "own", Shown()
+
+    def write(self, step: int, time: float, values: Values) -> None:
+        self.gate.wait()
+
+    def note(self, name: str, text: str) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def finish(self, end: End) -> None: ...
+
+
+@pytest.fixture
+def stuck() -> Iterator[type[Stuck]]:
+    Stuck.gate = threading.Event()
+    yield Stuck
+    Stuck.gate.set()
+
+
+def test_a_tracker_that_hangs_costs_no_step_and_is_switched_off(
+    make_scene: Callable[..., Scene],
+    synthetic: ModuleType,
+    stuck: type[Stuck],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observers, "HANG_SECONDS", 0.0)
+    scene = make_scene(stuck)
+    scene.start()
+    step = 0
+
+    def has_ended() -> bool:
+        nonlocal step
+        step += 1
+        scene.all.step_end(synthetic.step_record(step))
+        return bool(scene.warnings)
+
+    until(has_ended)
+    (message,) = scene.warnings
+    assert "tensorboard has not answered for 0 s; the next start" in message
+
+
+def test_records_that_wait_are_bounded(
+    make_scene: Callable[..., Scene],
+    synthetic: ModuleType,
+    stuck: type[Stuck],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feeders, "MOST_WAITING", 3)
+    scene = make_scene(stuck)
+    scene.start()
+    for step in range(1, 8):
+        scene.all.step_end(synthetic.step_record(step))
+    (message,) = scene.warnings
+    assert "takes records more slowly than they come" in message
+
+
+def test_an_end_waits_for_all_trackers_together_only_so_long(
+    make_scene: Callable[..., Scene], synthetic: ModuleType, stuck: type[Stuck]
+) -> None:
+    scene = make_scene(stuck)
+    scene.patience._seconds = 0.01
+    scene.start()
+    scene.all.step_end(synthetic.step_record(1))
+    scene.stop("signal")
+    (message,) = scene.warnings
+    assert "has not taken the last records within" in message
+    now = 5.0
+    patience = Patience(2.0, clock=lambda: now)
+    assert patience.left() == 2.0
+    now = 6.5
+    assert patience.left() == 0.5
+    now = 9.0
+    assert patience.left() == 0.0
+    patience.begin()
+    assert patience.left() == 2.0
+
+
+def test_a_run_that_goes_back_in_the_same_process_is_opened_anew(
+    make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
+) -> None:
+    """All ranks have lost the state: rank 0's process reads a checkpoint and starts again."""
+    scene = make_scene(lambda run: Kept(run, store))
+    scene.start()
+    for step in (1, 2, 3):
+        scene.all.step_end(synthetic.step_record(step))
+    scene.start(2)
+    for step in (3, 4):
+        scene.all.step_end(synthetic.step_record(step))
+    scene.stop()
+    assert [step for step, _ in store["rows"]] == [1, 2, 3, 4]
+    assert store["ends"] == ["handed on", "complete"]
+
+
+@pytest.mark.parametrize("type_", ["tensorboard", "wandb", "mlflow", "aim"])
+def test_a_missing_library_is_refused_with_the_extra_that_installs_it(
+    type_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == type_ else find("json")
+    )
+    trackers = [{"type": type_}]
+    training = Training.model_validate({**TRAINING, "logging": {"trackers": trackers}})
+    (problem,) = check_trackers(training)
+    assert str(problem) == (
+        f"spec.training.logging.trackers[0].type: {type_} needs the package {type_}; not installed here. "
+        f"Install the extra, pip install 'evergrad-trainer[{type_}]', or remove the tracker."
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find("json"))
+    assert list(check_trackers(training)) == []

@@ -1,0 +1,90 @@
+"""Leases: a reader beside the run keeps a checkpoint from being retired, for as long as the reader lives.
+
+A lease is a small file that its holder touches every few seconds. It ends with its file, or when it was not
+touched for a while, so that a reader that was killed holds nothing for long. All times are those that the
+volume gives its files: no clocks of two hosts are compared.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from evergrad_trainer.checkpoint.files import list_entries
+from evergrad_trainer.checkpoint.layout import LEASES
+from evergrad_trainer.durable import unique_suffix, write_new
+
+LEASE_SECONDS: Final = 120.0
+"""How long a lease lasts after it was touched: a volume may be away for a while."""
+RENEWAL_SECONDS: Final = 20.0
+"""How often a holder touches its lease: several times, before it ends."""
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def hold(directory: Path, checkpoint: str) -> Iterator[None]:
+    """Keep a checkpoint of a ``checkpoints`` directory from being retired. Raises OSError where that cannot
+    be written.
+
+    The checkpoint may have been retired just before: whoever holds it looks whether it is there.
+    """
+    path = directory / LEASES / f"{checkpoint}.{unique_suffix()}"
+    content = {"checkpoint": checkpoint, "host": socket.gethostname(), "pid": os.getpid()}
+    data = json.dumps(content).encode() + b"\n"
+    path.parent.mkdir(exist_ok=True)
+    write_new(path, data)
+    is_over = threading.Event()
+
+    def renew() -> None:
+        while not is_over.wait(RENEWAL_SECONDS):
+            try:
+                os.utime(path)
+            except FileNotFoundError:
+                # This process stood still for too long, and somebody has tidied up.
+                with contextlib.suppress(OSError):
+                    write_new(path, data)
+            except OSError as error:
+                _log.warning("%s: the lease could not be renewed: %s", path, error)
+
+    thread = threading.Thread(target=renew, name="checkpoint-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def find_leased(directory: Path, *, now: float) -> set[str]:
+    """Names of the checkpoints that somebody reads; leases that have ended are removed.
+
+    ``now``: what the volume gives a file that is written now. Raises OSError.
+    """
+    names = set()
+    for path in list_entries(directory / LEASES):
+        with contextlib.suppress(FileNotFoundError):
+            # Also where it lies in the future: the volume's clock was set back, and a living holder is
+            # stamped by it as it is now.
+            if abs(now - path.stat().st_mtime) > LEASE_SECONDS:
+                path.unlink()
+                continue
+            names.add(_read(path))
+    names.discard("")
+    return names
+
+
+def _read(path: Path) -> str:
+    """The checkpoint of a lease; empty where it is being written."""
+    try:
+        return str(json.loads(path.read_bytes())["checkpoint"])
+    except (ValueError, TypeError, KeyError):
+        # Its name says the same, for as long as no checkpoint's name ends like a suffix.
+        return path.name.rpartition(".")[0]

@@ -1,0 +1,202 @@
+"""``evergrad evaluate``: measure checkpoints of a run on its evaluation sets, beside the run or after it."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from evergrad_coordinator.contract import ExitCode, RunFile
+from evergrad_coordinator.text import count, duration
+from evergrad_trainer.checkpoint.store import Store, open_store
+from evergrad_trainer.run_directory import RunDirectory, dumps_strict
+
+if TYPE_CHECKING:
+    from evergrad_trainer.evaluation.measuring import Evaluator, Measured
+    from evergrad_trainer.evaluation.opening import RecordedRun
+    from evergrad_trainer.worker.signals import StopSignals
+
+NAME = "evaluate"
+EXAMPLES = """\
+  evergrad evaluate runs/docs-lm
+  evergrad evaluate runs/docs-lm --checkpoint best --set heldOut --set wiki
+  evergrad evaluate runs/docs-lm --checkpoint 1200 --json | jq '.results[].loss'
+  evergrad evaluate runs/docs-lm --watch      # each new checkpoint, until the run is complete"""
+POLL_SECONDS: Final = 1.0
+"""How often --watch looks for a new checkpoint."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the run, the checkpoint and the sets."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--checkpoint",
+        default="last",
+        metavar="STEP|best|last",
+        help="which checkpoint (default: %(default)s)",
+    )
+    which.add_argument(
+        "--watch",
+        action="store_true",
+        help="every checkpoint, each new one as it is published, until the run is complete",
+    )
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this evaluation set; may be given several times (default: all)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document; with --watch one object a line",
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Evaluate; the exit code is 0, or 75 where a stop cut it: what was measured is kept then.
+
+    Raises RunDirectoryError, CheckpointError and ConfigurationError.
+    """
+    from evergrad_trainer.evaluation.choice import choose_checkpoint
+    from evergrad_trainer.evaluation.measuring import CutError, held
+    from evergrad_trainer.evaluation.opening import read_recorded
+    from evergrad_trainer.worker.signals import StopSignals
+
+    recorded = read_recorded(args.run)
+    store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
+    with contextlib.ExitStack() as stack:
+        candidate = None
+        if not args.watch:
+            # Held from here on: to open the run may take longer than it lives on to its next save.
+            candidate = choose_checkpoint(store, args.checkpoint)
+            stack.enter_context(held(recorded.directory, candidate))
+        evaluator = _open(args, recorded, store, signals)
+        signals.install()
+        stack.callback(signals.uninstall)
+        try:
+            if candidate is None:
+                return _watch(args, evaluator, signals)
+            measured = list(evaluator.evaluate(candidate))
+        except CutError:
+            print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
+            return int(ExitCode.STOPPED_SAVED)
+    if args.json:
+        document = {
+            "checkpoint": candidate.name,
+            "step": candidate.version.step,
+            "results": [_row(one) for one in measured],
+        }
+        print(dumps_strict(document, indent=1))
+    else:
+        _print_table(measured)
+    return int(ExitCode.DONE)
+
+
+def _open(
+    args: argparse.Namespace, recorded: "RecordedRun", store: Store, signals: "StopSignals"
+) -> "Evaluator":
+    """Open the run on the sets that are asked for, and tidy up after earlier evaluations."""
+    from evergrad_trainer.cli.prepare import prepare_with_progress
+    from evergrad_trainer.evaluation.choice import list_checkpoints
+    from evergrad_trainer.evaluation.measuring import Evaluator
+    from evergrad_trainer.evaluation.opening import open_run
+    from evergrad_trainer.evaluation.results import remove_stale_cuts
+
+    opened = open_run(
+        recorded,
+        args.sets,
+        prepare_data=lambda run, base, shared: prepare_with_progress(
+            run.training, base_directory=base, prepared_directory=shared
+        ),
+    )
+    remove_stale_cuts(args.run, [one.name for one in list_checkpoints(store)])
+    return Evaluator(
+        opened,
+        store,
+        is_stopping=lambda: signals.is_requested,
+        on_progress=_show_progress,
+    )
+
+
+def _show_progress(name: str, done: int, total: int) -> None:
+    """Say on a terminal how far a set is."""
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        print(f"\r{name}: {done}/{total} batches", end=end, file=sys.stderr, flush=True)
+
+
+def _watch(args: argparse.Namespace, evaluator: "Evaluator", signals: "StopSignals") -> int:
+    """Evaluate each checkpoint as it is published, oldest first, until the run is complete."""
+    from evergrad_trainer.evaluation.watching import watch
+
+    for measured in watch(
+        evaluator,
+        RunDirectory(args.run),
+        wait=lambda: signals.wait(POLL_SECONDS),
+        warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
+    ):
+        if args.json:
+            print(dumps_strict(_row(measured)), flush=True)
+        else:
+            print(_line(measured), flush=True)
+    if signals.is_requested:
+        print("stopped while it waited for the next checkpoint", file=sys.stderr)
+        return int(ExitCode.STOPPED_SAVED)
+    return int(ExitCode.DONE)
+
+
+def _row(measured: "Measured") -> dict[str, Any]:
+    """A result as programs read it."""
+    return {**measured.values, "file": measured.file, "is_new": measured.is_new}
+
+
+_TITLES: Final = ("STEP", "SET", "LOSS", "PERPLEXITY", "TOKENS", "TOOK")
+
+
+def _cells(values: dict[str, Any]) -> tuple[str, ...]:
+    loss, perplexity = (
+        "–" if values[name] is None else f"{values[name]:.{digits}f}"
+        for name, digits in (("loss", 4), ("perplexity", 2))
+    )
+    return (
+        str(values["step"]),
+        values["name"],
+        loss,
+        perplexity,
+        count(values["tokens"]),
+        duration(values["seconds"]),
+    )
+
+
+def _line(measured: "Measured") -> str:
+    """A result on one line, for a log."""
+    cells = _cells(measured.values)
+    shown = " ".join(
+        f"{title.lower()}={cell}" for title, cell in zip(_TITLES, cells, strict=True)
+    )
+    metrics = measured.values.get("metrics", {})
+    more = "".join(f" {name}={value}" for name, value in metrics.items())
+    return shown + more
+
+
+def _print_table(measured: Sequence["Measured"]) -> None:
+    """Results one below the other, and where they are."""
+    rows = [_TITLES, *(_cells(one.values) for one in measured)]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(_TITLES))]
+    for row in rows:
+        print(
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            ).rstrip()
+        )
+    for one in measured:
+        for name, value in one.values.get("metrics", {}).items():
+            print(f"{one.values['name']}/{name}: {value}")
+    for one in measured:
+        note = "" if one.is_new else " (measured before)"
+        print(f"{one.file}{note}")

@@ -1,0 +1,1 @@
+"""Evaluates checkpoints of a run beside it, or after it: `evergrad evaluate`."""

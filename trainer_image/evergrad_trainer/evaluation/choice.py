@@ -1,0 +1,116 @@
+"""Which checkpoint and which sets are meant. Raises what a person can mend."""
+
+from collections.abc import Collection, Sequence
+
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+from evergrad_manifest.spelling import nearest
+from evergrad_trainer.checkpoint.layout import BEST
+from evergrad_trainer.checkpoint.manifest import (
+    Candidate,
+    InvalidCheckpointError,
+    UnknownFormatError,
+)
+from evergrad_trainer.checkpoint.retention import choose_best
+from evergrad_trainer.checkpoint.store import Store
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.run_directory import reported
+from evergrad_trainer.volume import retry
+
+_MOST_NAMED = 10
+"""Steps that a message lists."""
+
+
+def list_checkpoints(store: Store) -> list[Candidate]:
+    """All checkpoints, newest first, readable or not; tried again for a while where the volume refuses.
+
+    Raises VolumeError or RunDirectoryError.
+    """
+    where, what = store.reader.locate(""), "the checkpoints cannot be listed"
+    with reported(where, what=what):
+        return retry(store.catalog.scan, where=where, what=what)
+
+
+def choose_checkpoint(store: Store, asked: str) -> Candidate:
+    """The checkpoint that ``asked`` means: ``last``, ``best``, or a step.
+
+    Of several of one step, and for ``last``, it is the newest whose files have their sizes. Raises
+    CheckpointError where there is none, ConfigurationError for what is no step.
+    """
+    where = store.reader.locate("").rstrip("/")
+    if asked not in ("last", "best") and not asked.isdecimal():
+        why = "a checkpoint is named by its step, or as best or last"
+        raise ConfigurationError(
+            Problem("--checkpoint", f"{asked!r} is no step", why, "Use a step, best or last")
+        )
+    found = list_checkpoints(store)
+    if not found:
+        remedy = "Wait for the run's first save, or let --watch wait for it"
+        raise CheckpointError(
+            Problem(where, "holds no checkpoint", "the run has not saved one yet", remedy)
+        )
+
+    steps = sorted({candidate.version.step for candidate in found})
+    listed = ", ".join(map(str, steps[-_MOST_NAMED:]))
+    wanted = found
+    if asked == "best":
+        best = choose_best(found, store.catalog.read_pointer(BEST))
+        wanted = [candidate for candidate in found if candidate.name == best]
+        if not wanted:
+            why = "spec.training.checkpoint.best is not set, or nothing was evaluated yet"
+            remedy = f"Name a step; there are {listed}"
+            raise CheckpointError(Problem(where, "no checkpoint is the best", why, remedy))
+    elif asked != "last":
+        wanted = [candidate for candidate in found if candidate.version.step == int(asked)]
+        if not wanted:
+            why = "the run has not saved it, or retention has removed it"
+            remedy = f"Choose one of those that are there: {listed}"
+            raise CheckpointError(
+                Problem(where, f"holds no checkpoint of step {asked}", why, remedy)
+            )
+    return _newest_whole(store, wanted)
+
+
+def _newest_whole(store: Store, wanted: Sequence[Candidate]) -> Candidate:
+    """The first of ``wanted`` whose files are there; raises CheckpointError with the reasons of all."""
+    problems = []
+    for candidate in wanted:
+        try:
+            store.reader.validate(candidate.name, checksums=False)
+        except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
+            remedy = "Look at it with `evergrad checkpoint verify`, or choose another one"
+            where = store.reader.locate(candidate.name)
+            problems.append(Problem(where, "cannot be loaded", str(error), remedy))
+        else:
+            return candidate
+    raise CheckpointError(*problems)
+
+
+def choose_sets(
+    sets: Sequence[EvaluationSet], asked: Collection[str]
+) -> tuple[EvaluationSet, ...]:
+    """The sets that are ``asked`` for, in the run's order; without any, all of them.
+
+    Raises ConfigurationError for names that no set has, and where the run has no sets.
+    """
+    names = [one.name for one in sets]
+    if not names:
+        why = "its file has neither data.heldOut nor evaluation.sources"
+        remedy = (
+            "Add a set to the run's file and start it again; its checkpoints stay as they are"
+        )
+        raise ConfigurationError(
+            Problem("spec.training.evaluation", "the run has no evaluation set", why, remedy)
+        )
+    problems = []
+    for name in asked:
+        if name not in names:
+            near = nearest(name, names)
+            why = f"did you mean {near}?" if near else "the run's file has no such set"
+            problems.append(
+                Problem(
+                    "--set", f"{name!r} is no evaluation set", why, f"Known: {', '.join(names)}"
+                )
+            )
+    raise_if(problems, ConfigurationError)
+    return tuple(one for one in sets if not asked or one.name in asked)

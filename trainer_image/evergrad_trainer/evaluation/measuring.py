@@ -1,0 +1,205 @@
+"""Measures checkpoints of an opened run on its sets: each once, and from where an earlier try was cut."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.checkpoint.leases import hold
+from evergrad_trainer.checkpoint.manifest import Candidate
+from evergrad_trainer.checkpoint.restoring import load_newest
+from evergrad_trainer.checkpoint.search import Search
+from evergrad_trainer.checkpoint.store import Store
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.evaluation.opening import OpenedRun
+from evergrad_trainer.evaluation.results import (
+    Place,
+    place_of,
+    read_cut,
+    read_result,
+    write_cut,
+    write_result,
+)
+from evergrad_trainer.records import EvaluationRecord, record_row
+from evergrad_trainer.run_directory import RunDirectory, reported
+from evergrad_trainer.state.registry import from_extra
+from evergrad_trainer.training.evaluation import EvaluationResult
+from evergrad_trainer.training.run import perplexity_of
+from evergrad_trainer.worker.restoring import settle_snapshots
+
+KEPT_SECONDS = 10.0
+"""How often what was measured is written down: at most so much is lost to a kill."""
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with a set's name, its batches so far and all of them."""
+
+
+@contextlib.contextmanager
+def held(directory: RunDirectory, candidate: Candidate) -> Iterator[None]:
+    """Hold a checkpoint of a run against retention. Raises RunDirectoryError or VolumeError."""
+    where = directory.checkpoints
+    with contextlib.ExitStack() as stack:
+        with reported(where, what="the checkpoint cannot be held"):
+            stack.enter_context(hold(where, candidate.name))
+        yield
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One result. ``is_new``: it was measured now, and not found."""
+
+    values: dict[str, Any]
+    file: str
+    is_new: bool
+
+
+class CutError(Exception):
+    """A stop has cut the evaluation; what was measured is kept."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates checkpoints of one opened run on its chosen sets."""
+
+    opened: OpenedRun
+    store: Store
+    is_stopping: Callable[[], bool]
+    on_progress: OnProgress
+
+    def find(self, candidate: Candidate) -> list[Measured] | None:
+        """The results of a checkpoint, or None where one is missing."""
+        found = [self._find(candidate, one) for one in self.opened.sets]
+        return None if None in found else [one for one in found if one is not None]
+
+    def evaluate(self, candidate: Candidate) -> Iterator[Measured]:
+        """Yield the result of each set as it is there, measured now or before.
+
+        The checkpoint is held meanwhile. Raises CheckpointError where it is damaged, gone, or of another run,
+        and CutError.
+        """
+        if (known := self.find(candidate)) is not None:
+            yield from known
+            return
+        with held(self.opened.session.directory, candidate):
+            self._load(candidate)
+            for one in self.opened.sets:
+                yield self._find(candidate, one) or self._measure(candidate, one)
+
+    def _find(self, candidate: Candidate, one: EvaluationSet) -> Measured | None:
+        place = self._place(candidate, one)
+        values = read_result(place)
+        return None if values is None else Measured(values, str(place.path), is_new=False)
+
+    def _place(self, candidate: Candidate, one: EvaluationSet) -> Place:
+        assert candidate.manifest is not None  # noqa: S101 - only readable ones are evaluated
+        return place_of(
+            self.opened.session.directory.path,
+            checkpoint=candidate.name,
+            checksum=candidate.manifest.checksum,
+            name=one.name,
+            key=self.opened.evaluator.key(one),
+        )
+
+    def _load(self, candidate: Candidate) -> None:
+        """Load the weights of one held checkpoint, validated; its optimizer is not read."""
+        session, machinery = self.opened.session, self.opened.machinery
+        where = self.store.reader.locate(candidate.name)
+        gone = Problem(
+            where,
+            "is not there any more",
+            "retention has removed it since it was found",
+            "Choose another one, or raise spec.training.checkpoint.keep",
+        )
+        # Its name may be that of another one by now, whose result would lie under this one's.
+        now, found_then = (
+            self.store.catalog.describe(candidate.name).manifest,
+            candidate.manifest,
+        )
+        if now is None or found_then is None or now.checksum != found_then.checksum:
+            raise CheckpointError(gone)
+
+        # All but the optimizer's. By the first part of their names, so that what the checkpoint holds beyond
+        # them is still an error.
+        state = machinery.state()
+        prefixes = tuple({f"{name.partition('.')[0]}." for name in state})
+        search = Search(
+            self.store,
+            checksums=True,
+            identity=session.identity,
+            prefix=prefixes,
+            only=candidate.name,
+        )
+        found = load_newest(search, state, world=session.world)
+        if found is None:
+            raise CheckpointError(gone)
+        machinery.registry.load_values(from_extra(found[0].extra))
+        # What it was trained beside is in the checkpoint of another step, which is kept.
+        settle_snapshots(session, machinery)
+
+    def _measure(self, candidate: Candidate, one: EvaluationSet) -> Measured:
+        """Measure the loaded checkpoint on one set, and write the result. Raises CutError."""
+        session, place = self.opened.session, self._place(candidate, one)
+        stage = session.data.train.stage(max(1, session.progress.finished_steps))
+        tally = self.opened.evaluator.open_tally(one, read_cut(place), stage=stage)
+        kept = time.monotonic()
+
+        def note(done: int, total: int) -> None:
+            nonlocal kept
+            self.on_progress(one.name, done, total)
+            if tally.done and time.monotonic() - kept > KEPT_SECONDS:
+                write_cut(place, tally.to_json())
+                kept = time.monotonic()
+
+        result = self.opened.evaluator.run(
+            one,
+            session.world,
+            tally,
+            stage=stage,
+            is_stopping=self.is_stopping,
+            on_progress=note,
+        )
+        if result is None:
+            write_cut(place, tally.to_json())
+            raise CutError
+        values = write_result(place, self._describe(candidate, one, result, tally.seconds))
+        return Measured(values, str(place.path), is_new=True)
+
+    def _describe(
+        self,
+        candidate: Candidate,
+        one: EvaluationSet,
+        result: EvaluationResult,
+        seconds: float,
+    ) -> dict[str, Any]:
+        """What a result says: a row of ``evaluation.jsonl``, and what it was measured on and with.
+
+        ``seconds``: of all tries.
+        """
+        manifest = candidate.manifest
+        assert manifest is not None  # noqa: S101 - it was loaded
+        record = EvaluationRecord(
+            step=candidate.version.step,
+            generation=candidate.version.generation,
+            name=one.name,
+            loss=result.loss,
+            perplexity=perplexity_of(result.loss),
+            tokens=result.weight,
+            seconds=seconds,
+            time=time.time(),
+            metrics=result.metrics,
+        )
+        session = self.opened.session
+        return {
+            "run": session.plan.run.metadata.name,
+            **record_row(record),
+            "checkpoint": candidate.name,
+            "checkpoint_hash": manifest.checksum,
+            "samples": one.num_samples,
+            "batches": one.num_batches,
+            "set_hash": one.fingerprint,
+            "task_hash": session.plan.task_hash,
+            "device": session.world.device.type,
+        }

@@ -1,0 +1,146 @@
+"""Traces some steps with torch's profiler, on a schedule, into files of the run directory."""
+
+import logging
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from evergrad_manifest.training import Profile
+from evergrad_trainer import torch_private
+from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.records import RunInfo, StepRecord
+
+_log = logging.getLogger(__name__)
+
+WRITING_SECONDS: Final = 10.0
+"""How long the end of a process waits for its last trace."""
+_FILE: Final = re.compile(r"step-(\d+)\.")
+
+
+class Trace(Protocol):
+    """One recording of torch's profiler, or what stands for it."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def export_chrome_trace(self, path: str) -> None: ...
+
+
+def begin_trace(settings: Profile) -> Trace:
+    """A recording of what the host and, where there is one, the accelerator do."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_initialized():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profile: Any = torch.profiler.profile(
+        activities=activities, record_shapes=True, profile_memory=settings.memory
+    )
+    return profile  # type: ignore[no-any-return]
+
+
+class Profiler(BaseObserver):
+    """Traces by the numbers of the steps, so that every process of a run traces the same ones."""
+
+    def __init__(
+        self,
+        settings: Profile,
+        folder: Path,
+        *,
+        begin: Callable[[Profile], Trace] = begin_trace,
+    ) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._begin = begin
+        self._trace: Trace | None = None
+        self._first = 0
+        self._left = 0
+        self._writing: threading.Thread | None = None
+
+    def run_start(self, info: RunInfo) -> None:
+        # Where rank 0 starts or goes on: its next step may be the first of a trace.
+        if self._trace is None and is_first(self._settings, info.start_step + 1):
+            self._start(info.start_step + 1)
+
+    def step_end(self, record: StepRecord) -> None:
+        if self._trace is not None:
+            self._left -= 1
+            if self._left <= 0:
+                self._end()
+        if self._trace is None and is_first(self._settings, record.step + 1):
+            self._start(record.step + 1)
+
+    def close(self) -> None:
+        if self._trace is not None and self._left < self._settings.steps:
+            # The run ends or leaves in the middle of it: what there is of it is worth having.
+            self._end()
+        elif self._trace is not None:
+            self._trace.stop()
+            self._trace = None
+        if self._writing is not None:
+            self._writing.join(WRITING_SECONDS)
+
+    def _start(self, step: int) -> None:
+        if self._writing is not None and self._writing.is_alive():
+            # A slow volume: a trace is missed, instead of a step.
+            _log.warning("no trace of step %d: the one before is still being written", step)
+            return
+        self._trace = self._begin(self._settings)
+        self._first, self._left = step, self._settings.steps
+        if self._settings.memory and torch.cuda.is_initialized():
+            torch_private.record_memory(self._settings.max_entries)
+        self._trace.start()
+
+    def _end(self) -> None:
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        trace.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"step-{self._first}.{socket.gethostname()}.{os.getpid()}"
+        if self._settings.memory and torch.cuda.is_initialized():
+            torch_private.dump_memory(str(self._folder / f"{name}.memory.pickle"))
+            torch_private.record_memory(None)
+        # Beside the training: writing a long one takes seconds.
+        self._writing = threading.Thread(
+            target=self._write, args=(trace, name), name="evergrad-trace", daemon=True
+        )
+        self._writing.start()
+
+    def _write(self, trace: Trace, name: str) -> None:
+        try:
+            path = self._folder / f"{name}.trace.json.gz"
+            partial = path.with_name(f".{name}.partial.json.gz")
+            trace.export_chrome_trace(str(partial))
+            partial.replace(path)
+            _log.info("traced %d steps: %s", self._settings.steps, path)
+            prune(self._folder, keep=self._settings.keep)
+        except Exception as error:  # noqa: BLE001 - a trace that cannot be written costs nothing but itself
+            _log.warning(
+                "the trace %s cannot be written: %s: %s", name, type(error).__name__, error
+            )
+
+
+def is_first(settings: Profile, step: int) -> bool:
+    """Whether a trace begins with ``step``."""
+    after = step - settings.first_step
+    if settings.every is None:
+        return after == 0
+    return after >= 0 and after % settings.every == 0
+
+
+def prune(folder: Path, *, keep: int) -> None:
+    """Remove the files of all traces but those of the ``keep`` newest steps, of whichever process."""
+    found: dict[int, list[Path]] = {}
+    for path in folder.iterdir():
+        if match := _FILE.match(path.name):
+            found.setdefault(int(match[1]), []).append(path)
+    for step in sorted(found)[:-keep]:
+        for path in found[step]:
+            # Another process may do the same.
+            path.unlink(missing_ok=True)

@@ -1,0 +1,249 @@
+"""Feeds one tracker in a thread of its own, so that a library that is slow, fails or hangs costs no step.
+
+What is shown follows from the run's own files: whatever a kill, a hang or a failure has kept from a tracker,
+the next feeder of the run reads there and shows. A note beside the files says up to where everything is
+shown.
+"""
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from evergrad_manifest.training import Tracker
+from evergrad_trainer.observers.trackers.interface import End, Library, Shown, TrackedRun
+from evergrad_trainer.observers.trackers.rows import (
+    Record,
+    advance,
+    is_shown,
+    read_missed,
+    values_of,
+)
+from evergrad_trainer.records import RunInfo
+from evergrad_trainer.run_directory import (
+    RunDirectory,
+    dumps_strict,
+    read_json_object,
+    write_atomically,
+)
+
+_log = logging.getLogger(__name__)
+
+MOST_WAITING: Final = 10_000
+"""Records that wait for a library: more are left to the run's files, from which a later start shows them."""
+FLUSH_SECONDS: Final = 2.0
+"""Between two notes of what is shown: a kill has the steps since then read from the run's files."""
+
+Opener = Callable[[TrackedRun], Library]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was published, by its name."""
+
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The last thing that a feeder is given."""
+
+    end: End
+
+
+Item = RunInfo | Record | Saved | Finish
+
+
+class Feeder:
+    """The thread, and what is known of it from outside."""
+
+    def __init__(
+        self,
+        settings: Tracker,
+        open_library: Opener,
+        directory: RunDirectory,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failure: Exception | None = None
+        self._settings = settings
+        self._open_library = open_library
+        self._directory = directory
+        self._clock = clock
+        self._folder = directory.trackers
+        self._items: queue.Queue[Item] = queue.Queue(MOST_WAITING)
+        self._busy_since: float | None = None
+        self._is_done = threading.Event()
+        self._is_abandoned = False
+        self._library: Library | None = None
+        self._info: RunInfo | None = None
+        self._shown = Shown()
+        self._noted = Shown()
+        self._flushed_at = 0.0
+        self._thread = threading.Thread(
+            target=self._live, name=f"evergrad-{settings.type}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the library has been at one record; 0 where it waits for the next."""
+        since = self._busy_since
+        return 0.0 if since is None else self._clock() - since
+
+    def give(self, item: Item) -> bool:
+        """Hand an item over, and do not wait; False where too many wait already."""
+        try:
+            self._items.put_nowait(item)
+        except queue.Full:
+            return False
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until everything is shown and let go of; whether it is."""
+        return self._is_done.wait(seconds)
+
+    def abandon(self) -> None:
+        """Have it write nothing more, at the latest when its library answers."""
+        self._is_abandoned = True
+
+    def _live(self) -> None:
+        try:
+            while not self._is_abandoned:
+                item = self._take()
+                if item is not None:
+                    self._show(item)
+                if self._clock() - self._flushed_at >= FLUSH_SECONDS:
+                    self._flush()
+                self._busy_since = None
+                if isinstance(item, Finish):
+                    return
+        except Exception as error:  # noqa: BLE001 - whatever a library raises is told to the observer, and ends the tracker alone
+            _log.warning("tracker %s: %s: %s", self._settings.type, type(error).__name__, error)
+            self.failure = error
+        finally:
+            self._busy_since = None
+            self._is_done.set()
+
+    def _take(self) -> Item | None:
+        """The next item; None where it is time for a flush first."""
+        has_news = self._shown != self._noted
+        left = max(0.01, self._flushed_at + FLUSH_SECONDS - self._clock())
+        try:
+            item = self._items.get(timeout=left if has_news else None)
+        except queue.Empty:
+            item = None
+        self._busy_since = self._clock()
+        return item
+
+    def _show(self, item: Item) -> None:
+        if isinstance(item, RunInfo):
+            self._open(item)
+        elif self._library is None:
+            # It was never opened: nothing has begun.
+            return
+        elif isinstance(item, Saved):
+            identity = _identify(self._directory.checkpoints / item.checkpoint)
+            self._library.note(f"checkpoint/{item.checkpoint}", identity)
+        elif isinstance(item, Finish):
+            self._flush()
+            self._library.finish(item.end)
+        else:
+            self._write(item)
+
+    def _open(self, info: RunInfo) -> None:
+        """Open the library, or open it anew where the run goes back, and show what it has missed."""
+        if self._library is not None:
+            self._library.finish("handed on")
+        type_ = self._settings.type
+        noted = self._read_note(info.run_id)
+        default = self._folder / type_
+        base = self._settings.directory
+        run = TrackedRun(
+            run_id=info.run_id,
+            name=info.name,
+            settings=self._settings,
+            directory=default if base is None else self._directory.path / base / info.name,
+            facts=_facts_of(self._directory, info),
+            start_step=info.start_step,
+            own_id=str(noted.get("id", "")),
+            noted=Shown(
+                int(noted.get("step", 0)),
+                {str(name): int(step) for name, step in noted.get("evaluations", {}).items()},
+            ),
+        )
+        library = self._library = self._open_library(run)
+        self._info, self._shown = info, library.shown
+        # At once: the library's own id must outlive a kill in the very first step.
+        self._write_note(library)
+
+        for record in read_missed(self._directory, library.shown, newest=info.start_step):
+            if self._is_abandoned:
+                return
+            # A long run that is shown for the first time takes its time, and does not hang.
+            self._busy_since = self._clock()
+            self._write(record)
+
+    def _write(self, record: Record) -> None:
+        library, info = self._library, self._info
+        if library is None or info is None or is_shown(self._shown, record):
+            return
+        library.write(record.step, record.time, values_of(record, info))
+        self._shown = advance(self._shown, record)
+
+    def _flush(self) -> None:
+        self._flushed_at = self._clock()
+        if self._library is not None and self._shown != self._noted:
+            self._library.flush()
+            self._write_note(self._library)
+
+    def _read_note(self, run_id: str) -> dict[str, Any]:
+        found = read_json_object(self._folder / f"{self._settings.type}.json") or {}
+        # Of another run, whose directory was copied: this one is not shown yet.
+        return found if found.get("run") == run_id else {}
+
+    def _write_note(self, library: Library) -> None:
+        shown, info = self._shown, self._info
+        note = {
+            "run": "" if info is None else info.run_id,
+            "id": library.own_id,
+            "step": shown.step,
+            "evaluations": dict(shown.evaluations),
+        }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{self._settings.type}.json"
+        write_atomically(path, dumps_strict(note) + "\n")
+        self._noted = shown
+
+
+def _facts_of(directory: RunDirectory, info: RunInfo) -> dict[str, Any]:
+    """What a tracker keeps of the run's configuration, as nested mappings."""
+    resolved = directory.read_resolved() or {}
+    facts = {
+        "run": info.name,
+        "runId": info.run_id,
+        "model": info.model,
+        "parameters": info.parameters,
+        "totalSteps": info.total_steps,
+        "tokensPerStep": info.tokens_per_step,
+    }
+    facts |= {
+        key: resolved[key] for key in ("configHash", "dataFingerprint") if key in resolved
+    }
+    training = resolved.get("manifest", {}).get("spec", {}).get("training", {})
+    return {**facts, "training": training}
+
+
+def _identify(checkpoint: Path) -> str:
+    """A hash of a checkpoint's manifest, which has the checksum of each of its files."""
+    try:
+        content = (checkpoint / "manifest.json").read_bytes()
+    except OSError:
+        # Retention may have removed it already.
+        return "gone"
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"

@@ -1,0 +1,58 @@
+"""The trackers that there are: what opens each, and which packages it needs."""
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Final
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training import Tracker, Training
+from evergrad_trainer.observers.trackers.feeder import Opener
+from evergrad_trainer.observers.trackers.interface import Library, TrackedRun
+
+_HERE: Final = "evergrad_trainer.observers.trackers"
+_CLASSES: Final = {
+    "tensorboard": f"{_HERE}.tensorboard:TensorBoard",
+    "wandb": f"{_HERE}.weights_and_biases:WeightsAndBiases",
+    "mlflow": f"{_HERE}.mlflow:MLflow",
+    "aim": f"{_HERE}.aim:Aim",
+}
+"""Module and class of each type."""
+_PACKAGES: Final = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "aim": ("aim",),
+}
+"""Modules that each type imports; the extra of the trainer that installs them has the type's name."""
+
+
+def find_opener(type_: str) -> Opener:
+    """What opens a library of that type, imported only when it is called."""
+    module, _, name = _CLASSES[type_].partition(":")
+
+    def open_library(run: TrackedRun) -> Library:
+        library: Library = getattr(importlib.import_module(module), name)(run)
+        return library
+
+    return open_library
+
+
+def check_trackers(training: Training) -> Iterator[Problem]:
+    """Trackers whose packages are not installed: refused before the first step."""
+    for index, tracker in enumerate(training.logging.trackers):
+        missing = [name for name in _needed(tracker) if importlib.util.find_spec(name) is None]
+        if missing:
+            plural = "packages" if len(missing) > 1 else "package"
+            yield Problem(
+                f"spec.training.logging.trackers[{index}].type",
+                f"{tracker.type} needs the {plural} {', '.join(missing)}",
+                "not installed here",
+                f"Install the extra, pip install 'evergrad-trainer[{tracker.type}]', or remove the tracker",
+            )
+
+
+def _needed(tracker: Tracker) -> tuple[str, ...]:
+    is_local = tracker.type == "mlflow" and tracker.mode == "offline"
+    # Its client alone, which is enough for a server, has no databases.
+    return _PACKAGES[tracker.type] + (("sqlalchemy", "alembic") if is_local else ())

@@ -1,0 +1,121 @@
+"""Observer of rank 0 that shows the run in one tracker, and is switched off where its library fails or
+hangs."""
+
+import time
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from evergrad_manifest.training import Tracker
+from evergrad_trainer.observers.base import BaseObserver, GivesUp
+from evergrad_trainer.observers.trackers.feeder import Feeder, Finish, Item, Opener, Saved
+from evergrad_trainer.observers.trackers.interface import End
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
+from evergrad_trainer.run_directory import RunDirectory
+
+HANG_SECONDS: Final = 120.0
+"""Longest time that a library may take for one record, or to open."""
+CLOSING_SECONDS: Final = 5.0
+"""How long an end waits for all trackers together: whoever asked the run to stop may kill next."""
+
+_LATER: Final = "the next start of the run shows what is missing"
+
+
+class Patience:
+    """The time that the end of a process has for all of its trackers together."""
+
+    def __init__(
+        self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds = CLOSING_SECONDS if seconds is None else seconds
+        self._clock = clock
+        self._until: float | None = None
+
+    def begin(self) -> None:
+        """Forget that something has ended."""
+        self._until = None
+
+    def left(self) -> float:
+        """Seconds that are left; they run from the first time that this is asked."""
+        if self._until is None:
+            self._until = self._clock() + self._seconds
+        return max(0.0, self._until - self._clock())
+
+
+class TrackerObserver(BaseObserver):
+    """Hands records to a feeder. No call of it waits, but for the end."""
+
+    def __init__(
+        self,
+        settings: Tracker,
+        open_library: Opener,
+        directory: RunDirectory,
+        *,
+        patience: Patience,
+    ) -> None:
+        self._settings = settings
+        self._open_library = open_library
+        self._directory = directory
+        self._patience = patience
+        self._feeder: Feeder | None = None
+
+    def run_start(self, info: RunInfo) -> None:
+        self._patience.begin()
+        if self._feeder is None:
+            self._feeder = Feeder(self._settings, self._open_library, self._directory)
+        self._give(info)
+
+    def step_end(self, record: StepRecord) -> None:
+        self._give(record)
+
+    def evaluation_end(self, record: EvaluationRecord) -> None:
+        self._give(record)
+
+    def event(self, event: Event) -> None:
+        if event.type == EventType.SAVE:
+            self._give(Saved(str(event.fields.get("checkpoint", ""))))
+        elif event.type == EventType.STOP:
+            self._finish("complete" if event.fields.get("reason") == "complete" else "stopped")
+        elif event.type == EventType.FAILED:
+            self._finish("failed")
+
+    def close(self) -> None:
+        feeder, self._feeder = self._feeder, None
+        if feeder is None:
+            return
+        # Not after the run has ended: another process goes on with it.
+        if feeder.give(Finish("handed on")):
+            feeder.wait(self._patience.left())
+        feeder.abandon()
+
+    def _give(self, item: Item) -> None:
+        feeder = self._feeder
+        if feeder is None:
+            return
+        self._raise_if_lost(feeder)
+        if not feeder.give(item):
+            self._lose(feeder, "takes records more slowly than they come")
+
+    def _finish(self, end: End) -> None:
+        feeder = self._feeder
+        if feeder is None:
+            return
+        self._raise_if_lost(feeder)
+        is_given = feeder.give(Finish(end))
+        if not (is_given and feeder.wait(self._patience.left())):
+            self._lose(feeder, f"has not taken the last records within {CLOSING_SECONDS:g} s")
+        self._raise_if_lost(feeder)
+        self._feeder = None
+
+    def _raise_if_lost(self, feeder: Feeder) -> None:
+        if feeder.failure is not None:
+            error = feeder.failure
+            why = " ".join(str(error).split())[:500]
+            self._lose(feeder, f"failed, {type(error).__name__}: {why}")
+        if feeder.busy_seconds > HANG_SECONDS:
+            self._lose(feeder, f"has not answered for {HANG_SECONDS:g} s")
+
+    def _lose(self, feeder: Feeder, why: str) -> NoReturn:
+        # It is waited for no more, and writes nothing more once its library answers.
+        feeder.abandon()
+        self._feeder = None
+        raise GivesUp(f"{self._settings.type} {why}; {_LATER}")

@@ -1,0 +1,74 @@
+"""The run's records as trackers show them, and those that a tracker has missed, read back from the run's
+files. Pure but for the reading."""
+
+import math
+from collections.abc import Iterator, Mapping
+from heapq import merge
+
+from evergrad_trainer.observers.history import read_evaluations, read_steps
+from evergrad_trainer.observers.trackers.interface import Shown
+from evergrad_trainer.observers.utilisation import flops_per_second, utilisation
+from evergrad_trainer.records import EvaluationRecord, RunInfo, StepRecord
+from evergrad_trainer.run_directory import RunDirectory
+
+Record = StepRecord | EvaluationRecord
+
+
+def values_of(record: Record, info: RunInfo) -> dict[str, float]:
+    """What a tracker shows of a record. Numbers that are none, such as the loss of a skipped step, are left
+    out."""
+    if isinstance(record, EvaluationRecord):
+        measured = {"loss": record.loss, "perplexity": record.perplexity, **record.metrics}
+        named = {f"evaluation/{record.name}/{name}": one for name, one in measured.items()}
+    else:
+        seconds = record.step_seconds
+        measured = {
+            "loss": record.loss,
+            "grad_norm": record.grad_norm,
+            "learning_rate": record.learning_rate,
+            "step_seconds": seconds,
+            "tokens_per_second": record.tokens / seconds if seconds > 0 else math.nan,
+            "world_size": record.world_size,
+            **record.metrics,
+        }
+        speed, share = flops_per_second(info, record), utilisation(info, record)
+        measured |= {} if speed is None else {"flops_per_second": speed}
+        measured |= {} if share is None else {"mfu": share}
+        named = {f"train/{name}": one for name, one in measured.items()}
+    return {name: float(one) for name, one in named.items() if math.isfinite(one)}
+
+
+def read_missed(directory: RunDirectory, shown: Shown, *, newest: int) -> Iterator[Record]:
+    """Records up to step ``newest`` that are not shown yet, by step; of each step the last one, which counts.
+
+    Raises RunDirectoryError.
+    """
+    notes: list[str] = []
+    table = read_steps(directory.metrics, notes)
+    rows = [row for row in table.last_rows() if shown.step < table.step[row] <= newest]
+    evaluations: dict[tuple[int, str], EvaluationRecord] = {}
+    for one in read_evaluations(directory.evaluation, notes):
+        if one.step <= newest and not shown.has_evaluation(one.name, one.step):
+            evaluations[one.step, one.name] = one
+    # A step comes before its evaluations: trackers take no step after a later one.
+    steps: Iterator[Record] = (table.record(int(row)) for row in rows)
+    others: Iterator[Record] = (evaluations[key] for key in sorted(evaluations))
+    yield from merge(steps, others, key=_place)
+
+
+def _place(record: Record) -> tuple[int, int]:
+    return record.step, int(isinstance(record, EvaluationRecord))
+
+
+def advance(shown: Shown, record: Record) -> Shown:
+    """What is shown once ``record`` is."""
+    if isinstance(record, EvaluationRecord):
+        newest: Mapping[str, int] = {**shown.evaluations, record.name: record.step}
+        return Shown(shown.step, newest, shown.others)
+    return Shown(record.step, shown.evaluations, shown.others)
+
+
+def is_shown(shown: Shown, record: Record) -> bool:
+    if isinstance(record, EvaluationRecord):
+        return shown.has_evaluation(record.name, record.step)
+    return record.step <= shown.step

@@ -1,0 +1,85 @@
+"""TensorBoard: event files in one folder, written by the tensorboard package.
+
+Each process of a run that is rank 0 writes a file of its own. It begins with the step from which it is the
+one that counts: TensorBoard then drops what older files say of that step and later ones, so that a step that
+is trained again after a kill is shown once, as it was trained last.
+"""
+
+import importlib
+import json
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from evergrad_trainer.durable import unique_suffix
+from evergrad_trainer.observers.trackers.interface import End, Shown, TrackedRun, Values
+
+_PREFIX: Final = "events.out.tfevents."
+_FILE: Final = re.compile(rf"{re.escape(_PREFIX)}(\d+)\.")
+
+
+class TensorBoard:
+    """One process's event file."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        # Imported here: the libraries of trackers are extras, and take a while.
+        event_pb2 = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        record_writer = importlib.import_module("tensorboard.summary.writer.record_writer")
+        self._event: Any = event_pb2.Event
+
+        # The newest step that counts is written once more: of it an evaluation may be missing.
+        done = max(0, min(run.noted.step, run.start_step) - 1)
+        self.own_id = run.run_id
+        self.shown = Shown(done, {}, done if run.noted.step else -1)
+
+        run.directory.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = _next_file(run.directory).open("xb")
+        self._writer: Any = record_writer.RecordWriter(self._file)
+        self._put(file_version="brain.Event:2")
+        log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        # Steps below this one are whole in older files; evaluations before the first step are at step 0.
+        self._put(step=done + 1 if run.noted.step else 0, session_log=log)
+        facts = json.dumps(dict(run.facts), indent=2, ensure_ascii=False)
+        self.note("run", f"```\n{facts}\n```")
+        for tag in run.settings.tags:
+            self.note(f"tag/{tag}", tag)
+        self.flush()
+
+    def write(self, step: int, time: float, values: Values) -> None:
+        event = self._event(wall_time=time, step=step)
+        for name, value in values.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._writer.write(event.SerializeToString())
+
+    def note(self, name: str, text: str) -> None:
+        event = self._event(wall_time=time.time(), step=self.shown.step)
+        value = event.summary.value.add(tag=name)
+        value.metadata.plugin_data.plugin_name = "text"
+        # A type of TensorFlow's own: 7 is a text.
+        value.tensor.dtype = 7
+        value.tensor.string_val.append(text.encode("utf-8", errors="replace"))
+        value.tensor.tensor_shape.dim.add(size=1)
+        self._writer.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        self._writer.flush()
+        self._file.flush()
+
+    def finish(self, end: End) -> None:
+        self.flush()
+        self._writer.close()
+
+    def _put(self, **fields: Any) -> None:
+        event = self._event(wall_time=time.time(), **fields)
+        self._writer.write(event.SerializeToString())
+
+
+def _next_file(folder: Path) -> Path:
+    """A new file whose name comes after those of all others, as TensorBoard reads them, whatever the clocks
+    of the hosts say."""
+    taken = [int(found[1]) for path in folder.iterdir() if (found := _FILE.match(path.name))]
+    moment = max([int(time.time()), *(one + 1 for one in taken)])
+    host = socket.gethostname().replace("/", "-")
+    return folder / f"{_PREFIX}{moment:010d}.{host}.{unique_suffix()}"
