@@ -11,6 +11,7 @@ from rendezvous_cluster import Cluster
 MakeCluster = Callable[..., Cluster]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(
     make_cluster: MakeCluster,

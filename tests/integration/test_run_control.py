@@ -560,6 +560,7 @@ def test_lower_precisions_stay_near_the_full_one(
     assert_same_curve(plain.at("plain"), plain.at(directory), exact=False, tolerance=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_compiled_model_has_the_same_curve(plain: Experiment) -> None:

@@ -52,13 +52,18 @@ class Setting:
 
 
 SETTINGS = [
-    Setting(1, 1),
     Setting(1, 3),
-    Setting(1, 3, "fsdp2"),
     Setting(2, 1),
-    Setting(2, 3),
-    Setting(2, 1, "fsdp2"),
     Setting(2, 3, "fsdp2"),
+    *(
+        pytest.param(setting, marks=pytest.mark.long)
+        for setting in (
+            Setting(1, 1),
+            Setting(1, 3, "fsdp2"),
+            Setting(2, 3),
+            Setting(2, 1, "fsdp2"),
+        )
+    ),
 ]
 
 
