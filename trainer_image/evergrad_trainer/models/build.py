@@ -146,7 +146,9 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
                 config, dtype=DTYPES[precision], attn_implementation="sdpa"
             )
             model.tie_weights()
-            return model.to("meta")
+            # What a model computes with numbers only.
+            torch.nn.Module.to(model, "meta")
+            return model
 
     try:
         try:
