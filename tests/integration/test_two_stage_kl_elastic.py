@@ -56,20 +56,25 @@ def check(cluster: Cluster, whole: Path, **lost: bool) -> None:
 
 PLACES = [
     ("step", 0, BOUNDARY),
-    ("step", 1, BOUNDARY),
-    ("save", 0, BOUNDARY),
     ("save", 1, BOUNDARY),
     # Rank 0 alone publishes.
     ("publish", 0, BOUNDARY),
-    ("published", 0, BOUNDARY),
     ("snapshot", 0, None),
     ("snapshot", 1, None),
     ("update", 0, BOUNDARY + 2),
+]
+FURTHER = [
+    ("step", 1, BOUNDARY),
+    ("save", 0, BOUNDARY),
+    ("published", 0, BOUNDARY),
     ("update", 1, BOUNDARY + 2),
 ]
 
 
-@pytest.mark.parametrize(("place", "rank", "step"), PLACES)
+@pytest.mark.parametrize(
+    ("place", "rank", "step"),
+    [*PLACES, *(pytest.param(*one, marks=pytest.mark.long) for one in FURTHER)],
+)
 def test_a_node_that_is_lost_around_the_boundary_costs_no_bit(
     make_elastic: MakeCluster,
     two_stages: Experiment,

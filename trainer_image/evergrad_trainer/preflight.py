@@ -107,10 +107,9 @@ def examine(
     if facts is not None:
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
         fewest = max(num_workers, min(sizes))
+        sharing = {"num_workers": num_workers, "world_size": fewest}
         findings += check_model(training, facts)
-        findings += check_memory(
-            training, facts, machine, num_workers=num_workers, world_size=fewest
-        )
+        findings += check_memory(training, facts, machine, **sharing)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     has_begun = (run_directory / RunFile.RESOLVED).exists()
     findings += [

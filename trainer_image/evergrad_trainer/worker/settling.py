@@ -28,11 +28,10 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     """
     world, progress, checkpoints = session.world, session.progress, run.checkpoints
     held_step = progress.finished_steps if life.held == Held.WHOLE else -1
-    own = describe_rank(progress, checkpoints, held_step=held_step)
     # Collective: one exchange, and what each rank holds and knows decides what all of them do next.
     rows = world.gather_json(
         {
-            **own,
+            **describe_rank(progress, checkpoints, held_step=held_step),
             "is_comparing": run.limits.compare_every is not None,
             "frozen": dict(machinery.frozen),
             "observers_off": sorted(run.lasting.switched_off),
