@@ -99,7 +99,19 @@ class Scene:
 
     def start(self, step: int = 0, **changes: Any) -> None:
         known = RunInfo(
-            "docs", 1, 2, 10, step, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "id-1"
+            "docs",
+            1,
+            2,
+            10,
+            step,
+            8192,
+            32,
+            100,
+            "bf16",
+            "dataParallel",
+            "llama",
+            "",
+            run_id="id-1",
         )
         self.all.run_start(RunInfo(**{**vars(known), **changes}))
 
