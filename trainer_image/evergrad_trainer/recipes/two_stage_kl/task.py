@@ -51,8 +51,14 @@ class TwoStageKl(Pretrain):
         (whole,) = super().stages(prepared)
         declared = self._section.stages
         (end,) = stage_ends(self.setup.training)
+        # In the order of data.sources, which decides about the samples: that of a mixture's keys is no part
+        # of the run's identity, and changes where the file is written with sorted keys.
         first, second = (
-            {name: (whole.sources[name][0], weight) for name, weight in one.mixture.items()}
+            {
+                name: (source, one.mixture[name])
+                for name, (source, _) in whole.sources.items()
+                if name in one.mixture
+            }
             or whole.sources
             for one in declared
         )
