@@ -153,6 +153,19 @@ def test_a_large_frozen_module_is_cut_unless_the_task_wants_it_whole(
     assert "Modules.replicated names model" in problem.what
 
 
+def test_a_snapshot_is_cut_as_what_it_is_of_however_small_it_is() -> None:
+    """Whole, it would compute in another type than the model where that is cut."""
+    snapshots = {"reference": Snapshot("model", 3)}
+    frozen = {"reference": linear(), "teacher": linear()}
+    modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
+    assert list(plan_cuts(modules)) == ["model", "frozen.reference"]
+    modules.replicated = ["reference"]
+    assert list(plan_cuts(modules)) == ["model"]
+    # Neither is cut without weights: there is nothing to gather.
+    empty = Modules({"model": nn.ReLU()}, {"reference": nn.ReLU()}, snapshots=snapshots)
+    assert list(plan_cuts(empty)) == []
+
+
 def test_a_frozen_module_of_two_types_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "LARGE_BYTES", 0)
     modules = Modules({"model": linear()}, {"teacher": Mixed()})

@@ -98,7 +98,8 @@ def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
 
 
 def plan_cuts(modules: Modules) -> dict[str, Cut]:
-    """What ``fsdp2`` cuts: every trained module, and the large frozen ones (as ``frozen.NAME``)."""
+    """What ``fsdp2`` cuts: every trained module, and frozen ones (as ``frozen.NAME``): the large ones and
+    snapshots."""
     cuts = {
         name: Cut(module, _blocks_in(module, modules))
         for name, module in modules.trained.items()
@@ -106,7 +107,10 @@ def plan_cuts(modules: Modules) -> dict[str, Cut]:
     }
     for name, module in modules.frozen.items():
         size = sum(one.numel() * one.element_size() for one in module.parameters())
-        if size >= parallel.LARGE_BYTES and name not in modules.replicated:
+        # A snapshot however small, as what it is of: what is cut has all its weights in the products' type
+        # while it is called, and what is whole under autocast has not.
+        is_cut = size >= parallel.LARGE_BYTES or (name in modules.snapshots and size > 0)
+        if is_cut and name not in modules.replicated:
             cuts[f"frozen.{name}"] = Cut(module, _blocks_in(module, modules), is_frozen=True)
     return cuts
 
