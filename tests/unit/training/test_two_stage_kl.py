@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.prepared import Prepared
@@ -115,6 +116,16 @@ def test_the_order_of_a_mixtures_keys_decides_nothing() -> None:
     assert names == ["a", "b"]
     assert opened({"a": 0.3, "b": 0.7}) == (names, fingerprint)
     assert opened({"a": 0.7, "b": 0.3})[1] != fingerprint
+
+
+def test_a_share_that_is_too_small_is_named_by_its_place_in_the_file() -> None:
+    """It is the first of data.sources, and the second of the mixture."""
+    task = task_of(
+        stages=[{"tokens": 90, "mixture": {"b": 1}}, {"mixture": {"b": 1, "a": 1e-6}}]
+    )
+    where = r"spec\.training\.twoStageKl\.stages\[1\]\.mixture\.a: 1e-06 is too small a share"
+    with pytest.raises(ConfigurationError, match=where):
+        task.stages(prepared(task))
 
 
 def test_a_stage_without_a_mixture_has_all_sources_by_their_weights() -> None:
