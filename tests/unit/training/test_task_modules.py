@@ -21,6 +21,7 @@ from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.frozen import compare_frozen, hash_frozen
 from evergrad_trainer.training.modules import (
     check_modules,
+    choose_deferred,
     module_problems,
     plan_cuts,
     trained_blocks,
@@ -301,3 +302,23 @@ def test_a_snapshots_weights_are_not_among_those_that_build_has_made() -> None:
     assert module_problems(modules, PLAIN) == []
     assert hash_frozen(modules).keys() == {"teacher"}
     assert hash_frozen(modules, ["reference"]).keys() == {"reference"}
+
+
+class Deferred:
+    """A model whose weights nobody has made yet."""
+
+    def __init__(self) -> None:
+        self.model, self.weights = linear(), iter(())
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_no_weights_are_made_for_a_snapshot(with_weights: bool) -> None:
+    """It gets those of the module that it is of; making or reading others takes as long as the model's."""
+    model, reference, teacher = made = [Deferred() for _ in range(3)]
+    frozen = {"reference": reference.model, "teacher": teacher.model}
+    snapshots = {"reference": Snapshot("model", 3)}
+    modules = Modules({"model": model.model}, frozen, snapshots=snapshots)
+    used = choose_deferred(cast(Any, made), modules, with_weights=with_weights)
+    assert used == made
+    has_weights = [one.weights is not None for one in (model, reference, teacher)]
+    assert has_weights == [with_weights, False, True]
