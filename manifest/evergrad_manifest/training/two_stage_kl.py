@@ -161,4 +161,17 @@ def _stages_of(view: View) -> list[tuple[Any, dict[str, Any]]]:
     return view.items(_STAGES)
 
 
+def without_default_beta(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The section on the wire without weights of the penalty that it would mean as well without them."""
+    stages = [
+        {
+            key: value
+            for key, value in stage.items()
+            if key != "beta" or value not in (None, default)
+        }
+        for stage, default in zip(section["stages"], (0.0, DEFAULT_BETA), strict=True)
+    ]
+    return {**section, "stages": stages}
+
+
 RULES: Final = (check_is_given, check_stages, check_boundary, check_mixtures, check_set_names)

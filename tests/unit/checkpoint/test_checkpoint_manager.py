@@ -22,6 +22,7 @@ from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
 from evergrad_trainer.checkpoint.saving import trouble_of
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
+from evergrad_trainer.training.progress import Progress, published_step
 
 MakeSolo = Callable[..., Any]
 MakeState = Callable[[int], dict[str, torch.Tensor]]
@@ -495,6 +496,21 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
         "step-1200"
     ]
     assert make_solo().restore() == 1000
+
+
+def test_a_checkpoint_that_was_set_aside_no_longer_counts_as_published(
+    make_solo: MakeSolo,
+) -> None:
+    """All ranks have lost their state and gone back to an older step; the later one is saved again."""
+    solo = make_solo()
+    solo.save(30)
+    solo.save(40)
+    flip_bit(solo.directory / "step-40" / "rank-00000.bin")
+    assert solo.restore() == 30
+    assert published_step(Progress(resumed_step=30), solo.manager) == 30
+    solo.save(40)
+    assert published_step(Progress(resumed_step=30), solo.manager) == 40
+    assert make_solo().restore() == 40
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)

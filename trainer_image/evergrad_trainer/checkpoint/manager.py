@@ -80,7 +80,7 @@ class CheckpointManager:
         store: Store | None = None,
     ) -> None:
         self.published: Published | None = None
-        """The newest checkpoint that this process has saved and reported; the same on every rank."""
+        """Newest checkpoint that this process has saved since its last restore; the same on every rank."""
         self.failures = 0
         """Saves that have failed in a row."""
         self.anchors: frozenset[int] = frozenset()
@@ -214,6 +214,7 @@ class CheckpointManager:
         run's.
         """
         world = self._membership.world
+        self.published = None  # may be damaged by now, and set aside: what is loaded counts
         if world.is_main:
             try:
                 self._store.attempts.clean(world.generation)

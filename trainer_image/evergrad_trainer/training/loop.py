@@ -40,6 +40,13 @@ from evergrad_trainer.training.step_parts import StepOutcome
 Flags = tuple[bool, ...]
 _QUIET: Flags = (False,) * NUM_FLAGS
 """Nobody wishes for anything."""
+_FIRST_PAUSE_SECONDS = 5.0
+"""Pause after a failed save that the next step waits for; the two between three tries are about as long as a
+server takes to fail over to another."""
+_LONGEST_PAUSE_SECONDS = 20.0
+"""Longest of these pauses, each of which is twice the one before."""
+_NAP_SECONDS = 0.1
+"""How often such a pause looks whether the group was given up."""
 
 
 def train(run: Run) -> StopReason:
@@ -334,12 +341,24 @@ def _anchor(run: Run) -> None:
         newest = checkpoints.published
         return progress.resumed_step == step or (newest is not None and newest.step == step)
 
-    # Ends: several failures in a row are an error.
+    # Ends: several failures in a row are an error. Not at once one after the other, as the steps between two
+    # ordinary saves are not: what a volume refuses for a moment would be all of them.
+    pause = 0.0
     while not is_published():
+        _pause_before_save(run, pause)
         save_together(run)
+        pause = min(2 * pause or _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
     # Collective: one row of each rank.
     for name, found in run.snapshots.take(step, run.membership.world).items():
         emit(run, EventType.SNAPSHOT, name=name, hash=found)
+
+
+def _pause_before_save(run: Run, seconds: float) -> None:
+    """Wait that long, on every rank. Raises PeerLostError where the group is given up meanwhile."""
+    # Counted, not measured, so that all ranks make the same pauses.
+    for _ in range(round(seconds / _NAP_SECONDS)):
+        run.membership.world.raise_if_given_up()
+        time.sleep(_NAP_SECONDS)
 
 
 def save_together(run: Run) -> None:
