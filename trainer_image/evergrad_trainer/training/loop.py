@@ -111,6 +111,8 @@ def _pause(
         names = run.membership.world.gather_json(sorted(run.lasting.switched_off))
         run.lasting.agree_switched_off({name for row in names for name in row})
 
+    if is_entering:
+        _mark_again(run)
     progress = run.progress
     interrupted: StopReason | None = None
     if sets := due_sets(run):
@@ -286,12 +288,26 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
     if value is None or not run.best.is_better(value, than):
         return
 
+    progress.best_before = progress.best
     progress.best = {"metric": run.best.metric, "value": value, "step": step}
     if progress.saved_step == step:
-        # Saved before an evaluation that a stop or a lost peer had cut short: the checkpoint is published,
-        # or on its way.
+        # Saved before its evaluation, or before a stop or a lost peer had cut that short: the checkpoint is
+        # published, or on its way.
         run.checkpoints.mark_best(step)
+        # Known to all ranks alike by now; a save that has failed is made again.
+        progress.saved_step = published_step(progress, run.checkpoints)
     _save(run, best=True)
+
+
+def _mark_again(run: Run) -> None:
+    """Mark the newest step's checkpoint as the best where the world that was to do so has ended before."""
+    best, step = run.progress.best, run.progress.finished_steps
+    if (
+        run.best is not None
+        and best is not None
+        and best["step"] == step == run.progress.saved_step
+    ):
+        run.checkpoints.mark_best(step)
 
 
 def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
@@ -312,6 +328,8 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     progress.save_asked = -1
     tensors = run.state.tensors()
     extra = to_extra(run.state.values())
+    # Also where a save of the best one has ended with its world, or has failed.
+    best = best or (progress.best is not None and progress.best["step"] == step)
     try:
         # Collectives, some of them in the checkpoint thread: each rank writes its part, rank 0 publishes.
         run.checkpoints.save(step, tensors, extra=extra, best=best, wait=wait)

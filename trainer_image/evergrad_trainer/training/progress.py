@@ -33,6 +33,8 @@ class Progress:
     evaluated_step: int = -1
     best: dict[str, Any] | None = None
     """The best evaluation so far: metric, value and step."""
+    best_before: dict[str, Any] | None = None
+    """The one that it has replaced: the best again where the save of the better one is lost."""
     updates: int = 0
     """Of the optimizer: finished steps less skipped ones."""
     skipped: int = 0
@@ -79,6 +81,8 @@ class Progress:
             "skipped": self.skipped,
             "non_finite": self.non_finite,
         }
+        if self.best_before is not None:
+            values["best_before"] = self.best_before
         if self.run_id:
             values["run_id"] = self.run_id
         if self.evaluation_asked > self.evaluated_step:
@@ -99,6 +103,7 @@ class Progress:
         self.run_id = str(values.get("run_id", self.run_id))
         self.evaluated_step = int(values["evaluated_step"])
         self.best = values["best"]
+        self.best_before = values.get("best_before")
         self.updates = int(values.get("updates", self.finished_steps))
         self.skipped = int(values.get("skipped", 0))
         self.non_finite = int(values.get("non_finite", 0))
@@ -156,10 +161,10 @@ def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
     # What a rank without a state has begun belongs to a state that is gone.
     begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
 
-    best = progress.best
-    if best is not None and published < best["step"] < newest:
-        # Its save ended with the world, and its state is gone: the next better one will be the best.
-        progress.best = None
+    # At most twice. Its save ended with the world, and its state is gone: the one before it is the best
+    # again, whose checkpoint still has the mark.
+    while progress.best is not None and published < progress.best["step"] < newest:
+        progress.best, progress.best_before = progress.best_before, None
 
     # The newest record is the state's; counts of processes that were there longest are the run's.
     record = rows[choose_source(rows)]["record"]
