@@ -143,3 +143,26 @@ def test_the_one_before_belongs_to_the_state() -> None:
     progress.load_values(dict(run.progress.values()))
     assert progress.best is not None and progress.best["step"] == STEPS
     assert progress.best_before is not None and progress.best_before["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "is_compared"),
+    [
+        ({"metric": "heldOut/loss", "mode": "min"}, True),
+        ({"metric": "heldOut/loss"}, True),
+        ({"metric": "heldOut/accuracy", "mode": "min"}, False),
+        ({"metric": "heldOut/loss", "mode": "max"}, False),
+    ],
+    ids=["the same", "of an older version", "another metric", "the other mode"],
+)
+def test_only_values_of_the_metric_that_decides_now_are_compared(
+    before: dict[str, Any], is_compared: bool
+) -> None:
+    checkpoints = Checkpoints()
+    run = make(checkpoints, saves_before=True)
+    run.progress.best = {**before, "value": 0.5, "step": 1}
+    train(run)
+    assert checkpoints.marked == ([] if is_compared else [3, STEPS])
+    if not is_compared:
+        found = {"metric": "heldOut/loss", "mode": "min", "value": 1.0, "step": STEPS}
+        assert run.progress.best == found

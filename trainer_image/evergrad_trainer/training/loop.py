@@ -283,13 +283,18 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
     step = progress.finished_steps
     if run.best is None or step == 0:
         return
-    value = values.get(run.best.metric)
-    than = progress.best["value"] if progress.best else None
+    metric, mode = run.best.metric, run.best.mode
+    value, before = values.get(metric), progress.best
+    than: float | None = None
+    # After an edit of the file: values of two metrics say nothing of one another. Older versions wrote no
+    # mode.
+    if before is not None and (before["metric"], before.get("mode", mode)) == (metric, mode):
+        than = before["value"]
     if value is None or not run.best.is_better(value, than):
         return
 
-    progress.best_before = progress.best
-    progress.best = {"metric": run.best.metric, "value": value, "step": step}
+    progress.best_before = before
+    progress.best = {"metric": metric, "mode": mode, "value": value, "step": step}
     if progress.saved_step == step:
         # Saved before its evaluation, or before a stop or a lost peer had cut that short: the checkpoint is
         # published, or on its way.

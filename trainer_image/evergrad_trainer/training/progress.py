@@ -32,7 +32,7 @@ class Progress:
     """Drawn once: names this run to others through every restart and change of rank 0."""
     evaluated_step: int = -1
     best: dict[str, Any] | None = None
-    """The best evaluation so far: metric, value and step."""
+    """The best evaluation so far: metric, mode, value and step."""
     best_before: dict[str, Any] | None = None
     """The one that it has replaced: the best again where the save of the better one is lost."""
     updates: int = 0
