@@ -26,7 +26,7 @@ def checkpoints(*, published: int | None = None, failures: int = 0) -> Checkpoin
 def row(step: int, **changes: Any) -> dict[str, Any]:
     base = {
         "step": step, "failures": 0, "published": -1, "begun": -1, "evaluated_step": -1, "steps_here": step, "best": None,
-        "best_before": None, "record": None,
+        "best_before": None, "record": None, "is_tally_unsaved": False,
     }  # fmt: skip
     return {**base, **changes}
 
@@ -119,6 +119,20 @@ def test_a_best_whose_save_was_lost_is_the_one_before_unless_its_state_is_still_
     progress = adopt(row(step, **values, published=published, begun=6))
     expected = (BEST, BEFORE) if is_kept else (BEFORE, None)
     assert (progress.best, progress.best_before) == expected
+
+
+@pytest.mark.parametrize(
+    ("of_the_newest", "of_an_older", "expected"),
+    [(True, False, True), (False, True, False), (False, False, False)],
+)
+def test_what_was_measured_and_not_saved_is_known_to_a_newcomer_too(
+    of_the_newest: bool, of_an_older: bool, expected: bool
+) -> None:
+    """Ranks that do not agree would not all take part in the save."""
+    progress = adopt(
+        row(8, is_tally_unsaved=of_the_newest), row(7, is_tally_unsaved=of_an_older), row(-1)
+    )
+    assert progress.is_tally_unsaved == expected
 
 
 def test_without_a_published_best_there_is_none() -> None:

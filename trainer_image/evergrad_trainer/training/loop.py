@@ -175,7 +175,7 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
     # The task's part of the state belongs to this step: before anything says that the step is finished.
     run.finish_state(outcome, entered)
     progress.finished_steps = outcome.step
-    progress.tallies = {}
+    progress.forget_tallies()
     progress.steps_here += 1
     if outcome.skipped is None:
         progress.updates += 1
@@ -246,6 +246,7 @@ def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
 
     for one in sets:
         tally = run.evaluator.open_tally(one, progress.tallies.get(one.name, {}), stage=stage)
+        done_before = tally.done
         # Collectives: all ranks share the batches of a set, and all of them end it early, or none.
         try:
             result = run.evaluator.run(
@@ -259,6 +260,7 @@ def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
         finally:
             # Also where the world has ended: the next one, or a later start, goes on from there.
             progress.tallies[one.name] = tally.to_json()
+            progress.is_tally_unsaved |= tally.done > done_before
         if result is None:
             # Collective: ranks that were cut short by another's signal leave for the same reason.
             is_signal = not world.all_agree(not run.is_signalled())
@@ -273,7 +275,7 @@ def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
     for record in records:
         run.observers.evaluation_end(record)
     progress.evaluated_step = progress.finished_steps
-    progress.tallies = {}
+    progress.forget_tallies()
     _keep_best(run, values)
     return None
 
@@ -342,6 +344,7 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
         progress.save_asked = asked
         raise
     progress.saved_step = step
+    progress.is_tally_unsaved = False
 
 
 def _anchor(run: Run) -> None:
@@ -369,12 +372,14 @@ def save_together(run: Run) -> None:
     """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what
     is published then.
 
-    Raises SaveError or FencedError (all ranks together).
+    A checkpoint that was published before an evaluation was cut knows nothing of what that has measured: the
+    step is saved again, under a further name. Raises SaveError or FencedError (all ranks together).
     """
     progress = run.progress
     # Collective: the save under way ends on all ranks alike.
     run.checkpoints.wait()
     progress.saved_step = published_step(progress, run.checkpoints)
-    if progress.saved_step != progress.finished_steps:
+    if progress.saved_step != progress.finished_steps or progress.is_tally_unsaved:
+        progress.saved_step = -1
         _save(run, wait=True)
         progress.saved_step = published_step(progress, run.checkpoints)

@@ -57,6 +57,8 @@ class Progress:
     """Of the newest checkpoint known to be published when this world began."""
     is_save_lost: bool = False
     """A save was begun and ended with its world."""
+    is_tally_unsaved: bool = False
+    """More was measured of the newest step than its newest save knows."""
     steps_here: int = 0
     """Trained since the run's processes were started."""
     last_record: StepRecord | None = None
@@ -112,6 +114,11 @@ class Progress:
         self.stop_asked = int(values.get("stop_asked", -1))
         self.tallies = dict(values.get("tallies", {}))
 
+    def forget_tallies(self) -> None:
+        """Forget what was measured: the evaluation has ended, or another step is the newest."""
+        self.tallies = {}
+        self.is_tally_unsaved = False
+
     def reset(self) -> None:
         """Forget everything, also of this process: the state it belonged to is gone."""
         fresh = Progress()
@@ -137,6 +144,7 @@ def describe_rank(
         "failures": checkpoints.failures,
         "published": published_step(progress, checkpoints),
         "begun": progress.saved_step,
+        "is_tally_unsaved": progress.is_tally_unsaved,
         "steps_here": progress.steps_here,
         "evaluated_step": progress.evaluated_step,
         "record": record,
@@ -178,3 +186,5 @@ def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
     progress.resumed_step = published
     progress.saved_step = published
     progress.is_save_lost = begun > published
+    # A newcomer has got the tallies and would not save them with the others.
+    progress.is_tally_unsaved = any(bool(row["is_tally_unsaved"]) for row in sources)
