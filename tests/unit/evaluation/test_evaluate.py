@@ -215,7 +215,7 @@ def test_metrics_may_be_made_of_the_means_of_the_parts() -> None:
     runner = make(Table(), 3)
     plain = run(runner, Samples(rows(), 3))
     loss_of = runner.measures["some"].loss_of
-    measure = Measure(loss_of, ("right",), lambda means: {"wrong": 1 - means["right"]})
+    measure = Measure(loss_of, ("right",), lambda means, stage: {"wrong": 1 - means["right"]})
     found = run(replace(runner, measures={"some": measure}), Samples(rows(), 3))
     assert found.metrics == {"wrong": 1 - plain.metrics["right"]}
 

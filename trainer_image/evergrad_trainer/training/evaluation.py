@@ -39,17 +39,22 @@ class EvaluationResult:
     seconds: float
 
 
+def _keep_means(means: Mapping[str, float], stage: Stage) -> Mapping[str, float]:
+    return means
+
+
 @dataclass(frozen=True)
 class Measure:
     """What is measured on a set.
 
     ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel. ``summarize``:
-    makes the metrics of their means. ``is_own``: it is not the loss of a step, and may call the model often.
+    makes the metrics of their means in a stage. ``is_own``: it is not the loss of a step, and may call the
+    model often.
     """
 
     loss_of: Callable[[Tensors, Stage], Loss]
     names: Sequence[str] = ()
-    summarize: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
+    summarize: Callable[[Mapping[str, float], Stage], Mapping[str, float]] = _keep_means
     is_own: bool = False
 
     def within(self, stage: Stage) -> "Measure":
@@ -131,7 +136,7 @@ class EvaluationRunner:
         loss, *parts = tally.means()
         return EvaluationResult(
             loss=loss,
-            metrics=dict(measure.summarize(dict(zip(tally.names, parts, strict=True)))),
+            metrics=dict(measure.summarize(dict(zip(tally.names, parts, strict=True)), stage)),
             weight=tally.weight,
             seconds=time.perf_counter() - begun,
         )
