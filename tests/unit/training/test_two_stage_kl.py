@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from evergrad_manifest.training import Training
+from evergrad_manifest.training.two_stage_kl import MEASURED
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.token_source import IGNORE_INDEX
@@ -99,6 +100,10 @@ def test_each_stage_has_its_mixture_and_the_second_its_penalty() -> None:
     assert (first.until, second.until) == (3, None)
     assert first.options.penalty is None
     assert (second.options.penalty.estimator, second.options.penalty.beta) == ("forward", 2.0)
+
+
+def test_the_metrics_that_a_file_may_name_are_those_that_are_measured() -> None:
+    assert tuple(TwoStageKl.measured) == MEASURED
 
 
 def test_a_stage_without_a_mixture_has_all_sources_by_their_weights() -> None:
