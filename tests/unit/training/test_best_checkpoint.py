@@ -166,3 +166,26 @@ def test_only_values_of_the_metric_that_decides_now_are_compared(
     if not is_compared:
         found = {"metric": "heldOut/loss", "mode": "min", "value": 1.0, "step": STEPS}
         assert run.progress.best == found
+
+
+@pytest.mark.parametrize(
+    ("best_step", "steps_here", "is_marked"),
+    [(2, 0, True), (2, 5, False), (3, 5, True), (4, 0, False)],
+    ids=["a start", "another group", "of the newest step", "not saved"],
+)
+def test_a_start_marks_the_best_again_since_the_mark_may_be_of_one_that_was_set_aside(
+    best_step: int, steps_here: int, is_marked: bool
+) -> None:
+    run = make(Checkpoints(), saves_before=True)
+    done: list[int] = []
+    checkpoints = SimpleNamespace(
+        mark_best=done.append, poll=lambda: None, published=None, is_saving=False
+    )
+    progress = run.progress
+    progress.finished_steps = progress.saved_step = progress.evaluated_step = 3
+    progress.steps_here = steps_here
+    progress.best = {"metric": "heldOut/loss", "mode": "min", "value": 0.5, "step": best_step}
+    limits = replace(run.limits, after_step=3)
+    run = replace(run, checkpoints=cast(Any, checkpoints), limits=limits)
+    assert train(run) == "after_step"
+    assert done == ([best_step] if is_marked else [])

@@ -307,14 +307,15 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
 
 
 def _mark_again(run: Run) -> None:
-    """Mark the newest step's checkpoint as the best where the world that was to do so has ended before."""
-    best, step = run.progress.best, run.progress.finished_steps
-    if (
-        run.best is not None
-        and best is not None
-        and best["step"] == step == run.progress.saved_step
-    ):
-        run.checkpoints.mark_best(step)
+    """Mark the best checkpoint where the world that was to do so has ended before, and at a start: one that
+    was marked may be damaged, and an older one be gone on with."""
+    progress = run.progress
+    best = progress.best
+    if run.best is None or best is None or best["step"] > progress.saved_step:
+        return
+    # Groups that form anew while training goes on have nothing to look for.
+    if best["step"] == progress.finished_steps or progress.steps_here == 0:
+        run.checkpoints.mark_best(best["step"])
 
 
 def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
