@@ -22,6 +22,8 @@ CHUNK_TOKENS: Final = 512
 """Tokens whose logits exist at a time, where ``runtime.lossChunk`` does not say."""
 STAGE_SETS: Final = ("stage1", "stage2")
 """Evaluation sets that ``data.heldOut`` makes: the held-out documents of each stage's sources."""
+MEASURED: Final = ("reference_loss", "kl")
+"""Metrics of each evaluation set in the second stage, beside those of all recipes."""
 _SECTION: Final = f"{TRAINING}.twoStageKl"
 _STAGES: Final = f"{_SECTION}.stages"
 _SOURCES: Final = f"{TRAINING}.data.sources"

@@ -370,6 +370,26 @@ def test_the_best_checkpoint_is_kept_until_there_is_a_better_one(make_solo: Make
     assert again.names() == ["step-40", "step-50"]
 
 
+def test_a_mark_that_points_to_nothing_is_given_to_another_and_a_right_one_left_alone(
+    make_solo: MakeSolo,
+) -> None:
+    solo = make_solo(keep=2)
+    for step in (10, 20):
+        solo.save(step)
+    solo.manager.mark_best(20)
+    # As a start sets a damaged one aside, and goes on with one that has another best.
+    shutil.rmtree(solo.directory / "step-20")
+    solo.manager.mark_best(10)
+    pointer = solo.directory / "best.json"
+    assert json.loads(pointer.read_text())["checkpoint"] == "step-10"
+    written = pointer.stat().st_ino
+    solo.manager.mark_best(10)
+    assert pointer.stat().st_ino == written
+    for step in (30, 40):
+        solo.save(step)
+    assert solo.names() == ["step-10", "step-30", "step-40"]
+
+
 def test_the_best_stays_pinned_when_a_kill_came_before_its_pointer(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=1)
     solo.save(10, best=True)

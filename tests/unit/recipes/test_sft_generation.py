@@ -109,6 +109,12 @@ def test_what_is_no_number_lowers_the_parse_rate_and_leaves_the_error_of_the_oth
     assert math.isnan(said["rmse"]), "an error of nothing is no zero"
 
 
+def test_an_error_too_large_to_be_squared_is_infinite_and_ends_no_run() -> None:
+    found = measure(Says("1e200"), completions(), ("1=", "13"))
+    assert (found["parsed"], found["squared_error"]) == (1, math.inf)
+    assert summarize(found)["rmse"] == math.inf
+
+
 def test_a_completion_ends_at_the_first_text_that_ends_it() -> None:
     made = completions(stop=["[/P]", "|"], maxNewTokens=8)
     model = Says("7[/P]8|9")

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
+from evergrad_manifest.training.two_stage_kl import MEASURED
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.stream import Batching, TrainingStream
@@ -126,6 +127,10 @@ def test_a_share_that_is_too_small_is_named_by_its_place_in_the_file() -> None:
     where = r"spec\.training\.twoStageKl\.stages\[1\]\.mixture\.a: 1e-06 is too small a share"
     with pytest.raises(ConfigurationError, match=where):
         task.stages(prepared(task))
+
+
+def test_the_metrics_that_a_file_may_name_are_those_that_are_measured() -> None:
+    assert tuple(TwoStageKl.measured) == MEASURED
 
 
 def test_a_stage_without_a_mixture_has_all_sources_by_their_weights() -> None:

@@ -166,8 +166,8 @@ class CheckpointManager:
         """Make the checkpoint of ``step``, saved already, the best one; waits for its save if that is under
         way.
 
-        Every rank calls this; rank 0 writes. Trouble of the volume is reported by an event: the checkpoint is
-        no worse for it.
+        Every rank calls this; rank 0 writes, where it is not marked yet. Trouble of the volume is reported by
+        an event: the checkpoint is no worse for it.
         """
         self._land_flight()
         if not self._membership.world.is_main:
@@ -175,7 +175,7 @@ class CheckpointManager:
         catalog = self._store.catalog
         try:
             found = [one for one in catalog.scan() if one.version.step == step]
-            if found:
+            if found and catalog.read_pointer(BEST) not in {one.name for one in found}:
                 catalog.write_pointer(BEST, found[0].name, found[0].version)
         except OSError as error:
             message = f"step {step} could not be marked as the best checkpoint: {error}"

@@ -124,7 +124,9 @@ class Completions:
             sums["numbers"] += 1
             if number is not None:
                 sums["parsed"] += 1
-                sums["squared_error"] += (number - target) ** 2
+                error = number - target
+                # Not as a power, which raises OverflowError for numbers that a product makes infinite.
+                sums["squared_error"] += error * error
         parts = {
             name: torch.tensor(value, dtype=torch.float64, device=total.device)
             for name, value in sums.items()
