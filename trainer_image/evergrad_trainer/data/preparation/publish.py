@@ -17,6 +17,7 @@ import xxhash
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT, TEXT_TYPES, HeldOut
+from evergrad_trainer.data.marked_text import MARKS
 from evergrad_trainer.data.preparation.chunk import (
     WHOLE,
     Attempt,
@@ -100,6 +101,7 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
         facts["document"] = source.document
     if recipe.rows is not None:
         facts["rows"] = recipe.rows.to_json()
+        facts["marks"] = MARKS
     text = json.dumps(facts, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 

@@ -172,8 +172,8 @@ def encode_rows(
 def _encode(
     tokenizer: TextTokenizer, text: MarkedText
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    ids, starts = tokenizer.encode_with_starts(text)
-    marks = marks_of(text, starts)
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    marks = marks_of(text, offsets)
     if text.is_open:
         ids, marks = [*ids, tokenizer.end_of_document], np.append(marks, True)
     return np.array(ids, dtype=np.int64), marks
