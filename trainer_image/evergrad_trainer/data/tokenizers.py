@@ -79,7 +79,8 @@ class TextTokenizer(Protocol):
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids; ends of documents are left out."""
+        """The text of some ids. Ends of documents are left out, and ids without a text, which a model with a
+        larger vocabulary gives."""
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the tokenizer so that transformers' AutoTokenizer gives the same ids."""
@@ -150,7 +151,7 @@ class ByteTokenizer:
         return ids, offsets
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(one for one in ids if one != BYTE_END).decode("utf-8", errors="replace")
+        return bytes(one for one in ids if one < BYTE_END).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: Path) -> None:
         """A BPE without merges over GPT-2's printable names of the 256 bytes."""
