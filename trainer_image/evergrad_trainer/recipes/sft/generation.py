@@ -103,7 +103,9 @@ class Completions:
         """Sums over the rows: of the losses of their own completions' tokens, and PARTS."""
         model = modules.trained["model"]
         inputs, labels, lengths = batch[INPUT_IDS], batch[LABELS], batch[PROMPT_LENGTH]
-        total = causal_lm_loss(model)(inputs, labels)
+        # As in training: logits of a whole micro-batch may not fit here, either.
+        chunk_tokens = None if self.runtime is None else self.runtime.loss_chunk
+        total = causal_lm_loss(model, chunk_tokens=chunk_tokens)(inputs, labels)
         # Rows that fill up a batch have no prompt.
         prompts = [row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)]
         rows = [at for at, prompt in enumerate(prompts) if prompt]
