@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.data.preparation.documents import RowError
+from evergrad_trainer.data.preparation.row_format import row_format
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.tokenizers import BYTE_END
@@ -233,6 +235,39 @@ def test_half_a_surrogate_pair_in_a_row_is_replaced(
     ids, _ = read(prepared)[0]
     assert bytes(ids[1:-1]).decode() == "\ufffd"
     assert prepared.sources[0].repaired == 1
+
+
+def test_half_a_surrogate_pair_is_replaced_in_all_that_a_template_is_given(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    """Such halves are also the marks of a template's generation blocks."""
+    template = (
+        "{{ tools[0].name }}{% for message in messages %}{{ message.name }}"
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+        "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    said = [
+        {"role": "user", "name": "\ud800X\udfff", "content": "hi"},
+        {"role": "assistant", "name": "a", "content": "yo"},
+    ]
+    write(tmp_path, {"messages": said, "tools": [{"name": "\ud83d"}]})
+    prepared = prepared_in(sft(training, rows={"chatTemplate": template}))
+    text = "\ufffd\ufffdX\ufffdhiayo".encode()
+    assert read(prepared) == [([*text], [*[0] * (len(text) - 2), 1, 1])]
+    assert prepared.sources[0].repaired == 1
+
+
+def test_a_conversation_that_is_nested_too_deeply_is_refused(
+    training: Make, tmp_path: Path
+) -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    form = row_format(sft(training), tmp_path)
+    assert form is not None
+    with pytest.raises(RowError) as refused:
+        form.render({**chat("a", "b"), "tools": deep})
+    assert refused.value.why == "it is nested too deeply"
 
 
 def test_a_conversation_that_becomes_nothing_is_refused(
