@@ -288,3 +288,55 @@ def test_ids_are_kept_in_the_smallest_type_that_holds_them_with_their_marks(
     assert prepared.train.dtype == "uint16"
     values = np.fromfile(prepared.train.shards[0].path, dtype="<u2")
     assert values.tolist() == [2 * ord("a"), 2 * ord("b") + 1, 2 * BYTE_END + 1]
+
+
+def cut(path: Path) -> None:
+    """Without the last row."""
+    path.write_bytes(path.read_bytes()[:-16])
+
+
+def empty(path: Path) -> None:
+    """Without any row."""
+    path.write_bytes(b"")
+
+
+def repeat(path: Path) -> None:
+    """With the last row twice."""
+    data = path.read_bytes()
+    path.write_bytes(data + data[-16:])
+
+
+def blank(path: Path) -> None:
+    """With zeros in the place of all rows, as a crash may leave a file of the right length."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("stream", ["train", "heldOut"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, r"-\*\.documents: name 9 rows together, and there are 10"),
+        (empty, r"-00000\.documents: is no index of rows of \d+ tokens"),
+        (repeat, r"-00000\.documents: is no index of rows of \d+ tokens"),
+        (blank, r"-00000\.documents: is no index of rows of \d+ tokens"),
+    ],
+)
+def test_an_index_that_is_not_that_of_the_rows_is_refused(
+    training: Make,
+    prepared_in: Prepare,
+    tmp_path: Path,
+    stream: str,
+    damage: Callable[[Path], None],
+    said: str,
+) -> None:
+    """Where one row begins is where the one before it ends: they would be trained on as one."""
+    write(tmp_path, *({"prompt": "a", "completion": "b"} for _ in range(20)))
+    (source,) = prepared_in(sft(training, data={"heldOut": {"count": 10}})).sources
+    sequence = source.train if stream == "train" else source.held_out
+    assert sequence is not None and len(RowReader(source, sequence)) == 10
+    (shard,) = sequence.shards
+    assert shard.documents is not None
+    damage(shard.documents)
+    with pytest.raises(DataError, match=stream + said) as refused:
+        RowReader(source, sequence)
+    assert f"delete the directory {shard.path.parent} and prepare again" in str(refused.value)
