@@ -93,6 +93,17 @@ def test_a_mixture_of_experts_with_its_router_loss_keeps_documents_apart() -> No
     assert loss_sum(*pack_by_hand(9)) > packed
 
 
+def test_a_router_loss_that_weighs_nothing_is_no_reason_for_a_mask() -> None:
+    """transformers computes it all the same, and knows no mask of documents."""
+    model = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.0).train()
+    loss_sum = causal_lm_loss(model)
+    alone = sum(
+        loss_sum(torch.tensor([one[:-1]]), torch.tensor([one[1:]])) for one in DOCUMENTS
+    )
+    packed = loss_sum(*pack_by_hand(16))
+    assert torch.isclose(packed, torch.as_tensor(alone), rtol=1e-5, atol=0)
+
+
 def test_the_gradients_of_packed_documents_are_those_of_each_by_itself() -> None:
     model = build("llama")
     loss_sum = causal_lm_loss(model)
