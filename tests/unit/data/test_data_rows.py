@@ -156,6 +156,27 @@ def test_a_row_that_is_too_long_is_refused_whatever_the_policy_for_malformed_lin
         assert "set spec.training.rows.tooLong to skip or truncate" in str(refused.value)
 
 
+def test_rows_that_are_too_long_are_named_behind_any_number_of_malformed_ones(
+    training: Make, prepared_in: Prepare, tmp_path: Path, small_chunks: int
+) -> None:
+    """Those are passed over here, and these are what nothing is prepared for."""
+    write(tmp_path, *[{}] * 200, *[LONG] * 70)
+    with pytest.raises(DataError) as refused:
+        prepared_in(sft(training, data={"malformed": "skip"}))
+    *named, last = refused.value.problems
+    assert [one.path for one in named] == [
+        f"{tmp_path}/rows.jsonl:{line}" for line in range(201, 206)
+    ]
+    assert {one.what for one in named} == {"the row has 31 tokens, and a sample holds 17"}
+    assert last.what == "70 of 270 rows are too long"
+
+    # Where neither pass, the first ones of both are those of the file.
+    write(tmp_path, *[LONG] * 2, *[{}] * 200)
+    with pytest.raises(DataError) as refused:
+        prepared_in(sft(training))
+    assert [one.path.rpartition(":")[2] for one in refused.value.problems[:-1]] == [*"12345"]
+
+
 def test_rows_that_are_too_long_are_left_out_and_counted(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
