@@ -1,5 +1,7 @@
 """Rows of marked tokens as items: one or several rows a sample, each seeing itself alone."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -117,7 +119,9 @@ class RowSource:
         learns_everything: bool = False,
     ) -> None:
         """``is_packed``: several rows share an item."""
-        self.fingerprint = reader.source.fingerprint
+        # Rows as they are prepared are the same for each of these, and items and labels are not.
+        said = [reader.source.fingerprint, sequence_length, is_packed, learns_everything]
+        self.fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
         self.reader = reader
         self._length = sequence_length
         self._is_packed = is_packed
