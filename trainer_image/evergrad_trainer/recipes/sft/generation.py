@@ -29,6 +29,8 @@ METRICS: Final = {
     "rmse": "Root of the mean squared error of those numbers; read it beside the parse rate.",
 }
 PARTS: Final = ("rows", "exact", "numbers", "parsed", "squared_error")
+_LARGEST: Final = 1e100
+"""Beyond it a text is a run of digits rather than a number, whose square would be none any more."""
 _NUMBER: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -173,7 +175,7 @@ def parse_number(text: str) -> float | None:
     if found is None:
         return None
     value = float(found[0])
-    return value if math.isfinite(value) else None
+    return value if abs(value) <= _LARGEST else None
 
 
 def summarize(means: Mapping[str, float]) -> dict[str, float]:
