@@ -17,6 +17,7 @@ from evergrad_manifest.training.pretrain import (
 )
 from evergrad_manifest.training.steps import Metric
 from evergrad_manifest.values.numbers import Count, Real
+from evergrad_manifest.values.urls import has_credentials
 from evergrad_manifest.view import UNKNOWN, View
 
 TRACKERS: Final = f"{TRAINING}.logging.trackers"
@@ -111,6 +112,14 @@ class Monitor(Section):
     """What a value must be better by; plateau only."""
 
 
+_CREDENTIALS_OF: Final = {
+    "wandb": "the environment: WANDB_API_KEY",
+    "mlflow": "the environment: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+    "aim": "the proxy before the server, since aim has none",
+}
+"""Where credentials of each type that has a server belong."""
+
+
 def check_trackers(view: View) -> Iterator[Problem]:
     """A type stands once, and a key is set only where it means something."""
     seen: set[str] = set()
@@ -140,6 +149,14 @@ def check_trackers(view: View) -> Iterator[Problem]:
             if is_unused and tracker[key] not in (None, UNKNOWN):
                 what = f"has no meaning with type {type_} and mode {tracker['mode']}"
                 yield Problem(format_path((*path, key)), what, why, "Remove it")
+
+        # The file is copied into run.json, and every tracker shows it.
+        url = tracker["url"]
+        is_online = type_ in _CREDENTIALS_OF and tracker["mode"] != "offline"
+        if is_online and isinstance(url, str) and has_credentials(url):
+            what, why = "has a user or a password", "everybody who sees the run would see them"
+            remedy = f"Remove them; they belong in {_CREDENTIALS_OF[type_]}"
+            yield Problem(format_path((*path, "url")), what, why, remedy)
 
 
 def check_profile(view: View) -> Iterator[Problem]:

@@ -263,6 +263,25 @@ def test_a_tracker_that_fails_is_switched_off_and_that_is_said(
     )
 
 
+def test_credentials_of_a_server_are_in_neither_the_records_nor_the_log(
+    make_scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Libraries name the address that they could not reach; MLFLOW_TRACKING_URI may have a password."""
+    address = "https://bob:p@55w0rd@ml.example/api"
+
+    def refuse(run: TrackedRun) -> Library:
+        raise ConnectionError(f"API request to {address} failed: {'x' * 470} {address}")
+
+    scene = make_scene(refuse)
+    scene.start()
+    scene.stop()
+    (message,) = scene.warnings
+    written = scene.directory.events.read_text() + caplog.text
+    for text in (message, written):
+        assert "API request to https://<redacted>@ml.example/api failed" in text
+        assert "bob" not in text and "p@55" not in text and "55w0rd" not in text
+
+
 def test_a_failure_that_no_later_step_could_find_is_said_at_the_end(
     make_scene: Callable[..., Scene], synthetic: ModuleType
 ) -> None:

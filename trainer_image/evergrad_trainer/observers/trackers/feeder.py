@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from evergrad_manifest.training import Tracker
+from evergrad_manifest.values.urls import hide_credentials
 from evergrad_trainer.observers.trackers.interface import End, Library, Shown, TrackedRun
 from evergrad_trainer.observers.trackers.rows import (
     Record,
@@ -38,6 +39,9 @@ MOST_WAITING: Final = 10_000
 """Records that wait for a library: more are left to the run's files, from which a later start shows them."""
 FLUSH_SECONDS: Final = 2.0
 """Between two notes of what is shown: a kill has the steps since then read from the run's files."""
+
+_LONGEST_FAILURE: Final = 500
+"""Characters of what a library has raised: some put whole answers of a server into it."""
 
 Opener = Callable[[TrackedRun], Library]
 
@@ -70,7 +74,8 @@ class Feeder:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.failure: Exception | None = None
+        self.failure: str | None = None
+        """What the library has raised, as one line without credentials."""
         self._settings = settings
         self._open_library = open_library
         self._directory = directory
@@ -124,8 +129,8 @@ class Feeder:
                 if isinstance(item, Finish):
                     return
         except Exception as error:  # noqa: BLE001 - whatever a library raises is told to the observer, and ends the tracker alone
-            _log.warning("tracker %s: %s: %s", self._settings.type, type(error).__name__, error)
-            self.failure = error
+            self.failure = describe_failure(error)
+            _log.warning("tracker %s: %s", self._settings.type, self.failure)
         finally:
             self._busy_since = None
             self._is_done.set()
@@ -219,6 +224,15 @@ class Feeder:
         path = self._folder / f"{self._settings.type}.json"
         write_atomically(path, dumps_strict(note) + "\n")
         self._noted = shown
+
+
+def describe_failure(error: Exception) -> str:
+    """An error of a library as one line that may be written down.
+
+    Libraries name the address that they could not reach: that of MLFLOW_TRACKING_URI may have a password.
+    """
+    why = hide_credentials(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {why[:_LONGEST_FAILURE]}"
 
 
 def _facts_of(directory: RunDirectory, info: RunInfo) -> dict[str, Any]:

@@ -108,9 +108,7 @@ class TrackerObserver(BaseObserver):
 
     def _raise_if_lost(self, feeder: Feeder) -> None:
         if feeder.failure is not None:
-            error = feeder.failure
-            why = " ".join(str(error).split())[:500]
-            self._lose(feeder, f"failed, {type(error).__name__}: {why}")
+            self._lose(feeder, f"failed, {feeder.failure}")
         if feeder.busy_seconds > HANG_SECONDS:
             self._lose(feeder, f"has not answered for {HANG_SECONDS:g} s")
 
