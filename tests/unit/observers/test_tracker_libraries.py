@@ -253,6 +253,31 @@ def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
     assert fake.uris == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"] * 2
 
 
+@pytest.mark.parametrize(
+    ("type_", "variable", "quiet"),
+    [
+        ("mlflow", "MLFLOW_DISABLE_TELEMETRY", "true"),
+        ("wandb", "WANDB_ERROR_REPORTING", "false"),
+    ],
+)
+def test_a_library_reports_nothing_to_its_makers_unless_the_environment_says_so(
+    type_: str, variable: str, quiet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look at the variable when they are imported, or start a process."""
+    (tmp_path / f"{type_}.py").write_text(
+        f"import os\nraise RuntimeError(os.environ.get({variable!r}))"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, type_, raising=False)
+    # Set and removed: what the library's opener sets is removed after the test.
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    for expected in (quiet, "its own"):
+        with pytest.raises(RuntimeError, match=f"^{expected}$"):
+            find_opener(type_)(tracked(tmp_path / "files", type_))
+        monkeypatch.setenv(variable, "its own")
+
+
 def test_aim_opens_the_run_again_by_its_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

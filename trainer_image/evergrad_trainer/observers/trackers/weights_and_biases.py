@@ -6,6 +6,7 @@ trained first. What it shows is read from where it is: the server, or the files 
 
 import importlib
 import logging
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ class WeightsAndBiases:
     """One process's part of a run."""
 
     def __init__(self, run: TrackedRun) -> None:
+        # Before its process is started, which may report errors to its makers.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
         settings, is_online = run.settings, run.settings.mode == "online"
         run.directory.mkdir(parents=True, exist_ok=True)
