@@ -9,7 +9,7 @@ from evergrad_manifest.base import LocalPath, Section
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
 from evergrad_manifest.spelling import nearest
-from evergrad_manifest.training.common import TRAINING, Every
+from evergrad_manifest.training.common import RECIPES, TRAINING, Every
 from evergrad_manifest.training.pretrain import (
     METRICS_OF_ALL,
     check_measured_while_training,
@@ -232,11 +232,13 @@ def _default_of(key: str) -> Any:
 def _check_metric(view: View, where: str, metric: str) -> Iterator[Problem]:
     """A metric that is never measured would be watched in vain, which shows only when it is too late."""
     is_of_set = "/" in metric
-    if view.get(f"{TRAINING}.recipe") not in _WITHOUT_METRICS:
+    recipe = view.get(f"{TRAINING}.recipe")
+    if recipe not in _WITHOUT_METRICS:
         # What other recipes and tasks measure is known to them alone: checked when they are opened. Here only
-        # what the file says of a set is.
+        # whether their sets are measured in time; an observer of a task's own may ask for that.
         sets = view.items(f"{TRAINING}.evaluation.sets")
-        if is_of_set and any(item["name"] == metric.partition("/")[0] for _, item in sets):
+        is_listed = any(item["name"] == metric.partition("/")[0] for _, item in sets)
+        if is_of_set and (recipe in RECIPES or is_listed):
             yield from check_measured_while_training(view, where, metric)
         return
     if (names := set_names(view)) is None:
