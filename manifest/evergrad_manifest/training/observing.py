@@ -213,8 +213,18 @@ def check_monitors(view: View) -> Iterator[Problem]:
                 yield Problem(format_path((*path, "metric")), what, "", "Remove one of them")
             seen.add((type_, metric))
             yield from _check_metric(view, format_path((*path, "metric")), metric)
-        if monitor["of"] not in (None, UNKNOWN):
-            yield from _check_metric(view, format_path((*path, "of")), monitor["of"])
+        other, where = monitor["of"], format_path((*path, "of"))
+        if other in (None, UNKNOWN):
+            continue
+        if metric is not UNKNOWN and metric.rpartition("/")[0] != other.rpartition("/")[0]:
+            # It looks at the two side by side, and would never see both.
+            what = f"{other!r} and {metric!r} are never known together"
+            why = "one is of each step, the other of an evaluation set"
+            if "/" in metric and "/" in other:
+                why = "they are of two evaluation sets"
+            yield Problem(where, what, why, "Compare two of one set, or two of each step")
+        else:
+            yield from _check_metric(view, where, other)
 
 
 def check_early_stop(view: View) -> Iterator[Problem]:
