@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -141,6 +142,41 @@ def test_more_patience_lets_a_stopped_run_go_on() -> None:
     alert = more.look(4, {"loss": 1.0})
     assert alert is not None
     assert alert.describe() == "loss is 1, and was not better than 1 in the last 3 looks"
+
+
+@pytest.mark.parametrize(
+    ("before", "changes"),
+    [
+        (Rule("divergence", "loss", "stop", limit=3.0), {"limit": 4.5}),
+        (Rule("divergence", "loss", "stop", limit=3.0), {"limit": None, "ratio": 5.0}),
+        (Rule("divergence", "loss", "stop", ratio=2.0), {"ratio": 4.5}),
+        (Rule("divergence", "loss", "stop", window=2, ratio=2.0), {"window": 3}),
+        (Rule("collapse", "neg", "stop", limit=-1.5), {"limit": -5.0}),
+        (Rule("collapse", "other", "stop", ratio=0.5, of="loss"), {"ratio": 0.2}),
+        (Rule("collapse", "other", "stop", ratio=0.5, of="loss"), {"of": "neg"}),
+    ],
+)
+def test_a_run_that_a_monitor_has_stopped_goes_on_by_a_bound_that_its_values_are_within(
+    before: Rule, changes: dict[str, Any]
+) -> None:
+    first = Watch(before)
+    for step in (1, 2, 3, 4):
+        # Means of two: 1.5, 2.5, 3.5.
+        loss = float(step)
+        first.look(step, {"loss": loss, "neg": -loss, "other": 1.0})
+    assert first.since is not None
+    state = json.loads(json.dumps(first.state()))
+
+    same, changed = Watch(before), Watch(replace(before, **changes))
+    for watch in (same, changed):
+        watch.load_state(state)
+    assert same.state() == first.state()
+    assert changed.since is None
+    # Beyond the new bound, too: said once more.
+    found = [
+        changed.look(step, {"loss": 100.0, "neg": -100.0, "other": -1000.0}) for step in (5, 6)
+    ]
+    assert any(one is not None for one in found)
 
 
 class Heard(BaseObserver):
