@@ -340,6 +340,64 @@ def test_a_tracker_that_hangs_costs_no_step_and_is_switched_off(
     assert "tensorboard has not answered for 0 s; the next start" in message
 
 
+@pytest.mark.parametrize("hangs_in", ["open", "write", "flush", "finish"])
+def test_a_tracker_that_is_given_up_writes_nothing_more_once_its_library_answers(
+    tmp_path: Path, store: dict[str, Any], synthetic: ModuleType, hangs_in: str
+) -> None:
+    """Another process, or another feeder of this one, may show the run by then."""
+    gate, hangs = threading.Event(), threading.Event()
+
+    def hang(where: str) -> None:
+        if where == hangs_in:
+            hangs.set()
+            gate.wait()
+
+    class Hanging(Kept):
+        def write(self, step: int, time: float, values: Values) -> None:
+            hang("write")
+            super().write(step, time, values)
+
+        def flush(self) -> None:
+            hang("flush")
+            super().flush()
+
+        def finish(self, end: End) -> None:
+            hang("finish")
+            super().finish(end)
+
+    def open_library(run: TrackedRun) -> Library:
+        hang("open")
+        return Hanging(run, store)
+
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    now = 0.0
+    feeder = feeders.Feeder(SETTINGS, open_library, directory, clock=lambda: now)
+    known = RunInfo(
+        "docs", 1, 2, 10, 0, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "i"
+    )
+    items: list[feeders.Item] = [known, synthetic.step_record(1), feeders.Finish("stopped")]
+    # Goes back in the same process: the library is let go of, and opened anew.
+    if hangs_in == "finish":
+        items.insert(2, known)
+    for item in items:
+        assert feeder.give(item)
+    hangs.wait()
+    note = directory.trackers / "tensorboard.json"
+    before = note.read_text() if note.exists() else None
+
+    # So late that a flush is due.
+    now = 1000.0
+    feeder.abandon()
+    gate.set()
+    assert feeder.wait(60.0) and feeder.failure is None
+    assert (note.read_text() if note.exists() else None) == before
+    assert len(store["runs"]) == 1
+    if hangs_in in ("open", "write"):
+        assert "flushed" not in store
+    assert store["ends"] == (["handed on"] if hangs_in == "finish" else [])
+
+
 def test_records_that_wait_are_bounded(
     make_scene: Callable[..., Scene],
     synthetic: ModuleType,

@@ -157,7 +157,8 @@ class Feeder:
             self._library.note(f"checkpoint/{item.checkpoint}", identity)
         elif isinstance(item, Finish):
             self._flush()
-            self._library.finish(item.end)
+            if not self._is_abandoned:
+                self._library.finish(item.end)
         else:
             self._write(item)
 
@@ -165,6 +166,8 @@ class Feeder:
         """Open the library, or open it anew where the run goes back, and show what it has missed."""
         if self._library is not None:
             self._library.finish("handed on")
+        if self._is_abandoned:
+            return
         type_ = self._settings.type
         noted = self._read_note(info.run_id)
         default = self._folder / type_
@@ -203,6 +206,8 @@ class Feeder:
 
     def _flush(self) -> None:
         self._flushed_at = self._clock()
+        if self._is_abandoned:
+            return
         if self._library is not None and self._shown != self._noted:
             self._library.flush()
             self._write_note(self._library)
@@ -213,6 +218,9 @@ class Feeder:
         return found if found.get("run") == run_id else {}
 
     def _write_note(self, library: Library) -> None:
+        if self._is_abandoned:
+            # Its library has hung until now: another feeder may show the run by now, and keep the note.
+            return
         shown, info = self._shown, self._info
         note = {
             "run": "" if info is None else info.run_id,

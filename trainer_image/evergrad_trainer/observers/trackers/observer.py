@@ -12,8 +12,9 @@ from evergrad_trainer.observers.trackers.interface import End
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 from evergrad_trainer.run_directory import RunDirectory
 
-HANG_SECONDS: Final = 120.0
-"""Longest time that a library may take for one record, or to open."""
+HANG_SECONDS: Final = 360.0
+"""Longest time that a library may take for one record, or to open. Above the four minutes for which MLflow's
+client tries a request again and again: a server that is restarted meanwhile costs nothing."""
 CLOSING_SECONDS: Final = 5.0
 """How long an end waits for all trackers together: whoever asked the run to stop may kill next."""
 
