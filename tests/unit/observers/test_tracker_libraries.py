@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.training import Tracker
-from evergrad_trainer.observers.trackers.interface import Shown, TrackedRun
+from evergrad_trainer.observers.trackers.interface import CLOSING_SECONDS, Shown, TrackedRun
 from evergrad_trainer.observers.trackers.libraries import find_opener
 
 
@@ -162,6 +162,18 @@ def test_wandb_online_goes_on_where_the_server_is(
     (options,) = fake_wandb.inits
     assert (options["mode"], options["entity"]) == ("online", "us")
     assert options["settings"]["base_url"] == "https://here"
+
+
+def test_the_end_of_a_process_waits_for_wandb_online_only_so_long(
+    tmp_path: Path, fake_wandb: FakeWandb
+) -> None:
+    for mode in ("online", "offline"):
+        settings = Tracker.model_validate({"type": "wandb", "mode": mode})
+        find_opener("wandb")(tracked(tmp_path / mode, "wandb", settings=settings))
+    online, offline = (options["settings"] for options in fake_wandb.inits)
+    # By default it waits for ever; files are written at once.
+    assert online["finish_timeout"] == CLOSING_SECONDS
+    assert "finish_timeout" not in offline
 
 
 class FakeStore:

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from evergrad_manifest.training import Tracker
+
+CLOSING_SECONDS: Final = 5.0
+"""How long an end waits for all trackers together: whoever asked the run to stop may kill next."""
 
 Values = Mapping[str, float]
 """Finite numbers by the names that a tracker shows, such as ``train/loss``."""

@@ -8,15 +8,13 @@ from typing import Final, NoReturn
 from evergrad_manifest.training import Tracker
 from evergrad_trainer.observers.base import BaseObserver, GivesUp
 from evergrad_trainer.observers.trackers.feeder import Feeder, Finish, Item, Opener, Saved
-from evergrad_trainer.observers.trackers.interface import End
+from evergrad_trainer.observers.trackers.interface import CLOSING_SECONDS, End
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 from evergrad_trainer.run_directory import RunDirectory
 
 HANG_SECONDS: Final = 360.0
 """Longest time that a library may take for one record, or to open. Above the four minutes for which MLflow's
 client tries a request again and again: a server that is restarted meanwhile costs nothing."""
-CLOSING_SECONDS: Final = 5.0
-"""How long an end waits for all trackers together: whoever asked the run to stop may kill next."""
 
 _LATER: Final = "the next start of the run shows what is missing"
 

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from evergrad_manifest.training.observing import DEFAULT_PROJECT
-from evergrad_trainer.observers.trackers.interface import End, Shown, TrackedRun, Values
+from evergrad_trainer.observers.trackers.interface import (
+    CLOSING_SECONDS,
+    End,
+    Shown,
+    TrackedRun,
+    Values,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +41,9 @@ class WeightsAndBiases:
         # Read before the library adds a file of its own.
         shown = Shown() if is_online else _read_shown(run.directory, run.run_id)
         options: dict[str, Any] = {"base_url": settings.url} if settings.url else {}
+        if is_online:
+            # At its exit the process waits for wandb's own, which tries to send for as long as it may.
+            options["finish_timeout"] = CLOSING_SECONDS
         self._run: Any = wandb.init(
             id=run.run_id,
             resume="allow",
