@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.training import Tracker
-from evergrad_trainer.observers.trackers.interface import CLOSING_SECONDS, Shown, TrackedRun
+from evergrad_trainer.observers.trackers.interface import (
+    CLOSING_SECONDS,
+    End,
+    Shown,
+    TrackedRun,
+)
 from evergrad_trainer.observers.trackers.libraries import find_opener
 
 
@@ -142,13 +147,41 @@ def test_wandb_is_given_one_id_and_whole_rows(tmp_path: Path, fake_wandb: FakeWa
     other = find_opener("wandb")(tracked(tmp_path / "wandb", "wandb"))
     other.write(2, 0.0, {"train/loss": 2.0})
     other.write(2, 0.0, {"evaluation/held/loss": 3.0})
-    other.finish("failed")
+    other.finish("complete")
     assert fake_wandb.rows[1:] == [(2, {"train/loss": 2.0, "evaluation/held/loss": 3.0}, True)]
-    assert fake_wandb.ends == [0, 1]
+    assert fake_wandb.ends == [0, 0]
     keys = ("id", "resume", "mode", "project", "name", "tags")
     first, second = ([one[key] for key in keys] for one in fake_wandb.inits)
     assert first == second == ["id1", "allow", "offline", "evergrad", "docs", ["a tag"]]
     assert fake_wandb.config["training"]["optimizer"] == {"learningRate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("end", "is_whole", "code"),
+    [
+        ("complete", True, 0),
+        ("stopped", True, 0),
+        ("interrupted", False, 0),
+        ("failed", False, 1),
+        ("handed on", False, 0),
+    ],
+)
+def test_wandb_online_keeps_a_step_for_the_next_start_where_its_evaluation_may_have_been_cut(
+    tmp_path: Path, fake_wandb: FakeWandb, end: End, is_whole: bool, code: int
+) -> None:
+    """A row that the server has takes nothing more, and the next start is told of the evaluation alone."""
+    settings = Tracker.model_validate({"type": "wandb", "mode": "online"})
+    first = find_opener("wandb")(tracked(tmp_path, "wandb", settings=settings))
+    first.write(1, 0.0, {"train/loss": 1.0})
+    first.finish(end)
+    assert fake_wandb.rows == ([(1, {"train/loss": 1.0}, True)] if is_whole else [])
+    assert fake_wandb.ends == [code]
+
+    fake_wandb.starting_step = 2 if is_whole else 1
+    second = find_opener("wandb")(
+        tracked(tmp_path, "wandb", settings=settings, start_step=1, own_id="id1")
+    )
+    assert second.shown.has_evaluation("held", 1) == is_whole
 
 
 def test_wandb_online_goes_on_where_the_server_is(

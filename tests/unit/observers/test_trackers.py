@@ -176,7 +176,25 @@ def test_what_a_kill_has_kept_from_a_tracker_is_read_from_the_runs_own_files(
     assert evaluated == [2, 4]
     # The note beside the files knows the library's own id.
     assert store["ids"] == ["own-0", "own-0"]
-    assert store["ends"] == ["stopped", "complete"]
+    assert store["ends"] == ["interrupted", "complete"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "end"),
+    [
+        ("complete", "complete"),
+        ("signal", "interrupted"),
+        ("observer", "stopped"),
+        ("after_step", "stopped"),
+    ],
+)
+def test_a_signal_alone_may_have_cut_an_evaluation(
+    make_scene: Callable[..., Scene], store: dict[str, Any], reason: str, end: End
+) -> None:
+    scene = make_scene(lambda run: Kept(run, store))
+    scene.start()
+    scene.stop(reason)
+    assert store["ends"] == [end]
 
 
 def test_a_note_of_another_run_is_not_this_ones(

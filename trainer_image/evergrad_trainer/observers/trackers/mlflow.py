@@ -28,6 +28,7 @@ _IN_EVERY_STEP: Final = "train/learning_rate"
 _STATUS: Final[dict[End, str]] = {
     "complete": "FINISHED",
     "stopped": "KILLED",
+    "interrupted": "KILLED",
     "failed": "FAILED",
     "handed on": "RUNNING",
 }

@@ -16,6 +16,8 @@ HANG_SECONDS: Final = 360.0
 """Longest time that a library may take for one record, or to open. Above the four minutes for which MLflow's
 client tries a request again and again: a server that is restarted meanwhile costs nothing."""
 
+_ENDS: Final[dict[object, End]] = {"complete": "complete", "signal": "interrupted"}
+"""By the reason of a stop; after any other one the evaluations of the newest step have ended."""
 _LATER: Final = "the next start of the run shows what is missing"
 
 
@@ -73,7 +75,7 @@ class TrackerObserver(BaseObserver):
         if event.type == EventType.SAVE:
             self._give(Saved(str(event.fields.get("checkpoint", ""))))
         elif event.type == EventType.STOP:
-            self._finish("complete" if event.fields.get("reason") == "complete" else "stopped")
+            self._finish(_ENDS.get(event.fields.get("reason"), "stopped"))
         elif event.type == EventType.FAILED:
             self._finish("failed")
 

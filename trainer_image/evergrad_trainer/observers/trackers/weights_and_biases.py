@@ -90,8 +90,9 @@ class WeightsAndBiases:
         opening."""
 
     def finish(self, end: End) -> None:
-        # Of the newest step an evaluation may still come: who goes on with the run shows it as a whole.
-        if end != "handed on":
+        # Of the newest step an evaluation may still come: who goes on with the run shows it as a whole, since
+        # a row that the server has takes nothing more.
+        if end in ("complete", "stopped"):
             self._commit()
         self._run.finish(exit_code=1 if end == "failed" else 0)
 
