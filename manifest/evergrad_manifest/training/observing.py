@@ -63,7 +63,7 @@ class Profile(Section):
     every: Count | None = Field(default=None, ge=1, le=10**12)
     """Steps from the beginning of one trace to that of the next; default: one trace a run."""
     ranks: Literal["first", "all"] = "first"
-    """Processes that trace."""
+    """Processes that trace. ``all``: each one those traces before whose first step it has made one."""
     memory: bool = False
     """Also the history of allocations: as a snapshot of an accelerator's memory, and in the trace."""
     max_entries: Count = Field(default=100_000, ge=1, le=10**9)
@@ -160,7 +160,11 @@ def check_trackers(view: View) -> Iterator[Problem]:
 
 
 def check_profile(view: View) -> Iterator[Problem]:
-    """Traces do not overlap."""
+    """Traces do not overlap, and every process that traces knows when one begins."""
+    if view.get(f"{PROFILE}.ranks") == "all" and view.get(f"{PROFILE}.firstStep") == 1:
+        why = "only the first process is told of a start before it, and the others follow its steps"
+        remedy = "Raise it to at least 2, or set ranks: first"
+        yield Problem(f"{PROFILE}.firstStep", "1 cannot be traced by all ranks", why, remedy)
     found = view.known(f"{PROFILE}.steps", f"{PROFILE}.every")
     if found is None or None in found:
         return
