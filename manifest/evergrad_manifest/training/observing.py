@@ -50,7 +50,7 @@ class Tracker(Section):
     tags: tuple[Tag, ...] = Field(default=(), max_length=16)
     """Tags that are shown."""
     directory: LocalPath | None = Field(default=None, min_length=1)
-    """Where the files lie; default: ``trackers/<type>`` in the run directory."""
+    """Where the files lie, in a folder with the run's name; default: ``trackers/<type>`` of its directory."""
 
 
 class Profile(Section):

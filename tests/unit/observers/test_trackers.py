@@ -1,6 +1,7 @@
 """Trackers: what they are shown after kills, and what happens to one that fails, hangs or is not there."""
 
 import importlib.util
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.training import Tracker, Training
+from evergrad_trainer.observers import build
 from evergrad_trainer.observers.base import BaseObserver, Observers
 from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.observers.trackers import feeder as feeders
@@ -177,6 +179,48 @@ def test_what_a_kill_has_kept_from_a_tracker_is_read_from_the_runs_own_files(
     # The note beside the files knows the library's own id.
     assert store["ids"] == ["own-0", "own-0"]
     assert store["ends"] == ["interrupted", "complete"]
+
+
+@pytest.mark.capability("C-26")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "run/trackers/aim"),
+        ({"directory": "shown"}, "beside/shown/docs"),
+        ({"directory": "{tmp}/there"}, "there/docs"),
+    ],
+)
+def test_files_of_a_tracker_lie_in_the_run_directory_or_where_the_file_says(
+    tmp_path: Path,
+    store: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, str],
+    expected: str,
+) -> None:
+    """A relative path begins beside the file, like all others."""
+    monkeypatch.setattr(build, "find_opener", lambda type_: lambda run: Kept(run, store))
+    monkeypatch.setattr(observers, "CLOSING_SECONDS", 60.0)
+    tracker = {"type": "aim", **{key: text.format(tmp=tmp_path) for key, text in given.items()}}
+    training = Training.model_validate({**TRAINING, "logging": {"trackers": [tracker]}})
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    around = build.Surroundings(
+        directory,
+        run="docs",
+        training=training,
+        base_directory=tmp_path / "beside",
+        stream=io.StringIO(),
+        should_stop=lambda: False,
+        relay=BaseObserver(),
+    )
+    made = build.build_observers(around).observers
+    made.run_start(
+        RunInfo("docs", 1, 2, 10, 0, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "id-1")
+    )
+    made.event(Event(EventType.STOP, 0.0, 1, 1, {"reason": "complete", "saved": True}))
+    made.close()
+    (run,) = store["runs"]
+    assert run.directory == tmp_path / expected
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ class Writer:
                 session.directory,
                 run=session.plan.run.metadata.name,
                 training=session.plan.run.training,
+                base_directory=session.plan.base_directory,
                 stream=sys.stdout,
                 should_stop=session.is_signalled,
                 relay=self._relay,

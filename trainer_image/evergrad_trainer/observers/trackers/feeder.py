@@ -176,7 +176,7 @@ class Feeder:
             run_id=info.run_id,
             name=info.name,
             settings=self._settings,
-            directory=default if base is None else self._directory.path / base / info.name,
+            directory=default if base is None else Path(base) / info.name,
             facts=_facts_of(self._directory, info),
             start_step=info.start_step,
             own_id=str(noted.get("id", "")),
