@@ -219,6 +219,40 @@ def test_an_alert_is_an_event_of_rank_0_and_a_wish_of_all(synthetic: ModuleType)
     assert last["message"] == "grad_norm is 6, above 5"
 
 
+def test_an_alert_that_the_first_process_did_not_live_to_write_down_is_said_by_the_next(
+    synthetic: ModuleType,
+) -> None:
+    """It is raised on every rank, and rank 0 is killed before its own is written."""
+    monitors = [
+        {"type": "plateau", "metric": "loss", "patience": 1, "minDelta": 1},
+        {"type": "divergence", "metric": "grad_norm", "window": 2},
+        {"type": "collapse", "metric": "grad_norm", "limit": 1.5},
+        {"type": "collapse", "metric": "loss", "of": "grad_norm"},
+    ]
+    survivor, first = lasting_of(monitors=monitors), Heard()
+    lost = Together(first, lasting_of(monitors=monitors))
+    for step, loss, norm in ((1, 2.0, 1.0), (2, 2.0, 1.0), (3, 2.0, 9.0)):
+        record = synthetic.step_record(step, loss=loss, grad_norm=norm)
+        lost.step_end(record)
+        survivor.step_end(record)
+        # A newcomer that has got its state, too, may be the next.
+        newcomer = lasting_of(monitors=monitors)
+        newcomer.load_values(json.loads(json.dumps(survivor.values())))
+        before = survivor.values()
+        for one in (survivor, newcomer):
+            heard = Heard()
+            together = Together(heard, one)
+            one.repeat(record)
+            together.close()
+            expected = [event for event in first.events if event.step == step]
+            assert [replace(event, time=0.0) for event in heard.events] == [
+                replace(event, time=0.0) for event in expected
+            ]
+            assert one.values() == before
+    said_at = [(event.step, event.fields["monitor"]) for event in first.events]
+    assert said_at == [(1, "collapse"), (2, "plateau"), (3, "divergence"), (3, "collapse")]
+
+
 def test_an_early_stop_follows_an_evaluation_and_goes_on_in_another_process(
     synthetic: ModuleType,
 ) -> None:

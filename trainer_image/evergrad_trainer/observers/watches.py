@@ -134,6 +134,16 @@ class Watch:
         self.alerts += 1
         return Alert(rule, step, mean, threshold)
 
+    def alert_of(self, step: int) -> Alert | None:
+        """The alert of the newest step, ``step``, where it has raised one: another process may have said it
+        to nobody."""
+        if self.since != step:
+            return None
+        mean = math.fsum(self.values) / self.rule.window
+        is_plateau = self.rule.kind in ("plateau", "early stop")
+        threshold = self.reference if is_plateau else self._judge(mean)
+        return None if threshold is None else Alert(self.rule, step, mean, threshold)
+
     def _judge(self, mean: float) -> float | None:
         """The threshold that ``mean`` is beyond; None while all is well."""
         rule, reference = self.rule, self.reference
