@@ -84,7 +84,7 @@ class Feeder:
         self._items: queue.Queue[Item] = queue.Queue(MOST_WAITING)
         self._busy_since: float | None = None
         self._is_done = threading.Event()
-        self._is_abandoned = False
+        self._abandoned = threading.Event()
         self._library: Library | None = None
         self._info: RunInfo | None = None
         self._shown = Shown()
@@ -115,11 +115,11 @@ class Feeder:
 
     def abandon(self) -> None:
         """Have it write nothing more, at the latest when its library answers."""
-        self._is_abandoned = True
+        self._abandoned.set()
 
     def _live(self) -> None:
         try:
-            while not self._is_abandoned:
+            while not self._abandoned.is_set():
                 item = self._take()
                 if item is not None:
                     self._show(item)
@@ -157,7 +157,7 @@ class Feeder:
             self._library.note(f"checkpoint/{item.checkpoint}", identity)
         elif isinstance(item, Finish):
             self._flush()
-            if not self._is_abandoned:
+            if not self._abandoned.is_set():
                 self._library.finish(item.end)
         else:
             self._write(item)
@@ -166,7 +166,7 @@ class Feeder:
         """Open the library, or open it anew where the run goes back, and show what it has missed."""
         if self._library is not None:
             self._library.finish("handed on")
-        if self._is_abandoned:
+        if self._abandoned.is_set():
             return
         type_ = self._settings.type
         noted = self._read_note(info.run_id)
@@ -191,7 +191,7 @@ class Feeder:
         self._write_note(library)
 
         for record in read_missed(self._directory, library.shown, newest=info.start_step):
-            if self._is_abandoned:
+            if self._abandoned.is_set():
                 return
             # A long run that is shown for the first time takes its time, and does not hang.
             self._busy_since = self._clock()
@@ -206,7 +206,7 @@ class Feeder:
 
     def _flush(self) -> None:
         self._flushed_at = self._clock()
-        if self._is_abandoned:
+        if self._abandoned.is_set():
             return
         if self._library is not None and self._shown != self._noted:
             self._library.flush()
@@ -218,7 +218,7 @@ class Feeder:
         return found if found.get("run") == run_id else {}
 
     def _write_note(self, library: Library) -> None:
-        if self._is_abandoned:
+        if self._abandoned.is_set():
             # Its library has hung until now: another feeder may show the run by now, and keep the note.
             return
         shown, info = self._shown, self._info
