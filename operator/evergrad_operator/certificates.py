@@ -86,7 +86,16 @@ def renew(
 
     # A new key with each certificate: an old one that leaked ends with its certificate.
     serving_key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _sign_serving(serving_key, key, authorities[0], names, now)
+    # X.509 allows a common name 64 characters. Clients compare the alternative names, which hold them all.
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    alternatives = [x509.DNSName(name) for name in names]
+    constraints = x509.BasicConstraints(ca=False, path_length=None)
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    builder = _builder(subject, authorities[0].subject, serving_key, now, days=SERVING_DAYS)
+    builder = builder.add_extension(constraints, critical=True)
+    builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+    builder = builder.add_extension(usage, critical=False)
+    certificate = builder.sign(key, hashes.SHA256())
     return Bundle(
         authority=b"".join(_pem(one) for one in authorities),
         authority_key=_private_pem(key),
@@ -160,27 +169,6 @@ def _sign_authority(key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Cert
     builder = builder.add_extension(constraints, critical=True)
     builder = builder.add_extension(usage, critical=True)
     return builder.sign(key, hashes.SHA256())
-
-
-def _sign_serving(
-    key: ec.EllipticCurvePrivateKey,
-    authority_key: CertificateIssuerPrivateKeyTypes,
-    authority: x509.Certificate,
-    names: Sequence[str],
-    now: datetime,
-) -> x509.Certificate:
-    # X.509 allows a common name 64 characters. Clients compare the alternative names, which hold them all.
-    common_name = x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])
-    alternatives = [x509.DNSName(name) for name in names]
-    constraints = x509.BasicConstraints(ca=False, path_length=None)
-    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-
-    subject = x509.Name([common_name])
-    builder = _builder(subject, authority.subject, key, now, days=SERVING_DAYS)
-    builder = builder.add_extension(constraints, critical=True)
-    builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-    builder = builder.add_extension(usage, critical=False)
-    return builder.sign(authority_key, hashes.SHA256())
 
 
 def _builder(
