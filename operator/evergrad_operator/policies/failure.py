@@ -92,26 +92,21 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
             where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
         text = _stop(where + (quote(said) or progress.reason))
         return context.finished(Phase.FAILED, reason, f"{text} {_REMEDIES[reason]}")
-    exhaustion = _find_exhaustion(context)
-    return exhaustion and context.finished(Phase.FAILED, *exhaustion)
 
-
-def _find_exhaustion(context: ReconcileContext) -> tuple[str, str] | None:
-    """Return reason and message of a budget that is used up; None while failures are left."""
-    budget, last = context.memory.budget, context.memory.last_failure
+    # At last the budget. A status of another version may have a cause that this one has not.
+    budget, last = memory.budget, memory.last_failure
     most = context.run.spec.failure_policy.max_failures_without_progress
     if budget.failures <= most:
         return None
-    # A status of another version may have a cause that this one has not.
-    cause = next((one for one in PodCause if last is not None and one == last.cause), None)
-    reason = _REASONS.get(cause or PodCause.WORKER_CRASH, Reason.WORKER_CRASH)
+    known = next((one for one in PodCause if last is not None and one == last.cause), None)
+    reason = _REASONS.get(known or PodCause.WORKER_CRASH, Reason.WORKER_CRASH)
     text = (
         f"pods failed {budget.failures} times without progress; {most} such failures are allowed. "
         f"Last: {describe_failure(last)}"
     )
     limit = context.run.spec.resources.limits.get("memory")
     bound = f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
-    return reason, f"{_stop(text)}{bound} {_REMEDIES[reason]}"
+    return context.finished(Phase.FAILED, reason, f"{_stop(text)}{bound} {_REMEDIES[reason]}")
 
 
 def describe_failure(failure: LastFailure | None) -> str:
