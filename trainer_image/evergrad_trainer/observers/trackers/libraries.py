@@ -41,7 +41,7 @@ def find_opener(type_: str) -> Opener:
 def check_trackers(training: Training) -> Iterator[Problem]:
     """Trackers whose packages are not installed: refused before the first step."""
     for index, tracker in enumerate(training.logging.trackers):
-        needed = _PACKAGES[tracker.type]
+        needed: tuple[str, ...] = _PACKAGES[tracker.type]
         # MLflow's client alone, which is enough for a server, has no databases.
         if tracker.type == "mlflow" and tracker.mode == "offline":
             needed += ("sqlalchemy", "alembic")
