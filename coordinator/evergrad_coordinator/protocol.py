@@ -37,7 +37,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Had(Message):
+class Placement(Message):
     """The place a node holds in a running generation: ranks ``first_rank`` … ``first_rank + workers - 1`` of
     ``world_size``."""
 
@@ -66,7 +66,7 @@ class Hello(Message):
     recovery: Recovery
     fingerprint: dict[str, str] = field(default_factory=dict)
     token: str = ""
-    had: Had | None = None
+    had: Placement | None = None
     known_generation: int = 0
     """Newest generation that any coordinator has sent to this node."""
     protocol: int = PROTOCOL_VERSION

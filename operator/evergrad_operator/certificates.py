@@ -26,6 +26,17 @@ does not end the webhook."""
 _SKEW: Final = timedelta(hours=1)
 """Clocks of other machines may be behind: a certificate is valid from a little before it was made."""
 _FIELDS: Final = ("ca.crt", "ca.key", "tls.crt", "tls.key")
+_SIGNS_CERTIFICATES: Final = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 @dataclass(frozen=True)
@@ -82,11 +93,28 @@ def renew(
     # Only the newest of the old authorities is kept: all before it have signed nothing that is still served.
     if key is None or not is_trusted:
         key = ec.generate_private_key(ec.SECP256R1())
-        authorities = [_sign_authority(key, now), *authorities[:1]]
+        # Its name is new each time, or a client could take one authority for the other.
+        text = f"evergrad-webhook-ca-{now:%Y%m%d%H%M%S}"
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+        # It may sign servers' certificates, but no further authorities.
+        constraints = x509.BasicConstraints(ca=True, path_length=0)
+        builder = _builder(name, name, key, now, days=AUTHORITY_DAYS)
+        builder = builder.add_extension(constraints, critical=True)
+        builder = builder.add_extension(_SIGNS_CERTIFICATES, critical=True)
+        authorities = [builder.sign(key, hashes.SHA256()), *authorities[:1]]
 
     # A new key with each certificate: an old one that leaked ends with its certificate.
     serving_key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _sign_serving(serving_key, key, authorities[0], names, now)
+    # X.509 allows a common name 64 characters. Clients compare the alternative names, which hold them all.
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    alternatives = [x509.DNSName(name) for name in names]
+    constraints = x509.BasicConstraints(ca=False, path_length=None)
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    builder = _builder(subject, authorities[0].subject, serving_key, now, days=SERVING_DAYS)
+    builder = builder.add_extension(constraints, critical=True)
+    builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+    builder = builder.add_extension(usage, critical=False)
+    certificate = builder.sign(key, hashes.SHA256())
     return Bundle(
         authority=b"".join(_pem(one) for one in authorities),
         authority_key=_private_pem(key),
@@ -136,51 +164,6 @@ def _is_due(certificate: x509.Certificate, now: datetime) -> bool:
     end = certificate.not_valid_after_utc
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     return end - now < life * _RENEWED_AT
-
-
-def _sign_authority(key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Certificate:
-    # Its name is new each time, or a client could take one authority for the other.
-    name = x509.Name(
-        [x509.NameAttribute(NameOID.COMMON_NAME, f"evergrad-webhook-ca-{now:%Y%m%d%H%M%S}")]
-    )
-    usage = x509.KeyUsage(
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=True,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-    # It may sign servers' certificates, but no further authorities.
-    constraints = x509.BasicConstraints(ca=True, path_length=0)
-    builder = _builder(name, name, key, now, days=AUTHORITY_DAYS)
-    builder = builder.add_extension(constraints, critical=True)
-    builder = builder.add_extension(usage, critical=True)
-    return builder.sign(key, hashes.SHA256())
-
-
-def _sign_serving(
-    key: ec.EllipticCurvePrivateKey,
-    authority_key: CertificateIssuerPrivateKeyTypes,
-    authority: x509.Certificate,
-    names: Sequence[str],
-    now: datetime,
-) -> x509.Certificate:
-    # X.509 allows a common name 64 characters. Clients compare the alternative names, which hold them all.
-    common_name = x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])
-    alternatives = [x509.DNSName(name) for name in names]
-    constraints = x509.BasicConstraints(ca=False, path_length=None)
-    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-
-    subject = x509.Name([common_name])
-    builder = _builder(subject, authority.subject, key, now, days=SERVING_DAYS)
-    builder = builder.add_extension(constraints, critical=True)
-    builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-    builder = builder.add_extension(usage, critical=False)
-    return builder.sign(authority_key, hashes.SHA256())
 
 
 def _builder(

@@ -58,6 +58,16 @@ def build_conditions(
     else:
         unreachable = _Said(True, silence.reason, silence.text)
 
+    # Only a failure without progress since: a later checkpoint shows that there is room again.
+    memory, failure = decision.memory, decision.memory.last_failure
+    if failure and failure.cause == PodCause.VOLUME_FULL and memory.budget.failures:
+        text = "the volume is full: enlarge the PersistentVolumeClaim"
+        checkpoint = _Said(False, Reason.VOLUME_FULL, text)
+    elif memory.training.checkpoint_step is None:
+        checkpoint = _Said(None, Reason.NO_CHECKPOINT_YET)
+    else:
+        checkpoint = _Said(True, Reason.CHECKPOINT_SAVED)
+
     not_suspended = Reason.SUSPENDING if phase == Phase.SUSPENDING else Reason.NOT_SUSPENDED
     was_ready = old.get(Condition.READY, {})
     said = {
@@ -71,7 +81,7 @@ def build_conditions(
         Condition.PROGRESSING: _say_progressing(
             decision, was_ready, now=now, timeout=progress_timeout
         ),
-        Condition.CHECKPOINT_HEALTHY: _say_checkpoint(decision),
+        Condition.CHECKPOINT_HEALTHY: checkpoint,
         Condition.COORDINATOR_UNREACHABLE: unreachable,
         # Tools that take Stalled for a failure would report what heals by itself: it is for a person alone.
         Condition.STALLED: _Said(True, decision.reason, short)
@@ -81,9 +91,8 @@ def build_conditions(
         if phase in _ON_ITS_WAY and not is_blocked
         else _Said(False, Reason.UP_TO_DATE),
     }
-    generation = observation.run.generation
     return [
-        _build(kind, one, old.get(kind, {}), generation=generation, now=now)
+        _build(kind, one, old.get(kind, {}), generation=observation.run.generation, now=now)
         for kind, one in said.items()
     ]
 
@@ -200,16 +209,3 @@ def _say_progressing(
         text = f"no step since {at}. See the logs of node 0, and kubectl top pods"
         return _Said(False, Reason.NO_STEPS, text)
     return _Said(True, Reason.STEPS_ADVANCE)
-
-
-def _say_checkpoint(decision: Decision) -> _Said:
-    """Return whether checkpoints can be saved, as far as anything has shown it."""
-    memory, failure = decision.memory, decision.memory.last_failure
-    # Only a failure without progress since: a later checkpoint shows that there is room again.
-    is_full = failure is not None and failure.cause == PodCause.VOLUME_FULL
-    if is_full and memory.budget.failures:
-        text = "the volume is full: enlarge the PersistentVolumeClaim"
-        return _Said(False, Reason.VOLUME_FULL, text)
-    if memory.training.checkpoint_step is None:
-        return _Said(None, Reason.NO_CHECKPOINT_YET)
-    return _Said(True, Reason.CHECKPOINT_SAVED)

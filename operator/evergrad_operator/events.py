@@ -1,6 +1,6 @@
 """Events of a run, on transitions only. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -58,17 +58,34 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
 
     None repeats what an earlier event has reported.
     """
-    events = list(_derive_ends(old, new))
+    # Each pod that has ended since. A large run may lose all its pods at once: one event each would push
+    # others' events out of etcd.
+    events = []
+    known = {
+        (get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")
+    }
+    ends = [
+        (get_text(one, "pod"), get_text(one, "cause"), get_int(one, "exitCode"))
+        for one in get_maps(new, "attempts")
+    ]
+    fresh = [
+        (pod, cause, code)
+        for pod, cause, code in ends
+        if (pod, cause) not in known and cause not in _QUIET_CAUSES
+    ]
+    if len(fresh) > _MOST_ENDS:
+        causes = ", ".join(sorted({cause for _, cause, _ in fresh}))
+        text = f"{len(fresh)} pods and more ended: {causes}"
+        events.append(Event("Warning", "PodsEnded", text))
+    else:
+        for pod, cause, code in fresh:
+            how = "" if code is None else f" with exit code {code}"
+            events.append(Event("Warning", cause, f"pod {pod} ended{how}"))
+
     before, after = get_map(old, "nodes"), get_map(new, "nodes")
     least, most = get_int(after, "min"), get_int(after, "max")
     if before and (get_int(before, "min"), get_int(before, "max")) != (least, most):
-        events.append(
-            Event(
-                "Normal",
-                "NodesChanged",
-                f"nodes: min {least}, max {most}",
-            )
-        )
+        events.append(Event("Normal", "NodesChanged", f"nodes: min {least}, max {most}"))
 
     # The first checkpoint only: the others are in the run's own events.
     step = get_int(get_map(new, "checkpoint"), "step")
@@ -85,42 +102,8 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
         # Warnings are for what a person may have to act upon; everything else is Normal.
         is_bad = phase == Phase.FAILED or reason in _WARNINGS
         text = get_text(new, "message") or phase
-        events.append(
-            Event(
-                "Warning" if is_bad else "Normal",
-                reason or phase,
-                text,
-            )
-        )
+        events.append(Event("Warning" if is_bad else "Normal", reason or phase, text))
     return tuple(events)
-
-
-def _derive_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
-    """Derive an event for each pod that has ended since, or one for many."""
-    known = {
-        (get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")
-    }
-    ends = [
-        (get_text(one, "pod"), get_text(one, "cause"), get_int(one, "exitCode"))
-        for one in get_maps(new, "attempts")
-    ]
-    fresh = [
-        (pod, cause, code)
-        for pod, cause, code in ends
-        if (pod, cause) not in known and cause not in _QUIET_CAUSES
-    ]
-    # A large run may lose all its pods at once: one event each would push others' events out of etcd.
-    if len(fresh) > _MOST_ENDS:
-        causes = ", ".join(sorted({cause for _, cause, _ in fresh}))
-        yield Event(
-            "Warning",
-            "PodsEnded",
-            f"{len(fresh)} pods and more ended: {causes}",
-        )
-        return
-    for pod, cause, code in fresh:
-        how = "" if code is None else f" with exit code {code}"
-        yield Event("Warning", cause, f"pod {pod} ended{how}")
 
 
 def describe_edit(observation: Observation) -> Event | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from evergrad_operator.names import Phase
+from evergrad_operator.raw import get_map
 from evergrad_operator.times import parse_time
 
 FINISHED_SECONDS: Final = 86400.0
@@ -42,7 +43,7 @@ def read_runs(
     """Return the facts of all runs that are not long over. ``now``: epoch seconds."""
     facts = []
     for (namespace, name), raw in runs.items():
-        status = _mapping(raw, "status")
+        status = get_map(raw, "status")
         phase = _phase(raw)
         # A thousand finished runs would be ten thousand series for ever.
         is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
@@ -51,12 +52,12 @@ def read_runs(
             continue
 
         # A status may be written by anybody who may patch it, so that nothing in it is taken for granted.
-        progress = _mapping(status, "progress")
+        progress = get_map(status, "progress")
         step, total = progress.get("step"), progress.get("totalSteps")
         share = None
         if isinstance(step, int) and isinstance(total, int) and total > 0:
             share = step / total
-        restarts = _mapping(_mapping(status, "restarts"), "byCause")
+        restarts = get_map(status, "restarts", "byCause")
         counted = {
             str(cause): count for cause, count in restarts.items() if isinstance(count, int)
         }
@@ -66,7 +67,7 @@ def read_runs(
                 name=name,
                 phase=phase,
                 restarts=counted,
-                created_at=parse_time(_mapping(raw, "metadata").get("creationTimestamp")),
+                created_at=parse_time(get_map(raw, "metadata").get("creationTimestamp")),
                 started_at=parse_time(status.get("startTime")),
                 completed_at=completed_at,
                 progress=share,
@@ -77,9 +78,4 @@ def read_runs(
 
 
 def _phase(raw: Mapping[str, Any]) -> str:
-    return str(_mapping(raw, "status").get("phase") or Phase.PENDING.value)
-
-
-def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = raw.get(key)
-    return value if isinstance(value, Mapping) else {}
+    return str(get_map(raw, "status").get("phase") or Phase.PENDING.value)

@@ -125,37 +125,34 @@ class LeaseGate:
         """Take or renew the lease, and return whether that worked. A request without an answer did not."""
         try:
             async with asyncio.timeout(self._settings.seconds / 2):
-                return await self._take(kube)
+                raw = await kube.get(LEASE, self._settings.namespace, self._settings.name)
+
+                # Time counts from before the write is sent: others count from when they see it.
+                asked = self._clock()
+                if raw is None:
+                    await kube.create(self._build(None), is_fenced=False)
+                else:
+                    # Another's lease is stale once it has not been renewed for its whole duration, as seen
+                    # from here: its own times are of another clock.
+                    spec = raw.get("spec") or {}
+                    version = str(raw["metadata"].get("resourceVersion", ""))
+                    if self._seen[0] != version:
+                        self._seen = version, asked
+                    duration = float(spec.get("leaseDurationSeconds") or self._settings.seconds)
+                    is_stale = asked - self._seen[1] > duration
+                    holder = spec.get("holderIdentity") or ""
+                    is_free = not holder or holder == self._settings.identity
+                    if not is_free and not is_stale:
+                        self._held_until = float("-inf")
+                        return False
+
+                    # Replaced only if nobody was quicker: the version is the one that was looked at.
+                    await kube.replace(self._build(raw), is_fenced=False)
         except (ApiError, TimeoutError) as error:
             # A conflict is the ordinary answer to the slower of two candidates.
             if not isinstance(error, ApiError) or error.status != 409:
                 log.warning("the lease could not be taken or renewed: %s", error)
             return False
-
-    async def _take(self, kube: Kube) -> bool:
-        raw = await kube.get(LEASE, self._settings.namespace, self._settings.name)
-
-        # Time counts from before the write is sent: others count from when they see it.
-        asked = self._clock()
-        if raw is None:
-            await kube.create(self._build(None), is_fenced=False)
-        else:
-            # Another's lease is stale once it has not been renewed for its whole duration, as seen from here:
-            # its own times are of another clock.
-            spec = raw.get("spec") or {}
-            version = str(raw["metadata"].get("resourceVersion", ""))
-            if self._seen[0] != version:
-                self._seen = version, asked
-            duration = float(spec.get("leaseDurationSeconds") or self._settings.seconds)
-            is_stale = asked - self._seen[1] > duration
-            holder = spec.get("holderIdentity") or ""
-            is_free = not holder or holder == self._settings.identity
-            if not is_free and not is_stale:
-                self._held_until = float("-inf")
-                return False
-
-            # Replaced only if nobody was quicker: the version is the one that was looked at.
-            await kube.replace(self._build(raw), is_fenced=False)
         self._held_until = asked + self._settings.seconds - MARGIN_SECONDS
         return True
 

@@ -198,11 +198,8 @@ class Service:
         self._spawn("progress", self.coordinators.run())
         self._spawn("resync", self.sync.keep_synced())
         self._spawn("prune", self.sync.keep_pruned())
-        await self._watch()
 
-    async def _watch(self) -> None:
-        """Have kopf watch and deliver until the stop."""
-
+        # kopf watches and delivers until the stop.
         async def start() -> None:
             self.vitals.is_synced = True
 

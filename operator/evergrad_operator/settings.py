@@ -181,8 +181,18 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     for name, default, text in _OPTIONS:
         _add_option(parser, environ, name, default, text)
 
-    # The configuration for all runs: each field of Config is an option, explained by its docstring.
-    descriptions = _describe_fields(Config)
+    # The configuration for all runs: each field of Config is an option, explained by its docstring, which
+    # Python keeps only in the source.
+    [definition] = ast.parse(inspect.getsource(Config)).body
+    descriptions = {}
+    for statement, following in itertools.pairwise(getattr(definition, "body", ())):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
+                line = " ".join(text.split()).rstrip(".")
+                # argparse formats help texts with %.
+                descriptions[name] = line.replace("%", "%%")
     for field in dataclasses.fields(Config):
         value: Any = "" if field.default is dataclasses.MISSING else field.default
         _add_option(
@@ -194,24 +204,6 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
             is_required=value == "" and "image" in field.name,
         )
     return parser
-
-
-def _describe_fields(kind: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass, which Python keeps only in the source.
-
-    Raises KeyError where one is missing.
-    """
-    [definition] = ast.parse(inspect.getsource(kind)).body
-    found = {}
-    for statement, following in itertools.pairwise(getattr(definition, "body", ())):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                value=ast.Constant(value=str(text))
-            ):
-                line = " ".join(text.split()).rstrip(".")
-                # argparse formats help texts with %.
-                found[name] = line.replace("%", "%%")
-    return {field.name: found[field.name] for field in dataclasses.fields(kind)}
 
 
 def _add_option(

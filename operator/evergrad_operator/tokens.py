@@ -56,7 +56,19 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
         try:
             raw = await store.get(SECRET, namespace, name)
             if raw is not None:
-                return _parse_key(raw, namespace, name)
+                try:
+                    text = (raw.get("data") or {}).get(_FIELD) or ""
+                    known = base64.b64decode(text, validate=True)
+                except (binascii.Error, TypeError, ValueError):
+                    known = b""
+                # A short key is refused, and not padded: every token of the installation rests on it.
+                if len(known) < KEY_BYTES:
+                    raise SettingsError(
+                        f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, "
+                        "from which the tokens of runs are derived. Delete it, so that the operator makes "
+                        "one; runs at work then need a new spec.restartNonce."
+                    )
+                return known
 
             # The Secret has no owner: the tokens of runs at work are derived from it also while the operator
             # is being installed anew.
@@ -88,19 +100,3 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
         f"Secret {namespace}/{name}: it can neither be read nor created; somebody deletes it "
         "again and again. Leave it alone."
     )
-
-
-def _parse_key(raw: Raw, namespace: str, name: str) -> bytes:
-    data = raw.get("data") or {}
-    try:
-        key = base64.b64decode(data.get(_FIELD) or "", validate=True)
-    except (binascii.Error, TypeError, ValueError):
-        key = b""
-    # A short key is refused, and not padded: every token of the installation rests on it.
-    if len(key) < KEY_BYTES:
-        raise SettingsError(
-            f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, "
-            "from which the tokens of runs are derived. Delete it, so that the operator makes one; "
-            "runs at work then need a new spec.restartNonce."
-        )
-    return key

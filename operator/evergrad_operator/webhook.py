@@ -218,38 +218,29 @@ class Webhook:
             log.info("made the webhook's certificate, Secret %s", name)
 
         # Registered at each look, not only after a renewal: an earlier try may have failed.
+        # Only that one field is applied: the chart's others are not touched, and Helm leaves it alone.
         kept = new or bundle
-        if kept is not None:
-            await self._register(kept.authority)
-        return kept
-
-    async def _register(self, authority: bytes) -> None:
-        """Write the authority into the webhook's configurations, for the API server to trust.
-
-        Only that one field is applied: the chart's others are not touched, and Helm leaves this one alone.
-        """
-        name = self._settings.configuration
-        wanted = base64.b64encode(authority).decode()
-        for kind in (WEBHOOK, EARLY_WEBHOOK) if self._settings.is_early else (WEBHOOK,):
-            raw = await self._store.get(kind, "", name)
-            if raw is None:
-                raise OSError(
-                    f"there is no {kind.kind} {name}; the chart makes it with webhook.enabled"
-                )
-            hooks = [
-                one for one in raw.get("webhooks") or () if one.get("name") == WEBHOOK_NAME
-            ]
-            client = (hooks[0].get("clientConfig") if hooks else None) or {}
+        if kept is None:
+            return None
+        wanted = base64.b64encode(kept.authority).decode()
+        for kind in (WEBHOOK, EARLY_WEBHOOK) if settings.is_early else (WEBHOOK,):
+            configuration = await self._store.get(kind, "", settings.configuration)
+            if configuration is None:
+                missing = f"there is no {kind.kind} {settings.configuration}"
+                raise OSError(f"{missing}; the chart makes it with webhook.enabled")
+            hooks = configuration.get("webhooks") or ()
+            ours = [one for one in hooks if one.get("name") == WEBHOOK_NAME]
+            client = (ours[0].get("clientConfig") if ours else None) or {}
             # Nothing is written where nothing differs: this is looked at every minute.
-            if client.get("caBundle") == wanted:
-                continue
-            body = {
-                "apiVersion": kind.version,
-                "kind": kind.kind,
-                "metadata": {"name": name},
-                "webhooks": [{"name": WEBHOOK_NAME, "clientConfig": {"caBundle": wanted}}],
-            }
-            await self._store.apply(body, manager=FIELD_MANAGER, is_brief=True)
+            if client.get("caBundle") != wanted:
+                body = {
+                    "apiVersion": kind.version,
+                    "kind": kind.kind,
+                    "metadata": {"name": settings.configuration},
+                    "webhooks": [{"name": WEBHOOK_NAME, "clientConfig": {"caBundle": wanted}}],
+                }
+                await self._store.apply(body, manager=FIELD_MANAGER, is_brief=True)
+        return kept
 
     # ---- the server ----------------------------------------------------------------------------------------
 

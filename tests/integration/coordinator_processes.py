@@ -18,12 +18,12 @@ from evergrad_coordinator.protocol import (
     Broken,
     End,
     Go,
-    Had,
     Hello,
     Leave,
     Leaving,
     Left,
     Message,
+    Placement,
     Plan,
     Progress,
     Ready,
@@ -203,7 +203,7 @@ class Node:
     ) -> None:
         self.name = name
         self.received: list[Message] = []
-        self.had: Had | None = None
+        self.had: Placement | None = None
         self.known = 0
         self.is_leaving = False
         self.exit_code: int | None = None
@@ -237,7 +237,7 @@ class Node:
                 self.had = None
                 self.client.send(Ready(generation, 1, 1, 5))
             case Go():
-                self.had = Had(
+                self.had = Placement(
                     message.generation, message.first_rank, message.workers, message.world_size
                 )
                 self.client.send(Up(message.generation, 5))

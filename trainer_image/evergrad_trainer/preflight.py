@@ -23,7 +23,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
 from evergrad_manifest.script_files import is_module_found, script_problems
-from evergrad_manifest.training import RECIPES, Optimizer, Training
+from evergrad_manifest.training import RECIPES, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_trainer.data.preparation.files import (
     evaluation_sources,
@@ -399,8 +399,12 @@ def find_traps(
         with contextlib.suppress(ModelError):
             model = build_empty_model(plan, precision="fp32")
             yield from unmatched_patterns(model, training.optimizer.groups)
-    # Moments that are kept in bf16 round small decays away.
-    field, slowest = _find_slowest_decay(training.optimizer)
+    # Moments that are kept in bf16 round small decays away. Only those that the optimizer has.
+    optimizer = training.optimizer
+    unused = {one.key for one in OF_OPTIMIZER if optimizer.type in one.values}
+    decays = {"betas": max(optimizer.betas), "momentum": optimizer.momentum}
+    found = [(field, decay) for field, decay in decays.items() if field not in unused]
+    field, slowest = max(found, key=lambda one: one[1], default=("type", 0.0))
     if training.runtime.precision == "bf16" and slowest > _SLOWEST_BF16_DECAY:
         yield Problem(
             f"{where}.optimizer.{field}",
@@ -433,14 +437,6 @@ def _check_kernels(training: Training, machine: Machine) -> Iterator[Problem]:
                 f"(spec.template.env), or use {'elastic: fast' if is_exact else 'deterministic: false'}"
             ),
         )
-
-
-def _find_slowest_decay(optimizer: Optimizer) -> tuple[str, float]:
-    """Field and value of the slowest decay of a moment that the optimizer has."""
-    unused = {one.key for one in OF_OPTIMIZER if optimizer.type in one.values}
-    decays = {"betas": max(optimizer.betas), "momentum": optimizer.momentum}
-    found = [(field, decay) for field, decay in decays.items() if field not in unused]
-    return max(found, key=lambda one: one[1], default=("type", 0.0))
 
 
 def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Finding]:

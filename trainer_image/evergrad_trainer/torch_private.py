@@ -276,19 +276,15 @@ def _load(module: types.ModuleType) -> types.ModuleType:
                 name, function = _noted.pop()
                 getattr(module, name)(function)
         if kind is _DelayedSizes:
-            _replace_stand_ins(module)
+            # Modules that have taken a name of the delayed one get what it stands for now.
+            for name, stand_in in vars(_DelayedSizes).items():
+                if name.startswith("__"):
+                    continue
+                for taker in list(sys.modules.values()):
+                    taken = getattr(taker, "__dict__", {}).get(name)
+                    if getattr(taken, "__func__", taken) is stand_in:
+                        setattr(taker, name, getattr(module, name))
     return module
-
-
-def _replace_stand_ins(loaded: types.ModuleType) -> None:
-    """Give the modules that have taken a name of the delayed one what it stands for now."""
-    for name, stand_in in vars(_DelayedSizes).items():
-        if name.startswith("__"):
-            continue
-        for module in list(sys.modules.values()):
-            taken = getattr(module, "__dict__", {}).get(name)
-            if getattr(taken, "__func__", taken) is stand_in:
-                setattr(module, name, getattr(loaded, name))
 
 
 def group_state() -> tuple[int, Any]:

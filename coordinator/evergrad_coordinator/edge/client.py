@@ -160,6 +160,20 @@ class CoordinatorClient:
         reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
         self._writer = writer
         pinger: asyncio.Task[None] | None = None
+
+        async def ping() -> None:
+            # A connection on which nothing comes is ended. Two misses in a row: after a time in which the
+            # owner has blocked the loop, the reader gets its turn before the second one.
+            misses = 0
+            while True:
+                await asyncio.sleep(PING_SECONDS)
+                if self._is_welcome and self._write(Ping()):
+                    self._pings.append(time.monotonic())
+                is_silent = time.monotonic() - self._session_heard_at > SILENCE_SECONDS
+                misses = misses + 1 if is_silent else 0
+                if misses > 1 and self._writer is not None:
+                    self._writer.transport.abort()
+
         try:
             writer.get_extra_info("socket").setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
@@ -168,28 +182,13 @@ class CoordinatorClient:
             self._session_heard_at = hello_at = time.monotonic()
             self._pings = deque([hello_at])  # the welcome answers the hello
             self._write(self._hello())
-            pinger = asyncio.create_task(self._ping())
+            pinger = asyncio.create_task(ping())
             while not self._is_over and (line := await reader.readline()):
                 self._take(line)
         finally:
             if pinger is not None:
                 pinger.cancel()
             self._disconnect()
-
-    async def _ping(self) -> None:
-        """Ping, and end a connection on which nothing comes."""
-        # Two misses in a row: after a time in which the owner has blocked the loop, the reader gets its turn
-        # before the second one.
-        misses = 0
-        while True:
-            await asyncio.sleep(PING_SECONDS)
-            if self._is_welcome and self._write(Ping()):
-                self._pings.append(time.monotonic())
-            misses = (
-                misses + 1 if time.monotonic() - self._session_heard_at > SILENCE_SECONDS else 0
-            )
-            if misses > 1 and self._writer is not None:
-                self._writer.transport.abort()
 
     def _take(self, line: bytes) -> None:
         # Any line ends the silence, also one that is passed over below: its sender is alive.

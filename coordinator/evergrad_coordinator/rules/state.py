@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from evergrad_coordinator.causes import BreakCause, ChangeCause
 from evergrad_coordinator.contract import SOFT_LIMIT_SECONDS
-from evergrad_coordinator.protocol import Had, Message, Ready, Recovery
+from evergrad_coordinator.protocol import Message, Placement, Ready, Recovery
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Node:
     workers: int
     seen: float
     fingerprint: dict[str, str] = field(default_factory=dict)
-    had: Had | None = None
+    had: Placement | None = None
     beat_at: float = float("-inf")
     """Time of the newest beat of the process beside the node's own."""
     group: int = 0

@@ -112,15 +112,30 @@ def _build_container(
     spec = run.spec
     port = metrics_port(run)
     ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
+    requests, limits = dict(spec.resources.requests), dict(spec.resources.limits)
     # The root file system cannot be written: everything that libraries cache goes to /tmp.
     env = merge_env(_CACHES, spec.template.env)
+    host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
+    # The kubelet would replace ``$(NAME)`` in the folder's name.
+    folder = escape(f"{contract.VOLUME_PATH}/{run.volume_path}")
     return without_none(
         {
             "name": names.CONTAINERS[names.ROLE_NODE],
             "image": memory.image_pin or memory.image,
             "imagePullPolicy": spec.image_pull_policy or config.image_pull_policy,
             "command": ["evergrad"],
-            "args": _build_arguments(run, config, index=index, grace=grace),
+            "args": [
+                "node",
+                f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
+                *("--join", f"{host}:{names.JOIN_PORT}"),
+                *build_token_arguments(),
+                *("--node", str(index)),
+                *("--address", "$(EVERGRAD_POD_IP)"),
+                *("--run-directory", folder),
+                *("--base-directory", folder),
+                *("--grace", str(grace)),
+                *("--termination-log", names.TERMINATION_LOG),
+            ],
             "env": [
                 {
                     "name": "EVERGRAD_POD_IP",
@@ -129,12 +144,7 @@ def _build_container(
                 *env,
             ],
             "ports": ports,
-            "resources": without_none(
-                {
-                    "requests": dict(spec.resources.requests),
-                    "limits": dict(spec.resources.limits),
-                }
-            ),
+            "resources": without_none({"requests": requests, "limits": limits}),
             "securityContext": build_container_security(),
             "terminationMessagePath": names.TERMINATION_LOG,
             # A process that was killed leaves no message: the end of its log stands in for it.
@@ -153,32 +163,6 @@ def _build_container(
             ],
         }
     )
-
-
-def _build_arguments(
-    run: TrainingRun,
-    config: Config,
-    *,
-    index: int,
-    grace: int,
-) -> list[str]:
-    """Build the arguments of ``evergrad``: the node of this index, on the run's volume."""
-    domain = config.cluster_domain or "svc"
-    host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{domain}"
-    # The kubelet would replace ``$(NAME)`` in the folder's name.
-    folder = escape(f"{contract.VOLUME_PATH}/{run.volume_path}")
-    return [
-        "node",
-        f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
-        *("--join", f"{host}:{names.JOIN_PORT}"),
-        *build_token_arguments(),
-        *("--node", str(index)),
-        *("--address", "$(EVERGRAD_POD_IP)"),
-        *("--run-directory", folder),
-        *("--base-directory", folder),
-        *("--grace", str(grace)),
-        *("--termination-log", names.TERMINATION_LOG),
-    ]
 
 
 def _build_queue(

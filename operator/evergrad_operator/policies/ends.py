@@ -99,7 +99,7 @@ def _add_ends(
         records.append(EndRecord(name, PodCause.DELETED, None, now))
 
     # An exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after the
-    # coordinator's verdict.
+    # coordinator's outcome.
     is_over = observation.progress is not None and observation.progress.phase == "Failed"
     no_restart = {PodCause.DONE}
     if is_over or not memory.has_formed:

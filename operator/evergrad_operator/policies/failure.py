@@ -49,75 +49,64 @@ def quote(text: str, longest: int = MAX_CAUSE) -> str:
 
 def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
     """Return the context with the run failed; None where no failure ends it."""
-    outcome = _find_user_error(context) or _find_outcome(context) or _find_exhaustion(context)
-    return outcome and context.finished(Phase.FAILED, *outcome)
+    # First the nodes: an exit code 64 counts once it is confirmed.
+    memory, ended = context.memory, []
+    if is_input_error_confirmed(memory, context.observation):
+        ended = [
+            (pod.end.at or float("inf"), pod.index, pod.name, pod.end.message)
+            for pod in context.nodes
+            if pod.restart == memory.restart
+            and pod.end is not None
+            and pod.end.cause == PodCause.USER_ERROR
+        ]
+    if ended:
+        # The earliest node counts: what the others report may be a consequence.
+        _, index, name, message = min(ended)
+        said = quote(message)
+        text = (
+            f"node {index} (pod {name}) ended with exit code 64: {said or 'it left no message'}"
+        )
+        # A volume that is too small from the start is refused before the first step; it is no fault of the
+        # recipe.
+        has_no_room = any(words in said for words in _NO_ROOM)
+        reason = Reason.VOLUME_FULL if has_no_room else Reason.USER_ERROR
+        return context.finished(Phase.FAILED, reason, f"{_stop(text)} {_REMEDIES[reason]}")
 
-
-def _find_user_error(context: ReconcileContext) -> tuple[str, str] | None:
-    """Return reason and message of a confirmed exit code 64; None for none."""
-    if not is_input_error_confirmed(context.memory, context.observation):
-        return None
-    ended = [
-        (pod.end.at or float("inf"), pod.index, pod.name, pod.end.message)
-        for pod in context.nodes
-        if pod.restart == context.memory.restart
-        and pod.end is not None
-        and pod.end.cause == PodCause.USER_ERROR
-    ]
-    if not ended:
-        return None
-
-    # The earliest node counts: what the others report may be a consequence.
-    _, index, name, message = min(ended)
-    said = quote(message)
-    text = f"node {index} (pod {name}) ended with exit code 64: {said or 'it left no message'}"
-    # A volume that is too small from the start is refused before the first step; it is no fault of the
-    # recipe.
-    has_no_room = any(words in said for words in _NO_ROOM)
-    reason = Reason.VOLUME_FULL if has_no_room else Reason.USER_ERROR
-    return reason, f"{_stop(text)} {_REMEDIES[reason]}"
-
-
-def _find_outcome(context: ReconcileContext) -> tuple[str, str] | None:
-    """Return the coordinator's outcome: it counts the workers that fail inside the pods."""
+    # Then the coordinator's outcome: it counts the workers that fail inside the pods.
     progress = context.progress
-    if progress is None or progress.phase != "Failed":
-        return None
-    failure = progress.last_failure
-    said = progress.message or (failure.message if failure else "")
-    cause = failure.cause if failure else ""
-    if progress.reason == "UserError" or cause == "user_error":
-        reason = Reason.USER_ERROR
-    elif cause == "out_of_memory":
-        reason = Reason.OUT_OF_MEMORY
-    elif "no space left on device" in said.lower():
-        reason = Reason.VOLUME_FULL
-    else:
-        reason = Reason.WORKER_CRASH
+    if progress is not None and progress.phase == "Failed":
+        failure = progress.last_failure
+        said = progress.message or (failure.message if failure else "")
+        cause = failure.cause if failure else ""
+        if progress.reason == "UserError" or cause == "user_error":
+            reason = Reason.USER_ERROR
+        elif cause == "out_of_memory":
+            reason = Reason.OUT_OF_MEMORY
+        elif "no space left on device" in said.lower():
+            reason = Reason.VOLUME_FULL
+        else:
+            reason = Reason.WORKER_CRASH
+        # The coordinator's text most often names the node already.
+        where = ""
+        if failure is not None and f"node {failure.node}" not in said:
+            where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
+        text = _stop(where + (quote(said) or progress.reason))
+        return context.finished(Phase.FAILED, reason, f"{text} {_REMEDIES[reason]}")
 
-    # The coordinator's text most often names the node already.
-    where = ""
-    if failure is not None and f"node {failure.node}" not in said:
-        where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
-    return reason, f"{_stop(where + (quote(said) or progress.reason))} {_REMEDIES[reason]}"
-
-
-def _find_exhaustion(context: ReconcileContext) -> tuple[str, str] | None:
-    """Return reason and message of a budget that is used up; None while failures are left."""
-    budget, last = context.memory.budget, context.memory.last_failure
+    # At last the budget. A status of another version may have a cause that this one has not.
+    budget, last = memory.budget, memory.last_failure
     most = context.run.spec.failure_policy.max_failures_without_progress
     if budget.failures <= most:
         return None
-    # A status of another version may have a cause that this one has not.
-    cause = next((one for one in PodCause if last is not None and one == last.cause), None)
-    reason = _REASONS.get(cause or PodCause.WORKER_CRASH, Reason.WORKER_CRASH)
+    known = next((one for one in PodCause if last is not None and one == last.cause), None)
+    reason = _REASONS.get(known or PodCause.WORKER_CRASH, Reason.WORKER_CRASH)
     text = (
         f"pods failed {budget.failures} times without progress; {most} such failures are allowed. "
         f"Last: {describe_failure(last)}"
     )
     limit = context.run.spec.resources.limits.get("memory")
     bound = f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
-    return reason, f"{_stop(text)}{bound} {_REMEDIES[reason]}"
+    return context.finished(Phase.FAILED, reason, f"{_stop(text)}{bound} {_REMEDIES[reason]}")
 
 
 def describe_failure(failure: LastFailure | None) -> str:

@@ -67,24 +67,23 @@ def decide_scale(context: ReconcileContext) -> Scale:
         for index in due
     )
 
-    # Coordinators of earlier epochs go; nodes obey only the newest in any case.
-    coordinator, epoch = _find_coordinator(context)
-    older = [
-        pod
-        for pod in context.observation.coordinators
-        if not pod.is_deleting and pod.attempt < epoch
-    ]
-    # The successor of a lost one is made only once that one is being deleted: the API server keeps the
-    # deletion, whatever becomes of this operator.
-    live = context.observation.live_coordinator
-    if live is not None and _is_lost(live, context):
-        older.append(live)
+    # The bounds are posted where the coordinator has others, unless its group is over. A coordinator of an
+    # older release reports no number of failures, and gets none for that reason alone.
+    progress, nodes, bounds = context.progress, context.run.spec.nodes, None
+    if progress is not None and progress.phase not in ("Complete", "Stopped", "Failed"):
+        most = context.run.spec.failure_policy.max_failures_without_progress
+        failures = most if progress.max_failures is None else progress.max_failures
+        wanted = Bounds(nodes.min, nodes.largest, most)
+        if wanted != Bounds(progress.min_nodes, progress.max_nodes, failures):
+            bounds = wanted
+
+    coordinator, epoch, older = _find_coordinators(context)
     return Scale(
         nodes_to_create=nodes_to_create,
         pods_to_delete=remove(surplus) + remove(older),
         coordinator_attempt=coordinator if not is_waiting else None,
         epoch=epoch,
-        bounds=_find_bounds(context),
+        bounds=bounds,
         missing=len(missing),
         faulty=faulty,
         requeue_after=earliest(
@@ -119,55 +118,51 @@ def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[P
     return newest, surplus
 
 
-def _find_coordinator(context: ReconcileContext) -> tuple[int | None, int]:
-    """Return the attempt to create, None if one is there, and the newest epoch.
+def _find_coordinators(
+    context: ReconcileContext,
+) -> tuple[int | None, int, list[PodState]]:
+    """Return the attempt to create, None if one is there, the newest epoch, and the coordinators that go.
 
     Epochs only grow, also over a lost status.
     """
     live = context.observation.live_coordinator
+    attempt: int | None = None
     if live is not None:
-        return None, live.attempt
-    own, memory = find_own_record(context), context.memory
-    # The next epoch is beyond all that are known: by pods, status and the volume.
-    following = 1 + max((pod.attempt for pod in context.observation.coordinators), default=-1)
-    following = max(following, memory.coordinator.attempt + 1)
-    # The epoch is written to the PVC before the pod is made. After a crash between the two, the PVC names an
-    # epoch that no pod has had: it is used if the status lists no such pod, or, without a status, if no node
-    # carries it.
-    if own is not None:
-        is_ours = own.uid == context.run.uid
-        is_still_to_be_made = is_ours and (memory.is_known or not context.nodes)
-        following = max(following, own.epoch if is_still_to_be_made else own.epoch + 1)
-    return following, following
+        epoch = live.attempt
+    else:
+        own, memory = find_own_record(context), context.memory
+        # The next epoch is beyond all that are known: by pods, status and the volume.
+        known = max((pod.attempt for pod in context.observation.coordinators), default=-1)
+        epoch = 1 + max(known, memory.coordinator.attempt)
+        # The epoch is written to the PVC before the pod is made. After a crash between the two, the PVC names
+        # an epoch that no pod has had: it is used if the status lists no such pod, or, without a status, if
+        # no node carries it.
+        if own is not None:
+            is_ours = own.uid == context.run.uid
+            is_still_to_be_made = is_ours and (memory.is_known or not context.nodes)
+            epoch = max(epoch, own.epoch if is_still_to_be_made else own.epoch + 1)
+        attempt = epoch
 
-
-def _is_lost(coordinator: PodState, context: ReconcileContext) -> bool:
-    """Whether a coordinator has served, and its host is silent for longer than its nodes wait for it.
-
-    Kubernetes gives up a pod on a dead host after 45 s and more; the next coordinator takes the group over as
-    it is.
-    """
+    # Coordinators of earlier epochs go; nodes obey only the newest in any case.
+    older = [
+        pod
+        for pod in context.observation.coordinators
+        if not pod.is_deleting and pod.attempt < epoch
+    ]
+    # The live one is lost if it has served, and its host is silent for longer than its nodes wait for it:
+    # Kubernetes gives up a pod on a dead host after 45 s and more. Its successor, which takes the group over
+    # as it is, is made only once it is being deleted: the API server keeps the deletion, whatever becomes of
+    # this operator. One that has never answered is kept: it may be the operator that cannot reach it. The
+    # same holds while most others are silent, too.
     silence = context.observation.silence
-    if silence is None or silence.attempt != coordinator.attempt:
-        return False
-    # One that has never answered is kept: it may be the operator that cannot reach it. The same holds while
-    # most others are silent, too.
-    return (
-        silence.seconds >= COORDINATOR_SILENCE_SECONDS
+    if (
+        live is not None
+        and silence is not None
+        and silence.attempt == live.attempt
+        and silence.seconds >= COORDINATOR_SILENCE_SECONDS
         and silence.has_answered
         and silence.has_timed_out
         and silence.is_alone
-    )
-
-
-def _find_bounds(context: ReconcileContext) -> Bounds | None:
-    """Return the bounds to post; None where the coordinator has them, or its group is over."""
-    progress, nodes = context.progress, context.run.spec.nodes
-    if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
-        return None
-    most = context.run.spec.failure_policy.max_failures_without_progress
-    wanted = Bounds(nodes.min, nodes.largest, most)
-    # A coordinator of an older release reports no number of failures, and gets none for that reason alone.
-    failures = most if progress.max_failures is None else progress.max_failures
-    known = Bounds(progress.min_nodes, progress.max_nodes, failures)
-    return None if known == wanted else wanted
+    ):
+        older.append(live)
+    return attempt, epoch, older

@@ -17,13 +17,13 @@ from evergrad_coordinator.protocol import (
     Done,
     End,
     Go,
-    Had,
     Hello,
     Leave,
     Leaving,
     Left,
     Message,
     Ping,
+    Placement,
     Plan,
     Progress,
     Ready,
@@ -75,7 +75,7 @@ class FakeNode:
     workers: int = 1
     step: int = -1
     peer: int | None = None
-    group: Had | None = None
+    group: Placement | None = None
     is_alive: bool = True
     is_frozen: bool = False
     is_cut: bool = False
@@ -211,7 +211,7 @@ class FakeNode:
                     self.cluster.check_go(self, message)
                     self.known = max(self.known, message.generation)
                     self.alone = 0
-                    self.group = Had(
+                    self.group = Placement(
                         message.generation,
                         message.first_rank,
                         message.workers,

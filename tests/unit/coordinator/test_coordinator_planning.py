@@ -4,7 +4,7 @@ import pytest
 
 from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS
-from evergrad_coordinator.protocol import Broken, Had
+from evergrad_coordinator.protocol import Broken, Placement
 from evergrad_coordinator.rules.accounting import Accounting
 from evergrad_coordinator.rules.budget import (
     LOSSES_PER_FAILURE,
@@ -23,7 +23,7 @@ from evergrad_coordinator.rules.state import Node, Place, Training, World, node_
 
 
 def build_node(
-    name: str, *, workers: int = 1, step: int | None = None, had: Had | None = None
+    name: str, *, workers: int = 1, step: int | None = None, had: Placement | None = None
 ) -> Node:
     return Node(int(name), name, "i", "a", workers, 0.0, had=had, step=step)
 
@@ -67,7 +67,9 @@ def test_places_are_consecutive() -> None:
 def test_a_group_is_found_running_only_if_every_rank_is_covered_once(
     places: list[tuple[int, int, int]], is_whole: bool
 ) -> None:
-    nodes = [build_node(str(number), had=Had(7, *place)) for number, place in enumerate(places)]
+    nodes = [
+        build_node(str(number), had=Placement(7, *place)) for number, place in enumerate(places)
+    ]
     assert (find_running(nodes, generation=7) is not None) is is_whole
     assert find_running(nodes, generation=8) is None
 

@@ -19,10 +19,10 @@ from evergrad_coordinator.protocol import (
     Capacity,
     Commit,
     Go,
-    Had,
     Hello,
     Message,
     Ping,
+    Placement,
     Plan,
     Progress,
     Ready,
@@ -48,7 +48,7 @@ HELLO = Hello(
     2,
     "in-process",
     fingerprint={"torch": "2"},
-    had=Had(5, 2, 2, 8),
+    had=Placement(5, 2, 2, 8),
     known_generation=7,
 )
 

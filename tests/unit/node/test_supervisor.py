@@ -22,13 +22,13 @@ from evergrad_coordinator.protocol import (
     Done,
     End,
     Go,
-    Had,
     Hello,
     Leave,
     Leaving,
     Left,
     Message,
     Ping,
+    Placement,
     Plan,
     Progress,
     Ready,
@@ -193,7 +193,7 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
         peer.writer.close()
         again = await scene.accept()
         hello = await again.hear(Hello)
-        assert hello.had == Had(generation=7, first_rank=2, workers=1, world_size=3)
+        assert hello.had == Placement(generation=7, first_rank=2, workers=1, world_size=3)
         assert hello.known_generation == 7
         again.say(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
         again.say(End(exit_code=75, reason="stopped"))
@@ -210,7 +210,7 @@ def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running
     async def script(scene: Scene) -> None:
         scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer = await scene.accept()
-        assert (await peer.hear(Hello)).had == Had(
+        assert (await peer.hear(Hello)).had == Placement(
             generation=7, first_rank=2, workers=1, world_size=3
         )
         scene.group.place = None
@@ -244,7 +244,7 @@ def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears
         )
         peer.writer.close()
         again = await scene.accept()
-        assert (await again.hear(Hello)).had == Had(7, 2, 1, 3)
+        assert (await again.hear(Hello)).had == Placement(7, 2, 1, 3)
         again.say(Welcome(generation=1 << 32, lease_seconds=10.0, silence_seconds=3.0))
         assert await again.hear(Done) == Done(7)
         again.say(End(exit_code=0, reason="Complete"))

@@ -26,12 +26,12 @@ from evergrad_coordinator.protocol import (
     Done,
     End,
     Go,
-    Had,
     Hello,
     Leave,
     Leaving,
     Left,
     Message,
+    Placement,
     Plan,
     Pong,
     Progress,
@@ -338,7 +338,7 @@ def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandl
     assert (ready.generation, ready.workers) == (7, 1)
     with socket.create_connection(("127.0.0.1", ready.port), timeout=60):
         pass  # the store is there before anybody is told of it
-    assert client.hello().had == Had(7, first_rank=1, workers=1, world_size=2)
+    assert client.hello().had == Placement(7, first_rank=1, workers=1, world_size=2)
     assert os.environ["EVERGRAD_GENERATION"] == "7"
     assert handler.use_agent_store
 
@@ -357,7 +357,7 @@ def test_each_plan_gets_a_store_of_its_own(handler: EvergradRendezvousHandler) -
     assert rendezvous.is_alive()
     client.say(go(8))
     assert rendezvous.wait().rank == 1
-    assert client.hello().had == Had(8, 1, 1, 2)
+    assert client.hello().had == Placement(8, 1, 1, 2)
 
 
 def test_a_spare_says_that_it_is_out_and_waits(handler: EvergradRendezvousHandler) -> None:

@@ -70,25 +70,19 @@ def choose_checkpoint(store: Store, asked: str) -> Candidate:
             raise CheckpointError(
                 Problem(where, f"holds no checkpoint of step {asked}", why, remedy)
             )
-    return _newest_whole(store, wanted)
 
-
-def _newest_whole(store: Store, wanted: Sequence[Candidate]) -> Candidate:
-    """The first of ``wanted`` whose files are there.
-
-    Raises CheckpointError with the reasons of all, VolumeError or RunDirectoryError where the volume refuses.
-    """
+    # The first of them whose files are there.
     problems = []
     for candidate in wanted:
-        where, what = store.reader.locate(candidate.name), "the checkpoint cannot be read"
+        place, what = store.reader.locate(candidate.name), "the checkpoint cannot be read"
         validate = functools.partial(store.reader.validate, candidate.name, checksums=False)
         try:
             # Tried again for a while: a moment's trouble is no reason to take an older one.
-            with reported(where, what=what):
-                manifest = retry(validate, where=where, what=what)
+            with reported(place, what=what):
+                manifest = retry(validate, where=place, what=what)
         except (InvalidCheckpointError, UnknownFormatError) as error:
             remedy = "Look at it with `evergrad checkpoint verify`, or choose another one"
-            problems.append(Problem(where, "cannot be loaded", str(error), remedy))
+            problems.append(Problem(place, "cannot be loaded", str(error), remedy))
         else:
             # The list may have been made in such a moment, without what the manifest says.
             return Candidate(candidate.name, manifest.version, manifest)

@@ -78,7 +78,16 @@ def write_result(place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
         place.path.parent.mkdir(exist_ok=True)
         try:
             write_new(temporary, data)
-            _publish(temporary, place.path)
+            # A whole file gets its name, unless that is taken.
+            try:
+                os.link(temporary, place.path)
+            except FileExistsError:
+                pass
+            except OSError:
+                # A volume without hard links. Between the look and the rename another evaluator may write the
+                # same result, whose numbers are these.
+                if not place.path.exists():
+                    os.rename(temporary, place.path)
         finally:
             temporary.unlink(missing_ok=True)
         fsync_directory(place.path.parent)
@@ -87,19 +96,6 @@ def write_result(place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
     written = read_result(place)
     assert written is not None  # noqa: S101 - it was written, and nobody removes results
     return written
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, unless it is taken."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return
-    except OSError:
-        # A volume without hard links. Between the look and the rename another evaluator may write the same
-        # result, whose numbers are these.
-        if not path.exists():
-            os.rename(temporary, path)
 
 
 def read_cut(place: Place) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-from evergrad_trainer.checkpoint.manifest import Candidate
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.evaluation.choice import list_checkpoints
 from evergrad_trainer.evaluation.measuring import Evaluator, Measured
@@ -26,10 +25,11 @@ def watch(
     while True:
         # Looked at before the checkpoints: whatever is published before the mark is among them.
         is_complete = directory.is_complete()
+        # By its manifest, too: another checkpoint may have had its name before.
         waiting = [
-            (candidate, key)
-            for candidate in reversed(list_checkpoints(evaluator.store))
-            if (key := _key(candidate)) not in done
+            (one, key)
+            for one in reversed(list_checkpoints(evaluator.store))
+            if (key := (one.name, one.manifest.checksum if one.manifest else "")) not in done
         ]
         if not waiting:
             if is_complete or wait():
@@ -51,8 +51,3 @@ def watch(
                     f"{candidate.name} was retired before it could be evaluated; raise "
                     "spec.training.checkpoint.keep if each is to be"
                 )
-
-
-def _key(candidate: Candidate) -> tuple[str, str]:
-    """What tells a checkpoint from another that had its name before."""
-    return candidate.name, "" if candidate.manifest is None else candidate.manifest.checksum

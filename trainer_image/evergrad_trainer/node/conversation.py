@@ -12,10 +12,10 @@ from evergrad_coordinator.protocol import (
     Capacity,
     Done,
     Go,
-    Had,
     Hello,
     Leaving,
     Message,
+    Placement,
     Plan,
     Refused,
     Restoring,
@@ -70,7 +70,7 @@ class Conversation:
         self._client = self._new_client()
         self._last: dict[type[Message], Message] = {}
         """The last ``up``, ``broken``, ``done`` and ``result`` that were said."""
-        self._said: Had | None = None
+        self._said: Placement | None = None
         """The place that the newest hello named."""
 
     async def converse(self, *, is_over: Callable[[], bool]) -> bool:
@@ -142,7 +142,7 @@ class Conversation:
         self._said = had = (
             None
             if place is None
-            else Had(place.generation, place.first_rank, place.workers, place.world_size)
+            else Placement(place.generation, place.first_rank, place.workers, place.world_size)
         )
         return Hello(
             run=settings.run,

@@ -193,8 +193,26 @@ class FreshWorkers:
                 self._call_later(pause, self.tick)
             # Its siblings' group is gone too.
             self._stop(_HARD_SECONDS, is_asking=True)
-        if not self._workers:
-            self._all_ended()
+        if self._workers:
+            return
+
+        # All of them have ended.
+        go, ends = self._go, self._ends.values()
+        self._is_stopping, self._kill_at = False, None
+        self._check_gone()
+        if self._is_ending or go is None:
+            return
+        # The node's word depends on all of its workers: one that failed outweighs the others.
+        whys = {one.why for one in ends}
+        if whys == {Why.DONE}:
+            self._tell(Done(go.generation))
+            return
+        self._go = None
+        if whys <= {Why.DONE, Why.RUN_STOP}:
+            is_unsaved = any(one.exit_code == ExitCode.STOPPED_UNSAVED for one in ends)
+            code = ExitCode.STOPPED_UNSAVED if is_unsaved else ExitCode.STOPPED_SAVED
+            self._tell(Result(go.generation, 0, int(code), "stopped"))
+        self._check_ready()
 
     def tick(self) -> None:
         """Now and then: end workers that have had their time."""
@@ -213,24 +231,6 @@ class FreshWorkers:
         if is_asking:
             for worker in self._workers.values():
                 worker.send_signal(signal.SIGTERM)
-
-    def _all_ended(self) -> None:
-        go, ends = self._go, self._ends.values()
-        self._is_stopping, self._kill_at = False, None
-        self._check_gone()
-        if self._is_ending or go is None:
-            return
-        # The node's word depends on all of its workers: one that failed outweighs the others.
-        whys = {end.why for end in ends}
-        if whys == {Why.DONE}:
-            self._tell(Done(go.generation))
-            return
-        self._go = None
-        if whys <= {Why.DONE, Why.RUN_STOP}:
-            is_unsaved = any(end.exit_code == ExitCode.STOPPED_UNSAVED for end in ends)
-            code = ExitCode.STOPPED_UNSAVED if is_unsaved else ExitCode.STOPPED_SAVED
-            self._tell(Result(go.generation, 0, int(code), "stopped"))
-        self._check_ready()
 
     def _check_ready(self) -> None:
         is_asked = self._generation > self._answered and not self._is_ending

@@ -130,13 +130,17 @@ class Supervisor:
             on_last=self._leave_at_once,
             grace_seconds=self._settings.grace_seconds,
         )
+
+        async def converse() -> None:
+            if not await self.conversation.converse(is_over=self._end.over.is_set):
+                # Refused for good: another host may be let in.
+                self._stop(ExitCode.INTERNAL)
+
         stops.install()
         try:
             # Workers first: they import and build while the coordinator is looked for.
             self._tasks.call(worker_group.start)
-            self._tasks.begin(
-                self._converse(), "conversation with the coordinator", is_endless=True
-            )
+            self._tasks.begin(converse(), "conversation with the coordinator", is_endless=True)
             self._tasks.begin(self._tick(), "tick", is_endless=True)
             await self._end.over.wait()
 
@@ -166,8 +170,19 @@ class Supervisor:
             case Capacity():
                 self._metrics.set_workers(report.workers)
                 self.conversation.send(report)
+            case WorkersReady() if report.generation >= say.LOCAL_GENERATION:
+                # Answers to a change of this node's own, which no coordinator has planned.
+                if self._departure.is_alone:
+                    self._workers.depart(None, save=True)
+            case WorkersReady(workers=0):
+                self.conversation.send(Ready(report.generation, 0, 0, -1))
             case WorkersReady():
-                self._say_ready(report)
+                # Opened before the word is said: the members connect to it as soon as all are ready.
+                self._store = open_store(self._settings.address)
+                self._progress.flush()
+                self.conversation.send(
+                    Ready(report.generation, report.workers, self._store.port, report.step)
+                )
             case Up():
                 self._metrics.set_generation(report.generation)
                 self.conversation.send(report)
@@ -190,7 +205,14 @@ class Supervisor:
                 # Remembered at once, said a moment later: the end of a script's process may be seen before
                 # its last report is read, and after the end of the run nobody listens.
                 self.conversation.remember(report)
-                self._tasks.begin(self._send_after_reports(report), "last words")
+
+                async def send_after_reports() -> None:
+                    for _ in range(_TURNS):
+                        await asyncio.sleep(0)
+                    self._progress.flush()
+                    self.conversation.send(report)
+
+                self._tasks.begin(send_after_reports(), "last words")
             case WorkersLeft():
                 self._progress.flush()
                 generation, is_saved = self.conversation.known_generation, report.is_saved
@@ -201,37 +223,9 @@ class Supervisor:
                 print(f"error: {self._end.cause}", file=sys.stderr, flush=True)
                 self._stop(report.exit_code)
 
-    def _say_ready(self, report: WorkersReady) -> None:
-        # Answers to a change of this node's own, which no coordinator has planned.
-        if report.generation >= say.LOCAL_GENERATION:
-            if self._departure.is_alone:
-                self._workers.depart(None, save=True)
-            return
-        if report.workers == 0:
-            self.conversation.send(Ready(report.generation, 0, 0, -1))
-            return
-
-        # Opened before the word is said: the members connect to it as soon as all are ready.
-        self._store = open_store(self._settings.address)
-        self._progress.flush()
-        self.conversation.send(
-            Ready(report.generation, report.workers, self._store.port, report.step)
-        )
-
-    async def _send_after_reports(self, message: Message) -> None:
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
-        self._progress.flush()
-        self.conversation.send(message)
-
     def reported(self, report: dict[str, object]) -> None:
         """A script says where it is, in whatever values; only the world's rank 0 speaks for the run."""
         self._tasks.call(self._records.take_report, report)
-
-    async def _converse(self) -> None:
-        if not await self.conversation.converse(is_over=self._end.over.is_set):
-            # Refused for good: another host may be let in.
-            self._stop(ExitCode.INTERNAL)
 
     def _on_connected(self) -> None:
         self._is_cut_off = False

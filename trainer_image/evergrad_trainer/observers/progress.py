@@ -30,10 +30,6 @@ def describe_evaluation(record: EvaluationRecord) -> str:
     )
 
 
-def _utilisation(state: State) -> str:
-    return "" if state.utilisation is None else f" mfu={state.utilisation:.1%}"
-
-
 def _metrics(metrics: Mapping[str, float]) -> str:
     """Write further ``key=value`` pairs at the end of a line."""
     return "".join(f" {name}={compact(value)}" for name, value in metrics.items())
@@ -75,11 +71,12 @@ class ProgressLines(BaseObserver):
         # The last step is always printed: a log must not end before the run does.
         if record.step % self._every and record.step != state.total_steps:
             return
+        used = "" if state.utilisation is None else f" mfu={state.utilisation:.1%}"
         self._print(
             f"step {record.step}/{state.total_steps} loss={real(record.loss)} "
             f"tokens/s={state.tokens_per_second:.0f} "
             f"eta={duration(state.remaining_seconds)} learning_rate={compact(record.learning_rate)} "
-            f"grad_norm={real(record.grad_norm, 3)}{_utilisation(state)}{_metrics(record.metrics)}"
+            f"grad_norm={real(record.grad_norm, 3)}{used}{_metrics(record.metrics)}"
         )
 
     def evaluation_end(self, record: EvaluationRecord) -> None:

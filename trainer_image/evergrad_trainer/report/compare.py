@@ -118,7 +118,23 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
     common, of_left, of_right = np.intersect1d(
         left.step, right.step, assume_unique=True, return_indices=True
     )
-    left_common, right_common = left.take(of_left), right.take(of_right)
+    a_steps, b_steps = left.take(of_left), right.take(of_right)
+    differing = []
+    for column in _COLUMNS:
+        pair: tuple[npt.NDArray[Any], ...] = (
+            getattr(a_steps, column.name),
+            getattr(b_steps, column.name),
+        )
+        is_real = column.compared in ("closely", "by request")
+        mask = _disagree(pair, rules) if is_real else pair[0] != pair[1]
+        counts = column.compared in ("exactly", "closely") or (rules.exact and is_real)
+        differing.append(_differing(column.name, a_steps.step, pair, mask, counts=counts))
+    # Metrics of a recipe: their names are in the rows alone.
+    for name in dict.fromkeys([*a_steps.metrics, *b_steps.metrics]):
+        # Not a number where only one of the runs measures it.
+        nothing = np.full(len(common), np.nan)
+        pair = tuple(side.metrics.get(name, nothing) for side in (a_steps, b_steps))
+        differing.append(_differing(name, a_steps.step, pair, _disagree(pair, rules)))
 
     # The last evaluation of each step and set counts, as with steps.
     evaluations_a, evaluations_b = (
@@ -135,7 +151,7 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
         first_step=int(common[0]) if len(common) else None,
         last_step=int(common[-1]) if len(common) else None,
         differences=(
-            *_step_differences(left_common, right_common, rules),
+            *(one for one in differing if one is not None),
             *_evaluation_differences(
                 [(evaluations_a[key], evaluations_b[key]) for key in shared], rules
             ),
@@ -150,34 +166,6 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
         changes_a=tuple(change for event in a.events for change in changes_of(event)),
         changes_b=tuple(change for event in b.events for change in changes_of(event)),
     )
-
-
-def _step_differences(
-    a: StepTable,
-    b: StepTable,
-    rules: Rules,
-) -> list[Difference]:
-    found = []
-    for column in _COLUMNS:
-        pair: tuple[npt.NDArray[Any], ...] = (getattr(a, column.name), getattr(b, column.name))
-        is_real = column.compared in ("closely", "by request")
-        mask = _disagree(pair, rules) if is_real else pair[0] != pair[1]
-        counts = column.compared in ("exactly", "closely") or (rules.exact and is_real)
-        found.append(
-            _differing(
-                column.name,
-                a.step,
-                pair,
-                mask,
-                counts=counts,
-            )
-        )
-    # Metrics of a recipe: their names are in the rows alone.
-    for name in dict.fromkeys([*a.metrics, *b.metrics]):
-        # Not a number where only one of the runs measures it.
-        pair = tuple(side.metrics.get(name, np.full(len(side), np.nan)) for side in (a, b))
-        found.append(_differing(name, a.step, pair, _disagree(pair, rules)))
-    return [difference for difference in found if difference is not None]
 
 
 def _disagree(pair: Sequence[Reals], rules: Rules) -> Mask:

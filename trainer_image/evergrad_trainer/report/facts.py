@@ -86,15 +86,25 @@ def gather_facts(directory: RunDirectory) -> Facts:
     is_counting[last] = True
     counting = history.steps.take(last)
 
+    # The facts of the newest start event, with the manifest's where it has none: a run that failed before its
+    # first start event has a manifest all the same.
+    training = _dig(resolved, "manifest", "spec", "training")
+    model = _dig(training, "model", "config", "model_type") or _dig(training, "model", "path")
+    known = {
+        "run": _dig(resolved, "manifest", "metadata", "name"),
+        "model": model,
+        "precision": _dig(training, "runtime", "precision"),
+        "parallelism": _dig(training, "runtime", "parallelism"),
+        "total_steps": _dig(resolved, "derived", "totalSteps"),
+    }
+    started = {key: value for key, value in known.items() if value is not None}
+    starts = [event for event in history.events if event.type == EventType.START]
+    if starts:
+        started |= starts[-1].fields
+
     # The manifest is shown as it was resolved; its paths may name who ran it.
-    started = _start_facts(history, resolved)
     manifest = resolved.get("manifest", resolved)
-    text = yaml.safe_dump(
-        manifest,
-        sort_keys=False,
-        allow_unicode=True,
-        width=110,
-    )
+    text = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=110)
     metrics = as_mapping(started.get("metrics"))
     return Facts(
         name=str(started.get("run") or directory.path.resolve().name),
@@ -118,23 +128,6 @@ def gather_facts(directory: RunDirectory) -> Facts:
         history=history,
         metrics={str(name): one for name, one in metrics.items() if isinstance(one, Mapping)},
     )
-
-
-def _start_facts(history: History, resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the facts of the newest start event, with the manifest's where it has none."""
-    training = _dig(resolved, "manifest", "spec", "training")
-    model = _dig(training, "model", "config", "model_type") or _dig(training, "model", "path")
-    # A run that failed before its first start event has a manifest all the same.
-    facts = {
-        "run": _dig(resolved, "manifest", "metadata", "name"),
-        "model": model,
-        "precision": _dig(training, "runtime", "precision"),
-        "parallelism": _dig(training, "runtime", "parallelism"),
-        "total_steps": _dig(resolved, "derived", "totalSteps"),
-    }
-    found = {key: value for key, value in facts.items() if value is not None}
-    starts = [event for event in history.events if event.type == EventType.START]
-    return found | dict(starts[-1].fields) if starts else found
 
 
 def _dig(value: Any, *keys: str) -> Any:

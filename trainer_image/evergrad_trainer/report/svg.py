@@ -61,7 +61,25 @@ def draw(
         # The style is set for this figure alone: other code may draw with another one.
         axes = figure.subplots()
         paint(axes)
-        _dress(axes, unit, across, columns=size[0])
+        # Ticks, labels and their formats, alike on all plots.
+        ticker, steps = matplotlib.ticker, [1, 2, 2.5, 5, 10]
+        nbins = max(4, size[0] // 110)
+        axes.xaxis.set_major_locator(
+            ticker.MaxNLocator(nbins=nbins, integer=True, min_n_ticks=1, steps=steps)
+        )
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        if axes.get_yscale() == "linear":
+            axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=steps))
+
+        # Large values short, small ones with the digits that tell them apart, and no "0.000" at the bottom.
+        def shorten(value: float, _: object) -> str:
+            if abs(value) >= 1000:
+                return short_count(value)
+            return f"{value:.4g}" if value else "0"
+
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(shorten))
+        axes.set_xlabel(across, loc="right")
+        axes.set_title(unit, loc="left", fontsize=_FONT_PIXELS, color=COLORS["muted"], pad=8)
         buffer = io.StringIO()
         figure.savefig(
             buffer,
@@ -111,41 +129,6 @@ _STYLE: dict[str, Any] = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
 }
-
-
-def _dress(
-    axes: "Axes",
-    unit: str,
-    across: str,
-    *,
-    columns: int,
-) -> None:
-    """Set ticks, labels and their formats, alike on all plots."""
-    ticker = _matplotlib().ticker
-    axes.xaxis.set_major_locator(
-        ticker.MaxNLocator(
-            nbins=max(4, columns // 110), integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]
-        )
-    )
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    if axes.get_yscale() == "linear":
-        axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
-    # Large values short, small ones with the digits that tell them apart, and no "0.000" at the bottom.
-    axes.yaxis.set_major_formatter(
-        ticker.FuncFormatter(
-            lambda value, _: (
-                short_count(value) if abs(value) >= 1000 else f"{value:.4g}" if value else "0"
-            )
-        )
-    )
-    axes.set_xlabel(across, loc="right")
-    axes.set_title(
-        unit,
-        loc="left",
-        fontsize=_FONT_PIXELS,
-        color=COLORS["muted"],
-        pad=8,
-    )
 
 
 _COLOR_OF = {color: f"var(--{name})" for name, color in COLORS.items()}

@@ -35,7 +35,11 @@ def hash_state(state: Mapping[str, torch.Tensor]) -> int:
 
 def hash_sums(sums: Mapping[str, int]) -> int:
     """The number of :func:`hash_state`, from each tensor's own: what :func:`sum_words` makes of it."""
-    total = sum(value * _weight(name) for name, value in sums.items())
+    total = 0
+    for name, value in sums.items():
+        # An odd number that belongs to the name, the same in every process.
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        total += value * (int.from_bytes(digest, "little") | 1)
     return int((total + 2**63) % 2**64) - 2**63
 
 
@@ -157,8 +161,3 @@ def sum_words(tensor: torch.Tensor) -> torch.Tensor:
         integers = integers.clone()
     end = integers.numel() - integers.numel() % per_word
     return integers[:end].view(torch.int64).sum() + integers[end:].sum(dtype=torch.int64)
-
-
-def _weight(name: str) -> int:
-    """An odd number that belongs to a name, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.protocol import Done, Go, Had, Left, Plan, Ready, Up
+from evergrad_coordinator.protocol import Done, Go, Left, Placement, Plan, Ready, Up
 from evergrad_trainer.torchrun.agent_loop import AgentLoop
 from evergrad_trainer.torchrun.agent_state import AgentState, NodeSettings
 from evergrad_trainer.torchrun.agent_workers import say
@@ -95,7 +95,7 @@ class AgentLink:
 
     def take_place(self, go: Go) -> None:
         """The group of ``go`` begins: its workers are started next."""
-        self.state.place = Had(
+        self.state.place = Placement(
             go.generation,
             first_rank=go.first_rank,
             workers=go.workers,

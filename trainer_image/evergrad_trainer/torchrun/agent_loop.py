@@ -220,7 +220,7 @@ class AgentLoop:
                 case End():
                     self._finish(message)
                 case Refused():
-                    # Whatever a coordinator of another version says: a refusal is no verdict about the run.
+                    # Whatever a coordinator of another version says: a refusal is no outcome of the run.
                     self._finish(End(int(ExitCode.INTERNAL), message.reason, message.message))
             self._announce()
             self.state.changed.notify_all()

@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from evergrad_coordinator.protocol import Had, Message, Ready
+from evergrad_coordinator.protocol import Message, Placement, Ready
 from evergrad_trainer.torchrun.agent_reports import WorkerReports
 from evergrad_trainer.torchrun.agent_state import AgentState
 from evergrad_trainer.torchrun.agent_workers import SeenEnd, WorkerWatch, build_broken, say
@@ -92,7 +92,7 @@ class AgentMembers:
         with self.state.changed:
             self._say_now(self.reports.flush(now=time.monotonic()))
 
-    def send_broken(self, place: Had) -> None:
+    def send_broken(self, place: Placement) -> None:
         if self.state.broken_generation < place.generation and not self.state.is_leaving:
             self.state.broken_generation = place.generation
             end, step = self.state.first_end, self.reports.step

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evergrad_coordinator.protocol import End, Go, Had, Plan
+from evergrad_coordinator.protocol import End, Go, Placement, Plan
 from evergrad_trainer.torchrun.agent_workers import SeenEnd
 from evergrad_trainer.worker.sockets import address_towards
 
@@ -44,7 +44,7 @@ class AgentState:
     changed: threading.Condition = field(default_factory=threading.Condition)
     newest: int = 0
     """Newest generation that the coordinator has named."""
-    place: Had | None = None
+    place: Placement | None = None
     """Held in a running generation; None while out of every group."""
     plan: Plan | None = None
     """The newest plan, until its ``go``."""

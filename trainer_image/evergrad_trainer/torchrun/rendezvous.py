@@ -87,31 +87,7 @@ def parse_settings(
         problems.append(
             "--rdzv-id: missing. Give the run's name, the same as the coordinator's --run."
         )
-    node, token_file = _find_identity(given, environment, problems)
-    lease_seconds = _find_seconds(given, "lease", _DEFAULT_LEASE_SECONDS, problems)
-    join_key = "join_timeout" if "join_timeout" in given else "timeout"
-    join_seconds = _find_seconds(given, join_key, _JOIN_SECONDS, problems)
-    if problems:
-        raise ValueError("\n".join(problems))
-    return NodeSettings(
-        run=parameters.run_id,
-        node=node,
-        host=host.strip("[]"),
-        port=int(port),
-        address=parameters.local_addr,
-        token_file=Path(token_file),
-        lease_seconds=lease_seconds,
-        join_seconds=join_seconds,
-        fingerprint={"torch": version("torch")},
-    )
-
-
-def _find_identity(
-    given: Mapping[str, object],
-    environment: Mapping[str, str],
-    problems: list[str],
-) -> tuple[str, str]:
-    """The node's index and the file of the run's token: from the arguments, else from the environment."""
+    # The node's index and the file of the run's token: from the arguments, else from the environment.
     node = str(
         given.get("node")
         or environment.get("EVERGRAD_NODE")
@@ -130,7 +106,22 @@ def _find_identity(
         )
     elif not os.access(token_file, os.R_OK):
         problems.append(f"--rdzv-conf token_file: {token_file} cannot be read.")
-    return node, token_file
+    lease_seconds = _find_seconds(given, "lease", _DEFAULT_LEASE_SECONDS, problems)
+    join_key = "join_timeout" if "join_timeout" in given else "timeout"
+    join_seconds = _find_seconds(given, join_key, _JOIN_SECONDS, problems)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return NodeSettings(
+        run=parameters.run_id,
+        node=node,
+        host=host.strip("[]"),
+        port=int(port),
+        address=parameters.local_addr,
+        token_file=Path(token_file),
+        lease_seconds=lease_seconds,
+        join_seconds=join_seconds,
+        fingerprint={"torch": version("torch")},
+    )
 
 
 def _find_seconds(

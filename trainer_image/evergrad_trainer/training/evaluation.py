@@ -111,7 +111,14 @@ class EvaluationRunner:
         the world ends in between, it holds what this rank knows that all have measured. Raises HostError
         where this rank's set is not that of the others.
         """
-        _check_same(evaluation_set, tally, world)
+        # Collective: once a set. With other tallies or batches the ranks' sums would be of parts of several
+        # sets, and those with fewer batches would leave the others in an exchange.
+        rows = world.gather_json([tally.key, tally.done])
+        if world.rank in find_suspects([rows.index(row) for row in rows]):
+            raise HostError(
+                f"evaluation set {evaluation_set.name}: its content here, or the code that measures it, is "
+                "not that of the other ranks. Give all hosts the same files."
+            )
         begun = time.perf_counter()
         measure = self.measures[evaluation_set.name].within(stage)
         was_training = self.model.training
@@ -217,18 +224,3 @@ class EvaluationRunner:
         parts = [loss.parts[name] for name in measure.names]
         values = [value.double() for value in (loss.total, *parts)]
         return torch.stack(values).cpu()
-
-
-def _check_same(evaluation_set: EvaluationSet, tally: Tally, world: World) -> None:
-    """All ranks go on with the same tally of the same batches.
-
-    Else their sums would be of parts of several sets, and ranks with fewer batches would leave the others in
-    an exchange.
-    """
-    # Collective: once a set.
-    rows = world.gather_json([tally.key, tally.done])
-    if world.rank in find_suspects([rows.index(row) for row in rows]):
-        raise HostError(
-            f"evaluation set {evaluation_set.name}: its content here, or the code that measures it, is not "
-            "that of the other ranks. Give all hosts the same files."
-        )

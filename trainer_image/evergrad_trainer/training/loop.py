@@ -118,9 +118,18 @@ def _pause(
         names = run.membership.world.gather_json(sorted(run.lasting.switched_off))
         run.lasting.agree_switched_off({name for row in names for name in row})
 
-    if is_entering:
-        _mark_again(run)
-    progress = run.progress
+    progress, best = run.progress, run.progress.best
+    # Marked again where the world that was to do so has ended before, and at a start: a checkpoint that was
+    # marked may be damaged, and an older one be gone on with. Groups that form anew while training goes on
+    # have nothing to look for.
+    if (
+        is_entering
+        and run.best is not None
+        and best is not None
+        and best["step"] <= progress.saved_step
+        and (best["step"] == progress.finished_steps or progress.steps_here == 0)
+    ):
+        run.checkpoints.mark_best(best["step"])
     interrupted: StopReason | None = None
     if sets := due_sets(run):
         if limits.saves_before_evaluation:
@@ -313,18 +322,6 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
     _save(run, best=True)
 
 
-def _mark_again(run: Run) -> None:
-    """Mark the best checkpoint where the world that was to do so has ended before, and at a start: one that
-    was marked may be damaged, and an older one be gone on with."""
-    progress = run.progress
-    best = progress.best
-    if run.best is None or best is None or best["step"] > progress.saved_step:
-        return
-    # Groups that form anew while training goes on have nothing to look for.
-    if best["step"] == progress.finished_steps or progress.steps_here == 0:
-        run.checkpoints.mark_best(best["step"])
-
-
 def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     """Begin to save the newest step, unless that was begun; ``wait``: until it is published."""
     progress = run.progress
@@ -372,20 +369,15 @@ def _anchor(run: Run) -> None:
     # ordinary saves are not: what a volume refuses for a moment would be all of them.
     pause = 0.0
     while not is_published():
-        _pause_before_save(run, pause)
+        # Counted, not measured, so that all ranks make the same pauses.
+        for _ in range(round(pause / _NAP_SECONDS)):
+            run.membership.world.raise_if_given_up()
+            time.sleep(_NAP_SECONDS)
         save_together(run)
         pause = min(2 * pause or _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
     # Collective: one row of each rank.
     for name, found in run.snapshots.take(step, run.membership.world).items():
         emit(run, EventType.SNAPSHOT, name=name, hash=found)
-
-
-def _pause_before_save(run: Run, seconds: float) -> None:
-    """Wait that long, on every rank. Raises PeerLostError where the group is given up meanwhile."""
-    # Counted, not measured, so that all ranks make the same pauses.
-    for _ in range(round(seconds / _NAP_SECONDS)):
-        run.membership.world.raise_if_given_up()
-        time.sleep(_NAP_SECONDS)
 
 
 def save_together(run: Run) -> None:

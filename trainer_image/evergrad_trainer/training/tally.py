@@ -36,7 +36,14 @@ class Tally:
         """Count the next ``num_batches`` batches. ``rows``: for each sum its numbers, in any order."""
         for index, row in enumerate(rows):
             for value in row:
-                self.sums[index] = _add(self.sums[index], value)
+                total = self.sums[index]
+                # Without rounding while both are finite.
+                if isinstance(total, float):
+                    self.sums[index] = total + value
+                else:
+                    self.sums[index] = (
+                        total + Fraction(value) if math.isfinite(value) else value
+                    )
         self.done += num_batches
         self.weight += weight
 
@@ -67,13 +74,6 @@ class Tally:
             sums=[_parse(one) for one in values["sums"]],
             seconds=float(values["seconds"]),
         )
-
-
-def _add(total: Sum, value: float) -> Sum:
-    """``total`` and ``value``, without rounding while both are finite."""
-    if isinstance(total, float):
-        return total + value
-    return total + Fraction(value) if math.isfinite(value) else value
 
 
 def _to_float(total: Sum) -> float:

@@ -66,7 +66,7 @@ def close_run(
         session.directory.mark_complete({**facts, "best": session.progress.best})
     session.emit(EventType.END, {"exit_code": int(code)})
     # Before anything is printed or drawn: whoever asked to stop may kill next.
-    writer.resign()
+    writer.release()
 
     if reason == "non_finite":
         print(f"error: {session.progress.refusal}", file=sys.stderr)

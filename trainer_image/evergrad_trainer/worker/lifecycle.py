@@ -76,7 +76,7 @@ class Lifecycle:
                     return end
                 case End() as order:
                     self.life.enter(Phase.ENDED)
-                    self._resign()
+                    self._release()
                     return LifeEnd(order.exit_code)
 
     def _take_part(self, begin: Go) -> None:
@@ -118,7 +118,7 @@ class Lifecycle:
         self.life.enter(Phase.TRAIN)
         self._worlds.trains(world, session.progress.finished_steps)
         if not world.is_main:
-            self._resign()
+            self._release()
         elif is_fresh:
             announce(session, self._machinery)
         else:
@@ -169,7 +169,7 @@ class Lifecycle:
     def _depart(self, order: Leave) -> LifeEnd:
         """Leave the run alone; save first where nobody else holds the state."""
         if not (order.save and self.life.held == Held.WHOLE):
-            self._resign()
+            self._release()
             return LifeEnd(int(ExitCode.STOPPED_SAVED), Left(True))
         session, run = self._session, self._run
         if order.is_planned:
@@ -231,6 +231,6 @@ class Lifecycle:
         self._run.observers = self._session.observers
         return is_new
 
-    def _resign(self) -> None:
-        self._writer.resign()
+    def _release(self) -> None:
+        self._writer.release()
         self._run.observers = self._session.observers

@@ -186,7 +186,26 @@ def run_worker(
     try:
         directory.create()
         setup_logging(directory, rank=local_rank, node=node, on_terminal=False)
-        session = _open_alone(plan, directory, watchdog, local_rank)
+        set_threads(plan.threads)
+        device = choose_device(plan.run.training.runtime.device, local_rank=local_rank)
+        choose_transport(device).prepare()
+        membership = Membership(
+            World(0, rank=0, size=1, device=device),
+            is_changing=watchdog.is_changing,
+            can_wait=watchdog.can_wait,
+            saves_first=watchdog.saves_first,
+        )
+        # Signals are the supervisor's: it tells its workers what becomes of their group.
+        opened = open_plan(plan)
+        session = Session(
+            plan,
+            directory,
+            lambda: False,
+            membership,
+            opened.observers,
+            opened,
+            marks=dict(plan.marks),
+        )
         lifecycle = _build_alone(session, channel, watchdog, heartbeat)
         channel.send(Warm())
         end = lifecycle.live()
@@ -200,32 +219,6 @@ def run_worker(
     if end.last_words is not None:
         channel.send(end.last_words)
     return end.exit_code
-
-
-def _open_alone(
-    plan: SessionPlan, directory: RunDirectory, watchdog: Watchdog, local_rank: int
-) -> Session:
-    set_threads(plan.threads)
-    device = choose_device(plan.run.training.runtime.device, local_rank=local_rank)
-    choose_transport(device).prepare()
-    alone = World(0, rank=0, size=1, device=device)
-    membership = Membership(
-        alone,
-        is_changing=watchdog.is_changing,
-        can_wait=watchdog.can_wait,
-        saves_first=watchdog.saves_first,
-    )
-    # Signals are the supervisor's: it tells its workers what becomes of their group.
-    opened = open_plan(plan)
-    return Session(
-        plan,
-        directory,
-        lambda: False,
-        membership,
-        opened.observers,
-        opened,
-        marks=dict(plan.marks),
-    )
 
 
 def _build_alone(

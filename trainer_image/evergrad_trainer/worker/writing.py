@@ -51,7 +51,7 @@ class Writer:
         self.is_on_duty = True
         return True
 
-    def resign(self) -> None:
+    def release(self) -> None:
         """Write no more: another process does from here on, or nothing is left to write."""
         self._session.waiting = None
         if self.is_on_duty:

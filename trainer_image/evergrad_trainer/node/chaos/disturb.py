@@ -90,31 +90,28 @@ class Chaos:
                     (now + one.delay_seconds, one) for one in self._event.disturbances
                 ]
         elif now - self._looked_at >= _STATUS_SECONDS:
+            # Has the run recovered? One that hangs is given up.
             self._looked_at = now
-            self._watch(now)
-
-    def _watch(self, now: float) -> None:
-        """Look whether the run has recovered, and give up on one that hangs."""
-        recovery = self._recovery
-        status, seconds = recovery.look(), now - recovery.began
-        # While a process is frozen the run may look well without it, and stumble when that thaws.
-        if (
-            status is not None
-            and not self._nodes.frozen
-            and recovery.is_complete(status, awaits_all=self._event.awaits_all)
-        ):
-            if self.tally.num_events:
-                self.tally.longest_seconds = max(self.tally.longest_seconds, seconds)
+            recovery = self._recovery
+            status, seconds = recovery.look(), now - recovery.began
+            # While a process is frozen the run may look well without it, and stumble when that thaws.
+            if (
+                status is not None
+                and not self._nodes.frozen
+                and recovery.is_complete(status, awaits_all=self._event.awaits_all)
+            ):
+                if self.tally.num_events:
+                    self.tally.longest_seconds = max(self.tally.longest_seconds, seconds)
+                    self._say(
+                        f"the run goes on, {seconds:.1f} s later: generation {status['generation']}, "
+                        f"{status['worldSize']} workers, step {status['step']}"
+                    )
+                self._ripe_at = now + self._event.pause_seconds
+            elif seconds > PATIENCE_SECONDS:
+                self._has_given_up = True
                 self._say(
-                    f"the run goes on, {seconds:.1f} s later: generation {status['generation']}, "
-                    f"{status['worldSize']} workers, step {status['step']}"
+                    f"no recovery within {PATIENCE_SECONDS:g} s; leaves the run alone. {status}"
                 )
-            self._ripe_at = now + self._event.pause_seconds
-        elif seconds > PATIENCE_SECONDS:
-            self._has_given_up = True
-            self._say(
-                f"no recovery within {PATIENCE_SECONDS:g} s; leaves the run alone. {status}"
-            )
 
     def _strike(self, one: Disturbance) -> None:
         self.tally.kinds[one.kind] = self.tally.kinds.get(one.kind, 0) + 1

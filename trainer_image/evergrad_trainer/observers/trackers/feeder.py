@@ -5,6 +5,7 @@ the next feeder of the run reads there and shows. A note beside the files says u
 shown.
 """
 
+import contextlib
 import hashlib
 import logging
 import queue
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from evergrad_manifest.training import Tracker
 from evergrad_manifest.values.urls import hide_credentials
@@ -120,7 +121,13 @@ class Feeder:
     def _live(self) -> None:
         try:
             while not self._abandoned.is_set():
-                item = self._take()
+                # The next item; none where it is time for a flush first.
+                left = max(0.01, self._flushed_at + FLUSH_SECONDS - self._clock())
+                has_news = self._shown != self._noted
+                item: Item | None = None
+                with contextlib.suppress(queue.Empty):
+                    item = self._items.get(timeout=left if has_news else None)
+                self._busy_since = self._clock()
                 if item is not None:
                     self._show(item)
                 if self._clock() - self._flushed_at >= FLUSH_SECONDS:
@@ -135,17 +142,6 @@ class Feeder:
             self._busy_since = None
             self._is_done.set()
 
-    def _take(self) -> Item | None:
-        """The next item; None where it is time for a flush first."""
-        has_news = self._shown != self._noted
-        left = max(0.01, self._flushed_at + FLUSH_SECONDS - self._clock())
-        try:
-            item = self._items.get(timeout=left if has_news else None)
-        except queue.Empty:
-            item = None
-        self._busy_since = self._clock()
-        return item
-
     def _show(self, item: Item) -> None:
         if isinstance(item, RunInfo):
             self._open(item)
@@ -153,7 +149,12 @@ class Feeder:
             # It was never opened: nothing has begun.
             return
         elif isinstance(item, Saved):
-            identity = _identify(self._directory.checkpoints / item.checkpoint)
+            # The hash of its manifest, which has the checksum of each of its files. Retention may have
+            # removed it already.
+            identity = "gone"
+            manifest = self._directory.checkpoints / item.checkpoint / "manifest.json"
+            with contextlib.suppress(OSError):
+                identity = f"sha256:{hashlib.sha256(manifest.read_bytes()).hexdigest()}"
             self._library.note(f"checkpoint/{item.checkpoint}", identity)
         elif isinstance(item, Finish):
             self._flush()
@@ -169,7 +170,24 @@ class Feeder:
         if self._abandoned.is_set():
             return
         type_ = self._settings.type
-        noted = self._read_note(info.run_id)
+        noted = read_json_object(self._folder / f"{type_}.json") or {}
+        if noted.get("run") != info.run_id:
+            # Of another run, whose directory was copied: this one is not shown yet.
+            noted = {}
+        # What is kept of the run's configuration, as nested mappings.
+        resolved = self._directory.read_resolved() or {}
+        facts = {
+            "run": info.name,
+            "runId": info.run_id,
+            "model": info.model,
+            "parameters": info.parameters,
+            "totalSteps": info.total_steps,
+            "tokensPerStep": info.tokens_per_step,
+        }
+        facts |= {
+            key: resolved[key] for key in ("configHash", "dataFingerprint") if key in resolved
+        }
+        training = resolved.get("manifest", {}).get("spec", {}).get("training", {})
         default = self._folder / type_
         base = self._settings.directory
         run = TrackedRun(
@@ -177,7 +195,7 @@ class Feeder:
             name=info.name,
             settings=self._settings,
             directory=default if base is None else Path(base) / info.name,
-            facts=_facts_of(self._directory, info),
+            facts={**facts, "training": training},
             start_step=info.start_step,
             own_id=str(noted.get("id", "")),
             noted=Shown(
@@ -212,11 +230,6 @@ class Feeder:
             self._library.flush()
             self._write_note(self._library)
 
-    def _read_note(self, run_id: str) -> dict[str, Any]:
-        found = read_json_object(self._folder / f"{self._settings.type}.json") or {}
-        # Of another run, whose directory was copied: this one is not shown yet.
-        return found if found.get("run") == run_id else {}
-
     def _write_note(self, library: Library) -> None:
         if self._abandoned.is_set():
             # Its library has hung until now: another feeder may show the run by now, and keep the note.
@@ -241,31 +254,3 @@ def describe_failure(error: Exception) -> str:
     """
     why = hide_credentials(" ".join(str(error).split()))
     return f"{type(error).__name__}: {why[:_LONGEST_FAILURE]}"
-
-
-def _facts_of(directory: RunDirectory, info: RunInfo) -> dict[str, Any]:
-    """What a tracker keeps of the run's configuration, as nested mappings."""
-    resolved = directory.read_resolved() or {}
-    facts = {
-        "run": info.name,
-        "runId": info.run_id,
-        "model": info.model,
-        "parameters": info.parameters,
-        "totalSteps": info.total_steps,
-        "tokensPerStep": info.tokens_per_step,
-    }
-    facts |= {
-        key: resolved[key] for key in ("configHash", "dataFingerprint") if key in resolved
-    }
-    training = resolved.get("manifest", {}).get("spec", {}).get("training", {})
-    return {**facts, "training": training}
-
-
-def _identify(checkpoint: Path) -> str:
-    """A hash of a checkpoint's manifest, which has the checksum of each of its files."""
-    try:
-        content = (checkpoint / "manifest.json").read_bytes()
-    except OSError:
-        # Retention may have removed it already.
-        return "gone"
-    return f"sha256:{hashlib.sha256(content).hexdigest()}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.training import Tracker, Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.observers.trackers.feeder import Opener
 from evergrad_trainer.observers.trackers.interface import Library, TrackedRun
 
@@ -41,7 +41,11 @@ def find_opener(type_: str) -> Opener:
 def check_trackers(training: Training) -> Iterator[Problem]:
     """Trackers whose packages are not installed: refused before the first step."""
     for index, tracker in enumerate(training.logging.trackers):
-        missing = [name for name in _needed(tracker) if importlib.util.find_spec(name) is None]
+        needed: tuple[str, ...] = _PACKAGES[tracker.type]
+        # MLflow's client alone, which is enough for a server, has no databases.
+        if tracker.type == "mlflow" and tracker.mode == "offline":
+            needed += ("sqlalchemy", "alembic")
+        missing = [name for name in needed if importlib.util.find_spec(name) is None]
         if missing:
             plural = "packages" if len(missing) > 1 else "package"
             yield Problem(
@@ -50,9 +54,3 @@ def check_trackers(training: Training) -> Iterator[Problem]:
                 "not installed here",
                 f"Install the extra, pip install 'evergrad-trainer[{tracker.type}]', or remove the tracker",
             )
-
-
-def _needed(tracker: Tracker) -> tuple[str, ...]:
-    is_local = tracker.type == "mlflow" and tracker.mode == "offline"
-    # Its client alone, which is enough for a server, has no databases.
-    return _PACKAGES[tracker.type] + (("sqlalchemy", "alembic") if is_local else ())

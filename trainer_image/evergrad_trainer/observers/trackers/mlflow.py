@@ -67,8 +67,24 @@ class MLflow:
             tags = {_TAG: run.run_id, **{f"tag.{tag}": tag for tag in settings.tags}}
             made = self._client.create_run(number, tags=tags, run_name=run.title)
             self.own_id = made.info.run_id
-            self._keep(run, entities.Param)
-        self.shown = self._ask_shown()
+            facts = {
+                name: value if isinstance(value, str) else json.dumps(value)
+                for name, value in flatten(run.facts).items()
+            }
+            params = [entities.Param(key, text[:_LONGEST]) for key, text in facts.items()]
+            for first in range(0, len(params), 100):
+                self._client.log_batch(self.own_id, params=params[first : first + 100])
+
+        # What it shows already: nothing is sent twice.
+        names = self._client.get_run(self.own_id).data.metrics
+        evaluations: dict[str, int] = {}
+        for shown in names:
+            kind, _, rest = shown.partition("/")
+            set_name, _, what = rest.rpartition("/")
+            if kind == "evaluation" and what == "loss":
+                evaluations[set_name] = self._newest(shown)
+        step = self._newest(_IN_EVERY_STEP) if _IN_EVERY_STEP in names else 0
+        self.shown = Shown(step, evaluations)
         self._waiting: list[Any] = []
 
     def write(self, step: int, time: float, values: Values) -> None:
@@ -91,26 +107,6 @@ class MLflow:
     def finish(self, end: End) -> None:
         self.flush()
         self._client.set_terminated(self.own_id, status=_STATUS[end])
-
-    def _keep(self, run: TrackedRun, param: Any) -> None:
-        facts = {
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in flatten(run.facts).items()
-        }
-        params = [param(name, text[:_LONGEST]) for name, text in facts.items()]
-        for first in range(0, len(params), 100):
-            self._client.log_batch(self.own_id, params=params[first : first + 100])
-
-    def _ask_shown(self) -> Shown:
-        names = self._client.get_run(self.own_id).data.metrics
-        evaluations: dict[str, int] = {}
-        for name in names:
-            kind, _, rest = name.partition("/")
-            set_name, _, what = rest.rpartition("/")
-            if kind == "evaluation" and what == "loss":
-                evaluations[set_name] = self._newest(name)
-        step = self._newest(_IN_EVERY_STEP) if _IN_EVERY_STEP in names else 0
-        return Shown(step, evaluations)
 
     def _newest(self, name: str) -> int:
         history = self._client.get_metric_history(self.own_id, name)

@@ -50,14 +50,12 @@ def read_missed(directory: RunDirectory, shown: Shown, *, newest: int) -> Iterat
     for one in read_evaluations(directory.evaluation, notes):
         if one.step <= newest and not shown.has_evaluation(one.name, one.step):
             evaluations[one.step, one.name] = one
-    # A step comes before its evaluations: trackers take no step after a later one.
+    # By step, and a step before its evaluations: trackers take no step after a later one.
     steps: Iterator[Record] = (table.record(int(row)) for row in rows)
     others: Iterator[Record] = (evaluations[key] for key in sorted(evaluations))
-    yield from merge(steps, others, key=_place)
-
-
-def _place(record: Record) -> tuple[int, int]:
-    return record.step, int(isinstance(record, EvaluationRecord))
+    yield from merge(
+        steps, others, key=lambda one: (one.step, isinstance(one, EvaluationRecord))
+    )
 
 
 def advance(shown: Shown, record: Record) -> Shown:

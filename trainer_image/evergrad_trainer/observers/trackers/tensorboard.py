@@ -10,7 +10,6 @@ import json
 import re
 import socket
 import time
-from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from evergrad_trainer.durable import unique_suffix
@@ -35,7 +34,13 @@ class TensorBoard:
         self.shown = Shown(done, {}, done if run.noted.step else -1)
 
         run.directory.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = _next_file(run.directory).open("xb")
+        # Its name comes after those of all others, as TensorBoard reads them, whatever the clocks of the
+        # hosts say.
+        names = (_FILE.match(path.name) for path in run.directory.iterdir())
+        moment = max([int(time.time()), *(int(found[1]) + 1 for found in names if found)])
+        host = socket.gethostname().replace("/", "-")
+        name = f"{_PREFIX}{moment:010d}.{host}.{unique_suffix()}"
+        self._file: BinaryIO = (run.directory / name).open("xb")
         self._writer: Any = record_writer.RecordWriter(self._file)
         self._put(file_version="brain.Event:2")
         log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -74,12 +79,3 @@ class TensorBoard:
     def _put(self, **fields: Any) -> None:
         event = self._event(wall_time=time.time(), **fields)
         self._writer.write(event.SerializeToString())
-
-
-def _next_file(folder: Path) -> Path:
-    """A new file whose name comes after those of all others, as TensorBoard reads them, whatever the clocks
-    of the hosts say."""
-    taken = [int(found[1]) for path in folder.iterdir() if (found := _FILE.match(path.name))]
-    moment = max([int(time.time()), *(one + 1 for one in taken)])
-    host = socket.gethostname().replace("/", "-")
-    return folder / f"{_PREFIX}{moment:010d}.{host}.{unique_suffix()}"
