@@ -12,7 +12,6 @@ of them is another, so is the result.
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from evergrad_coordinator.contract import RunFile
-from evergrad_trainer.durable import fsync_directory, replace_durably, unique_suffix, write_new
+from evergrad_trainer.durable import (
+    fsync_directory,
+    publish_once,
+    replace_durably,
+    unique_suffix,
+    write_new,
+)
 from evergrad_trainer.run_directory import (
     dumps_strict,
     encode_text,
@@ -78,7 +83,8 @@ def write_result(place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
         place.path.parent.mkdir(exist_ok=True)
         try:
             write_new(temporary, data)
-            _publish(temporary, place.path)
+            # Where another evaluator has written it meanwhile, its numbers are these.
+            publish_once(temporary, place.path)
         finally:
             temporary.unlink(missing_ok=True)
         fsync_directory(place.path.parent)
@@ -87,19 +93,6 @@ def write_result(place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
     written = read_result(place)
     assert written is not None  # noqa: S101 - it was written, and nobody removes results
     return written
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, unless it is taken."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return
-    except OSError:
-        # A volume without hard links. Between the look and the rename another evaluator may write the same
-        # result, whose numbers are these.
-        if not path.exists():
-            os.rename(temporary, path)
 
 
 def read_cut(place: Place) -> dict[str, Any]:
