@@ -1,8 +1,8 @@
 # Every target does its own set-up; `make help` lists them.
 
 PYTHON ?= python3
-# Test files at a time: one a core, since many of them start processes of their own.
-JOBS ?= 2
+# Test files at a time: one more than cores, since some tests wait and many start processes of their own.
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

@@ -60,6 +60,7 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "overlap": _simple("overlap"),
     "sharded-memory": _simple("sharded_memory"),
     "overhead": _simple("overhead"),
+    "two-stage-kl": _simple("two_stage_kl"),
     "data-reading": _simple("data_reading"),
     "prepare": _simple("prepare"),
     "coordinator": _simple("coordinator"),

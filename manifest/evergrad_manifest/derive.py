@@ -9,6 +9,7 @@ from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.training import Batching, Training
 from evergrad_manifest.training.optimization import check_pieces, check_schedule
 from evergrad_manifest.training.steps import check_stop, steps_for_tokens, steps_of
+from evergrad_manifest.training.two_stage_kl import CHUNK_TOKENS, problem_of_boundary
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class HorizonNumbers:
     warmup_steps: int
     decay_steps: int
     """Steps of the final decay; 0 unless the schedule is wsd."""
+    stage_ends: tuple[int, ...] = ()
+    """The last step of each stage but the last, where the file has stages."""
 
 
 def slots_per_step(batching: Batching) -> int:
@@ -66,6 +69,7 @@ def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
             *check_schedule(schedule.warmup, decay, total=total),
             *check_pieces(schedule.warmup, [one.until for one in schedule.pieces], total=total),
             *check_stop(training.stop.after_step, total=total),
+            *_check_stages(training, total=total),
         ],
         ConfigurationError,
     )
@@ -82,7 +86,42 @@ def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
         slots_per_step=slots_per_step(training.batching),
         warmup_steps=warmup_steps,
         decay_steps=min(steps_of(decay, total), total - warmup_steps),
+        stage_ends=stage_ends(training),
     )
+
+
+def stage_ends(training: Training) -> tuple[int, ...]:
+    """The last step of each stage but the last; none for a file without stages.
+
+    A stage begins with the first step that starts at or behind its boundary in tokens.
+    """
+    if training.two_stage_kl is None:
+        return ()
+    per_step, length = training.batching.global_batch_size, training.data.sequence_length
+    tokens = (stage.tokens or 0 for stage in training.two_stage_kl.stages[:-1])
+    return tuple(steps_for_tokens(one, samples=per_step, length=length) for one in tokens)
+
+
+def num_references(training: Training) -> int:
+    """Frozen copies of the model that each process computes with besides."""
+    return 0 if training.two_stage_kl is None else 1
+
+
+def loss_chunk(training: Training) -> int | None:
+    """Tokens whose logits exist at a time; None: those of the whole micro-batch."""
+    if num_references(training):
+        # Beside a reference they always come in chunks: all of them would be there twice.
+        return training.runtime.loss_chunk or CHUNK_TOKENS
+    return training.runtime.loss_chunk
+
+
+def _check_stages(training: Training, *, total: int) -> list[Problem]:
+    if training.two_stage_kl is None:
+        return []
+    samples, length = training.batching.global_batch_size, training.data.sequence_length
+    tokens = training.two_stage_kl.stages[0].tokens or 0
+    problem = problem_of_boundary(tokens, samples=samples, length=length, total=total)
+    return [] if problem is None else [problem]
 
 
 def total_steps(training: Training, *, num_samples: int) -> int:

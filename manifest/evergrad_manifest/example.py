@@ -56,6 +56,28 @@ OWN_TASK: Final[dict[str, Any]] = {
     "files": {"task.py": "…"},
 }
 """Sections of ``spec.training`` for a task of the user's own."""
+SFT: Final[dict[str, Any]] = {
+    "recipe": "sft",
+    "data": {
+        "sources": [{"name": "chats", "path": "/data/chats.jsonl"}],
+        "sequenceLength": 2048,
+        "heldOut": {"count": 200},
+    },
+    "rows": {"tooLong": "skip"},
+}
+"""Sections of ``spec.training`` for the recipe of that name."""
+TWO_STAGES: Final[dict[str, Any]] = {
+    "recipe": "two_stage_kl",
+    "checkpoint": {"every": {"steps": 500}, "best": {"metric": "stage2/loss"}},
+    "twoStageKl": {
+        "stages": [
+            {"tokens": "15G", "mixture": {"docs": 3, "code": 1}},
+            {"mixture": {"code": 1}, "beta": 0.2},
+        ],
+        "estimator": "reverse",
+    },
+}
+"""Sections of ``spec.training`` for two stages."""
 SCRIPT: Final[dict[str, Any]] = {
     "command": ["train.py", "--epochs", "3"],
     "env": {"TOKENIZERS_PARALLELISM": "false"},

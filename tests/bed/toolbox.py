@@ -46,7 +46,7 @@ TOOLS = {
     "etcd": Tool(
         {"etcd": "go.etcd.io/etcd/server/v3", "etcdctl": "go.etcd.io/etcd/etcdctl/v3"}
     ),
-    "coredns": Tool({"coredns": "github.com/coredns/coredns"}, minutes="2 to 4 minutes"),
+    "coredns": Tool({"coredns": "."}, minutes="1 to 3 minutes"),
     "pause": Tool({"pause": "."}),
     "helm": Tool({"helm": "helm.sh/helm/v3/cmd/helm"}, minutes="1 to 3 minutes"),
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),

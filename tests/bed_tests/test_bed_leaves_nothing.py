@@ -51,7 +51,7 @@ sys.exit(main())
 PLACES = (
     "bed.pki:write",
     "bed.control_plane:start_apiserver",
-    "bed.node:start_kubelet",
+    pytest.param("bed.node:start_kubelet", marks=pytest.mark.long),
     "bed.node:is_ready",
 )
 

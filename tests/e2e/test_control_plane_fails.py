@@ -43,6 +43,7 @@ def test_09_a_killed_operator_changes_nothing_and_its_successor_writes_nothing_n
     run.expect_same_as(reference)
 
 
+@pytest.mark.long
 @pytest.mark.operator_ends
 def test_09_an_operator_killed_while_it_makes_a_run_leaves_the_same_children(
     runs: Runs, operator: Any, faults: Any
@@ -99,6 +100,7 @@ def test_13_a_deleted_run_ends_in_grace_and_keeps_its_data(runs: Runs) -> None:
     assert max(saved) >= step, "the pods left without saving"
 
 
+@pytest.mark.long
 @pytest.mark.operator_ends
 def test_13_a_namespace_is_deleted_while_the_operator_is_gone(
     runs: Runs, operator: Any

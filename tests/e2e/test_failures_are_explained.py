@@ -121,6 +121,7 @@ def test_12_a_missing_volume_is_waited_for_by_name(runs: Runs) -> None:
     expect_waiting(run, "VolumeMissing", "no-such-claim")
 
 
+@pytest.mark.long
 def test_12_a_full_volume_fails_with_the_size_in_the_message(runs: Runs) -> None:
     run = runs.start(
         "full",

@@ -16,6 +16,7 @@ OWN = {
 }
 
 
+@pytest.mark.long
 def test_an_own_task_on_three_pods_under_chaos_has_the_bits_of_the_undisturbed_run(
     runs: Runs, faults: Any, reference: Reference
 ) -> None:

@@ -47,6 +47,7 @@ PLACES = {
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
     "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
     "published": ("evergrad_trainer.checkpoint.saving", "_settle"),
+    "snapshot": ("evergrad_trainer.training.snapshots", "Snapshots.take"),
 }
 """Where a fault may be planned: before the call of this function; ``reducing`` is behind it, with the sum
 under way."""

@@ -102,6 +102,9 @@ POINTS = {
     "batch": ("evergrad_trainer.data.evaluation_sets", "EvaluationSet.batch"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.shard_file", "ShardFile.finish"),
+    "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
+    "published": ("evergrad_trainer.checkpoint.saving", "_settle"),
+    "snapshot": ("evergrad_trainer.training.snapshots", "Snapshots.take"),
     "receive": ("evergrad_trainer.world", "World.receive"),
     "track": ("evergrad_trainer.observers.trackers.tensorboard", "TensorBoard.write"),
 }

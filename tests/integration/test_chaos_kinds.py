@@ -18,10 +18,7 @@ from chaos_helpers import (
 from run_helpers import EXACT, STOPPED_SAVED, Experiment, assert_same_state, checkpoints, curve
 
 SECONDS = 240.0
-KINDS = [
-    pytest.param(kind, marks=() if kind == "coordinator" else pytest.mark.long)
-    for kind in sorted(set(VARIANTS) - {"any"})
-]
+KINDS = [pytest.param(kind, marks=pytest.mark.long) for kind in sorted(set(VARIANTS) - {"any"})]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 

@@ -357,7 +357,7 @@ def load_with_one_rank_refused(world: World, directory: Path, kind: str, refused
 @pytest.mark.capability("O-62")
 @pytest.mark.parametrize(
     ("kind", "refused"),
-    [("plain", 0), ("sharded", 1)],
+    [pytest.param("plain", 0, marks=pytest.mark.long), ("sharded", 1)],
     ids=["the one that reads", "one of many"],
 )
 def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(

@@ -74,6 +74,7 @@ def train_through_a_kill(cluster: Cluster, name: str) -> list[Row]:
     return [*before, *after]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(
     make_cluster: MakeCluster,

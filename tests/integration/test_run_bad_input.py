@@ -623,7 +623,8 @@ def test_a_run_none_of_whose_checkpoints_validates_stops_and_never_begins_again(
     assert steps_of(experiment.at()) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.long), "2"])
+@pytest.mark.long
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more(
     experiment: Experiment, workers: str
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_loss_and_a_newcomer_leave_the_bits_as_they_are(
     assert cluster.steps(3)[-1] == STEPS and cluster.steps(3)[0] > 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["lion", "sgd"])
 def test_a_sharded_run_that_was_killed_goes_on_to_the_same_bits(
     experiment: Experiment, kind: str

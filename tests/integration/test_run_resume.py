@@ -52,13 +52,18 @@ class Setting:
 
 
 SETTINGS = [
-    Setting(1, 1),
     Setting(1, 3),
-    Setting(1, 3, "fsdp2"),
     Setting(2, 1),
-    Setting(2, 3),
-    Setting(2, 1, "fsdp2"),
     Setting(2, 3, "fsdp2"),
+    *(
+        pytest.param(setting, marks=pytest.mark.long)
+        for setting in (
+            Setting(1, 1),
+            Setting(1, 3, "fsdp2"),
+            Setting(2, 3),
+            Setting(2, 1, "fsdp2"),
+        )
+    ),
 ]
 
 
@@ -157,6 +162,7 @@ def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after
     undisturbed.assert_equal(directory)
 
 
+@pytest.mark.long
 def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(
     experiment: Experiment,
 ) -> None:

@@ -140,7 +140,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["ddp.py", "hf_trainer.py", "accelerate_loop.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ddp.py", marks=pytest.mark.long),
+        pytest.param("hf_trainer.py", marks=pytest.mark.long),
+        pytest.param("accelerate_loop.py", marks=pytest.mark.long),
+    ],
+)
 def test_an_unmodified_script_survives_a_nodes_kill(make: Make, name: str) -> None:
     command = [
         str(SCRIPTS / name),
@@ -271,6 +278,7 @@ while not pathlib.Path("go-on").exists():
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_lost_lease_is_no_request_to_stop(make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS_UNDER_GUARD, "utf-8")
@@ -381,7 +389,7 @@ def test_three_nodes_whose_workers_fail_again_and_again_use_up_the_failures_also
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_peer(
     make: Make, tmp_path: Path, nodes: int
 ) -> None:
@@ -406,6 +414,7 @@ def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_p
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_ended(
     make: Make, tmp_path: Path

@@ -353,6 +353,15 @@ def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_li
         assert [problem.path for problem in find_traps(chunked, plan, machine=MACHINE)] == paths
 
 
+def test_two_stages_need_a_model_whose_logits_can_be_made_in_chunks() -> None:
+    staged = training(
+        recipe="two_stage_kl", twoStageKl={"stages": [{"tokens": 1}, {}]}, horizon={"steps": 9}
+    )
+    for name, found in {"gemma2": ["spec.training.model"], "llama": []}.items():
+        plan: Any = SimpleNamespace(name=name, config=SimpleNamespace(get_text_config=object))
+        assert [one.path for one in find_traps(staged, plan, machine=MACHINE)] == found
+
+
 def test_a_pretrained_model_is_not_trained_on_bytes_by_default() -> None:
     assert traps(model={"path": "pretrained"}) == ["spec.training.tokenizer"]
     assert traps(model={"path": "pretrained"}, tokenizer={"type": "byte"}) == []

@@ -133,6 +133,7 @@ model(input_ids=ids, labels=ids).loss.backward()
 optimizer.step()
 optimizer.zero_grad()
 assert "torch._dynamo.symbolic_convert" not in sys.modules
+assert "sympy" not in sys.modules
 """
 
 
@@ -178,7 +179,100 @@ compiled = torch.compile(lambda x: note(whole(x)), backend=backend)
 assert compiled(torch.ones(1)).item() == 3.0
 assert seen == [False, False], seen
 assert len(graphs) == 1 and any(node.target is whole for node in graphs[0].graph.nodes), graphs
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch._dynamo.config",
+        "from torch._dynamo.exc import Unsupported",
+        "from torch._dynamo.backends.registry import list_backends",
+        "from torch._subclasses.fake_tensor import FakeTensorMode; FakeTensorMode()",
+    ],
+)
+def test_a_part_of_a_delayed_compiler_is_the_one_that_the_compiler_uses(first: str) -> None:
+    _run_python(
+        f"""
+import importlib
+import sys
+import torch
+from evergrad_trainer import torch_private
+torch_private.delay_compiler()
+{first}
+import torch._dynamo.config, torch._dynamo.exc, torch._dynamo.backends.registry
+from torch._dynamo import convert_frame, symbolic_convert
+assert convert_frame.config is torch._dynamo.config is sys.modules["torch._dynamo.config"]
+assert symbolic_convert.exc is torch._dynamo.exc is sys.modules["torch._dynamo.exc"]
+assert torch._dynamo.backends.registry is sys.modules["torch._dynamo.backends.registry"]
+assert torch._dynamo.config.__spec__.origin.endswith("config.py"), torch._dynamo.config.__spec__
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+assert compiled(torch.ones(1)).item() == 2.0
+try:
+    import torch._dynamo.nothing
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("a part that is not there was found")
+"""
+    )
+
+
+@pytest.mark.long
+def test_a_group_is_set_up_and_a_model_is_counted_without_the_compiler() -> None:
+    _run_python(
+        """
+import sys
+from pathlib import Path
+import torch
+from evergrad_trainer import torch_private
+torch_private.delay_compiler()
+import evergrad_trainer.worker.run
+from evergrad_trainer.models.build import count_parameters, plan_model
+from evergrad_manifest.training import Model
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.distributed.all_reduce(torch.ones(1))
+torch.distributed.destroy_process_group()
+sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+plan = plan_model(Model(config={"model_type": "llama", **sizes}), base_directory=Path(), vocab_size=32)
+assert count_parameters(plan) == 2 * 32 * 16 + 4 * 16 * 16 + 3 * 16 * 16 + 3 * 16
 torch_private.import_slow_parts()
+loaded = {"torch._dynamo.symbolic_convert", "sympy"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    )
+
+
+def test_the_delayed_algebra_of_sizes_answers_what_is_known_and_its_error_becomes_torchs() -> (
+    None
+):
+    _run_python(
+        """
+import sys
+import torch
+from evergrad_trainer import torch_private
+torch_private.delay_compiler()
+from torch.distributed.tensor import _collective_utils, _decompositions
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true, statically_known_true
+asked = (guard_or_false, guard_or_true, statically_known_true)
+assert all(ask(True) is True and ask(False) is False for ask in asked)
+assert "sympy" not in sys.modules
+environment = symbolic_shapes.ShapeEnv()
+assert "sympy" in sys.modules
+size = environment.create_unbacked_symint()
+assert [ask(size == 3) for ask in asked] == [False, True, False]
+name = "GuardOnDataDependentSymNode"
+assert getattr(_decompositions, name) is getattr(symbolic_shapes, name)
+assert issubclass(getattr(symbolic_shapes, name), RuntimeError)
+assert _collective_utils.guard_or_false is symbolic_shapes.guard_or_false
+try:
+    bool(size == 3)
+except _decompositions.GuardOnDataDependentSymNode:
+    pass
+else:
+    raise AssertionError("an unknown size was known")
 """
     )
 
@@ -203,6 +297,7 @@ def test_the_delayed_compiler_takes_torchs_names_of_parameters() -> None:
     import torch._dynamo as loaded
 
     delayed = torch_private._DelayedCompiler
+    assert callable(loaded.trace_rules.clear_lru_cache)
     for name in ("disable", "allow_in_graph", "assume_constant_result", "graph_break"):
         expected = list(inspect.signature(getattr(loaded, name)).parameters)
         found = list(inspect.signature(getattr(delayed, name)).parameters)[1:]
@@ -229,5 +324,5 @@ def test_a_compiler_that_could_not_be_loaded_is_loaded_by_its_next_use(
     with pytest.raises(ImportError, match="the disk was away"):
         _ = module.config
     assert isinstance(module, torch_private._DelayedCompiler)
-    assert "__path__" not in vars(module)
-    assert module.config == "whole" and module.__path__ == ["here"]
+    assert module.config == "whole"
+    assert not isinstance(module, torch_private._DelayedCompiler)

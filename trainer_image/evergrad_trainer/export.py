@@ -13,10 +13,12 @@ import torch
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.identity import from_wire
+from evergrad_manifest.training import Training
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.restoring import compare_tensors
 from evergrad_trainer.checkpoint.weights import StoredTensors, find_checkpoint, open_tensors
-from evergrad_trainer.data.tokenizers import load_tokenizer
+from evergrad_trainer.data.chat_template import TEMPLATE_FILE
+from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.models.build import ModelPlan, build_empty_model, build_model, plan_model
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
@@ -98,7 +100,7 @@ def export_checkpoint(
         with reported(output, what="cannot be written"):
             temporary.mkdir(parents=True)
             _write_model(model, stored, temporary, plan=plan, where=str(checkpoint))
-            tokenizer.save_pretrained(temporary)
+            _write_tokenizer(tokenizer, training, temporary)
             os.rename(temporary, output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -107,6 +109,13 @@ def export_checkpoint(
     name = str(next(model.parameters()).dtype).removeprefix("torch.")
     version = parse_checkpoint_name(checkpoint.name)
     return ExportResult(checkpoint, version.step if version else 0, output, parameters, name)
+
+
+def _write_tokenizer(tokenizer: TextTokenizer, training: Training, directory: Path) -> None:
+    tokenizer.save_pretrained(directory)
+    if training.rows is not None and training.rows.chat_template is not None:
+        # The form of the prompts that the model has learned to answer.
+        (directory / TEMPLATE_FILE).write_text(training.rows.chat_template, encoding="utf-8")
 
 
 def _write_model(

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from evergrad_coordinator.contract import RunFile
 from evergrad_coordinator.text import size
-from evergrad_manifest.derive import HorizonNumbers, slots_per_step
+from evergrad_manifest.derive import (
+    HorizonNumbers,
+    loss_chunk,
+    num_references,
+    slots_per_step,
+)
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
@@ -35,6 +40,7 @@ from evergrad_trainer.models.determinism import (
     is_cublas_deterministic,
     needs_deterministic_kernels,
 )
+from evergrad_trainer.models.documents import check_packing
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
 from evergrad_trainer.models.parallel import problem_of_shards
@@ -101,10 +107,9 @@ def examine(
     if facts is not None:
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
         fewest = max(num_workers, min(sizes))
+        sharing = {"num_workers": num_workers, "world_size": fewest}
         findings += check_model(training, facts)
-        findings += check_memory(
-            training, facts, machine, num_workers=num_workers, world_size=fewest
-        )
+        findings += check_memory(training, facts, machine, **sharing)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     has_begun = (run_directory / RunFile.RESOLVED).exists()
     findings += [
@@ -113,7 +118,8 @@ def examine(
     ]
     # Last, since it writes.
     size = None if facts is None else checkpoint_bytes(facts, training)
-    findings += check_run_directory(run_directory, size, keep=training.checkpoint.keep)
+    keep = training.checkpoint.keep + num_references(training)
+    findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)
 
 
@@ -372,16 +378,21 @@ def find_traps(
         yield from check_experts(
             plan.config, where=f"{where}.model.{'config' if path is None else 'path'}"
         )
-    if (
-        plan is not None
-        and training.runtime.loss_chunk is not None
-        and plan.name not in PLAIN_HEADS
-    ):
+    is_chunked = loss_chunk(training) is not None
+    if plan is not None and is_chunked and plan.name not in PLAIN_HEADS:
+        field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
+        if num_references(training):
+            # Without chunks it would hold all logits of two models.
+            field, remedy = "model", "Use"
         yield Problem(
-            f"{where}.runtime.lossChunk",
+            f"{where}.{field}",
             f"the logits of {plan.name} cannot be made in chunks",
             "they are known to be more than a linear layer, or not known to be one",
-            f"Leave lossChunk out, or use one of {', '.join(sorted(PLAIN_HEADS))}",
+            f"{remedy} one of {', '.join(sorted(PLAIN_HEADS))}",
+        )
+    if plan is not None and plan.config is not None:
+        yield from check_packing(
+            plan.config, training.data, reads_rows=training.row_settings is not None
         )
     # A model that cannot be built is named by another check; that of a task is known to the task alone.
     if plan is not None and training.optimizer.groups and training.recipe in RECIPES:

@@ -99,6 +99,9 @@ class EventType:
     """A checkpoint did not validate. fields: checkpoint, reason, quarantined_as."""
     RESTORED = "restored"
     """fields: checkpoint, seconds."""
+    SNAPSHOT = "snapshot"
+    """A frozen module got its weights, those of a trained one after this step, whose checkpoint is kept.
+    fields: name, hash."""
     EXTENDED = "extended"
     """The horizon grew. fields: from_steps, to_steps."""
     CHANGED = "changed"

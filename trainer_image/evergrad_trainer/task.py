@@ -32,6 +32,7 @@ __all__ = [
     "Rows",
     "Section",
     "Setup",
+    "Snapshot",
     "Source",
     "Stage",
     "StepRecord",
@@ -61,11 +62,23 @@ class Loss:
 
     ``total``: a differentiable sum, not a mean: the step divides by the weight of all micro-batches, so that
     the result depends neither on their number nor on who computes them. ``parts``: further sums over the same
-    weight, one for each of :attr:`Task.metrics`; their means become metrics of the step.
+    weight, one for each of :attr:`Task.metrics` that the stage has; their means become metrics of the step.
     """
 
     total: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The weights of a frozen module that are those of a trained one as they were after a step.
+
+    ``of``: the trained module, of the same kind. ``after``: the step, such as a stage's last; until it is
+    finished the frozen module's weights mean nothing.
+    """
+
+    of: str
+    after: int
 
 
 @dataclass
@@ -78,12 +91,15 @@ class Modules:
     changed in place, and only where all ranks do so alike: in :meth:`Task.enter` and
     :meth:`Task.after_update`. ``blocks``: parts of the modules to compile, checkpoint and shard one by one; a
     module without any has the modules of its longest ModuleList. ``replicated``: frozen modules that no process
-    holds a part of.
+    holds a part of. ``snapshots``: frozen modules that :meth:`Task.build` gives no weights: the core copies
+    them from a trained module after a step, whose checkpoint is kept for as long as the run lasts. Their hash
+    is saved, and a newcomer or a resumed run gets the same bits from a member that has them or from that
+    checkpoint.
 
     The names of trained modules have no dots and are none of the state's own, such as ``optimizer``.
 
-    ``parallelism: fsdp2`` cuts each trained module, and each frozen one of 64 MiB or more that is not in
-    ``replicated``. A module that is cut is whole while it is called; outside of its call each rank holds a part
+    ``parallelism: fsdp2`` cuts each trained module, and of the frozen ones that are not in ``replicated`` those
+    of 64 MiB or more and the snapshots, which compute in the same arithmetic then. A module that is cut is whole while it is called; outside of its call each rank holds a part
     of its weights: see :func:`full_tensor`. Each call gathers them, so that all ranks call the same modules in
     the same order, whatever their batches hold; a rank that leaves one out lets the others wait in vain. Kept
     tensors are whole on every rank.
@@ -94,6 +110,7 @@ class Modules:
     kept: dict[str, Tensor] = field(default_factory=dict)
     blocks: Sequence[nn.Module] = ()
     replicated: Collection[str] = ()
+    snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
 
     def root(self) -> nn.Module:
         """All trained modules as one: what is optimised and saved.
@@ -122,12 +139,18 @@ class Evaluator:
 
     ``measure``: sums of one micro-batch, as :meth:`Task.loss`, which is the default. The means of its total
     and of its parts are the evaluation's ``loss`` and metrics. ``metrics``: the names of its parts with their
-    help; by default the task's.
+    help; by default the task's. ``summarize``: makes the metrics of the means of the parts, where they are no
+    means themselves, such as the root of one; ``parts`` names the parts then.
+
+    Under ``measure`` each call of a trained module looks whether the group of processes still is, so that one
+    that makes many calls, as generation does, ends where a peer is lost.
     """
 
     sources: Sequence[Source]
     measure: Callable[[Modules, Tensors, Stage], Loss] | None = None
     metrics: Mapping[str, str] | None = None
+    parts: Sequence[str] | None = None
+    summarize: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
 
 
 class Task(Protocol):
@@ -136,7 +159,8 @@ class Task(Protocol):
     Options: ClassVar[type[Section]]
     """The model of ``spec.training.options``."""
     metrics: ClassVar[Mapping[str, str]]
-    """The names of a loss's parts, each with a line of help. All losses have just these parts."""
+    """The names of a loss's parts, each with a line of help. All losses have just these parts, but for those
+    that their stage is without."""
 
     def __init__(self, setup: Setup) -> None: ...
 

@@ -2,7 +2,8 @@
 them."""
 
 import functools
-import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
 import threading
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch
 
 _COMPILER = "torch._dynamo"
+_SIZES = "torch.fx.experimental.symbolic_shapes"
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """The base of a class that sees each operation before it runs. torch documents it and has no public name
@@ -105,41 +107,63 @@ def attention_backend(query: torch.Tensor, key: torch.Tensor) -> str:
 
 def import_slow_parts() -> None:
     """Import what the first optimizer step of a process, and torch's log formatter at the first error,
-    import: seconds."""
-    import torch._dynamo
-
-    # Any attribute makes a delayed one load.
-    _ = torch._dynamo.config
+    import: seconds. Not what this process delays."""
+    import torch._dynamo  # noqa: F401 - for those who import it later
 
 
 def delay_compiler() -> None:
-    """Let torch's compiler be imported by its first real use, not by everything that may use it.
+    """Let torch's compiler, and the algebra of unknown sizes, be imported by their first real use, not by
+    everything that may use them.
 
-    transformers and torch's own optimizers import it in every process, for decorators that mean something to
-    compiled code alone: a third of a second to a second of each start. Nothing changes where it has been
-    imported already. Not for a process that forks others: each of them would import it anew.
+    transformers, torch's own optimizers and its DTensor import them in every process, for decorators and
+    questions that mean something to compiled code alone: a second or two of each start. Nothing changes where
+    one has been imported already. Not for a process that forks others which will compile or shard: each of
+    them would import it anew.
     """
-    if _COMPILER in sys.modules:
-        return
-    spec = importlib.util.find_spec(_COMPILER)
+    compiler = _delay(_COMPILER, _DelayedCompiler)
+    if compiler is not None:
+        # transformers' attention masks take a class from this part, which needs no other.
+        importlib.import_module(f"{_COMPILER}._trace_wrapped_higher_order_op")
+        # Any further part is a use of the compiler: they import each other through the whole.
+        sys.meta_path.insert(0, _PartsAfterTheWhole())
+    _delay(_SIZES, _DelayedSizes)
+
+
+def _delay(name: str, kind: "type[_Delayed]") -> Any:
+    """Put a module in the place of ``name`` whose code runs at its first use; None where there is no such
+    place."""
+    if name in sys.modules:
+        return None
+    spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
-        return
+        return None
     module = importlib.util.module_from_spec(spec)
-    module.__class__ = _DelayedCompiler
-    sys.modules[_COMPILER] = module
-    torch._dynamo = module
-    # transformers' attention masks take a class from this part, which needs no other.
-    importlib.import_module(f"{_COMPILER}._trace_wrapped_higher_order_op")
-    # Any further part is a use of the compiler: they import each other through the whole.
-    del module.__path__
+    module.__class__ = kind
+    sys.modules[name] = module
+    parent, _, own = name.rpartition(".")
+    setattr(sys.modules[parent], own, module)
+    return module
 
 
-class _DelayedCompiler(types.ModuleType):
+class _Delayed(types.ModuleType):
+    """A module before its code has run. A name that its class does not have runs it, in this same module."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Others look for such names in every module (inspect, warnings): no use of it.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_load(self), name)
+
+
+class _DelayedCompiler(_Delayed):
     """torch's compiler before its code has run.
 
-    It answers what is asked of it at imports and in eager steps, with torch's names of parameters. Any other
-    name loads it, into this same module, and what was asked before takes effect.
+    It answers what is asked of it at imports, when groups are set up and in eager steps, with torch's names
+    of parameters. What was asked before it is loaded takes effect then.
     """
+
+    trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
+    """What a new process group clears: nothing is kept yet."""
 
     def graph_break(self, msg: str = "") -> None:
         """End the graph that is being traced: there is none."""
@@ -159,52 +183,112 @@ class _DelayedCompiler(types.ModuleType):
         if fn is None:
             return functools.partial(self.disable, recursive=recursive, **options)
         if not isinstance(fn, types.FunctionType):
-            return getattr(_load_compiler(self), "disable")(fn, recursive, **options)  # noqa: B009 - a class of this module has the name, too
+            return getattr(_load(self), "disable")(fn, recursive, **options)  # noqa: B009 - a class of this module has the name, too
         disabled: list[Callable[..., Any]] = []
 
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Its first real use makes another class of this module, as nothing here shows.
-            loaded: Any = self
-            if isinstance(loaded, _DelayedCompiler):
+            # There from the compiler's own code on, which another thread may be running.
+            loaded = vars(self).get("disable")
+            if loaded is None:
                 return fn(*args, **kwargs)
             if not disabled:
-                disabled.append(loaded.disable(fn, recursive, **options))
+                disabled.append(loaded(fn, recursive, **options))
             return disabled[0](*args, **kwargs)
 
         return call
 
-    def __getattr__(self, name: str) -> Any:
-        # Others look for such names in every module (inspect, warnings): no use of the compiler.
-        if name.startswith("__") and name != "__path__":
-            raise AttributeError(name)
-        return getattr(_load_compiler(self), name)
+
+class _PartsAfterTheWhole(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the parts of a delayed compiler, by an import of the whole.
+
+    The whole imports most of its parts. An import that ran one of them once more would leave two of it: a
+    setting of ``torch._dynamo.config`` in one that nobody reads, and an error that nobody catches.
+    """
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A specification whose module is made by :meth:`create_module`; None for all else."""
+        whole = sys.modules.get(_COMPILER)
+        if not fullname.startswith(f"{_COMPILER}.") or not isinstance(whole, _Delayed):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """The part as it is once the whole has been imported."""
+        _load(sys.modules[_COMPILER])
+        part = importlib.import_module(spec.name)
+        spec.loader_state = part.__spec__
+        return part
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing: its code has run. Only its specification was replaced, where it lets that be done."""
+        current = module.__spec__
+        if current is not None and current.loader is self:
+            module.__spec__ = current.loader_state
+
+
+class _DelayedSizes(_Delayed):
+    """torch's algebra of sizes that are not known, before its code has run.
+
+    Half a second, of which sympy is most. DTensor takes these names of it at its import, and asks them of
+    sizes that are known: such questions are answered here.
+    """
+
+    def guard_or_false(self, a: Any) -> Any:
+        """``a`` where it is known."""
+        return a if type(a) is bool else getattr(_load(self), "guard_or_false")(a)  # noqa: B009 - as above
+
+    def guard_or_true(self, a: Any) -> Any:
+        """``a`` where it is known."""
+        return a if type(a) is bool else getattr(_load(self), "guard_or_true")(a)  # noqa: B009 - as above
+
+    def statically_known_true(self, x: Any) -> Any:
+        """``x`` where it is known."""
+        return x if type(x) is bool else getattr(_load(self), "statically_known_true")(x)  # noqa: B009 - as above
+
+    class GuardOnDataDependentSymNode(RuntimeError):  # noqa: N818 - torch's name
+        """Stands for torch's error until there can be one, in modules that catch it."""
 
 
 _noted: list[tuple[str, Any]] = []
 _loading = threading.RLock()
 
 
-def _load_compiler(module: types.ModuleType) -> types.ModuleType:
-    """Run the compiler's own code in ``module``, once."""
+def _load(module: types.ModuleType) -> types.ModuleType:
+    """Run the module's own code in it, once."""
     # Reentrant: its code imports parts of itself, which ask the module for what it has by then.
     with _loading:
-        if isinstance(module, _DelayedCompiler):
-            spec: Any = module.__spec__
-            module.__class__ = types.ModuleType  # type: ignore[assignment]
-            module.__path__ = spec.submodule_search_locations
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                # Half a compiler would fail elsewhere, with an error that says nothing: the next use tries
-                # again.
-                module.__class__ = _DelayedCompiler
-                del module.__path__
-                raise
+        if not isinstance(module, _Delayed):
+            return module
+        spec: Any = module.__spec__
+        kind = type(module)
+        module.__class__ = types.ModuleType  # type: ignore[assignment]
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            # Half a module would fail elsewhere, with an error that says nothing: the next use tries again.
+            module.__class__ = kind
+            raise
+        if kind is _DelayedCompiler:
             while _noted:
                 name, function = _noted.pop()
                 getattr(module, name)(function)
+        if kind is _DelayedSizes:
+            _replace_stand_ins(module)
     return module
+
+
+def _replace_stand_ins(loaded: types.ModuleType) -> None:
+    """Give the modules that have taken a name of the delayed one what it stands for now."""
+    for name, stand_in in vars(_DelayedSizes).items():
+        if name.startswith("__"):
+            continue
+        for module in list(sys.modules.values()):
+            taken = getattr(module, "__dict__", {}).get(name)
+            if getattr(taken, "__func__", taken) is stand_in:
+                setattr(module, name, getattr(loaded, name))
 
 
 def group_state() -> tuple[int, Any]:

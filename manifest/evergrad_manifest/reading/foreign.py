@@ -131,6 +131,33 @@ FOREIGN: Final = (
     # Data and model.
     Foreign(("from_pretrained", "model_name_or_path"), (f"{_T}.model.path",)),
     Foreign(("block_size", "max_seq_length", "seq_length"), (f"{_T}.data.sequenceLength",)),
+    Foreign(("train_type", "trainer_type", "stage_type"), (f"{_T}.recipe",)),
+    Foreign(
+        ("pack_samples", "sample_packing", "use_packing", "neat_packing", "padding_free"),
+        (f"{_T}.data.packing",),
+    ),
+    Foreign(("tokenizer_chat_template", "chat_template_path"), (f"{_T}.rows.chatTemplate",)),
+    Foreign(
+        (
+            *("completion_only_loss", "assistant_only_loss", "train_on_inputs", "mask_inputs"),
+            *("train_on_prompt", "mask_prompt", "loss_on_prompt"),
+        ),
+        (f"{_T}.rows.learn",),
+        "completions alone are learned unless everything is asked for",
+    ),
+    Foreign(
+        ("response_template", "instruction_template"),
+        (f"{_T}.rows.promptField", f"{_T}.rows.completionField"),
+        "a row says by its fields where its completion begins",
+    ),
+    Foreign(
+        ("filter_samples", "truncation_mode", "excess_length_strategy"), (f"{_T}.rows.tooLong",)
+    ),
+    Foreign(("predict_with_generate", "do_generate"), (f"{_T}.evaluation.generation",)),
+    Foreign(
+        ("generation_max_length", "max_generated_tokens"),
+        (f"{_T}.evaluation.generation.maxNewTokens",),
+    ),
     Foreign(
         ("dataloader_num_workers", "dl_num_workers", "num_proc"),
         why="training reads prepared tokens in one background thread, and `evergrad prepare --workers` "

@@ -3,9 +3,10 @@
 Frozen and pure: no device, file, network, process group or logging.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from evergrad_manifest.base import Section
 from evergrad_manifest.training.common import (
@@ -45,6 +46,8 @@ from evergrad_manifest.training.pretrain import (
     Tokenizer,
 )
 from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
+from evergrad_manifest.training.sft import GENERATED, SFT, Generation, RowSettings
+from evergrad_manifest.training.sft import RULES as RULES_OF_SFT
 from evergrad_manifest.training.steps import RULES as RULES_OF_STEPS
 from evergrad_manifest.training.steps import (
     Batching,
@@ -55,8 +58,11 @@ from evergrad_manifest.training.steps import (
     StepOverride,
     Stop,
 )
+from evergrad_manifest.training.two_stage_kl import RULES as RULES_OF_TWO_STAGE_KL
+from evergrad_manifest.training.two_stage_kl import KlStage, TwoStageKl
 
 __all__ = [
+    "GENERATED",
     "HELD_OUT",
     "METRICS_OF_ALL",
     "NO_DATA",
@@ -72,9 +78,11 @@ __all__ = [
     "EvaluationSetting",
     "EvaluationSource",
     "Every",
+    "Generation",
     "HeldOut",
     "Horizon",
     "InitFrom",
+    "KlStage",
     "Logging",
     "Metrics",
     "Model",
@@ -85,6 +93,7 @@ __all__ = [
     "Piece",
     "Profile",
     "Reproducibility",
+    "RowSettings",
     "Runtime",
     "Schedule",
     "Source",
@@ -93,6 +102,7 @@ __all__ = [
     "Tokenizer",
     "Tracker",
     "Training",
+    "TwoStageKl",
 ]
 
 
@@ -100,8 +110,8 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file
-    that lies beside this one or can be imported."""
+    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, or a task of your own as ``module:attr``,
+    a name in a Python file that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
@@ -114,6 +124,8 @@ class Training(Section):
     """How text becomes token ids."""
     data: Data = NO_DATA
     """Data to train on. A task of your own may do without, and prepare its data itself."""
+    rows: RowSettings | None = None
+    """How rows are read by the recipe ``sft``, and by tasks of your own that derive from it."""
     batching: Batching
     """How many samples make a step. Every number of processes trains the same steps."""
     optimizer: Optimizer
@@ -152,6 +164,24 @@ class Training(Section):
     """Watches on metrics. May be changed in place."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""
+    two_stage_kl: TwoStageKl | None = None
+    """Stages and penalty of ``recipe: two_stage_kl``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_packing(cls, raw: Any) -> Any:
+        """Write out the packing of rows, which is another by default than that of texts."""
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("data"), Mapping):
+            return raw
+        reads_rows = raw.get("recipe") == SFT or raw.get("rows") is not None
+        if not reads_rows or raw["data"].get("packing") is not None:
+            return raw
+        return {**raw, "data": {**raw["data"], "packing": "documents"}}
+
+    @property
+    def row_settings(self) -> RowSettings | None:
+        """How the sources are read as rows; None where their documents are texts."""
+        return RowSettings() if self.rows is None and self.recipe == SFT else self.rows
 
 
 RULES: Final = (
@@ -159,6 +189,8 @@ RULES: Final = (
     *RULES_OF_STEPS,
     *RULES_OF_OPTIMIZATION,
     *RULES_OF_PRETRAIN,
+    *RULES_OF_SFT,
+    *RULES_OF_TWO_STAGE_KL,
     *RULES_OF_OBSERVING,
     *RULES_OF_ALL,
 )

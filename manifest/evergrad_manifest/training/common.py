@@ -15,7 +15,7 @@ from evergrad_manifest.view import View
 
 TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""
-RECIPES: Final = ("pretrain",)
+RECIPES: Final = ("pretrain", "sft", "two_stage_kl")
 """Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
 
 LENGTH_WITHOUT_DATA: Final = 1

@@ -17,12 +17,19 @@ from evergrad_manifest.training.common import (
     Meaningless,
     meaningless_in,
 )
+from evergrad_manifest.training.sft import GENERATED, NUMBERS, Generation
+from evergrad_manifest.training.two_stage_kl import MEASURED as KL_MEASURED
+from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
+from evergrad_manifest.training.two_stage_kl import STAGE_SETS
 from evergrad_manifest.values.numbers import Count, Fraction, Real, show
 from evergrad_manifest.view import UNKNOWN, View
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT: Final = "heldOut"
-"""Name of the evaluation set that ``data.heldOut`` makes."""
+"""Name of the evaluation set that ``data.heldOut`` makes, but for the recipes that make others of it."""
+HELD_OUT_SETS: Final = {KL_RECIPE: STAGE_SETS}
+MEASURED: Final = {KL_RECIPE: KL_MEASURED}
+"""Metrics that a recipe has on each evaluation set, beside those of all."""
 BYTE_VOCABULARY: Final = 257
 TEXT_TYPES: Final = ("jsonl", "text", "parquet")
 """Types of sources whose documents are tokenised."""
@@ -211,6 +218,10 @@ class Data(Section):
     """Where samples come from, mixed by weight."""
     sequence_length: Count = Field(ge=8, le=2**20)
     """Tokens a sample, S: the window the model sees."""
+    packing: Literal["concatenate", "documents", "none"] = "concatenate"
+    """How documents fill a sample. ``concatenate``: one behind the other, each seeing those before it.
+    ``documents``: the same, but none sees another. ``none``: one row a sample. Rows (sft) have
+    the default documents, and cannot be concatenated."""
     held_out: HeldOut | None = None
     """Evaluate on a part of the training sources, which is then never trained on."""
     malformed: Literal["refuse", "skip"] = "refuse"
@@ -338,6 +349,8 @@ class Evaluation(Section):
     ``data.heldOut`` makes."""
     samples: Count | None = Field(default=None, ge=1)
     """At most this many samples of each set, the same ones each time; default: all."""
+    generation: Generation | None = None
+    """Also generate from the prompts of each set (sft): the parse rate and the RMSE of the numbers."""
     save_first: Switch = False
     """Whether state is saved before each evaluation, so that a kill in a long one costs no step."""
     sets: tuple[EvaluationSetting, ...] = Field(default=(), max_length=32)
@@ -395,11 +408,16 @@ def set_names(view: View) -> list[str] | None:
     """Names of all evaluation sets; None where the file alone does not say them."""
     sources = view.items(f"{_EVALUATION}.sources")
     names = [item["name"] for _, item in sources]
-    if view.is_given(_HELD_OUT):
-        names.append(HELD_OUT)
     # A set without a valid name may be the one that is meant; those of a task's own are known to it alone.
+    recipe = view.get(f"{TRAINING}.recipe")
     is_known = UNKNOWN not in names and view.get(f"{_EVALUATION}.sources") is not UNKNOWN
-    return names if is_known and view.get(f"{TRAINING}.recipe") in RECIPES else None
+    if not is_known or recipe not in RECIPES:
+        return None
+    if view.is_given(_HELD_OUT):
+        names += HELD_OUT_SETS.get(recipe, (HELD_OUT,))
+    if view.is_given(f"{_EVALUATION}.generation"):
+        names += [f"{name}{GENERATED}" for name in names]
+    return names
 
 
 def check_measured_while_training(view: View, where: str, metric: str) -> Iterator[Problem]:
@@ -438,6 +456,11 @@ def check_best(view: View) -> Iterator[Problem]:
     if (names := set_names(view)) is None:
         return
     metrics = [f"{name}/{kind}" for name in names for kind in METRICS_OF_ALL]
+    own = MEASURED.get(view.get(f"{TRAINING}.recipe"), ())
+    metrics += [f"{name}/{kind}" for name in names for kind in own]
+    if view.is_given(f"{_EVALUATION}.generation"):
+        generated = [name for name in names if name.endswith(GENERATED)]
+        metrics += [f"{name}/{number}" for name in generated for number in NUMBERS]
     if metric not in metrics:
         near = nearest(metric, metrics)
         known = (

@@ -3,8 +3,9 @@
 import json
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.token_source import IGNORE_INDEX
+from evergrad_trainer.errors import HostError, PeerLostError
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training import evaluation
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner, Measure
@@ -37,6 +39,18 @@ class Samples:
         valid = int((labels != IGNORE_INDEX).sum())
         inputs = (self.labels.clamp(min=0)[index * self.size : (index + 1) * self.size] + 1) % 7
         return Batch({"input_ids": inputs, "labels": labels}, weight=valid, samples=(), hash=0)
+
+
+@dataclass
+class Fingerprinted:
+    """A set as the key of a tally sees it."""
+
+    samples: Samples
+    fingerprint: str = "same"
+
+    @property
+    def name(self) -> str:
+        return self.samples.name
 
 
 class Table(nn.Module):
@@ -171,6 +185,133 @@ def test_progress_counts_batches_of_all_ranks() -> None:
         on_progress=lambda *one: told.append(one),
     )
     assert told == [(4, 6), (6, 6)]
+
+
+def test_a_measure_that_calls_the_model_often_ends_at_the_call_after_the_group_has_ended() -> (
+    None
+):
+    model = Table()
+    interrupt: Any = SimpleNamespace(is_set=False)
+    calls = []
+
+    def measure(tensors: Tensors, stage: Stage) -> Loss:
+        for number in range(100):
+            calls.append(number)
+            interrupt.is_set = number == 2
+            model(tensors["input_ids"])
+        raise AssertionError("it went on")
+
+    own = Measure(measure, is_own=True)
+    runner = replace(make(model, 2), measures={"some": own})
+    ended = replace(world(), interrupt=interrupt)
+    with pytest.raises(PeerLostError, match="the group was given up"):
+        run(runner, Samples(rows(), 2), ended)
+    assert len(calls) == 3
+    # What looks is gone with the evaluation.
+    model(torch.zeros(1, dtype=torch.int64))
+
+
+def test_metrics_may_be_made_of_the_means_of_the_parts() -> None:
+    runner = make(Table(), 3)
+    plain = run(runner, Samples(rows(), 3))
+    loss_of = runner.measures["some"].loss_of
+    measure = Measure(loss_of, ("right",), lambda means, stage: {"wrong": 1 - means["right"]})
+    found = run(replace(runner, measures={"some": measure}), Samples(rows(), 3))
+    assert found.metrics == {"wrong": 1 - plain.metrics["right"]}
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_stage_that_is_without_a_part_has_no_place_for_it(is_own: bool) -> None:
+    """The tally is that of the stage, whose losses do not have the part."""
+    samples = Samples(rows(), 3)
+    runner = make(Table(), 3)
+    whole, loss_of = run(runner, samples), runner.measures["some"].loss_of
+
+    def without_parts(tensors: Tensors, stage: Stage) -> Loss:
+        return Loss(loss_of(tensors, stage).total)
+
+    measure = Measure(without_parts, ("right",), is_own=is_own)
+    runner = replace(runner, measures={"some": measure})
+    stage = Stage({}, without=("right",))
+    tally = runner.open_tally(cast(Any, Fingerprinted(samples)), {}, stage=stage)
+    found = runner.run(
+        cast(Any, samples),
+        world(),
+        tally,
+        stage=stage,
+        is_stopping=lambda: False,
+        on_progress=lambda done, total: None,
+    )
+    assert found is not None and found.metrics == {} and len(tally.sums) == 1
+    assert (found.loss, found.weight) == (whole.loss, whole.weight)
+
+
+@pytest.mark.parametrize(("is_own", "measured"), [(False, 4), (True, 1)])
+def test_a_stop_is_heard_after_each_batch_of_a_measure_of_ones_own(
+    is_own: bool, measured: int
+) -> None:
+    """One batch of it may take as long as many others."""
+    runner = make(Table(), 1)
+    measure = replace(runner.measures["some"], is_own=is_own)
+    looks = iter(range(100))
+    tally = Tally("key", ("right",))
+    found = replace(runner, measures={"some": measure}).run(
+        cast(Any, Samples(rows(), 1)),
+        world(),
+        tally,
+        stage=Stage({}),
+        is_stopping=lambda: next(looks) >= 1,
+        on_progress=lambda done, total: None,
+    )
+    assert found is None and tally.done == measured
+
+
+@dataclass(frozen=True)
+class Others(World):
+    """A world whose other ranks say ``others`` of their tallies."""
+
+    others: tuple[tuple[str, int], ...] = ()
+
+    def gather_json(self, value: Any) -> list[Any]:
+        rows = [list(one) for one in self.others]
+        return [*rows[: self.rank], value, *rows[self.rank :]]
+
+
+@pytest.mark.parametrize(
+    ("others", "is_refused"),
+    [
+        ([("key", 3)], False),
+        ([("other", 3)], True),
+        ([("key", 0)], True),
+        ([("other", 3), ("other", 3)], True),
+        ([("other", 3), ("key", 3)], False),
+    ],
+    ids=["the same", "another set", "another place", "a majority", "a minority"],
+)
+def test_a_rank_whose_set_is_not_that_of_the_others_measures_nothing(
+    others: list[tuple[str, int]], is_refused: bool
+) -> None:
+    """The mean would be of parts of several sets, or of batches that are counted twice."""
+    runner = make(Table(), 1)
+    told: list[tuple[int, int]] = []
+    where = Others(1, 0, 1 + len(others), torch.device("cpu"), others=tuple(others))
+
+    def evaluate() -> None:
+        runner.run(
+            cast(Any, Samples(rows(), 1)),
+            where,
+            Tally("key", ("right",), done=3),
+            stage=Stage({}),
+            is_stopping=lambda: False,
+            on_progress=lambda *one: told.append(one),
+        )
+
+    if not is_refused:
+        evaluate()
+        return
+    with pytest.raises(HostError, match="evaluation set some: its content here"):
+        evaluate()
+    assert told == []
 
 
 @pytest.mark.capability("O-17", "O-18", "O-68")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evergrad_manifest.derive import derive_steps, slots_per_step
+from evergrad_manifest.derive import derive_steps, slots_per_step, stage_ends
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.training import Training
@@ -135,3 +135,37 @@ def test_the_numbers_are_those_the_schedule_trains_with(
     )
     if kind == "wsd":
         assert derived.decay_steps == schedule.decay_steps
+
+
+TWO_STAGES = "spec.training.recipe=two_stage_kl"
+
+
+def staged(tokens: str, *overrides: str) -> Training:
+    section = f"spec.training.twoStageKl={{stages: [{{tokens: {tokens}}}, {{}}]}}"
+    return training(TWO_STAGES, section, *overrides)
+
+
+@pytest.mark.capability("T-40", "T-64")
+@pytest.mark.parametrize(
+    ("tokens", "end"),
+    [("1", 1), ("8191", 1), ("8192", 1), ("8193", 2), ("10M", 1221), ("81920", 10)],
+)
+def test_the_second_stage_begins_with_the_first_step_that_starts_at_or_behind_its_boundary(
+    tokens: str, end: int
+) -> None:
+    """Steps of 8,192 tokens: step ``end`` + 1 starts at ``end`` times as many."""
+    found = derive_steps(staged(tokens), num_samples=1000)
+    assert found.stage_ends == stage_ends(staged(tokens)) == (end,)
+    boundary = 10_000_000 if tokens == "10M" else int(tokens)
+    assert (end - 1) * 8192 < boundary <= end * 8192
+
+
+def test_a_boundary_behind_a_horizon_in_epochs_is_refused_once_its_length_is_known() -> None:
+    epochs = "spec.training.horizon={epochs: 1}"
+    assert derive_steps(staged("8192", epochs), num_samples=64).stage_ends == (1,)
+    with pytest.raises(ConfigurationError, match="no step is left for the second stage"):
+        derive_steps(staged("8193", epochs), num_samples=64)
+
+
+def test_a_run_without_stages_has_no_boundary() -> None:
+    assert derive_steps(training(), num_samples=1000).stage_ends == ()

@@ -12,6 +12,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.validation import check_run, parse_run
+from evergrad_manifest.training import sft
 from evergrad_manifest.view import UNKNOWN, View, without_nulls
 
 FOLDER = Path(__file__).parent
@@ -28,6 +29,21 @@ def as_override(path: str, value: Any) -> str:
         .strip()
     )
     return f"{path}={text}"
+
+
+def test_documents_are_kept_apart_by_the_recipes_that_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packing = "spec.training.data.packing"
+    assert load_manifest(BASE, overrides=[f"{packing}=documents"]).run is not None
+    monkeypatch.setattr(sft, "KEEPS_APART", ("sft",))
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=[f"{packing}=documents"])
+    [problem] = refused.value.problems
+    assert str(problem) == (
+        f"{packing}: documents is not for recipe pretrain (--set); only sft keep the documents of a sample "
+        "apart. Use concatenate."
+    )
 
 
 @pytest.mark.capability("O-6", "A-4", "A-6")

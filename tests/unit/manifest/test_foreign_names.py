@@ -47,6 +47,15 @@ BASE = Path(__file__).parent / "base_manifest.yaml"
             "spec.training.model.trust_remote_code",
             "code runs only where the file names it, and none is downloaded",
         ),
+        ("spec.training.data.pack_samples", "Write spec.training.data.packing."),
+        (
+            "spec.training.mask_inputs",
+            "completions alone are learned unless everything is asked for. Write spec.training.rows.learn.",
+        ),
+        (
+            "spec.training.rows.response_template",
+            "a row says by its fields where its completion",
+        ),
         ("spec.launcher", "no other scheduler is used. Remove it."),
     ],
 )

@@ -1,11 +1,14 @@
 """What can be wrong with a model's configuration or directory, and what is built from a right one."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from evergrad_manifest.training import Model
 from evergrad_trainer.bytes_moved import MOVED
@@ -72,6 +75,33 @@ def test_a_file_without_a_model_is_refused_with_what_to_do_and_not_as_a_shape() 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     text = message(tmp_path, config={**TINY, "num_attention_heads": 3})
     assert text.startswith("spec.training.model.config")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma4_text"])
+def test_an_empty_model_has_the_names_shapes_and_types_of_a_whole_one_and_no_memory(
+    kind: str,
+) -> None:
+    # gemma4 computes with tables of angles and with weights while it is built.
+    shared = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+    sizes = shared | {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = AutoConfig.for_model(
+        kind, **({"n_embd": 32, "n_layer": 1, "n_head": 2} if kind == "gpt2" else sizes)
+    )
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    empty = build_empty_model(ModelPlan(config, None), precision="fp32")
+    assert _shapes(empty.named_parameters()) == _shapes(whole.named_parameters())
+    assert _shapes(empty.named_buffers()) == _shapes(whole.named_buffers())
+    assert {one.device.type for one in (*empty.parameters(), *empty.buffers())} == {"meta"}
+
+
+def _shapes(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:

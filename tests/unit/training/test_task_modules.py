@@ -15,12 +15,13 @@ from evergrad_trainer.models import parallel
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
-from evergrad_trainer.task import Modules
+from evergrad_trainer.task import Modules, Snapshot
 from evergrad_trainer.training import build
 from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.frozen import compare_frozen, hash_frozen
 from evergrad_trainer.training.modules import (
     check_modules,
+    choose_deferred,
     module_problems,
     plan_cuts,
     trained_blocks,
@@ -153,6 +154,19 @@ def test_a_large_frozen_module_is_cut_unless_the_task_wants_it_whole(
     assert "Modules.replicated names model" in problem.what
 
 
+def test_a_snapshot_is_cut_as_what_it_is_of_however_small_it_is() -> None:
+    """Whole, it would compute in another type than the model where that is cut."""
+    snapshots = {"reference": Snapshot("model", 3)}
+    frozen = {"reference": linear(), "teacher": linear()}
+    modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
+    assert list(plan_cuts(modules)) == ["model", "frozen.reference"]
+    modules.replicated = ["reference"]
+    assert list(plan_cuts(modules)) == ["model"]
+    # Neither is cut without weights: there is nothing to gather.
+    empty = Modules({"model": nn.ReLU()}, {"reference": nn.ReLU()}, snapshots=snapshots)
+    assert list(plan_cuts(empty)) == []
+
+
 def test_a_frozen_module_of_two_types_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "LARGE_BYTES", 0)
     modules = Modules({"model": linear()}, {"teacher": Mixed()})
@@ -261,3 +275,50 @@ def test_a_resume_builds_again_only_for_the_files_model_and_frees_the_first_set_
     build._build_modules(PLAIN, opened, plan, with_weights=False)
     assert task.num_built == (2 if asks else 1)
     assert [with_weights for with_weights, _ in made] == ([False, True] if asks else [])
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "why"),
+    [
+        ({"other": Snapshot("model", 3)}, "it is no frozen module"),
+        ({"reference": Snapshot("head", 3)}, "'head' is no trained module"),
+        ({"reference": Snapshot("model", 0)}, "steps count from 1"),
+        ({"wider": Snapshot("model", 3)}, "not named, shaped and typed as those of 'model'"),
+    ],
+)
+def test_a_snapshot_that_could_not_be_taken_is_refused(
+    snapshots: dict[str, Snapshot], why: str
+) -> None:
+    frozen = {"reference": linear(), "wider": nn.Linear(2, 3)}
+    modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
+    (problem,) = module_problems(modules, PLAIN)
+    assert "cannot be taken" in problem.what and why in problem.why
+
+
+def test_a_snapshots_weights_are_not_among_those_that_build_has_made() -> None:
+    frozen = {"reference": linear(), "teacher": linear()}
+    snapshots = {"reference": Snapshot("model", 3)}
+    modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
+    assert module_problems(modules, PLAIN) == []
+    assert hash_frozen(modules).keys() == {"teacher"}
+    assert hash_frozen(modules, ["reference"]).keys() == {"reference"}
+
+
+class Deferred:
+    """A model whose weights nobody has made yet."""
+
+    def __init__(self) -> None:
+        self.model, self.weights = linear(), iter(())
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_no_weights_are_made_for_a_snapshot(with_weights: bool) -> None:
+    """It gets those of the module that it is of; making or reading others takes as long as the model's."""
+    model, reference, teacher = made = [Deferred() for _ in range(3)]
+    frozen = {"reference": reference.model, "teacher": teacher.model}
+    snapshots = {"reference": Snapshot("model", 3)}
+    modules = Modules({"model": model.model}, frozen, snapshots=snapshots)
+    used = choose_deferred(cast(Any, made), modules, with_weights=with_weights)
+    assert used == made
+    has_weights = [one.weights is not None for one in (model, reference, teacher)]
+    assert has_weights == [with_weights, False, True]

@@ -80,9 +80,11 @@ class CheckpointManager:
         store: Store | None = None,
     ) -> None:
         self.published: Published | None = None
-        """The newest checkpoint that this process has saved and reported; the same on every rank."""
+        """Newest checkpoint that this process has saved since its last restore; the same on every rank."""
         self.failures = 0
         """Saves that have failed in a row."""
+        self.anchors: frozenset[int] = frozenset()
+        """Steps whose checkpoints retention leaves, however old they are."""
         self._directory = directory
         self._membership = membership
         self._settings = settings
@@ -145,6 +147,7 @@ class CheckpointManager:
             rank=world.rank,
             world_size=world.size,
             group=world.checkpoint,
+            anchors=self.anchors,
         )
         ignore_solo_warning()
         planner = plan_snapshot(self._stager, state, rank=world.rank, world_size=world.size)
@@ -163,8 +166,8 @@ class CheckpointManager:
         """Make the checkpoint of ``step``, saved already, the best one; waits for its save if that is under
         way.
 
-        Every rank calls this; rank 0 writes. Trouble of the volume is reported by an event: the checkpoint is
-        no worse for it.
+        Every rank calls this; rank 0 writes, where it is not marked yet. Trouble of the volume is reported by
+        an event: the checkpoint is no worse for it.
         """
         self._land_flight()
         if not self._membership.world.is_main:
@@ -172,13 +175,11 @@ class CheckpointManager:
         catalog = self._store.catalog
         try:
             found = [one for one in catalog.scan() if one.version.step == step]
-            if found:
+            if found and catalog.read_pointer(BEST) not in {one.name for one in found}:
                 catalog.write_pointer(BEST, found[0].name, found[0].version)
         except OSError as error:
-            self._on_event(
-                EventType.WARNING,
-                {"message": f"step {step} could not be marked as the best checkpoint: {error}"},
-            )
+            message = f"step {step} could not be marked as the best checkpoint: {error}"
+            self._on_event(EventType.WARNING, {"message": message})
 
     def poll(self) -> None:
         """Report a save that has ended since the last call. To be called each step; costs next to nothing.
@@ -213,6 +214,7 @@ class CheckpointManager:
         run's.
         """
         world = self._membership.world
+        self.published = None  # may be damaged by now, and set aside: what is loaded counts
         if world.is_main:
             try:
                 self._store.attempts.clean(world.generation)
@@ -275,10 +277,8 @@ class CheckpointManager:
         # A fenced save is no failure of the volume; ``wait`` raises its own error.
         if self.failures >= self._settings.max_failures and outcome.fenced is None:
             kind = ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL
-            failed = f"{self.failures} saves in a row have failed"
-            raise SaveError(
-                f"{self._directory}: {failed}; the last one: {outcome.reason}", kind
-            )
+            failed = f"{self._directory}: {self.failures} saves in a row have failed"
+            raise SaveError(f"{failed}; the last one: {outcome.reason}", kind)
         return outcome
 
     def _report(self, flight: _Flight) -> Outcome:

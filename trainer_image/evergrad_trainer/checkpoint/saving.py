@@ -57,7 +57,8 @@ _log = logging.getLogger(__name__)
 class SaveOrder:
     """One save: the version, the values beside the tensors, and the place of this rank.
 
-    ``group`` (gloo, None in a world of one) belongs to this save alone until it ends.
+    ``group`` (gloo, None in a world of one) belongs to this save alone until it ends. ``anchors``: steps
+    whose checkpoints are never removed.
     """
 
     version: Version
@@ -68,6 +69,7 @@ class SaveOrder:
     rank: int
     world_size: int
     group: dist.ProcessGroup | None
+    anchors: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,7 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
     pinned = {name, *store.catalog.leased()}
     if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
         pinned.add(best)
+    pinned |= {one.name for one in valid if one.version.step in order.anchors}
     removals = choose_removals(valid, keep=order.keep, pinned=pinned)
     for one in removals:
         store.catalog.remove(one)

@@ -20,6 +20,7 @@ from evergrad_manifest.reading.loader import LoadedManifest, load_from
 from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
     add_run_arguments,
+    delay_compiler,
     machine_and_workers,
     run_directory_of,
     world_sizes_of,
@@ -172,6 +173,7 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
 
     # Imports make objects that stay: to collect among them costs a tenth of the start-up.
     gc.disable()
+    delay_compiler(run, machine, forks=True)
     # Heavy imports, for a node that will serve; before workers are forked, so that these start warm.
     from evergrad_trainer.node.fingerprint import fingerprint
     from evergrad_trainer.node.run import prepare_process

@@ -122,8 +122,8 @@ def prepare_with_progress(
     """Run ``prepare`` with a bar where ``stream`` (default: stderr) is a terminal, else with a line every few
     seconds.
 
-    Says nothing when there is nothing to do, but for lines that were skipped as malformed: those are named at
-    every start.
+    Says nothing when there is nothing to do, but for lines that were skipped as malformed and rows that were
+    left out or cut: those are named at every start.
     """
     shown = sys.stderr if stream is None else stream
     chosen: _Display = _Bar(shown) if shown.isatty() else _Lines(shown)
@@ -151,6 +151,13 @@ def prepare_with_progress(
             }
             what = f"{count(source.malformed)} malformed {skipped} ({_reasons(harmful)})"
             print(f"warning: {source.path}: {what}", file=shown)
+        too_long: dict[str, int] = {
+            reason: source.skipped[reason]
+            for reason in (Reason.LEFT_OUT, Reason.TRUNCATED)
+            if source.skipped.get(reason)
+        }
+        if too_long:
+            print(f"warning: {source.path}: rows {_reasons(too_long)}", file=shown)
     return prepared
 
 
@@ -174,8 +181,13 @@ def describe_prepared(prepared: Prepared) -> list[str]:
             parts.append(held_out)
 
         # What is missing from the data, or was changed in it.
-        if source.skipped:
-            parts.append(f"{source.unit}s passed over: {_reasons(source.skipped)}")
+        passed = {
+            reason: n for reason, n in source.skipped.items() if reason != Reason.TRUNCATED
+        }
+        if passed:
+            parts.append(f"{source.unit}s passed over: {_reasons(passed)}")
+        if cut := source.skipped.get(Reason.TRUNCATED):
+            parts.append(f"{source.unit}s cut: {_reasons({Reason.TRUNCATED: cut})}")
         if source.repaired:
             documents = _plural(source.repaired, "document")
             parts.append(f"half surrogate pairs replaced in {documents}")

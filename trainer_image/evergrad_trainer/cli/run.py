@@ -16,6 +16,7 @@ from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
     add_run_arguments,
+    delay_compiler,
     machine_and_workers,
     run_directory_of,
     world_sizes_of,
@@ -121,9 +122,7 @@ def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) ->
     # Imports make objects that stay: to collect among them costs a tenth of the start-up.
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
-    from evergrad_trainer import torch_private
     from evergrad_trainer.distributed import read_launch
-    from evergrad_trainer.worker.run import run_session
 
     # torchrun may have started this process as one of several.
     is_launched = read_launch().world_size > 1
@@ -133,8 +132,9 @@ def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) ->
     )
     machine = dataclasses.replace(machine, memory_bytes=memory_bytes)
     is_alone = request.num_nodes is None and (num_workers == 1 or is_launched)
-    if is_alone and run.training.runtime.compile != "on":
-        torch_private.delay_compiler()
+    delay_compiler(run, machine, forks=not is_alone)
+    from evergrad_trainer.worker.run import run_session
+
     num_nodes = request.num_nodes or 1
     asked = PlanRequest(
         request.loaded,

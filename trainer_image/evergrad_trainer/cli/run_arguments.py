@@ -72,3 +72,25 @@ def machine_and_workers(
     return observe_machine(
         num_accelerators=accelerators, accelerator_memory_bytes=memory
     ), num_workers
+
+
+def delay_compiler(run: TrainingRun, machine: Machine, *, forks: bool) -> None:
+    """Leave torch's compiler out of what this process imports, where only its first use needs it.
+
+    ``forks``: this process forks the workers, each of which would load the compiler anew: it is left out
+    only where none of them needs it.
+    """
+    if run.spec.training is None:
+        return  # who knows what a script does
+    runtime = run.spec.training.runtime
+    compiles = runtime.compile == "on" or (
+        forks and runtime.compile == "auto" and machine.num_accelerators > 0
+    )
+    # DTensor asks the compiler's algebra about every shape.
+    shards = forks and runtime.parallelism != "dataParallel"
+    if compiles or shards:
+        return
+    # A second of imports, which `evergrad --help` need not wait for.
+    from evergrad_trainer import torch_private
+
+    torch_private.delay_compiler()

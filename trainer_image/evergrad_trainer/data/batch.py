@@ -1,6 +1,6 @@
 """The values that a recipe and the core exchange: items of a source, stages that mix them, micro-batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -69,9 +69,11 @@ class Stage:
     ``until``: its last step; None for the last stage, which has no end of its own. ``sources``: each with its
     weight in the mixture, by name. ``options``: the task's own. ``facts``: JSON values that decide the
     samples besides the sources and the order (packing, tokenizer), for the fingerprint of the data.
+    ``without``: those of the task's metrics that losses of this stage have no part for.
     """
 
     sources: Mapping[str, tuple[Source, float]]
     until: int | None = None
     options: Any = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    without: Collection[str] = ()

@@ -76,22 +76,35 @@ class TokenReader:
             begin = window * self._length
             count = min(self._length + 1, self.num_tokens - begin)
             lengths[row] = count
-
-            # A window may span shards: from each one what it has of it.
-            target = memoryview(rows[row]).cast("B")
-            index = bisect_right(self._starts, begin) - 1
-            while count:
-                shard = self._shards[index]
-                offset = begin - self._starts[index]
-                here = min(count, shard.tokens - offset)
-                size = here * self._width
-                place = (shard.start + offset) * self._width
-                self._files.read(shard.path, target[:size], place)
-                target = target[size:]
-                begin += here
-                count -= here
-                index += 1
+            self._fill(memoryview(rows[row]).cast("B"), begin, count)
         return Windows(rows.astype(np.int64), lengths)
+
+    def read_span(self, begin: int, count: int) -> npt.NDArray[np.int64]:
+        """``count`` tokens from token ``begin`` on.
+
+        Raises IndexError, and DataError for a missing or shortened file.
+        """
+        if begin < 0 or begin + count > self.num_tokens:
+            raise IndexError(f"tokens {begin} to {begin + count} of {self.num_tokens}")
+        found = np.empty(count, dtype=self._dtype)
+        self._fill(found.data.cast("B"), begin, count)
+        return found.astype(np.int64)
+
+    def _fill(self, target: memoryview, begin: int, count: int) -> None:
+        """Fill ``target`` with ``count`` tokens from token ``begin`` on."""
+        # They may span shards: from each one what it has of them.
+        index = bisect_right(self._starts, begin) - 1
+        while count:
+            shard = self._shards[index]
+            offset = begin - self._starts[index]
+            here = min(count, shard.tokens - offset)
+            size = here * self._width
+            place = (shard.start + offset) * self._width
+            self._files.read(shard.path, target[:size], place)
+            target = target[size:]
+            begin += here
+            count -= here
+            index += 1
 
     def place(self, window: int) -> tuple[Shard, int, int]:
         """The shard in which a window begins, and the window's first token and end in it (at most the shard's
@@ -132,7 +145,7 @@ class _Files:
                 )
             except FileNotFoundError as error:
                 what = f"cannot be read ({error.strerror})"
-                raise DataError(_unreadable(path, what)) from error
+                raise DataError(unreadable(path, what)) from error
             except OSError as error:
                 raise volume_error(error, path, "cannot be read") from error
             if size is None:
@@ -140,7 +153,7 @@ class _Files:
             if size == shortest:
                 end = offset + len(target)
                 what = f"ends at byte {size}; a sample needs those up to {end}"
-                raise DataError(_unreadable(path, what))
+                raise DataError(unreadable(path, what))
             # A client of a network volume may know an old size until the file is opened again.
             shortest = size
             self._drop(path)
@@ -193,7 +206,8 @@ def _close_all(files: "OrderedDict[Path, int]") -> None:
         os.close(descriptor)
 
 
-def _unreadable(path: Path, what: str) -> Problem:
+def unreadable(path: Path, what: str) -> Problem:
+    """The problem of a file that is not as it was when it was prepared."""
     remedy = (
         "If it is a source file, restore it; if it is prepared data, delete the directory "
         f"{path.parent} and prepare again"
@@ -206,4 +220,4 @@ def read_documents(path: Path) -> npt.NDArray[Any]:
     try:
         return np.fromfile(path, dtype="<i8").reshape(-1, 2)
     except (OSError, ValueError) as error:
-        raise DataError(_unreadable(path, f"cannot be read ({error})")) from error
+        raise DataError(unreadable(path, f"cannot be read ({error})")) from error

@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from evergrad_trainer.data.batch import Rows
@@ -16,17 +17,41 @@ IGNORE_INDEX: Final = -100
 """The label of positions where nothing is learned."""
 INPUT_IDS: Final = "input_ids"
 LABELS: Final = "labels"
+POSITIONS: Final = "position_ids"
+"""Position of each token in its document: it begins anew with each, and so does what a token sees."""
+
+
+def positions_behind(is_end: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Positions [n, S] that begin anew at the left edge and behind each end, from where the ends are."""
+    places = np.broadcast_to(np.arange(is_end.shape[1]), is_end.shape)
+    begins = np.zeros(is_end.shape, dtype=np.int64)
+    begins[:, 1:] = np.where(is_end[:, :-1], places[:, 1:], 0)
+    positions: npt.NDArray[np.int64] = places - np.maximum.accumulate(begins, axis=1)
+    return positions
+
+
+def place_of_line(source: PreparedSource, line: int) -> tuple[str, int]:
+    """The file, and the line in it, of a line that is counted through the source."""
+    files = source.files
+    if not files:
+        return source.path.name, line
+    ends = list(accumulate(file.lines for file in files))
+    at = bisect_right(ends, line - 1)
+    return files[at].name, line - (ends[at - 1] if at else 0)
 
 
 class TokenSource:
     """``input_ids`` and ``labels``, int64 [items, S]; labels are shifted by one, and IGNORE_INDEX where
     nothing is learned.
 
+    ``keeps_apart``: also ``position_ids``, which begin anew behind each end of a document; an end predicts
+    nothing then, since what follows it is another document.
+
     An item weighs as many tokens as carry a label. ``sequence`` is the part of ``source`` to read: its
     training tokens, or what is held out of them.
     """
 
-    fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX}
+    fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITIONS: 0}
 
     def __init__(
         self,
@@ -35,9 +60,11 @@ class TokenSource:
         *,
         sequence_length: int,
         end_of_document: int,
+        keeps_apart: bool = False,
     ) -> None:
         self.fingerprint = source.fingerprint
         self._source = source
+        self._end = end_of_document if keeps_apart else None
         self._reader = TokenReader(
             sequence, sequence_length=sequence_length, end_of_document=end_of_document
         )
@@ -57,6 +84,11 @@ class TokenSource:
             labels[np.arange(length) >= valid[:, None]] = IGNORE_INDEX
         inputs = np.ascontiguousarray(windows.tokens[:, :-1])
         tensors = {INPUT_IDS: torch.from_numpy(inputs), LABELS: torch.from_numpy(labels)}
+        if self._end is not None:
+            is_end = inputs == self._end
+            labels[is_end] = IGNORE_INDEX
+            tensors[POSITIONS] = torch.from_numpy(positions_behind(is_end))
+            valid = (labels != IGNORE_INDEX).sum(axis=1)
         return Rows(tensors, weight=int(valid.sum()))
 
     def describe(self, item: int) -> str:
@@ -71,7 +103,8 @@ class TokenSource:
         within = np.searchsorted(documents[:, 0], [first, end - 1], side="right") - 1
         begun, ended = documents[within, 1].tolist()
         unit = self._source.unit
-        (file, line), (last_file, last_line) = self._place(begun), self._place(ended)
+        file, line = place_of_line(self._source, begun)
+        last_file, last_line = place_of_line(self._source, ended)
         if unit == "file":
             return file if file == last_file else f"{file} to {last_file}"
         if (file, line) == (last_file, last_line):
@@ -79,12 +112,3 @@ class TokenSource:
         if file == last_file:
             return f"{file}, {unit}s {line} to {last_line}"
         return f"{file}, {unit} {line}, to {last_file}, {unit} {last_line}"
-
-    def _place(self, line: int) -> tuple[str, int]:
-        """The file, and the line in it, of a line that is counted through the source."""
-        files = self._source.files
-        if not files:
-            return self._source.path.name, line
-        ends = list(accumulate(file.lines for file in files))
-        at = bisect_right(ends, line - 1)
-        return files[at].name, line - (ends[at - 1] if at else 0)

@@ -8,7 +8,12 @@ from typing import Any
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.leases import hold
-from evergrad_trainer.checkpoint.manifest import Candidate
+from evergrad_trainer.checkpoint.manifest import (
+    Candidate,
+    InvalidCheckpointError,
+    Manifest,
+    UnknownFormatError,
+)
 from evergrad_trainer.checkpoint.restoring import load_newest
 from evergrad_trainer.checkpoint.search import Search
 from evergrad_trainer.checkpoint.store import Store
@@ -28,6 +33,8 @@ from evergrad_trainer.run_directory import RunDirectory, reported
 from evergrad_trainer.state.registry import from_extra
 from evergrad_trainer.training.evaluation import EvaluationResult
 from evergrad_trainer.training.run import perplexity_of
+from evergrad_trainer.volume import retry
+from evergrad_trainer.worker.restoring import settle_snapshots
 
 KEPT_SECONDS = 10.0
 """How often what was measured is written down: at most so much is lost to a kill."""
@@ -103,7 +110,10 @@ class Evaluator:
         )
 
     def _load(self, candidate: Candidate) -> None:
-        """Load the weights of one held checkpoint, validated; its optimizer is not read."""
+        """Load the weights of one held checkpoint, validated; its optimizer is not read.
+
+        Raises CheckpointError, VolumeError or RunDirectoryError.
+        """
         session, machinery = self.opened.session, self.opened.machinery
         where = self.store.reader.locate(candidate.name)
         gone = Problem(
@@ -112,11 +122,17 @@ class Evaluator:
             "retention has removed it since it was found",
             "Choose another one, or raise spec.training.checkpoint.keep",
         )
-        # Its name may be that of another one by now, whose result would lie under this one's.
-        now, found_then = (
-            self.store.catalog.describe(candidate.name).manifest,
-            candidate.manifest,
-        )
+        # Its name may be that of another one by now, whose result would lie under this one's. Trouble of the
+        # volume says nothing of that.
+        now: Manifest | None = None
+        what = "the checkpoint cannot be read"
+        with (
+            contextlib.suppress(InvalidCheckpointError, UnknownFormatError),
+            reported(where, what=what),
+        ):
+            reader = self.store.reader
+            now = retry(lambda: reader.read_manifest(candidate.name), where=where, what=what)
+        found_then = candidate.manifest
         if now is None or found_then is None or now.checksum != found_then.checksum:
             raise CheckpointError(gone)
 
@@ -135,11 +151,14 @@ class Evaluator:
         if found is None:
             raise CheckpointError(gone)
         machinery.registry.load_values(from_extra(found[0].extra))
+        # What it was trained beside is in the checkpoint of another step, which is kept.
+        settle_snapshots(session, machinery)
 
     def _measure(self, candidate: Candidate, one: EvaluationSet) -> Measured:
         """Measure the loaded checkpoint on one set, and write the result. Raises CutError."""
         session, place = self.opened.session, self._place(candidate, one)
-        tally = self.opened.evaluator.open_tally(one, read_cut(place))
+        stage = session.data.train.stage(max(1, session.progress.finished_steps))
+        tally = self.opened.evaluator.open_tally(one, read_cut(place), stage=stage)
         kept = time.monotonic()
 
         def note(done: int, total: int) -> None:
@@ -153,7 +172,7 @@ class Evaluator:
             one,
             session.world,
             tally,
-            stage=session.data.train.stage(max(1, session.progress.finished_steps)),
+            stage=stage,
             is_stopping=self.is_stopping,
             on_progress=note,
         )

@@ -4,12 +4,13 @@ remote code."""
 import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Model
@@ -136,15 +137,25 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
     """
     # Outside the try: its own error says what to do.
     config = plan.require_config()
+    from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    try:
-        with torch.device("meta"):
+    def build(device: AbstractContextManager[Any]) -> "PreTrainedModel":
+        with device, no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=DTYPES[precision], attn_implementation="sdpa"
             )
             model.tie_weights()
+            # What a model computes with numbers only.
+            torch.nn.Module.to(model, "meta")
             return model
+
+    try:
+        try:
+            return build(_WeightsOnMeta())
+        except RuntimeError:
+            # Some models compute with both, such as gemma4.
+            return build(torch.device("meta"))
     except Exception as error:
         # Shapes that do not fit show only when the layers are made.
         raise ModelError(
@@ -154,6 +165,31 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
                 f"a {plan.name} model cannot be built from it",
             )
         ) from error
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """Gives no memory to what weights are made of.
+
+    Other than under ``torch.device("meta")``, tables of angles are computed on the processor: on the meta
+    device they would import sympy, half a second.
+    """
+
+    _OF_WEIGHTS = frozenset(
+        {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+    )
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in self._OF_WEIGHTS and kwargs.get("device") is None:
+            kwargs = kwargs | {"device": "meta"}
+        return func(*args, **kwargs)
 
 
 def count_parameters(plan: ModelPlan) -> int:

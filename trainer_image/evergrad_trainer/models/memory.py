@@ -6,6 +6,7 @@ docs/model-sizes.md has what was calculated and what was measured.
 
 from dataclasses import dataclass, replace
 
+from evergrad_manifest.derive import loss_chunk, num_references
 from evergrad_manifest.training import Optimizer, Training
 
 _ACTIVATIONS_PER_LAYER = 17
@@ -96,8 +97,10 @@ def memory_of(
     tables = _count_tables(facts)
     block = (facts.parameters - tables) // max(1, facts.num_layers)
 
-    # Weights, gradients and moments.
-    state = weight * (2 * facts.parameters + _count_moments(facts, training.optimizer))
+    # Weights, gradients and moments; a reference has weights alone.
+    references = num_references(training)
+    values = (2 + references) * facts.parameters + _count_moments(facts, training.optimizer)
+    state = weight * values
     if is_sharded:
         state //= runtime.shards or world_size
         # Gathered in the products' type; a block's gradients are whole until they are reduced, in the
@@ -105,10 +108,12 @@ def memory_of(
         gathered = (
             GROUPS_GATHERED * block * product + 2 * block * weight + tables * (product + weight)
         )
+        # A reference's blocks are gone before the model's come; its head is needed beside the model's.
+        gathered += references * facts.vocab_size * facts.hidden_size * product
     else:
         exact = 8 if training.reproducibility.elastic == "exact" else 0
         casts = 2 if runtime.precision == "bf16-autocast" else 0
-        state += (exact + casts) * facts.parameters
+        state += (exact + (1 + references) * casts) * facts.parameters
         # A compiled block gives all its gradients at once, beside the buckets that they are added to.
         gathered = block * weight if compiles and world_size > 1 else 0
 
@@ -123,9 +128,10 @@ def memory_of(
         activations = inner + tokens * facts.hidden_size * kept * product * facts.num_layers
     # As the products give them, in fp32, and their gradient in fp32. In chunks, the head's gradient is summed
     # in fp32 beside them.
-    chunk = min(tokens, runtime.loss_chunk or tokens)
-    logits = chunk * facts.vocab_size * (product + 8)
-    if runtime.loss_chunk is not None:
+    chunk_tokens = loss_chunk(training)
+    chunk = min(tokens, chunk_tokens or tokens)
+    logits = chunk * facts.vocab_size * (product + 8) * (1 + references)
+    if chunk_tokens is not None:
         logits += 4 * facts.vocab_size * facts.hidden_size
     fixed = _ACCELERATOR_CONTEXT if on_accelerator else 0
     return Need(state, gathered, activations, logits, fixed)

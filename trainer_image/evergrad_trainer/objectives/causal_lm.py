@@ -1,27 +1,38 @@
 """Next-token prediction: the sum of token losses of one micro-batch."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from evergrad_trainer.data.token_source import IGNORE_INDEX
-from evergrad_trainer.models.experts import router_coefficient
+from evergrad_trainer.models.documents import keep_apart
+from evergrad_trainer.models.experts import has_router_loss, router_coefficient
 from evergrad_trainer.objectives.linear_cross_entropy import (
     find_head,
     linear_cross_entropy,
     without,
 )
 
-LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+class LossSum(Protocol):
+    """A function (input_ids [b, S], labels [b, S], already shifted, position_ids [b, S] or None) → sum of
+    token losses in nats, a float32 scalar."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
 
 def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> LossSum:
-    """A function (input_ids [b, S], labels [b, S], already shifted) → sum of token losses in nats, a float32
-    scalar.
+    """A function → sum of token losses.
+
+    With positions a row holds several documents, each of which begins at position 0 and sees no other.
 
     The sum, not the mean: the step divides by its global number of valid tokens, so that the result depends
     neither on the number of slots nor on who computes them. While training it includes the router loss of a
@@ -31,12 +42,18 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
 
     config: Any = getattr(model, "config", None)
     coefficient = 0.0 if config is None else router_coefficient(config)
-
+    # A router loss that weighs nothing is computed as well.
+    takes_mask = config is None or not has_router_loss(config)
     head = None if chunk_tokens is None else find_head(model)
 
-    def loss_sum(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss_sum(
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        apart = {} if position_ids is None else keep_apart(position_ids, with_mask=takes_mask)
         with nullcontext() if head is None else without(head):
-            outputs = model(input_ids=input_ids, use_cache=False)
+            outputs = model(input_ids=input_ids, use_cache=False, **apart)
         if head is not None and chunk_tokens is not None:
             loss = linear_cross_entropy(
                 outputs.logits,

@@ -5,11 +5,17 @@ from pathlib import Path
 from evergrad_manifest.training import Training
 from evergrad_trainer.recipes.own import Code, load_own
 from evergrad_trainer.recipes.pretrain import Pretrain
+from evergrad_trainer.recipes.sft import Sft
+from evergrad_trainer.recipes.two_stage_kl import TwoStageKl
 from evergrad_trainer.task import Setup, Task
 
 __all__ = ["RECIPES", "load_task"]
 
-RECIPES: dict[str, type[Task]] = {"pretrain": Pretrain}
+RECIPES: dict[str, type[Task]] = {
+    "pretrain": Pretrain,
+    "sft": Sft,
+    "two_stage_kl": TwoStageKl,
+}
 """By the name that stands in ``spec.training.recipe``; any other is a task of the user's own."""
 
 

@@ -14,6 +14,7 @@ name             tensors, as ``<name>.<its own name>``  values
 ``description``                                         the resolved model (compared)
 ``observers``                                           what a task's observers remember
 ``frozen``                                              hashes of frozen modules (compared)
+``snapshots``                                           hashes of those that were taken
 ``task``                                                hashes of the task's files (compared)
 ``recipe``                                              the recipe, field by field
 ===============  =====================================  ====================================
@@ -50,10 +51,11 @@ MODEL: Final = "model"
 KEPT: Final = "kept"
 OBSERVERS: Final = "observers"
 FROZEN: Final = "frozen"
+SNAPSHOTS: Final = "snapshots"
 TASK: Final = "task"
 RECIPE: Final = "recipe"
 RESERVED: Final = frozenset(
-    {COUNTERS, CURSOR, DESCRIPTION, OPTIMIZER, KEPT, OBSERVERS, FROZEN, TASK, RECIPE}
+    {COUNTERS, CURSOR, DESCRIPTION, OPTIMIZER, KEPT, OBSERVERS, FROZEN, SNAPSHOTS, TASK, RECIPE}
 )
 """Names that no module of a task may have."""
 

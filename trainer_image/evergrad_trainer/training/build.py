@@ -52,6 +52,7 @@ from evergrad_trainer.training.modules import (
 )
 from evergrad_trainer.training.phase_clock import build_clock
 from evergrad_trainer.training.run import Best, Limits
+from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import LossOf, StepParts, StepSettings
 from evergrad_trainer.world import Membership, World
@@ -81,6 +82,8 @@ class Machinery:
     """The same of what this rank holds of them."""
     cut_frozen: Sequence[nn.Module]
     """The frozen modules of which it holds a part."""
+    snapshots: Snapshots
+    """The frozen modules that the run makes of trained ones."""
     kernels: Mapping[str, str]
     """What computes here, for the run's provenance: device, matrix products, attention."""
 
@@ -137,7 +140,7 @@ def build_machinery(
     is_compiled = should_compile(runtime, device)
     # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before
     # sharding, so that FSDP2's gathers stay outside of them.
-    has_blocks = is_compiled and compile_blocks(modules.root(), trained_blocks(modules))
+    has_blocks = is_compiled and _compile_blocks(modules)
 
     # Collective with several copies of the state, where it is cut.
     cut_frozen, whole_hashes = _cut(modules, runtime, world if is_sharded else None)
@@ -165,8 +168,19 @@ def build_machinery(
         frozen={**held_frozen, **whole_hashes.hashes()},
         held_frozen=held_frozen,
         cut_frozen=tuple(cut_frozen.values()),
+        snapshots=Snapshots(modules, is_sharded=is_sharded),
         kernels=kernels,
     )
+
+
+def _compile_blocks(modules: Modules) -> bool:
+    """Compile the repeated blocks in place; whether the trained modules have any."""
+    has_blocks = compile_blocks(modules.root(), trained_blocks(modules))
+    if has_blocks:
+        # A snapshot computes as often as what it was taken of.
+        for name in modules.snapshots:
+            compile_blocks(modules.frozen[name])
+    return has_blocks
 
 
 def _cut(
@@ -177,12 +191,9 @@ def _cut(
     Returns the frozen modules among it, and what hashes those while they are whole.
     """
     cuts = plan_cuts(modules) if world is not None else {}
-    cut_frozen = {
-        name: module
-        for name, module in modules.frozen.items()
-        if any(cut.module is module for cut in cuts.values())
-    }
-    whole_hashes = WholeHashes(cut_frozen)
+    cut_frozen = {name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts}
+    # Of what is built: a snapshot is hashed when it is taken.
+    whole_hashes = WholeHashes(cut_frozen, without=modules.snapshots)
     if world is not None:
         seconds = float(runtime.collective_timeout_seconds)
         sharding = Sharding(runtime.precision, runtime.shards, seconds)
@@ -298,7 +309,8 @@ def _build_whole(
         return build_one(with_weights=with_weights)
 
     modules = build_all(make)
-    if modules.frozen and not with_weights and num_made > 0:
+    needs_initial = modules.frozen.keys() - modules.snapshots.keys()
+    if needs_initial and not with_weights and num_made > 0:
         # A copy of the model that stays frozen is in no checkpoint: it needs the initial weights. The first
         # set goes before; modules refer to each other, and so are not freed by themselves.
         del modules
@@ -322,7 +334,7 @@ def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[
         # Collective: one number of each rank, where there are frozen modules.
         compare_frozen(
             machinery.modules,
-            machinery.held_frozen,
+            {**machinery.held_frozen, **machinery.snapshots.own_parts},
             membership.world,
             code=machinery.opened.code,
         )
@@ -396,9 +408,16 @@ def build_evaluations(machinery: Machinery, *, code: str) -> EvaluationRunner:
 
 
 def build_limits(
-    training: Training, *, total_steps: int, stop_after_steps: int | None
+    training: Training,
+    *,
+    total_steps: int,
+    stop_after_steps: int | None,
+    anchors: frozenset[int] = frozenset(),
 ) -> Limits:
-    """When the loop evaluates, saves and stops."""
+    """When the loop evaluates, saves and stops.
+
+    ``anchors``: steps whose checkpoints later steps need.
+    """
     evaluation = training.evaluation
     return Limits(
         total_steps=total_steps,
@@ -414,6 +433,7 @@ def build_limits(
         stop_after_steps=stop_after_steps,
         non_finite_in_a_row=training.on_non_finite.skip,
         skip_steps=frozenset(training.skip_steps),
+        anchors=anchors,
     )
 
 

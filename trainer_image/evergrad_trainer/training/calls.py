@@ -1,7 +1,7 @@
 """The calls of a task while it trains: its loss, its evaluators, and what it does when a step is finished."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from evergrad_trainer.models.parallel import reshard
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
-from evergrad_trainer.task import Loss, Modules, Tensors
+from evergrad_trainer.task import Evaluator, Loss, Modules, Tensors
 from evergrad_trainer.training.evaluation import Measure
 from evergrad_trainer.training.frozen import require_unchanged
 from evergrad_trainer.training.step_parts import LossOf, StepOutcome
@@ -35,7 +35,7 @@ def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> Los
     def loss_of(tensors: Tensors, stage: Stage) -> Loss:
         with code.guarding("loss"):
             loss = compute(tensors, stage)
-        _check_parts(loss, task.metrics, code)
+        _check_parts(loss, task.metrics, stage, code)
         return loss
 
     return loss_of
@@ -75,18 +75,19 @@ def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
     return loss_of
 
 
-def _check_parts(loss: Loss, metrics: Mapping[str, str], code: Code) -> None:
+def _check_parts(loss: Loss, parts: Collection[str], stage: Stage, code: Code) -> None:
     """Every rank sends the same places of one vector, also a rank that has computed nothing."""
     # Looked at in each slot: a part that is missing in one of them would shift the others' places.
-    if loss.parts.keys() == metrics.keys():
+    names = [name for name in parts if name not in stage.without]
+    if loss.parts.keys() == set(names):
         return
-    parts = ", ".join(loss.parts) or "(none)"
-    named = ", ".join(metrics) or "(none)"
+    given = ", ".join(loss.parts) or "(none)"
+    named = ", ".join(names) or "(none)"
     remedy = "Give each part of the loss a line in metrics, and each of metrics a part"
     raise code.explain(
         Problem(
             "spec.training.recipe",
-            f"the loss has the parts {parts}",
+            f"the loss has the parts {given}",
             f"the task's metrics are {named}",
             remedy,
         )
@@ -159,15 +160,50 @@ def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[st
         metrics = evaluator.metrics
         if metrics is None:
             metrics = opened.task.metrics
+        parts = tuple(metrics) if evaluator.parts is None else tuple(evaluator.parts)
+        summarize = _build_summary(name, evaluator, tuple(metrics), opened.code)
         if measure is None:
-            return Measure(loss_of, tuple(metrics))
+            return Measure(loss_of, parts, summarize)
 
         def measured(tensors: Tensors, stage: Stage) -> Loss:
             with opened.code.guarding(f"its evaluator {name}"):
                 loss = measure(modules, tensors, stage)
-            _check_parts(loss, metrics, opened.code)
+            _check_parts(loss, parts, stage, opened.code)
             return loss
 
-        return Measure(measured, tuple(metrics))
+        return Measure(measured, parts, summarize, is_own=True)
 
     return {name: build(name) for name in opened.evaluators}
+
+
+def _build_summary(
+    name: str, evaluator: Evaluator, metrics: Sequence[str], code: Code
+) -> Callable[[Mapping[str, float], Stage], Mapping[str, float]]:
+    """How the metrics of an evaluator are made of the means of its parts: each that it declares, and no
+    other."""
+
+    def summarize(means: Mapping[str, float], stage: Stage) -> Mapping[str, float]:
+        found: Mapping[str, float] = means
+        if evaluator.summarize is not None:
+            with code.guarding(f"summarize of its evaluator {name}"):
+                found = evaluator.summarize(means)
+        # Observers and the choice of the best checkpoint rely on the names that were declared.
+        wanted = [metric for metric in metrics if metric not in stage.without]
+        try:
+            numbers = {metric: float(value) for metric, value in dict(found).items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            given = f"what is no number under each name ({' '.join(str(error).split())[:200]})"
+        else:
+            if numbers.keys() == set(wanted):
+                return numbers
+            given = ", ".join(map(str, numbers)) or "(none)"
+        raise code.explain(
+            Problem(
+                "spec.training.recipe",
+                f"the metrics of evaluator {name} are {', '.join(wanted) or '(none)'}",
+                f"it gives {given}",
+                "Give each of its metrics a number, and each number a line in metrics",
+            )
+        )
+
+    return summarize

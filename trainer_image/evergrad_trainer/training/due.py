@@ -74,7 +74,7 @@ def due_sets(run: Run) -> tuple[EvaluationSet, ...]:
         return ()
     if step == 0:
         return run.evaluation_sets if limits.evaluate_at_start else ()
-    if step in (limits.total_steps, progress.evaluation_asked):
+    if step in (limits.total_steps, progress.evaluation_asked, *limits.anchors):
         return run.evaluation_sets
     own = limits.evaluate_sets_every
     return tuple(

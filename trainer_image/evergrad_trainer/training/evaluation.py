@@ -3,9 +3,9 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import nn
 
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.errors import HostError
 from evergrad_trainer.models.parallel import reshard
+from evergrad_trainer.state.replicas import find_suspects
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training.tally import Tally
 from evergrad_trainer.world import World
@@ -37,15 +39,28 @@ class EvaluationResult:
     seconds: float
 
 
+def _keep_means(means: Mapping[str, float], stage: Stage) -> Mapping[str, float]:
+    return means
+
+
 @dataclass(frozen=True)
 class Measure:
     """What is measured on a set.
 
-    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel.
+    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel. ``summarize``:
+    makes the metrics of their means in a stage. ``is_own``: it is not the loss of a step, and may call the
+    model often.
     """
 
     loss_of: Callable[[Tensors, Stage], Loss]
     names: Sequence[str] = ()
+    summarize: Callable[[Mapping[str, float], Stage], Mapping[str, float]] = _keep_means
+    is_own: bool = False
+
+    def within(self, stage: Stage) -> "Measure":
+        """What is measured in ``stage``, which may be without some of the parts."""
+        names = tuple(name for name in self.names if name not in stage.without)
+        return replace(self, names=names)
 
 
 @dataclass(frozen=True)
@@ -72,9 +87,12 @@ class EvaluationRunner:
         text = json.dumps([evaluation_set.fingerprint, list(names), self.code])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def open_tally(self, evaluation_set: EvaluationSet, values: Mapping[str, Any]) -> Tally:
-        """The tally that an evaluation of this set was cut at; an empty one if it was of anything else."""
-        names = self.measures[evaluation_set.name].names
+    def open_tally(
+        self, evaluation_set: EvaluationSet, values: Mapping[str, Any], *, stage: Stage
+    ) -> Tally:
+        """The tally at which an evaluation of this set in ``stage`` was cut; an empty one if it was of
+        anything else."""
+        names = self.measures[evaluation_set.name].within(stage).names
         return Tally.from_json(values, key=self.key(evaluation_set), names=names)
 
     def run(
@@ -90,20 +108,24 @@ class EvaluationRunner:
         """Evaluate what ``tally`` lacks of one set.
 
         Returns None, on all ranks, when any rank is stopping: ``tally`` then holds what was measured. Where
-        the world ends in between, it holds what this rank knows that all have measured.
+        the world ends in between, it holds what this rank knows that all have measured. Raises HostError
+        where this rank's set is not that of the others.
         """
+        _check_same(evaluation_set, tally, world)
         begun = time.perf_counter()
+        measure = self.measures[evaluation_set.name].within(stage)
         was_training = self.model.training
         self.model.eval()
         try:
-            is_whole = self._count(
-                evaluation_set,
-                world,
-                tally,
-                stage,
-                is_stopping=is_stopping,
-                on_progress=on_progress,
-            )
+            with self._looking(world) if measure.is_own else nullcontext():
+                is_whole = self._count(
+                    evaluation_set,
+                    world,
+                    tally,
+                    stage,
+                    is_stopping=is_stopping,
+                    on_progress=on_progress,
+                )
         finally:
             self.model.train(was_training)
             if self.is_sharded:
@@ -114,10 +136,27 @@ class EvaluationRunner:
         loss, *parts = tally.means()
         return EvaluationResult(
             loss=loss,
-            metrics=dict(zip(tally.names, parts, strict=True)),
+            metrics=dict(measure.summarize(dict(zip(tally.names, parts, strict=True)), stage)),
             weight=tally.weight,
             seconds=time.perf_counter() - begun,
         )
+
+    @contextmanager
+    def _looking(self, world: World) -> Iterator[None]:
+        """Look at each call of the model whether the group still is."""
+        # A micro-batch of generation takes a hundred calls: a peer that is lost meanwhile would be noticed
+        # behind all of them, and a worker that does not answer for so long is killed.
+        is_several = isinstance(self.model, nn.ModuleDict)
+        modules = [*self.model.children()] if is_several else [self.model]
+        handles = [
+            one.register_forward_pre_hook(lambda *_: world.raise_if_given_up())
+            for one in modules
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _count(
         self,
@@ -130,8 +169,10 @@ class EvaluationRunner:
         on_progress: Callable[[int, int], None],
     ) -> bool:
         """Add the batches that ``tally`` lacks, some rounds at a time; whether all of them are in it."""
-        measure = self.measures[evaluation_set.name]
+        measure = self.measures[evaluation_set.name].within(stage)
         num_batches = evaluation_set.num_batches
+        # A measure of the task's own may take long for one batch.
+        rounds = 1 if measure.is_own else _ROUNDS_BETWEEN_EXCHANGES
         # Collective: nobody goes on where one is asked to stop, since it would wait for that one in the end.
         if tally.done < num_batches and not world.all_agree(not is_stopping()):
             return False
@@ -139,7 +180,7 @@ class EvaluationRunner:
         while tally.done < num_batches:
             begun = time.perf_counter()
             first = tally.done
-            last = min(num_batches, first + _ROUNDS_BETWEEN_EXCHANGES * world.size)
+            last = min(num_batches, first + rounds * world.size)
             sums = torch.zeros(1 + len(measure.names), last - first, dtype=torch.float64)
             weight = 0
             for place in range(first, last, world.size):
@@ -176,3 +217,18 @@ class EvaluationRunner:
         parts = [loss.parts[name] for name in measure.names]
         values = [value.double() for value in (loss.total, *parts)]
         return torch.stack(values).cpu()
+
+
+def _check_same(evaluation_set: EvaluationSet, tally: Tally, world: World) -> None:
+    """All ranks go on with the same tally of the same batches.
+
+    Else their sums would be of parts of several sets, and ranks with fewer batches would leave the others in
+    an exchange.
+    """
+    # Collective: once a set.
+    rows = world.gather_json([tally.key, tally.done])
+    if world.rank in find_suspects([rows.index(row) for row in rows]):
+        raise HostError(
+            f"evaluation set {evaluation_set.name}: its content here, or the code that measures it, is not "
+            "that of the other ranks. Give all hosts the same files."
+        )

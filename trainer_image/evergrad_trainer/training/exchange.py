@@ -1,7 +1,7 @@
 """Exchange between ranks once a step: one vector of 64-bit integers that is summed over all of them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,12 +94,16 @@ class Sums:
         *,
         num_slots: int,
         names: Sequence[str] = (),
+        without: Collection[str] = (),
     ) -> None:
-        """``names``: those of the loss's parts, in the order in which they travel."""
+        """``names``: those of the loss's parts, in the order in which they travel. ``without``: those that
+        this step does not have. They have their places all the same: ranks at steps of different stages must
+        find that out, and not wait for a vector of another length."""
         self._step = step
         self._world = world
         self._flags = tuple(flags)
         self._names = tuple(names)
+        self._without = frozenset(without)
         self._num_slots = num_slots
         self._slots: list[int] = []
         self._values: list[torch.Tensor] = []
@@ -108,7 +112,8 @@ class Sums:
 
     def add(self, slot: int, batch: Batch, loss: Loss) -> None:
         """Count a micro-batch. Nothing is read from the device yet."""
-        parts = [loss.parts[name] for name in self._names]
+        nothing = loss.total.new_zeros(())
+        parts = [nothing if name in self._without else loss.parts[name] for name in self._names]
         values = [value.detach().double() for value in (loss.total, *parts)]
         self._slots.append(slot)
         self._values.append(torch.stack(values))
@@ -157,6 +162,7 @@ class Sums:
         *flags, weight, sample_hash, num_spoiled = head.tolist()
         sums = _floats(loss_bits).view_as(values)
         losses, *parts = sums.tolist()
+        named = zip(self._names, parts, strict=True)
         common_norm = float(_floats(norm_bits))
         if num_spoiled and math.isfinite(common_norm):
             # Rank 0's is fine, and another's is not.
@@ -168,7 +174,7 @@ class Sums:
             weight=int(weight),
             sample_hash=int(sample_hash) % 2**64,
             losses=losses,
-            parts=dict(zip(self._names, parts, strict=True)),
+            parts={name: part for name, part in named if name not in self._without},
             norm=common_norm,
             rank_skew_seconds=float(skew),
         )

@@ -1,7 +1,7 @@
 """Hashes of frozen modules, which are never saved: a run goes on with the same ones only, and they stay as
 they were built."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -19,16 +19,19 @@ from evergrad_trainer.world import World
 class WholeHashes:
     """Hashes of modules as they are whole, of which this rank is about to hold a part."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        """Before they are cut. Weights that are not made yet come by :meth:`add`."""
-        self._modules = dict(modules)
+    def __init__(
+        self, modules: Mapping[str, nn.Module], *, without: Collection[str] = ()
+    ) -> None:
+        """Before they are cut. Weights that are not made yet come by :meth:`add`. ``without``: names of those
+        that get their weights later."""
+        self._modules = {name: one for name, one in modules.items() if name not in without}
         self._sums = {
             name: {
                 own: int(sum_words(tensor))
                 for own, tensor in module_tensors(module).items()
                 if not tensor.is_meta
             }
-            for name, module in modules.items()
+            for name, module in self._modules.items()
         }
         self._made: dict[nn.Parameter, int] = {}
 
@@ -44,13 +47,18 @@ class WholeHashes:
             for own, parameter in module.named_parameters():
                 if own not in self._sums[name]:
                     self._sums[name][own] = self._made[parameter]
-        return {name: _written(hash_sums(sums)) for name, sums in self._sums.items()}
+        return {name: written(hash_sums(sums)) for name, sums in self._sums.items()}
 
 
-def hash_frozen(modules: Modules) -> dict[str, str]:
-    """The content of each frozen module, as 16 hex digits: what this rank holds of it."""
+def hash_frozen(modules: Modules, names: Collection[str] | None = None) -> dict[str, str]:
+    """The content of frozen modules, as 16 hex digits: what this rank holds of each.
+
+    ``names``: by default all those that ``build`` gives their weights.
+    """
+    if names is None:
+        names = modules.frozen.keys() - modules.snapshots.keys()
     return {
-        name: _written(
+        name: written(
             hash_state(
                 {
                     own: tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -59,6 +67,7 @@ def hash_frozen(modules: Modules) -> dict[str, str]:
             )
         )
         for name, module in modules.frozen.items()
+        if name in names
     }
 
 
@@ -74,12 +83,12 @@ def require_unchanged(modules: Modules, built: Mapping[str, str], *, code: Code)
 def compare_frozen(
     modules: Modules, built: Mapping[str, str], world: World, *, code: Code
 ) -> None:
-    """Look on every rank whether its frozen modules are what it has built, in parts or whole.
+    """Look on every rank whether its frozen modules are what it has built or taken, in parts or whole.
 
     All ranks call this. Raises TaskError on all of them where all have changed, HostError on a rank whose
     alone have, or PeerLostError.
     """
-    if not modules.frozen:
+    if not built:
         return
     changed = _find_changed(modules, built)
     # Collective: a task that changes them does so everywhere, and faulty memory on one host.
@@ -94,7 +103,7 @@ def compare_frozen(
 
 
 def _find_changed(modules: Modules, built: Mapping[str, str]) -> list[str]:
-    now = hash_frozen(modules)
+    now = hash_frozen(modules, built)
     return [name for name in {**built, **now} if built.get(name) != now.get(name)]
 
 
@@ -107,5 +116,6 @@ def _describe(changed: list[str]) -> Problem:
     )
 
 
-def _written(number: int) -> str:
+def written(number: int) -> str:
+    """A hash as it is written down: 16 hex digits."""
     return f"{number % 2**64:016x}"

@@ -13,6 +13,7 @@ from evergrad_trainer.models import parallel
 from evergrad_trainer.models.deferred import DeferredModel
 from evergrad_trainer.models.parallel import Cut, find_shared, transformer_blocks
 from evergrad_trainer.recipes.own import Code
+from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.state.registry import RESERVED
 from evergrad_trainer.task import Modules
 
@@ -66,14 +67,39 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
         what = f"Modules.replicated names {', '.join(unknown)}"
         why = "only frozen modules can be whole in every process where others are cut"
         problems.append(Problem(_RECIPE, what, why, "Use the names of frozen modules"))
+    problems += _snapshot_problems(modules)
     # A world of one is refused as well: a run that grows must not meet the refusal in its middle.
     if training.runtime.parallelism == "fsdp2":
         problems += _sharding_problems(plan_cuts(modules))
     return problems
 
 
+def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
+    """What no weights could be copied to, or from."""
+    for name, snapshot in modules.snapshots.items():
+        what, remedy = f"the snapshot {name!r}", "Make both by the same calls"
+        why = ""
+        if name not in modules.frozen:
+            why, remedy = "it is no frozen module", "Put a module of that name into frozen"
+        elif snapshot.of not in modules.trained:
+            why, remedy = f"{snapshot.of!r} is no trained module", "Name the one that it is of"
+        elif snapshot.after < 1:
+            why = f"it is taken after step {snapshot.after}, and steps count from 1"
+            remedy = "Take it after the last step of a stage, or build it as any frozen module"
+        else:
+            own, other = (
+                {key: (one.shape, one.dtype) for key, one in module_tensors(module).items()}
+                for module in (modules.frozen[name], modules.trained[snapshot.of])
+            )
+            if own != other:
+                why = f"its tensors are not named, shaped and typed as those of {snapshot.of!r}"
+        if why:
+            yield Problem(_RECIPE, f"{what} cannot be taken", why, remedy)
+
+
 def plan_cuts(modules: Modules) -> dict[str, Cut]:
-    """What ``fsdp2`` cuts: every trained module, and the large frozen ones (as ``frozen.NAME``)."""
+    """What ``fsdp2`` cuts: every trained module, and frozen ones (as ``frozen.NAME``): the large ones and
+    snapshots."""
     cuts = {
         name: Cut(module, _blocks_in(module, modules))
         for name, module in modules.trained.items()
@@ -81,7 +107,10 @@ def plan_cuts(modules: Modules) -> dict[str, Cut]:
     }
     for name, module in modules.frozen.items():
         size = sum(one.numel() * one.element_size() for one in module.parameters())
-        if size >= parallel.LARGE_BYTES and name not in modules.replicated:
+        # A snapshot however small, as what it is of: what is cut has all its weights in the products' type
+        # while it is called, and what is whole under autocast has not.
+        is_cut = size >= parallel.LARGE_BYTES or (name in modules.snapshots and size > 0)
+        if is_cut and name not in modules.replicated:
             cuts[f"frozen.{name}"] = Cut(module, _blocks_in(module, modules), is_frozen=True)
     return cuts
 
@@ -122,7 +151,7 @@ def choose_deferred(
 ) -> list[DeferredModel] | None:
     """Those of ``deferred`` that are parts of ``modules``; None where something needs their weights already.
 
-    ``with_weights=False``: those that are trained get none, since a checkpoint follows.
+    ``with_weights=False``: those that are trained get none, since a checkpoint follows. Snapshots never do.
     """
     own = {parameter: one for one in deferred for parameter in one.model.parameters()}
     trained, frozen = (
@@ -133,14 +162,16 @@ def choose_deferred(
     rest = [one for one in (*trained, *frozen) if one not in own]
     if any(tensor.is_meta for tensor in (*rest, *modules.kept.values())):
         return None
-    if not with_weights:
-        # The frozen ones are in no checkpoint.
-        needed = [own[parameter] for parameter in frozen if parameter in own]
-        for one in deferred:
-            if one not in needed:
-                one.weights = None
-            elif one.weights is None:
-                return None
+    # The frozen ones are in no checkpoint; but a snapshot has nothing before it is taken, or loaded.
+    built = [one for name, one in modules.frozen.items() if name not in modules.snapshots]
+    if with_weights:
+        built += modules.trained.values()
+    needed = [own[one] for module in built for one in module.parameters() if one in own]
+    for one in deferred:
+        if one not in needed:
+            one.weights = None
+        elif one.weights is None:
+            return None
     return [one for one in deferred if any(own.get(p) is one for p in (*trained, *frozen))]
 
 

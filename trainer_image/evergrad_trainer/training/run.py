@@ -17,6 +17,7 @@ from evergrad_trainer.state.registry import Registry
 from evergrad_trainer.training.calls import Finish
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner
 from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import StepOutcome
 from evergrad_trainer.world import Membership
@@ -28,7 +29,7 @@ class Limits:
 
     ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops.
     ``skip_steps``: these make no update. Both may differ between processes that began before and after an
-    edit; :func:`agree_limits` makes them the same.
+    edit; :func:`agree_limits` makes them the same. ``anchors``: steps whose checkpoints later steps need.
     """
 
     total_steps: int
@@ -44,6 +45,7 @@ class Limits:
     stop_after_steps: int | None = None
     non_finite_in_a_row: int = 0
     skip_steps: frozenset[int] = frozenset()
+    anchors: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Run:
     """Raises DivergedError on all ranks where their states after that step are not the same."""
     on_first_step: Callable[[], None]
     finish_state: Finish
+    snapshots: Snapshots
     progress: Progress = field(default_factory=Progress)
     lasting: Lasting = field(default_factory=lambda: Lasting(()))
     is_comparing: bool = False

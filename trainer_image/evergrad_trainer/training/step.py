@@ -56,7 +56,12 @@ class Stepper:
         """
         parts, settings, clock = self._parts, self._settings, self._parts.clock
         sums = Sums(
-            step, world, flags, num_slots=settings.slots_per_step, names=settings.metrics
+            step,
+            world,
+            flags,
+            num_slots=settings.slots_per_step,
+            names=settings.metrics,
+            without=parts.stream.stage(step).without,
         )
         norm: torch.Tensor | None = None
         overflow: Problem | None = None

@@ -47,16 +47,18 @@ def open_plan(plan: SessionPlan) -> Opened:
     return plan.opened
 
 
-def build_checkpoints(session: Session) -> CheckpointManager:
+def build_checkpoints(session: Session, machinery: Machinery) -> CheckpointManager:
     """What saves and restores this session's state."""
     plan = session.plan
-    return CheckpointManager(
+    checkpoints = CheckpointManager(
         session.directory.checkpoints,
         membership=session.membership,
         settings=plan.run.training.checkpoint,
         identity=session.identity,
         on_event=session.emit,
     )
+    checkpoints.anchors = machinery.snapshots.steps
+    return checkpoints
 
 
 def has_checkpoints(directory: RunDirectory) -> bool:
@@ -76,6 +78,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
             training,
             total_steps=numbers.total_steps,
             stop_after_steps=session.plan.stop_after_steps,
+            anchors=machinery.snapshots.steps,
         ),
         membership=session.membership,
         stepper=build_stepper(
@@ -102,6 +105,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
             frozen=machinery.held_frozen,
             cut=machinery.cut(),
         ),
+        snapshots=machinery.snapshots,
         progress=session.progress,
         lasting=session.opened.observers,
     )

@@ -1,8 +1,15 @@
 """Makes the state that a run begins or goes on with: from its newest checkpoint, from given weights, or from
 the seed."""
 
+from collections.abc import Callable, Mapping
+
+import torch
+
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.checkpoint.restoring import load_of_step
+from evergrad_trainer.checkpoint.search import Search
+from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.models.weights import load_model_directory
@@ -14,11 +21,13 @@ from evergrad_trainer.state.registry import (
     FROZEN,
     OBSERVERS,
     RECIPE,
+    SNAPSHOTS,
     TASK,
     Agreement,
     Values,
     from_extra,
 )
+from evergrad_trainer.task import Snapshot
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.calls import enter_first
 from evergrad_trainer.worker.session import Session
@@ -45,6 +54,7 @@ def register_state(session: Session, machinery: Machinery) -> None:
         check=lambda stored: _check_frozen(session, machinery, stored),
     )
     machinery.registry.register(FROZEN, frozen)
+    machinery.registry.register(SNAPSHOTS, machinery.snapshots)
     task = Agreement(value=lambda: dict(plan.task_files), check=session.note_task)
     machinery.registry.register(TASK, task)
     recipe = session.identity.recipe
@@ -95,6 +105,29 @@ def restore(
         # What the task has made of the initial weights was made of others.
         seed = session.plan.run.training.reproducibility.seed
         enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
+
+
+def settle_snapshots(session: Session, machinery: Machinery) -> None:
+    """Bring the snapshots that belong to the state to this rank and all others, which call this too.
+
+    Raises CheckpointError.
+    """
+    plan = session.plan
+
+    def read(
+        snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], is_right: Callable[[], bool]
+    ) -> None:
+        search = Search(
+            open_store(session.directory.checkpoints),
+            checksums=plan.run.training.checkpoint.verify == "always",
+            identity=session.identity,
+            prefix=f"{snapshot.of}.",
+        )
+        load_of_step(
+            search, tensors, step=snapshot.after, world=session.world, is_right=is_right
+        )
+
+    machinery.snapshots.settle(session.progress.finished_steps, session.world, read)
 
 
 def _check_cursor(session: Session, stored: Values) -> None:

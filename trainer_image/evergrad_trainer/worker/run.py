@@ -138,7 +138,7 @@ def _live_in_world(session: Session, relay: Observer | None) -> int:
     are_there = bool(session.world.broadcast_json(has_checkpoints(session.directory)))
     machinery = build_state(session, with_weights=not are_there)
     session.mark("model")
-    checkpoints = build_checkpoints(session)
+    checkpoints = build_checkpoints(session, machinery)
     life = Life(Held.DIRTY if are_there else Held.FRESH)
     try:
         run = build_run(session, machinery, checkpoints)
@@ -237,7 +237,7 @@ def _build_alone(
     MOVED.report_to(heartbeat.move)
     machinery = build_state(session, with_weights=has_weights)
     session.mark("model")
-    run = build_run(session, machinery, build_checkpoints(session))
+    run = build_run(session, machinery, build_checkpoints(session, machinery))
     run.stepper.heartbeat = heartbeat
     run.stepper.warm_up(session.world)
     session.mark("warm_up")

@@ -16,7 +16,7 @@ from evergrad_trainer.training.progress import adopt, choose_source, describe_ra
 from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.life import Held, Life
 from evergrad_trainer.worker.opening import has_checkpoints
-from evergrad_trainer.worker.restoring import restore
+from evergrad_trainer.worker.restoring import restore, settle_snapshots
 from evergrad_trainer.worker.session import Session
 from evergrad_trainer.world import World
 
@@ -28,11 +28,10 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     """
     world, progress, checkpoints = session.world, session.progress, run.checkpoints
     held_step = progress.finished_steps if life.held == Held.WHOLE else -1
-    own = describe_rank(progress, checkpoints, held_step=held_step)
     # Collective: one exchange, and what each rank holds and knows decides what all of them do next.
     rows = world.gather_json(
         {
-            **own,
+            **describe_rank(progress, checkpoints, held_step=held_step),
             "is_comparing": run.limits.compare_every is not None,
             "frozen": dict(machinery.frozen),
             "observers_off": sorted(run.lasting.switched_off),
@@ -80,6 +79,7 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
         compare_transferred(state, world, transfers)
     life.held = Held.WHOLE
     _name_run(session)
+    settle_snapshots(session, machinery)  # collectives: what is in none of its tensors
     return is_fresh
 
 

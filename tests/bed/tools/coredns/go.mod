@@ -2,8 +2,6 @@ module evergrad.test/tools/coredns
 
 go 1.24.0
 
-tool github.com/coredns/coredns
-
 require (
 	cloud.google.com/go/auth v0.16.5 // indirect
 	cloud.google.com/go/auth/oauth2adapt v0.2.8 // indirect

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from evergrad_manifest.training import HELD_OUT
 from evergrad_trainer.data.preparation.content import Chunk
 from evergrad_trainer.data.preparation.documents import Reason, Tally
+from evergrad_trainer.data.preparation.rows import encode_rows
 from evergrad_trainer.data.preparation.texts import TextFormat, TextReader
 from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
 from evergrad_trainer.data.tokenizers import TextTokenizer
@@ -108,7 +109,7 @@ def job_from_json(value: dict[str, Any]) -> Job:
     if value["kind"] == "split":
         fields["held_out"] = tuple(value["held_out"])
         return SplitJob(**fields)
-    fields["form"] = TextFormat(**value["form"])
+    fields["form"] = TextFormat.from_json(value["form"])
     fields["chunks"] = tuple(map(Chunk.from_json, value["chunks"]))
     return TokenizeJob(**fields)
 
@@ -156,8 +157,10 @@ def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[Outcome]:
                 yield _tokenize(job, chunk, reader, tokenizer)
                 continue
             tally = Tally()
-            for _ in reader.read(chunk, tally):
-                pass
+            for texts, lines in reader.read(chunk, tally):
+                # What is wrong with a row may show in its tokens only.
+                if job.form.rows is not None:
+                    encode_rows(tokenizer, job.form.rows, texts, lines, tally)
             yield Outcome(chunk.number, {}, {}, tally)
 
 
@@ -194,6 +197,9 @@ def _tokenize(
     with _written(attempt, directory, stream, number) as files:
         # Block by block: memory does not depend on the size of the chunk.
         for texts, lines in reader.read(chunk, tally):
+            if job.form.rows is not None:
+                files.add(*encode_rows(tokenizer, job.form.rows, texts, lines, tally))
+                continue
             tokens, lengths = tokenizer.encode_documents(texts)
             numbers = np.array(lines, dtype=np.int64)
             is_document = lengths > 1

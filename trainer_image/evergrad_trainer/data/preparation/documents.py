@@ -12,7 +12,8 @@ from typing import Any, BinaryIO, Final, cast
 
 from evergrad_trainer.data.tokenizers import replace_lone_surrogates
 
-_MOST_PROBLEMS: Final = 5
+MOST_PROBLEMS: Final = 5
+"""Malformed lines that are named one by one, and as many rows that are too long."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _WHITE: Final = " \t\r\n"
 _scan: Callable[[str, int], tuple[Any, int]] = cast(Any, scanner).make_scanner(
@@ -27,6 +28,11 @@ class Reason(StrEnum):
     NOT_JSON = "notJson"
     NOT_AN_OBJECT = "notAnObject"
     NO_TEXT = "noText"
+    NO_ROW = "noRow"
+    NO_COMPLETION = "noCompletion"
+    TOO_LONG = "tooLong"
+    LEFT_OUT = "leftOut"
+    TRUNCATED = "truncated"
     BLANK_LINE = "blankLine"
     EMPTY_TEXT = "emptyText"
 
@@ -36,12 +42,19 @@ IN_WORDS: Final = {
     Reason.NOT_JSON: "not JSON",
     Reason.NOT_AN_OBJECT: "not an object",
     Reason.NO_TEXT: "without a text",
+    Reason.NO_ROW: "without messages, or prompt and completion",
+    Reason.NO_COMPLETION: "with nothing to learn",
+    Reason.TOO_LONG: "too long",
+    Reason.LEFT_OUT: "too long, and left out",
+    Reason.TRUNCATED: "too long, and cut",
     Reason.BLANK_LINE: "blank",
     Reason.EMPTY_TEXT: "with an empty text",
 }
 
-HARMLESS: Final = frozenset({Reason.BLANK_LINE, Reason.EMPTY_TEXT})
-"""Counted and passed over under every policy."""
+HARMLESS: Final = frozenset(
+    {Reason.BLANK_LINE, Reason.EMPTY_TEXT, Reason.LEFT_OUT, Reason.TRUNCATED}
+)
+"""Counted and passed over (or cut, as the file asks for) under every policy for malformed lines."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +66,21 @@ class LineProblem:
     what: str
     why: str
     is_torn: bool = False
+    is_too_long: bool = False
+
+
+class RowError(Exception):
+    """A row that cannot be read: what it is, and why that is wrong."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what)
+        self.what, self.why = what, why
 
 
 @dataclass
 class Tally:
-    """Counts of a chunk's lines that gave no text, and the first problems.
+    """Counts of a chunk's lines that gave no text, and the first problems: malformed lines, and rows that are
+    too long, each by themselves, since a policy may let pass the ones and not the others.
 
     ``repaired``: texts in which half a surrogate pair was replaced.
     """
@@ -74,10 +97,11 @@ class Tally:
 
     def pass_over(self, problem: LineProblem, reason: Reason) -> None:
         """Count a malformed line."""
-        # A file of the wrong kind has a problem in every line; the first ones show which it is.
-        if len(self.problems) < _MOST_PROBLEMS:
-            self.problems.append(problem)
         self.skipped[reason] += 1
+        # A file of the wrong kind has a problem in every line; the first ones show which it is.
+        known = sum(one.is_too_long == problem.is_too_long for one in self.problems)
+        if known < MOST_PROBLEMS:
+            self.problems.append(problem)
 
     def add(self, other: "Tally") -> None:
         """Take in a later chunk's counts."""
@@ -86,7 +110,11 @@ class Tally:
         # Chunks finish in any order; the problems shown are the first of the file all the same.
         problems = [*self.problems, *other.problems]
         problems.sort(key=lambda problem: problem.line)
-        self.problems = problems[:_MOST_PROBLEMS]
+        of_kind = [
+            [one for one in problems if one.is_too_long == kind] for kind in (False, True)
+        ]
+        kept = [one for some in of_kind for one in some[:MOST_PROBLEMS]]
+        self.problems = sorted(kept, key=lambda problem: problem.line)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -145,15 +173,21 @@ class DocumentReader:
     """Turns lines into texts.
 
     ``tally`` collects what was passed over; ``line`` is the number of the next line. ``text_field``: None
-    where each line is a text as it is.
+    where each line is a text as it is. ``render``: makes the text of an object that is a row.
     """
 
     def __init__(
-        self, *, text_field: str | None, first_line: int, tally: Tally | None = None
+        self,
+        *,
+        text_field: str | None,
+        first_line: int,
+        tally: Tally | None = None,
+        render: Callable[[dict[str, Any]], str] | None = None,
     ) -> None:
         self.tally = Tally() if tally is None else tally
         self.line = first_line
         self._text_field = text_field
+        self._render = render
 
     def read(self, block: Block) -> tuple[list[str], list[int]]:
         """The texts of a block and their line numbers. Never raises for what a line holds."""
@@ -184,7 +218,10 @@ class DocumentReader:
             text = self._read_line(number, line, is_torn=is_torn)
             if not text:
                 continue
-            if has_surrogates:
+            if has_surrogates and self._render is not None:
+                # Replaced field by field, before its text was made.
+                self.tally.repaired += _has_lone_surrogate(line)
+            elif has_surrogates:
                 repaired = replace_lone_surrogates(text)
                 self.tally.repaired += repaired != text
                 text = repaired
@@ -229,6 +266,12 @@ class DocumentReader:
             what = f"the line holds {_json_type(value)}"
             problem = LineProblem(number, what, "each line is one JSON object")
             return self._pass_over(problem, Reason.NOT_AN_OBJECT)
+        if self._render is not None:
+            try:
+                return self._render(value)
+            except RowError as error:
+                problem = LineProblem(number, error.what, error.why)
+                return self._pass_over(problem, Reason.NO_ROW)
         text = value.get(self._text_field)
         if type(text) is str:
             return text or self._count(Reason.EMPTY_TEXT)
@@ -252,6 +295,12 @@ class DocumentReader:
     def _count(self, reason: Reason) -> str:
         self.tally.skipped[reason] += 1
         return ""
+
+
+def _has_lone_surrogate(line: str | None) -> bool:
+    """Whether a line of JSON escapes half a surrogate pair."""
+    text = json.dumps(json.loads(line or "null"), ensure_ascii=False)
+    return replace_lone_surrogates(text) != text
 
 
 def _json_type(value: Any) -> str:

@@ -54,6 +54,8 @@ class SourceEntry:
     dtype: Literal["uint16", "uint32"]
     document: Literal["file", "line"] = "file"
     base: Path = Path()
+    row_fields: tuple[str, ...] = ()
+    """Keys of a row, where the source is read as rows."""
 
     @property
     def is_whole_files(self) -> bool:
@@ -74,16 +76,21 @@ class SourceEntry:
 
 def training_sources(training: Training, base_directory: Path) -> list[SourceEntry]:
     """``data.sources``, in the manifest's order."""
-    return _entries(training.data.sources, "spec.training.data.sources", base_directory)
+    where = "spec.training.data.sources"
+    return _entries(training, training.data.sources, where, base_directory)
 
 
 def evaluation_sources(training: Training, base_directory: Path) -> list[SourceEntry]:
     """``evaluation.sources``, in the manifest's order."""
     where = "spec.training.evaluation.sources"
-    return _entries(training.evaluation.sources, where, base_directory)
+    return _entries(training, training.evaluation.sources, where, base_directory)
 
 
-def _entries(sources: Sequence[Source], where: str, base_directory: Path) -> list[SourceEntry]:
+def _entries(
+    training: Training, sources: Sequence[Source], where: str, base_directory: Path
+) -> list[SourceEntry]:
+    rows = training.row_settings
+    fields = () if rows is None else rows.fields
     return [
         SourceEntry(
             f"{where}[{index}]",
@@ -94,6 +101,7 @@ def _entries(sources: Sequence[Source], where: str, base_directory: Path) -> lis
             source.dtype,
             source.document,
             base=Path() if Path(source.path).is_absolute() else base_directory,
+            row_fields=fields,
         )
         for index, source in enumerate(sources)
     ]

@@ -1,18 +1,20 @@
-"""Reads a column of texts from Parquet files, some row groups at a time and with bounded memory.
+"""Reads texts, or rows of several columns, from Parquet files, some row groups at a time.
+
+Memory is bounded: rows are decoded some at a time.
 
 The library (pyarrow) is an extra: only who has such files needs it. No thread of it is used, since processes
 fork from the one that prepares.
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.data.preparation.documents import LineProblem, Reason, Tally
+from evergrad_trainer.data.preparation.documents import LineProblem, Reason, RowError, Tally
 from evergrad_trainer.errors import DataError
 
 _BATCH_BYTES: Final = 2**20
@@ -23,7 +25,7 @@ _READ_AHEAD: Final = 2**18
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows of a group, and bytes of its texts before compression."""
+    """Rows of a group, and bytes of what is read of it before compression."""
 
     rows: int
     size: int
@@ -51,37 +53,47 @@ def read_row_groups(path: Path, column: str, *, field: str) -> list[RowGroup]:
             what = f"its column {column!r} holds values of the type {kind}"
             remedy = f"Name a column of strings in {field}.textField"
             raise DataError(Problem(str(path), what, "a text is a string", remedy))
-        metadata = file.metadata
-        groups = []
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            groups.append(RowGroup(group.num_rows, _size_of(group, column)))
-        return groups
+        return _groups(file.metadata, [column])
 
 
-def _size_of(group: Any, column: str) -> int:
+def find_row_groups(path: Path, columns: Sequence[str]) -> list[RowGroup]:
+    """The row groups of a file of rows, in their order.
+
+    ``columns``: those that a row may have. Raises DataError for a file that is none or has none of them, and
+    where pyarrow is not installed.
+    """
+    with _opened(path) as file:
+        names = list(file.schema_arrow.names)
+        if not set(columns) & set(names):
+            shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
+            what = f"has none of the columns {', '.join(map(repr, columns))}"
+            remedy = "Name its columns under spec.training.rows"
+            raise DataError(Problem(str(path), what, f"it has {shown or 'none'}", remedy))
+        return _groups(file.metadata, columns)
+
+
+def _groups(metadata: Any, columns: Collection[str]) -> list[RowGroup]:
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return [RowGroup(group.num_rows, _size_of(group, columns)) for group in groups]
+
+
+def _size_of(group: Any, columns: Collection[str]) -> int:
+    # A column of lists or structures has several parts, each with a path.
     parts = map(group.column, range(group.num_columns))
-    return sum(part.total_uncompressed_size for part in parts if part.path_in_schema == column)
+    return sum(
+        part.total_uncompressed_size
+        for part in parts
+        if part.path_in_schema.partition(".")[0] in columns or part.path_in_schema in columns
+    )
 
 
 def read_rows(
     path: Path, groups: range, column: str, *, first_row: int, tally: Tally
 ) -> Iterator[tuple[list[str], list[int]]]:
     """The texts of some row groups, and the row of each. ``first_row``: number of their first one."""
-    numbers, row = list(groups), first_row
+    row = first_row
     with _opened(path) as file:
-        found = [file.metadata.row_group(number) for number in numbers]
-        rows = sum(group.num_rows for group in found)
-        size = sum(_size_of(group, column) for group in found)
-        # By their mean length: a batch of long texts would otherwise be as large as the group.
-        wanted = _BATCH_BYTES * rows // max(1, size)
-        batches = file.iter_batches(
-            batch_size=min(max(1, wanted), _MOST_ROWS),
-            row_groups=numbers,
-            columns=[column],
-            use_threads=False,
-        )
-        for batch in batches:
+        for batch in _batches(file, groups, [column]):
             texts, lines = [], []
             for number, value in enumerate(_values(batch.column(0)), row):
                 text = _text_of(value, number, column, tally)
@@ -90,6 +102,82 @@ def read_rows(
                     lines.append(number)
             row += batch.num_rows
             yield texts, lines
+
+
+def read_objects(
+    path: Path,
+    groups: range,
+    columns: Sequence[str],
+    *,
+    first_row: int,
+    tally: Tally,
+    render: Callable[[dict[str, Any]], str],
+) -> Iterator[tuple[list[str], list[int]]]:
+    """The texts that ``render`` makes of the rows of some row groups, and the row of each.
+
+    A row is an object of those of ``columns`` that have a value in it. ``render`` raises RowError.
+    """
+    row = first_row
+    with _opened(path) as file:
+        present = [name for name in columns if name in file.schema_arrow.names]
+        for batch in _batches(file, groups, present):
+            texts, lines = [], []
+            for number, value in enumerate(_objects(batch), row):
+                if value is None:
+                    why = "a byte in it starts no character"
+                    problem = LineProblem(number, "the row is not UTF-8", why)
+                    tally.pass_over(problem, Reason.NOT_UTF8)
+                    continue
+                try:
+                    texts.append(render(value))
+                except RowError as error:
+                    problem = LineProblem(number, error.what, error.why)
+                    tally.pass_over(problem, Reason.NO_ROW)
+                    continue
+                lines.append(number)
+            row += batch.num_rows
+            yield texts, lines
+
+
+def _batches(file: Any, groups: range, columns: Sequence[str]) -> Iterator[Any]:
+    """The rows of some row groups, some at a time."""
+    found = [file.metadata.row_group(number) for number in groups]
+    rows = sum(group.num_rows for group in found)
+    size = sum(_size_of(group, columns) for group in found)
+    # By their mean length: a batch of long texts would otherwise be as large as the group.
+    wanted = _BATCH_BYTES * rows // max(1, size)
+    yield from file.iter_batches(
+        batch_size=min(max(1, wanted), _MOST_ROWS),
+        row_groups=list(groups),
+        columns=list(columns),
+        use_threads=False,
+    )
+
+
+def _objects(batch: Any) -> Iterator[dict[str, Any] | None]:
+    """The rows of a batch; None for one that is no UTF-8."""
+    try:
+        found: list[dict[str, Any] | None] = batch.to_pylist()
+    except UnicodeDecodeError:
+        found = [_object(batch.slice(index, 1)) for index in range(batch.num_rows)]
+    # Each row has all columns, and each structure all its fields: one without a value is as if it were not
+    # there, so that a file may hold conversations and prompts.
+    yield from (None if one is None else _without_nulls(one) for one in found)
+
+
+def _object(single: Any) -> dict[str, Any] | None:
+    try:
+        (found,) = single.to_pylist()
+    except UnicodeDecodeError:
+        return None
+    row: dict[str, Any] = found
+    return row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _values(column: Any) -> list[str | bytes | None]:

@@ -12,10 +12,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
 import xxhash
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT, TEXT_TYPES, HeldOut
+from evergrad_trainer.data.marked_text import MARKS
 from evergrad_trainer.data.preparation.chunk import (
     WHOLE,
     Attempt,
@@ -27,13 +29,16 @@ from evergrad_trainer.data.preparation.chunk import (
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.documents import (
     HARMLESS,
+    MOST_PROBLEMS,
     LineProblem,
+    Reason,
     Tally,
 )
 from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
 from evergrad_trainer.data.preparation.pool import Pool
 from evergrad_trainer.data.preparation.progress import Reporter
+from evergrad_trainer.data.preparation.rows import RowFormat, marked_dtype
 from evergrad_trainer.data.preparation.texts import TextFormat
 from evergrad_trainer.data.prepared import (
     FORMAT,
@@ -51,6 +56,10 @@ from evergrad_trainer.errors import DataError
 from evergrad_trainer.lock import exclusive
 
 _POLICY: Final = "spec.training.data.malformed"
+_IF_TOO_LONG: Final = (
+    "Raise sequenceLength, or set spec.training.rows.tooLong to skip or truncate; what is left out or cut is "
+    "counted"
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,12 @@ class Recipe:
     malformed: Literal["refuse", "skip"]
     held_out: HeldOut | None
     seed: int
+    rows: RowFormat | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of what is kept of each token: its id, of a row with the mark."""
+        return self.tokenizer.dtype if self.rows is None else marked_dtype(self.tokenizer)
 
 
 def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -> str:
@@ -71,7 +86,7 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
     held_out = recipe.held_out
     is_text = source.type in TEXT_TYPES
     # Settings that a type of source does not use are left out: they would only prepare the same bytes again.
-    facts = {
+    facts: dict[str, Any] = {
         "format": FORMAT,
         "type": source.type,
         "content": content.content_hash,
@@ -85,6 +100,9 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
     }
     if source.type == "text":
         facts["document"] = source.document
+    if recipe.rows is not None:
+        facts["rows"] = recipe.rows.to_json()
+        facts["marks"] = MARKS
     text = json.dumps(facts, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -112,7 +130,7 @@ class Preparation:
     @property
     def dtype(self) -> Dtype:
         """The type of its token files."""
-        return "uint16" if self.recipe.tokenizer.dtype.itemsize == 2 else "uint32"
+        return "uint16" if self.recipe.dtype.itemsize == 2 else "uint32"
 
 
 def publish(
@@ -184,6 +202,9 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
     outcomes, tally = _tokenize(preparation, pool=pool, report=report)
     if preparation.recipe.malformed == "refuse" and tally.malformed:
         raise DataError(*_malformed_lines(preparation, tally))
+    if tally.skipped[Reason.TOO_LONG]:
+        # Too long is not malformed: the policy for those does not let it pass in silence.
+        raise DataError(*_too_long_rows(preparation, tally))
 
     stream = WHOLE if preparation.recipe.held_out else TRAIN
     documents = sum(outcome.documents.get(stream, 0) for outcome in outcomes)
@@ -206,7 +227,7 @@ def _tokenize(
     """
     source, recipe = preparation.source, preparation.recipe
     chunks = preparation.content.chunks
-    form, tally = TextFormat.of(source), Tally()
+    form, tally = TextFormat.of(source, recipe.rows), Tally()
     outcomes: dict[int, Outcome] = {}
 
     def jobs() -> Iterator[TokenizeJob]:
@@ -263,7 +284,7 @@ def _recorded(preparation: Preparation, number: int) -> Outcome | None:
 def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:
     """Whether the files of an outcome have their sizes: a crash may leave a record and lose a file."""
     attempt, number = preparation.attempt, outcome.number
-    width = preparation.recipe.tokenizer.dtype.itemsize
+    width = preparation.recipe.dtype.itemsize
     for stream in outcome.tokens:
         directory = attempt.chunks if stream == WHOLE else attempt.data
         wanted = {
@@ -353,9 +374,11 @@ def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
     """The first malformed lines, rows or files, one problem each, and how many there are."""
     source, unit = preparation.source, preparation.source.unit
     problems = []
-    for problem in tally.problems:
+    for problem in tally.problems[:MOST_PROBLEMS]:
         why = problem.why
         remedy = f"Correct the {unit}, or set {_POLICY} to skip"
+        if problem.is_too_long:
+            remedy = _IF_TOO_LONG
         if problem.is_torn:
             why += "; the file ends within this line, so it may be truncated"
             remedy = f"Copy the file again, or set {_POLICY} to skip"
@@ -370,6 +393,20 @@ def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
     return problems
 
 
+def _too_long_rows(preparation: Preparation, tally: Tally) -> list[Problem]:
+    """The first rows that do not fit into a sample, and how many there are."""
+    shown = [problem for problem in tally.problems if problem.is_too_long]
+    problems = [
+        Problem(_place(preparation, one), one.what, one.why, _IF_TOO_LONG) for one in shown
+    ]
+    number = tally.skipped[Reason.TOO_LONG]
+    if number > len(shown):
+        what = f"{number} of {preparation.content.lines} rows are too long"
+        why = f"the first {len(shown)} are named above"
+        problems.append(Problem(str(preparation.source.path), what, why, _IF_TOO_LONG))
+    return problems
+
+
 def _place(preparation: Preparation, problem: LineProblem) -> str:
     """The file of a problem, with the line or row in it."""
     path, line = preparation.content.place(problem.line)
@@ -381,7 +418,8 @@ def _place(preparation: Preparation, problem: LineProblem) -> str:
 def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
     # The first malformed line shows most often which it is: a wrong field name, or a file of another kind.
     source, unit = preparation.source, preparation.source.unit
-    harmless = sum(tally.skipped[reason] for reason in HARMLESS)
+    too_long = tally.skipped[Reason.LEFT_OUT]
+    harmless = sum(tally.skipped[reason] for reason in HARMLESS) - too_long
     what = f"holds no document in {preparation.content.lines} {unit}s"
     why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"
     if tally.problems:
@@ -390,8 +428,12 @@ def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
         if unit != "line" or len(preparation.content.files) > 1:
             place = _place(preparation, first)
         why += f", the first in {place}: {first.what}"
+    if too_long:
+        why += f", {too_long} are too long"
     remedy = "Check how it was made"
-    if source.type != "text":
+    if preparation.recipe.rows is not None:
+        remedy = "Check the names of its fields in spec.training.rows, and spec.training.data.sequenceLength"
+    elif source.type != "text":
         remedy = (
             f"Check {source.field}.textField ({source.text_field!r}) and how the file was made"
         )

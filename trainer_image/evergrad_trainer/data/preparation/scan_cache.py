@@ -34,7 +34,8 @@ def scan_cached(
     """
     key = [os.path.abspath(source.path), source.type, source.dtype]
     if source.type in ("text", "parquet"):
-        key.append(source.document if source.type == "text" else source.text_field)
+        columns = "\0".join(source.row_fields) or source.text_field
+        key.append(source.document if source.type == "text" else columns)
     text = json.dumps(key)
     name = xxhash.xxh3_64_hexdigest(text.encode("utf-8", errors="surrogateescape"))
     memory = directory / f"{name}.json"

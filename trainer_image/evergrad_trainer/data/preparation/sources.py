@@ -16,7 +16,7 @@ from evergrad_trainer.data.preparation.files import (
     SourceEntry,
     too_large_document,
 )
-from evergrad_trainer.data.preparation.parquet import read_row_groups
+from evergrad_trainer.data.preparation.parquet import find_row_groups, read_row_groups
 from evergrad_trainer.data.preparation.unpacking import Unpacked, is_packed, open_content
 from evergrad_trainer.errors import DataError
 
@@ -196,7 +196,10 @@ def _scan_text(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) 
 def _scan_parquet(source: SourceEntry, path: Path, found: Stat, on_bytes: OnBytes) -> Scan:
     """Hash and rows of a Parquet file. Its spans are as many row groups as make a chunk."""
     # First what the file says of itself: another kind of file, of 100 GB, is refused at once.
-    groups = read_row_groups(path, source.text_field, field=source.field)
+    if source.row_fields:
+        groups = find_row_groups(path, source.row_fields)
+    else:
+        groups = read_row_groups(path, source.text_field, field=source.field)
     digest = xxhash.xxh3_128()
     for buffer, count in _blocks(path, found.size, on_bytes):
         digest.update(memoryview(buffer)[:count])

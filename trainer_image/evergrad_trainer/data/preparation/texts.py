@@ -17,7 +17,8 @@ from evergrad_trainer.data.preparation.documents import (
     read_blocks,
 )
 from evergrad_trainer.data.preparation.files import SourceEntry
-from evergrad_trainer.data.preparation.parquet import read_rows
+from evergrad_trainer.data.preparation.parquet import read_objects, read_rows
+from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.preparation.unpacking import open_content
 from evergrad_trainer.errors import DataError
 
@@ -35,17 +36,26 @@ class TextFormat:
     type: Literal["jsonl", "text", "parquet"]
     text_field: str
     document: Literal["file", "line"]
+    rows: RowFormat | None = None
+    """How rows are read, where each line is one."""
 
     @staticmethod
-    def of(source: SourceEntry) -> "TextFormat":
+    def of(source: SourceEntry, rows: RowFormat | None = None) -> "TextFormat":
         """The format of a source that has texts."""
         if source.type == "tokens":
             raise ValueError("a source of tokens has no texts")
-        return TextFormat(source.type, source.text_field, source.document)
+        return TextFormat(source.type, source.text_field, source.document, rows)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
-        return asdict(self)
+        value = asdict(self)
+        return {**value, "rows": self.rows.to_json() if self.rows else None}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "TextFormat":
+        """The inverse of ``to_json``."""
+        rows = RowFormat.from_json(value["rows"]) if value["rows"] else None
+        return TextFormat(**{**value, "rows": rows})
 
 
 class TextReader:
@@ -73,22 +83,38 @@ class TextReader:
         """
         if self._form.type == "parquet":
             for piece in chunk.pieces:
-                groups, first = range(piece.start, piece.end), piece.first_line
-                column = self._form.text_field
-                yield from read_rows(piece.path, groups, column, first_row=first, tally=tally)
+                yield from self._row_groups(piece, tally)
             return
         if self._form.type == "text" and self._form.document == "file":
             yield from self._whole_files(chunk, tally)
             return
         field = self._form.text_field if self._form.type == "jsonl" else None
         for piece in chunk.pieces:
-            reader = DocumentReader(text_field=field, first_line=piece.first_line, tally=tally)
+            reader = DocumentReader(
+                text_field=field,
+                first_line=piece.first_line,
+                tally=tally,
+                render=None if self._form.rows is None else self._form.rows.render,
+            )
             file = self._at(piece.path)
             try:
                 for block in read_blocks(file, start=piece.start, end=piece.end, size=_BLOCK):
                     yield reader.read(block)
             except EOFError:
                 raise _shorter(piece.path) from None
+
+    def _row_groups(self, piece: Piece, tally: Tally) -> Iterator[Texts]:
+        groups, first, rows = (
+            range(piece.start, piece.end),
+            piece.first_line,
+            self._form.rows,
+        )
+        if rows is None:
+            column = self._form.text_field
+            return read_rows(piece.path, groups, column, first_row=first, tally=tally)
+        return read_objects(
+            piece.path, groups, rows.keys, first_row=first, tally=tally, render=rows.render
+        )
 
     def _whole_files(self, chunk: Chunk, tally: Tally) -> Iterator[Texts]:
         texts: list[str] = []

@@ -11,13 +11,22 @@ from torch import nn
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
-from evergrad_trainer.data.token_source import INPUT_IDS, LABELS, TokenSource
+from evergrad_trainer.data.token_source import INPUT_IDS, LABELS, POSITIONS, TokenSource
 from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
 from evergrad_trainer.errors import DataError
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.recipes.pretrain.options import PretrainOptions
-from evergrad_trainer.task import Evaluator, Loss, Modules, Section, Setup, Stage, Tensors
+from evergrad_trainer.task import (
+    Evaluator,
+    Loss,
+    Modules,
+    Section,
+    Setup,
+    Source,
+    Stage,
+    Tensors,
+)
 
 
 class Pretrain:
@@ -61,7 +70,7 @@ class Pretrain:
             sources[source.name] = (self._open(source, source.train), declared.weight)
         # What decides the samples besides the sources and the order: part of the fingerprint of the data.
         facts = {
-            "packing": "concatenate",
+            "packing": data.packing,
             "sequence_length": data.sequence_length,
             "tokenizer": self.tokenizer.identity,
         }
@@ -96,7 +105,7 @@ class Pretrain:
         chunk_tokens = self.setup.training.runtime.loss_chunk
         # By chunks of tokens, if asked for: the logits of a whole micro-batch may not fit.
         loss_sum = causal_lm_loss(modules.trained["model"], chunk_tokens=chunk_tokens)
-        total = loss_sum(batch[INPUT_IDS], batch[LABELS])
+        total = loss_sum(batch[INPUT_IDS], batch[LABELS], batch.get(POSITIONS))
         return Loss(total)
 
     def enter(self, modules: Modules, stage: Stage) -> None:
@@ -105,10 +114,11 @@ class Pretrain:
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
         """Nothing to keep."""
 
-    def _open(self, source: PreparedSource, sequence: TokenSequence) -> TokenSource:
+    def _open(self, source: PreparedSource, sequence: TokenSequence) -> Source:
         return TokenSource(
             source,
             sequence,
             sequence_length=self.setup.training.data.sequence_length,
             end_of_document=self.tokenizer.end_of_document,
+            keeps_apart=self.setup.training.data.packing == "documents",
         )

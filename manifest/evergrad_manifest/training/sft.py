@@ -1,0 +1,187 @@
+"""The recipe ``sft``: supervised fine-tuning on rows of chat messages, or of a prompt and its completion."""
+
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from evergrad_manifest.base import Section
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.training.common import RECIPES, TRAINING
+from evergrad_manifest.values.numbers import Count
+from evergrad_manifest.view import UNKNOWN, View
+
+SFT: Final = "sft"
+KEEPS_APART: Final = ("pretrain", SFT)
+"""Recipes whose loss keeps the documents of a sample apart; another would let them see each other."""
+GENERATED: Final = "-generated"
+"""Ending of the name of the evaluation set that generates from the rows of another one."""
+NUMBERS: Final = ("exact_match", "parse_rate", "rmse")
+"""What is measured of generated completions, besides the loss."""
+_ROWS: Final = f"{TRAINING}.rows"
+_TOO_LONG: Final = f"{_ROWS}.tooLong"
+_GENERATION: Final = f"{TRAINING}.evaluation.generation"
+_PACKING: Final = f"{TRAINING}.data.packing"
+_EVALUATION_SOURCES: Final = f"{TRAINING}.evaluation.sources"
+_SOURCES: Final = f"{TRAINING}.data.sources"
+
+FieldName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class RowSettings(Section):
+    """How rows are read by the recipe ``sft``. Each row is one JSON object, or one of a Parquet file: a
+    conversation or a prompt with its completion."""
+
+    chat_template: str | None = Field(default=None, min_length=1, max_length=2**17)
+    """Jinja template that makes a text of a conversation, as in a tokenizer's ``chat_template``; default: the
+    tokenizer's own."""
+    messages_field: FieldName = "messages"
+    """Key of a conversation: a list of objects with ``role`` and ``content``."""
+    prompt_field: FieldName = "prompt"
+    """Key of a prompt, a text that is not learned."""
+    completion_field: FieldName = "completion"
+    """Key of the text that follows the prompt, which is learned with the end of the document behind it."""
+    learn: Literal["completions", "everything"] = "completions"
+    """Tokens that carry loss: assistant turns and completions, or prompts as well."""
+    too_long: Literal["refuse", "skip", "truncate"] = "refuse"
+    """Action for a row of more than ``sequenceLength`` + 1 tokens: stop, leave it out, or cut its end off.
+
+    What is left out or cut is counted.
+    """
+
+    @property
+    def fields(self) -> tuple[str, str, str]:
+        """The keys that say what a row is."""
+        return self.messages_field, self.prompt_field, self.completion_field
+
+
+class Generation(Section):
+    """Completions that the model generates from the prompts of each set, compared with the rows' own."""
+
+    max_new_tokens: Count = Field(default=100, ge=1, le=2**16)
+    """At most this many tokens a row."""
+    stop: tuple[str, ...] = Field(default=(), max_length=16)
+    """Texts at which a completion ends, none of which is a part of it; it also ends with the document."""
+
+
+def _reads_rows(view: View) -> bool:
+    """Whether samples are rows: by the recipe, or by the section that a task of the user's own has."""
+    recipe = view.get(f"{TRAINING}.recipe")
+    return recipe == SFT or (recipe not in RECIPES and view.is_given(_ROWS))
+
+
+def check_sft(view: View) -> Iterator[Problem]:
+    """Settings of rows need a recipe that reads rows."""
+    recipe = view.get(f"{TRAINING}.recipe")
+    if recipe is UNKNOWN or recipe not in RECIPES or recipe == SFT:
+        return
+    for path, why in ((_ROWS, "its samples are no rows"), (_GENERATION, "it has no prompts")):
+        if view.is_given(path):
+            remedy = f"Remove it, or set recipe: {SFT}"
+            yield Problem(path, f"has no meaning with recipe {recipe}", why, remedy)
+
+
+def check_fields(view: View) -> Iterator[Problem]:
+    """A key cannot stand for two parts of a row."""
+    names = ("messagesField", "promptField", "completionField")
+    if view.get(_ROWS) is UNKNOWN or view.get(_ROWS) is None:
+        return
+    first: dict[str, str] = {}
+    for name in names:
+        value = view.get(f"{_ROWS}.{name}")
+        if value is UNKNOWN:
+            continue
+        if value in first:
+            what = f"{value!r} is also {first[value]}"
+            why = "each names another part of a row"
+            yield Problem(f"{_ROWS}.{name}", what, why, "Name two different keys")
+        first[value] = name
+
+
+def check_rows(view: View) -> Iterator[Problem]:
+    """Rows are JSON objects, one a line, or those of a Parquet file."""
+    if not _reads_rows(view):
+        return
+    for where in (_SOURCES, _EVALUATION_SOURCES):
+        for path, item in view.items(where):
+            if item["type"] not in ("jsonl", "parquet", UNKNOWN):
+                yield Problem(
+                    format_path((*path, "type")),
+                    f"{item['type']} has no rows of messages or prompts",
+                    f"recipe {SFT} reads JSON objects, one a line, or the rows of Parquet files",
+                    "Write the rows so, and set type: jsonl or parquet",
+                )
+            elif item["textField"] not in ("text", UNKNOWN):
+                # Its default stands in each run that was written out.
+                why = "a row has messages, or a prompt and a completion"
+                remedy = (
+                    f"Remove it; {_ROWS} has messagesField, promptField and completionField"
+                )
+                where_field = format_path((*path, "textField"))
+                yield Problem(where_field, f"has no meaning with recipe {SFT}", why, remedy)
+
+
+def check_packing(view: View) -> Iterator[Problem]:
+    """Texts and rows have each their ways of filling a sample."""
+    found = view.known(f"{TRAINING}.recipe", _PACKING, f"{TRAINING}.runtime.attention")
+    if found is None:
+        return
+    recipe, packing, attention = found
+    reads_rows = _reads_rows(view)
+    if not view.is_given(_PACKING):
+        packing = "documents" if reads_rows else packing
+    if reads_rows and packing == "concatenate":
+        why = "a row would be cut wherever a sample ends, and see the rows before it"
+        remedy = "Use documents, or none"
+        yield Problem(_PACKING, "concatenate is not for rows", why, remedy)
+    if recipe in RECIPES and not reads_rows and packing == "none":
+        why = "they are cut into samples, so that each sample is full"
+        remedy = "Use concatenate, or documents"
+        yield Problem(_PACKING, "none is not for texts", why, remedy)
+    if recipe in RECIPES and recipe not in KEEPS_APART and packing == "documents":
+        why = f"only {' and '.join(KEEPS_APART)} keep the documents of a sample apart"
+        what = f"documents is not for recipe {recipe}"
+        yield Problem(_PACKING, what, why, "Use concatenate")
+    if packing == "documents" and attention in ("flash", "cudnn"):
+        why = "torch's kernel of that name takes no mask, which keeps the documents of a sample apart"
+        remedy = "Leave it out, or use efficient or math"
+        yield Problem(
+            f"{TRAINING}.runtime.attention",
+            f"{attention} cannot be combined with data.packing documents",
+            why,
+            remedy,
+        )
+
+
+def check_generation(view: View) -> Iterator[Problem]:
+    """The sets that generation adds have names of their own, and there are whole completions to compare."""
+    if view.get(f"{TRAINING}.evaluation") is UNKNOWN or not view.is_given(_GENERATION):
+        return
+    if any(not text for text in view.raw(*_GENERATION.split("."), "stop") or ()):
+        why = "every text has it everywhere"
+        yield Problem(f"{_GENERATION}.stop", "an empty text is no end", why, "Remove it")
+    if view.get(_TOO_LONG) == "truncate":
+        yield Problem(
+            _TOO_LONG,
+            "truncate cannot be combined with evaluation.generation",
+            "what is generated would be compared with completions whose end is cut off",
+            "Use skip or refuse, or leave evaluation.generation out",
+        )
+    sources = view.items(_EVALUATION_SOURCES)
+    if view.get(f"{TRAINING}.recipe") == SFT and not (
+        sources or view.is_given(f"{TRAINING}.data.heldOut")
+    ):
+        why = "neither evaluation.sources nor data.heldOut is set"
+        remedy = (
+            "Add data.heldOut (such as `fraction: 1%`) or a source under evaluation.sources"
+        )
+        yield Problem(_GENERATION, "there is nothing to generate from", why, remedy)
+    for path, item in sources:
+        if isinstance(item["name"], str) and item["name"].endswith(GENERATED):
+            why = "names that end so are those of the sets that generate"
+            where = format_path((*path, "name"))
+            yield Problem(where, f"{item['name']!r} is reserved", why, "Rename the source")
+
+
+RULES: Final = (check_sft, check_fields, check_rows, check_packing, check_generation)

@@ -1,0 +1,179 @@
+"""The recipe ``two_stage_kl``: a mixture for each of two stages, and a penalty that holds the second near the
+model of the boundary between them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from evergrad_manifest.base import Section
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.spelling import nearest
+from evergrad_manifest.training.common import TRAINING
+from evergrad_manifest.training.steps import HORIZON, steps_for_tokens, total_steps_of
+from evergrad_manifest.values.numbers import Count, Real, show
+from evergrad_manifest.view import UNKNOWN, View
+
+RECIPE: Final = "two_stage_kl"
+DEFAULT_BETA: Final = 0.1
+"""Weight of the penalty in the second stage, where the file gives none."""
+CHUNK_TOKENS: Final = 512
+"""Tokens whose logits exist at a time, where ``runtime.lossChunk`` does not say."""
+STAGE_SETS: Final = ("stage1", "stage2")
+"""Evaluation sets that ``data.heldOut`` makes: the held-out documents of each stage's sources."""
+MEASURED: Final = ("reference_loss", "kl")
+"""Metrics of each evaluation set in the second stage, beside those of all recipes."""
+_SECTION: Final = f"{TRAINING}.twoStageKl"
+_STAGES: Final = f"{_SECTION}.stages"
+_SOURCES: Final = f"{TRAINING}.data.sources"
+
+Share = Annotated[Real, Field(gt=0, le=1e9)]
+"""A weight in a mixture."""
+
+
+class KlStage(Section):
+    """One of the two stages."""
+
+    tokens: Count | None = Field(default=None, ge=1, le=10**18)
+    """First stage only: tokens after which the second one begins (rounded up to whole steps). The second
+    lasts to the horizon."""
+    mixture: dict[str, Share] = Field(default_factory=dict, max_length=64)
+    """Shares of the samples, relative to one another, by names of ``data.sources``; default: all sources by
+    their weights."""
+    beta: Real | None = Field(default=None, ge=0, le=1e6)
+    """Second stage only: weight of the penalty beside the loss; default 0.1."""
+
+
+class TwoStageKl(Section):
+    """The stages of ``recipe: two_stage_kl`` and the penalty of the second."""
+
+    stages: tuple[KlStage, ...] = Field(min_length=2, max_length=2)
+    """The two stages, in their order."""
+    estimator: Literal["nll_difference", "forward", "reverse"] = "reverse"
+    """The penalty. ``reverse``: KL(model ‖ reference) over the vocabulary. ``forward``: KL(reference ‖
+    model). ``nll_difference``: the model's loss less the reference's, which has the gradient of the loss
+    alone."""
+
+
+def check_is_given(view: View) -> Iterator[Problem]:
+    """The section and the recipe belong together."""
+    recipe = view.get(f"{TRAINING}.recipe")
+    if not isinstance(view.raw("spec", "training"), Mapping) or recipe is UNKNOWN:
+        return
+    is_given = view.is_given(_SECTION)
+    if recipe == RECIPE and not is_given:
+        remedy = "Add `twoStageKl` with its two `stages`"
+        yield Problem(_SECTION, "missing", f"recipe {RECIPE} has two stages", remedy)
+    if recipe != RECIPE and is_given:
+        what = f"has no meaning with recipe {show(recipe)}"
+        yield Problem(_SECTION, what, "", f"Remove it, or set recipe: {RECIPE}")
+
+
+def check_stages(view: View) -> Iterator[Problem]:
+    """The first stage has a length and no penalty; the second has the rest of the run."""
+    for index, (path, stage) in enumerate(_stages_of(view)):
+        tokens, beta = (format_path((*path, key)) for key in ("tokens", "beta"))
+        if index == 0 and stage["tokens"] is None:
+            why = "it says where the second stage begins"
+            yield Problem(tokens, "missing", why, "Add it, such as `tokens: 20M`")
+        if index == 0 and stage["beta"] not in (None, UNKNOWN, 0):
+            why = "the reference is the model as it is at the end of this stage"
+            yield Problem(beta, "has no meaning in the first stage", why, "Remove it")
+        if index == 1 and stage["tokens"] is not None:
+            why = "the second stage lasts to the horizon, which may be lengthened"
+            remedy = "Remove it, and let horizon.tokens be the sum of both stages"
+            yield Problem(tokens, "has no meaning in the second stage", why, remedy)
+
+
+def check_boundary(view: View) -> Iterator[Problem]:
+    """Each stage has a step at least, where the horizon does not depend on the data."""
+    stages = _stages_of(view)
+    found = view.known(
+        f"{TRAINING}.batching.globalBatchSize", f"{TRAINING}.data.sequenceLength"
+    )
+    total = total_steps_of(view)
+    if len(stages) != 2 or found is None or total is None:
+        return
+    tokens = stages[0][1]["tokens"]
+    if tokens in (None, UNKNOWN):
+        return
+    samples, length = found
+    if problem := problem_of_boundary(tokens, samples=samples, length=length, total=total):
+        yield problem
+
+
+def problem_of_boundary(
+    tokens: int, *, samples: int, length: int, total: int
+) -> Problem | None:
+    """What keeps a run of ``total`` steps from having a second stage; None if nothing does."""
+    end = steps_for_tokens(tokens, samples=samples, length=length)
+    if end < total:
+        return None
+    what = f"{tokens:,} tokens are {end:,} steps, and the horizon is {total:,}"
+    least = (end + 1) * samples * length
+    remedy = f"Lower it, or lengthen {HORIZON.removeprefix(f'{TRAINING}.')} to at least {least:,} tokens"
+    return Problem(f"{_STAGES}[0].tokens", what, "no step is left for the second stage", remedy)
+
+
+def check_mixtures(view: View) -> Iterator[Problem]:
+    """A mixture names sources of this file; a source is in one of them at least."""
+    sources = view.items(_SOURCES)
+    names = [item["name"] for _, item in sources]
+    stages = _stages_of(view)
+    if view.get(f"{TRAINING}.recipe") != RECIPE or not names or UNKNOWN in names:
+        return
+    for path, stage in stages:
+        for name in stage["mixture"] if isinstance(stage["mixture"], Mapping) else ():
+            if name in names:
+                continue
+            near = nearest(name, names)
+            why = f"did you mean `{near}`?" if near else "a mixture is of sources of this file"
+            remedy = f"Known here: {', '.join(names)}"
+            where = format_path((*path, "mixture", name))
+            yield Problem(where, f"{name!r} is not a name of data.sources", why, remedy)
+    # Prepared and never trained on: most probably a slip.
+    mixtures = [stage["mixture"] for _, stage in stages]
+    if len(mixtures) == 2 and all(isinstance(one, Mapping) and one for one in mixtures):
+        for (path, _), name in zip(sources, names, strict=True):
+            if not any(name in one for one in mixtures):
+                what = f"{name!r} is in the mixture of no stage"
+                remedy = "Add it to one of them, or remove the source"
+                yield Problem(format_path(path), what, "nothing would be trained on it", remedy)
+
+
+def check_set_names(view: View) -> Iterator[Problem]:
+    """No evaluation source takes the name of a stage's own set."""
+    if view.get(f"{TRAINING}.recipe") != RECIPE or not view.is_given(
+        f"{TRAINING}.data.heldOut"
+    ):
+        return
+    for path, item in view.items(f"{TRAINING}.evaluation.sources"):
+        name = item["name"]
+        if name is not UNKNOWN and name.casefold() in STAGE_SETS:
+            why = "it is the name of an evaluation set that data.heldOut makes"
+            where = format_path((*path, "name"))
+            yield Problem(where, f"{name!r} is reserved", why, "Rename the source")
+
+
+def _stages_of(view: View) -> list[tuple[Any, dict[str, Any]]]:
+    """The known stages of a run of this recipe, each with its path."""
+    if view.get(f"{TRAINING}.recipe") != RECIPE or not isinstance(view.get(_SECTION), Mapping):
+        return []
+    return view.items(_STAGES)
+
+
+def without_default_beta(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The section on the wire without weights of the penalty that it would mean as well without them."""
+    stages = [
+        {
+            key: value
+            for key, value in stage.items()
+            if key != "beta" or value not in (None, default)
+        }
+        for stage, default in zip(section["stages"], (0.0, DEFAULT_BETA), strict=True)
+    ]
+    return {**section, "stages": stages}
+
+
+RULES: Final = (check_is_given, check_stages, check_boundary, check_mixtures, check_set_names)

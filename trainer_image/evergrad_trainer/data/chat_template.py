@@ -1,0 +1,140 @@
+"""Chat templates: messages → text, and which parts of the text are the assistant's."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from evergrad_trainer.data.marked_text import MarkedText, Span
+
+ASSISTANT: Final = "assistant"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+"""Name of the template in a tokenizer's directory."""
+_BEGIN: Final = "\ud800"
+_END: Final = "\udfff"
+"""Marks around what stands in a ``generation`` block: halves of surrogate pairs, which no text has."""
+
+
+class ChatTemplateError(Exception):
+    """A conversation that a template does not render, with its reason."""
+
+
+class _Generation(Extension):
+    """The block ``{% generation %}…{% endgeneration %}`` that templates put around assistant turns."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class has it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_mark", [])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A jinja template as tokenizers carry it. ``variables``: what it knows besides the messages, such as
+    ``eos_token``."""
+
+    source: str
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+    ) -> MarkedText:
+        """The text of a conversation, in which the assistant's turns are marked.
+
+        Marked is what the template's ``generation`` blocks hold. A template without them has to render a
+        conversation turn by turn: each turn is then what the text of the conversation up to it has more than
+        the prompt for it. Raises ChatTemplateError.
+        """
+        whole = self._text(messages, extra, is_prompt=False)
+        if _BEGIN in whole:
+            return _unmark(whole)
+        spans = []
+        for at, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            prompt = self._text(messages[:at], extra, is_prompt=True)
+            until = self._text(messages[: at + 1], extra, is_prompt=False)
+            if not (until.startswith(prompt) and whole.startswith(until)):
+                raise ChatTemplateError(
+                    f"the template does not render message {at + 1} behind the prompt for it, so that its "
+                    "text cannot be found; it needs {% generation %} blocks around assistant turns"
+                )
+            spans.append(Span(len(prompt), len(until)))
+        return MarkedText(whole, tuple(spans))
+
+    def _text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+        *,
+        is_prompt: bool,
+    ) -> str:
+        template = _compile(self.source)
+        values = {**extra, **dict(self.variables), "messages": list(messages)}
+        try:
+            text: str = template.render(**values, add_generation_prompt=is_prompt)
+        except ChatTemplateError:
+            raise
+        except Exception as error:
+            # A template is a program of its author: it raises whatever its expressions raise.
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ChatTemplateError(f"the chat template fails: {said}") from error
+        return text
+
+
+def check_template(source: str) -> None:
+    """Raise ChatTemplateError unless ``source`` is a template."""
+    try:
+        _compile(source)
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        where = f"line {line}: " if line else ""
+        raise ChatTemplateError(f"{where}{' '.join(str(error).split())[:200]}") from error
+
+
+@lru_cache(maxsize=4)
+def _compile(source: str) -> Any:
+    # As tokenizers' templates expect it; sandboxed, since a template comes with a model. There is no clock:
+    # the same rows must always give the same text.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise ChatTemplateError(f"the chat template refuses it: {message}")
+
+
+def _unmark(text: str) -> MarkedText:
+    """``text`` without its marks, and where they were."""
+    pieces, spans, length = [], [], 0
+    for at, part in enumerate(text.split(_BEGIN)):
+        turn, is_marked, rest = part.partition(_END) if at else ("", "", part)
+        if at and not is_marked:
+            raise ChatTemplateError(
+                "a generation block of the chat template stands in another one"
+            )
+        if turn:
+            spans.append(Span(length, length + len(turn)))
+        pieces += [turn, rest]
+        length += len(turn) + len(rest)
+    return MarkedText("".join(pieces), tuple(spans))

@@ -1,0 +1,71 @@
+"""Packing of rows into samples: which rows share one, as a pure function of their lengths."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Samples as lists of rows: sample i has the rows ``rows[starts[i]:starts[i + 1]]``."""
+
+    rows: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def of(self, sample: int) -> list[int]:
+        """The rows of a sample. Raises IndexError."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        found: list[int] = self.rows[self.starts[sample] : self.starts[sample + 1]].tolist()
+        return found
+
+
+def pack(sizes: npt.NDArray[np.int64], *, capacity: int) -> Bins:
+    """Put rows of these sizes into samples: the longest row first, each into the sample in which it leaves
+    the least room (best fit, decreasing).
+
+    Rows of one size keep their order, so that the same sizes give the same samples everywhere. Raises
+    ValueError for a row that is larger than ``capacity``.
+    """
+    if len(sizes) and int(sizes.max()) > capacity:
+        raise ValueError(f"a row of {int(sizes.max())} does not fit into {capacity}")
+    order = np.argsort(-sizes, kind="stable").tolist()
+    known: list[int] = sizes.tolist()
+    # For each room that is left: the samples that have it, and a bit that says that there is one. A search
+    # for the least room that is enough is then two operations on one large integer.
+    waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
+    has_room = 0
+    members: list[list[int]] = []
+    for row in order:
+        size = known[row]
+        enough = has_room >> size
+        if enough:
+            room = size + (enough & -enough).bit_length() - 1
+            sample = waiting[room].pop()
+            if not waiting[room]:
+                has_room &= ~(1 << room)
+        else:
+            room, sample = capacity, len(members)
+            members.append([])
+        members[sample].append(row)
+        left = room - size
+        if left:
+            waiting[left].append(sample)
+            has_room |= 1 << left
+    return _bins(members)
+
+
+def one_each(number: int) -> Bins:
+    """Each row in a sample of its own."""
+    return Bins(np.arange(number), np.arange(number + 1))
+
+
+def _bins(members: Sequence[Sequence[int]]) -> Bins:
+    counts = np.array([len(one) for one in members], dtype=np.int64)
+    rows = np.array([row for one in members for row in one], dtype=np.int64)
+    return Bins(rows, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))

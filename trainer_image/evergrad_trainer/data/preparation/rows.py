@@ -1,0 +1,215 @@
+"""Rows of chat messages, or of a prompt and its completion: JSON object → marked text → marked tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad_trainer.data.chat_template import ASSISTANT, ChatTemplate, ChatTemplateError
+from evergrad_trainer.data.marked_text import MarkedText, Span, join_marks, marks_of
+from evergrad_trainer.data.preparation.documents import LineProblem, Reason, RowError, Tally
+from evergrad_trainer.data.tokenizers import (
+    TextTokenizer,
+    replace_lone_surrogates,
+    smallest_dtype,
+)
+
+_FOR_TEMPLATES: Final = ("tools", "documents")
+"""Keys of a conversation that its template is given besides the messages."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How rows are read.
+
+    ``longest``: tokens of a row that fit into a sample. ``template``: of conversations.
+    """
+
+    messages_field: str
+    prompt_field: str
+    completion_field: str
+    longest: int
+    too_long: Literal["refuse", "skip", "truncate"]
+    template: str | None
+    variables: tuple[tuple[str, str], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values only."""
+        return {**asdict(self), "variables": [list(pair) for pair in self.variables]}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> "RowFormat":
+        """The inverse of ``to_json``."""
+        variables = tuple((name, text) for name, text in value["variables"])
+        return RowFormat(**{**value, "variables": variables})
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys of a row that mean something."""
+        named = (self.messages_field, self.prompt_field, self.completion_field)
+        return (*named, *(key for key in _FOR_TEMPLATES if key not in named))
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        """The template of conversations."""
+        return None if self.template is None else ChatTemplate(self.template, self.variables)
+
+    def render(self, row: Mapping[str, Any]) -> MarkedText:
+        """The text of a row, with what is learned of it. Raises RowError."""
+        keys = (self.prompt_field, self.completion_field)
+        has_messages = self.messages_field in row
+        given = [key for key in keys if key in row]
+        if has_messages and given:
+            what = f"the row has {self.messages_field!r} and {given[0]!r}"
+            raise RowError(what, "it is a conversation, or a prompt with a completion")
+        if has_messages:
+            return self._render_messages(row)
+        if len(given) == 2:
+            return self._render_prompt(row)
+        if given:
+            (missing,) = set(keys) - set(given)
+            raise RowError(f"the row has no field {missing!r}", f"it has {given[0]!r}")
+        # A few names, cut short: the message is for a person.
+        names = ", ".join(repr(name[:40]) for name in list(row)[:5]) or "none"
+        what = f"the row has neither {self.messages_field!r} nor {keys[0]!r} and {keys[1]!r}"
+        raise RowError(what, f"its fields are {names}")
+
+    def _render_prompt(self, row: Mapping[str, Any]) -> MarkedText:
+        prompt, completion = (
+            _text_in(row, key, f"the field {key!r}")
+            for key in (self.prompt_field, self.completion_field)
+        )
+        if not completion:
+            what = f"the field {self.completion_field!r} is empty"
+            raise RowError(what, "there is nothing to learn")
+        span = Span(len(prompt), len(prompt) + len(completion))
+        return MarkedText(prompt + completion, (span,), is_open=True)
+
+    def _render_messages(self, row: Mapping[str, Any]) -> MarkedText:
+        field = self.messages_field
+        try:
+            # The whole of what a template is given: it may write out any key of it.
+            messages = _replace_lone_surrogates(row[field])
+            extra = {
+                key: _replace_lone_surrogates(row[key]) for key in _FOR_TEMPLATES if key in row
+            }
+        except RecursionError:
+            raise RowError("the row cannot be read", "it is nested too deeply") from None
+        if not isinstance(messages, list) or not messages:
+            raise RowError(
+                f"the field {field!r} is no list of messages", "a conversation has some"
+            )
+        checked = []
+        for at, message in enumerate(messages):
+            place = f"{field}[{at}]"
+            if not isinstance(message, dict):
+                raise RowError(f"{place} is no object", "a message has a role and content")
+            role = _text_in(message, "role", f"{place}.role")
+            content = _text_in(message, "content", f"{place}.content")
+            checked.append({**message, "role": role, "content": content})
+        if not any(message["role"] == ASSISTANT for message in checked):
+            roles = ", ".join(sorted({message["role"][:20] for message in checked}))
+            raise RowError(f"no message has the role {ASSISTANT!r}", f"there are {roles}")
+        if self.chat is None:
+            why = "the tokenizer has no chat template, and the file gives none"
+            raise RowError("a conversation cannot be made a text", why)
+        try:
+            text = self.chat.render(checked, extra)
+        except ChatTemplateError as error:
+            raise RowError("the conversation cannot be made a text", str(error)) from error
+        if not text:
+            raise RowError(
+                "the conversation becomes an empty text", "the chat template says so"
+            )
+        return text
+
+
+def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
+    value = owner.get(key)
+    if not isinstance(value, str):
+        what = f"{place} is missing" if key not in owner else f"{place} is no text"
+        raise RowError(what, "it is a JSON string")
+    return replace_lone_surrogates(value)
+
+
+def _replace_lone_surrogates(value: Any) -> Any:
+    """A JSON value with U+FFFD for each half of a surrogate pair, in texts and in names of keys."""
+    if isinstance(value, str):
+        return replace_lone_surrogates(value)
+    if isinstance(value, list):
+        return [_replace_lone_surrogates(one) for one in value]
+    if isinstance(value, dict):
+        return {
+            replace_lone_surrogates(key): _replace_lone_surrogates(one)
+            for key, one in value.items()
+        }
+    return value
+
+
+def marked_dtype(tokenizer: TextTokenizer) -> np.dtype[Any]:
+    """The type of ids with their marks."""
+    return smallest_dtype(2 * tokenizer.vocab_size)
+
+
+def encode_rows(
+    tokenizer: TextTokenizer,
+    form: RowFormat,
+    texts: Sequence[str],
+    lines: Sequence[int],
+    tally: Tally,
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Marked tokens of all rows in one array, the number of each row's, and its line.
+
+    Rows in which nothing is learned, and those that are too long, are counted in ``tally``.
+    """
+    dtype = marked_dtype(tokenizer)
+    found: list[npt.NDArray[Any]] = []
+    kept: list[int] = []
+    for text, line in zip(texts, lines, strict=True):
+        # Rendered in this process, by the reader of the same job.
+        assert isinstance(text, MarkedText)  # noqa: S101
+        ids, marks = _encode(tokenizer, text)
+        # The first token is never a label.
+        if not marks[1:].any():
+            problem = LineProblem(
+                line, "the row has no token to learn", "its completions are empty"
+            )
+            tally.pass_over(problem, Reason.NO_COMPLETION)
+            continue
+        if len(ids) > form.longest:
+            if not _keep_too_long(form, line, len(ids), marks, tally):
+                continue
+            ids, marks = ids[: form.longest], marks[: form.longest]
+        found.append(join_marks(ids.astype(dtype), marks))
+        kept.append(line)
+    tokens = np.concatenate(found) if found else np.empty(0, dtype=dtype)
+    lengths = np.array([len(one) for one in found], dtype=np.int64)
+    return tokens, lengths, np.array(kept, dtype=np.int64)
+
+
+def _encode(
+    tokenizer: TextTokenizer, text: MarkedText
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    marks = marks_of(text, offsets)
+    if text.is_open:
+        ids, marks = [*ids, tokenizer.end_of_document], np.append(marks, True)
+    return np.array(ids, dtype=np.int64), marks
+
+
+def _keep_too_long(
+    form: RowFormat, line: int, length: int, marks: npt.NDArray[np.bool_], tally: Tally
+) -> bool:
+    """Whether a row that is too long is cut; otherwise it is passed over. Counts it in any case."""
+    if form.too_long == "refuse":
+        what = f"the row has {length} tokens, and a sample holds {form.longest}"
+        why = "spec.training.data.sequenceLength and one more, which is predicted only"
+        tally.pass_over(LineProblem(line, what, why, is_too_long=True), Reason.TOO_LONG)
+        return False
+    # What is left of a row whose prompt alone is too long would teach nothing.
+    is_cut = form.too_long == "truncate" and bool(marks[1 : form.longest].any())
+    tally.skipped[Reason.TRUNCATED if is_cut else Reason.LEFT_OUT] += 1
+    return is_cut

@@ -1,0 +1,166 @@
+"""Rows of marked tokens as items: one or several rows a sample, each seeing itself alone."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from evergrad_trainer.data.batch import Rows
+from evergrad_trainer.data.marked_text import split_marks
+from evergrad_trainer.data.packing import one_each, pack
+from evergrad_trainer.data.prepared import PreparedSource, Shard, TokenSequence
+from evergrad_trainer.data.token_files import TokenReader, read_documents, unreadable
+from evergrad_trainer.data.token_source import (
+    IGNORE_INDEX,
+    INPUT_IDS,
+    LABELS,
+    POSITIONS,
+    place_of_line,
+)
+from evergrad_trainer.errors import DataError
+
+_MOST_PLACES = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ids of a row, and which of them are learned."""
+
+    ids: npt.NDArray[np.int64]
+    marks: npt.NDArray[np.bool_]
+
+
+class RowReader:
+    """The rows of a sequence of marked tokens, by their number."""
+
+    def __init__(self, source: PreparedSource, sequence: TokenSequence) -> None:
+        """Raises DataError if the index of the rows cannot be read, or is not the one that was written."""
+        self.source = source
+        # Only spans are read, so that the length of windows plays no part.
+        self._reader = TokenReader(sequence, sequence_length=1, end_of_document=0)
+        begins, lines = [], []
+        shards = sequence.shards
+        for start, shard in zip(
+            accumulate([0, *(one.tokens for one in shards)]), shards, strict=False
+        ):
+            index = _read_index(shard)
+            begins.append(index[:, 0] + start)
+            lines.append(index[:, 1])
+        _check_number(source, sequence, sum(map(len, lines)))
+        self._begins = np.concatenate(begins) if begins else np.empty(0, dtype=np.int64)
+        self._lines = np.concatenate(lines) if lines else np.empty(0, dtype=np.int64)
+        self.lengths: npt.NDArray[np.int64] = np.diff(self._begins, append=sequence.tokens)
+        """Tokens of each row."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, row: int) -> Row:
+        """A row. Raises DataError if a file cannot be read any more."""
+        values = self._reader.read_span(int(self._begins[row]), int(self.lengths[row]))
+        return Row(*split_marks(values))
+
+    def describe(self, rows: Sequence[int]) -> str:
+        """The file and line of each row, of many the first ones."""
+        places = []
+        for row in rows[:_MOST_PLACES]:
+            file, line = place_of_line(self.source, int(self._lines[row]))
+            places.append(f"{file}, {self.source.unit} {line}")
+        more = len(rows) - _MOST_PLACES
+        return "; ".join(places) + (f" and {more} more" if more > 0 else "")
+
+
+def _read_index(shard: Shard) -> npt.NDArray[np.int64]:
+    """First token and line [n, 2] of each row of a shard. Raises DataError."""
+    # A source of rows is prepared here, and each shard has its index.
+    assert shard.documents is not None  # noqa: S101
+    index = read_documents(shard.documents)
+    # Each row is trained on as far as the next one begins: what is wrong here would be no error anywhere.
+    begins = index[:, 0]
+    lengths = np.diff(begins, prepend=0, append=shard.tokens)
+    if not len(begins) or lengths[0] != 0 or lengths[1:].min() < 1:
+        what = f"is no index of rows of {shard.tokens} tokens"
+        raise DataError(unreadable(shard.documents, what))
+    return index
+
+
+def _check_number(source: PreparedSource, sequence: TokenSequence, number: int) -> None:
+    """Raise DataError unless the indices of all shards have as many rows as were prepared."""
+    held_out = source.held_out_documents or 0
+    wanted = held_out if sequence == source.held_out else (source.documents or 0) - held_out
+    if number == wanted:
+        return
+    # An index that ends early is whole by itself, and its last row then holds all that follow.
+    (path,) = [shard.documents for shard in sequence.shards[:1] if shard.documents is not None]
+    every = path.with_name(f"{path.stem.rpartition('-')[0]}-*{path.suffix}")
+    raise DataError(unreadable(every, f"name {number} rows together, and there are {wanted}"))
+
+
+class RowSource:
+    """``input_ids``, ``labels`` and ``position_ids``, int64 [items, S], of whole rows one behind the other.
+
+    A row of n tokens takes n - 1 places: all tokens but the last, each labelled with the one behind it where
+    that is learned. An item weighs as many tokens as carry a label. Without packing there are no positions.
+    """
+
+    fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITIONS: 0}
+
+    def __init__(
+        self,
+        reader: RowReader,
+        *,
+        sequence_length: int,
+        is_packed: bool,
+        learns_everything: bool = False,
+    ) -> None:
+        """``is_packed``: several rows share an item."""
+        # Rows as they are prepared are the same for each of these, and items and labels are not.
+        said = [reader.source.fingerprint, sequence_length, is_packed, learns_everything]
+        self.fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+        self.reader = reader
+        self._length = sequence_length
+        self._is_packed = is_packed
+        self._learns_everything = learns_everything
+        sizes = reader.lengths - 1
+        self._bins = (
+            pack(sizes, capacity=sequence_length) if is_packed else one_each(len(sizes))
+        )
+
+    def __len__(self) -> int:
+        return len(self._bins)
+
+    def read(self, items: Sequence[int]) -> Rows:
+        """Read items. Raises IndexError, and DataError if a file cannot be read any more."""
+        shape = (len(items), self._length)
+        inputs = np.zeros(shape, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        # Places behind the last row are at position 0 each, so that each of them sees itself alone.
+        positions = np.zeros(shape, dtype=np.int64)
+        for at, item in enumerate(items):
+            begin = 0
+            for number in self._bins.of(item):
+                row = self.reader.read(number)
+                size = len(row.ids) - 1
+                place = slice(begin, begin + size)
+                inputs[at, place] = row.ids[:-1]
+                is_learned = row.marks[1:] | self._learns_everything
+                labels[at, place] = np.where(is_learned, row.ids[1:], IGNORE_INDEX)
+                positions[at, place] = np.arange(size)
+                begin += size
+        tensors = {
+            INPUT_IDS: torch.from_numpy(inputs),
+            LABELS: torch.from_numpy(labels),
+        }
+        # A row by itself sees what stands before it, as in any model, and is filled up behind its end.
+        if self._is_packed:
+            tensors[POSITIONS] = torch.from_numpy(positions)
+        return Rows(tensors, weight=int((labels != IGNORE_INDEX).sum()))
+
+    def describe(self, item: int) -> str:
+        """File and line of the rows."""
+        return self.reader.describe(self._bins.of(item))

@@ -1,0 +1,78 @@
+"""Several documents in one row that do not see each other, and the models that can keep them apart."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training import Data
+from evergrad_trainer.models.experts import router_coefficient
+
+MASKED: Final = frozenset({"gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3"})
+"""transformers' model types whose attention takes the mask that is given and whose places are the positions
+that are given, which a test shows of each."""
+
+
+def keep_apart(
+    position_ids: torch.Tensor, *, with_mask: bool = True
+) -> dict[str, torch.Tensor]:
+    """Arguments of a model for rows [b, S] of documents, each of which begins at position 0: positions, and a
+    mask [b, 1, S, S] that is true where a token sees another.
+
+    ``with_mask=False``: for a model that computes a router loss, which takes no such mask; transformers makes
+    the same one of the positions.
+    """
+    if not with_mask:
+        return {"position_ids": position_ids}
+    # Given whole where it can be: what is left to be found out from positions differs between versions.
+    documents = (position_ids == 0).cumsum(dim=1)
+    is_same = documents[:, None, :, None] == documents[:, None, None, :]
+    length = position_ids.shape[1]
+    is_before = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
+    return {"position_ids": position_ids, "attention_mask": is_same & is_before}
+
+
+def why_not_apart(config: Any, sequence_length: int) -> str | None:
+    """Why documents of a row cannot be kept apart in this model; None where they can."""
+    text = config.get_text_config()
+    name = str(config.model_type)
+    if name not in MASKED:
+        return f"the attention of {name} is not known to keep the documents of a sample apart"
+    # Some have the number in their configuration and a switch beside it.
+    window = getattr(text, "sliding_window", None)
+    if (
+        window is not None
+        and getattr(text, "use_sliding_window", True)
+        and window < sequence_length
+    ):
+        return (
+            f"attention of {name} sees {window} tokens here, and the mask that keeps documents apart would "
+            "take the place of that limit"
+        )
+    return None
+
+
+def check_packing(config: Any, data: Data, *, reads_rows: bool) -> Iterator[Problem]:
+    """Check that the model trains on what ``data.packing`` puts into a sample, and on nothing else."""
+    where = "spec.training.data.packing"
+    if data.packing == "documents":
+        why = why_not_apart(config, data.sequence_length)
+        if why is not None:
+            instead = "none" if reads_rows else "concatenate"
+            yield Problem(
+                where,
+                "documents cannot be kept apart in this model",
+                why,
+                f"Set data.packing: {instead}, or use one of {', '.join(sorted(MASKED))}",
+            )
+    elif data.packing == "none" and reads_rows and router_coefficient(config):
+        without = "router_aux_loss_coef: 0 in the model's configuration to train without it"
+        is_masked = why_not_apart(config, data.sequence_length) is None
+        remedy = f"Set data.packing: documents, or {without}" if is_masked else f"Set {without}"
+        yield Problem(
+            where,
+            f"none cannot be combined with the router loss of {config.model_type}",
+            "it is a mean over all places of a sample, most of which only fill it up behind the row",
+            remedy,
+        )

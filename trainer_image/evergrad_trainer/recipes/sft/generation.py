@@ -1,0 +1,193 @@
+"""Completions that the model generates from the prompts of rows, compared with the rows' own."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from evergrad_manifest.training import Generation, Runtime
+from evergrad_trainer.data.row_source import RowReader
+from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
+from evergrad_trainer.data.tokenizers import TextTokenizer
+from evergrad_trainer.models.compilation import should_compile
+from evergrad_trainer.models.decoding import decode
+from evergrad_trainer.objectives.causal_lm import causal_lm_loss
+from evergrad_trainer.task import Loss, Modules, Rows, Stage, Tensors
+
+PROMPT_LENGTH: Final = "prompt_length"
+METRICS: Final = {
+    "exact_match": "Share of rows whose generated completion is the row's own, white space around it aside.",
+    "parse_rate": "Share of generated completions that are a number, of the rows whose own is one.",
+    "rmse": "Root of the mean squared error of those numbers; read it beside the parse rate.",
+}
+PARTS: Final = ("rows", "exact", "numbers", "parsed", "squared_error")
+_LARGEST: Final = 1e100
+"""Beyond it a text is a run of digits rather than a number, whose square would be none any more."""
+_NUMBER: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+class PromptSource:
+    """``input_ids`` and ``labels`` [items, S] of one row each, of which the last completion is labelled, and
+    ``prompt_length`` [items], the tokens before it."""
+
+    fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, PROMPT_LENGTH: 0}
+
+    def __init__(
+        self, reader: RowReader, *, sequence_length: int, settings: Generation
+    ) -> None:
+        """``settings``: how they are completed, which decides what may be counted together."""
+        said = json.dumps([reader.source.fingerprint, settings.model_dump(mode="json")])
+        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
+        self._reader = reader
+        self._length = sequence_length
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def read(self, items: Sequence[int]) -> Rows:
+        """Read rows. Raises IndexError, and DataError if a file cannot be read any more."""
+        shape = (len(items), self._length)
+        inputs = np.zeros(shape, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        prompts = np.zeros(len(items), dtype=np.int64)
+        for at, item in enumerate(items):
+            row = self._reader.read(item)
+            size = len(row.ids) - 1
+            begin, end = last_span(row.marks)
+            inputs[at, :size] = row.ids[:-1]
+            labels[at, begin - 1 : end - 1] = row.ids[begin:end]
+            prompts[at] = begin
+        tensors = {INPUT_IDS: inputs, LABELS: labels, PROMPT_LENGTH: prompts}
+        return Rows(
+            {name: torch.from_numpy(one) for name, one in tensors.items()},
+            weight=int((labels != IGNORE_INDEX).sum()),
+        )
+
+    def describe(self, item: int) -> str:
+        """File and line of the row."""
+        return self._reader.describe([item])
+
+
+def last_span(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, int]:
+    """Tokens [begin, end) of the last completion, of which at least one is not the row's first."""
+    learned = np.flatnonzero(marks)
+    end = int(learned[-1]) + 1
+    # The last token before it that is not learned; without any, all but the first are the completion.
+    others = np.flatnonzero(~marks[:end])
+    return (max(1, int(others[-1]) + 1) if len(others) else 1), end
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What is measured: completions of the rows of a micro-batch, token by token, each the most probable.
+
+    ``runtime``: how the model is cut and compiled, by default not at all.
+    """
+
+    tokenizer: TextTokenizer
+    settings: Generation
+    runtime: Runtime | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether all ranks call the model equally often, since they gather its weights together."""
+        return self.runtime is not None and self.runtime.parallelism == "fsdp2"
+
+    def __call__(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
+        """Sums over the rows: of the losses of their own completions' tokens, and PARTS."""
+        model = modules.trained["model"]
+        inputs, labels, lengths = batch[INPUT_IDS], batch[LABELS], batch[PROMPT_LENGTH]
+        # As in training: logits of a whole micro-batch may not fit here, either.
+        chunk_tokens = None if self.runtime is None else self.runtime.loss_chunk
+        total = causal_lm_loss(model, chunk_tokens=chunk_tokens)(inputs, labels)
+        # Rows that fill up a batch have no prompt.
+        prompts = [row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)]
+        rows = [at for at, prompt in enumerate(prompts) if prompt]
+        given = [prompts[at] for at in rows]
+        if not given and self.is_sharded:
+            given = [[0]]
+        generated = self.generate(model, given, inputs.device)
+
+        sums = dict.fromkeys(PARTS, 0.0)
+        for at, ids in zip(rows, generated, strict=False):
+            own = labels[at][labels[at] != IGNORE_INDEX].tolist()
+            found, wanted = self.text(ids), self.text(own)
+            sums["rows"] += 1
+            sums["exact"] += found.strip() == wanted.strip()
+            number, target = parse_number(found), parse_number(wanted)
+            if target is None:
+                continue
+            sums["numbers"] += 1
+            if number is not None:
+                sums["parsed"] += 1
+                error = number - target
+                # Not as a power, which raises OverflowError for numbers that a product makes infinite.
+                sums["squared_error"] += error * error
+        parts = {
+            name: torch.tensor(value, dtype=torch.float64, device=total.device)
+            for name, value in sums.items()
+        }
+        return Loss(total, parts)
+
+    def generate(
+        self, model: nn.Module, prompts: Sequence[list[int]], device: torch.device
+    ) -> list[list[int]]:
+        """The ids that follow each prompt, up to and with what ends them."""
+        # Rows grow by a token a call: a graph for each length would be compiled to be used once.
+        is_compiled = self.runtime is not None and should_compile(self.runtime, device)
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            return decode(
+                model,
+                prompts,
+                device=device,
+                most=self.settings.max_new_tokens,
+                is_end=self._is_end,
+                is_even=self.is_sharded,
+            )
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a completion, up to the first text that ends it."""
+        end = self.tokenizer.end_of_document
+        kept = [*ids[: ids.index(end)]] if end in ids else ids
+        text = self.tokenizer.decode(kept)
+        places = [at for stop in self.settings.stop if (at := text.find(stop)) >= 0]
+        return text[: min(places)] if places else text
+
+    def _is_end(self, ids: Sequence[int]) -> bool:
+        if ids[-1] == self.tokenizer.end_of_document:
+            return True
+        stops = self.settings.stop
+        if not stops:
+            return False
+        text = self.tokenizer.decode(ids)
+        return any(stop in text for stop in stops)
+
+
+def parse_number(text: str) -> float | None:
+    """The number that a text is; None for a text that is none, or more than one."""
+    found = _NUMBER.fullmatch(text.strip())
+    if found is None:
+        return None
+    value = float(found[0])
+    return value if abs(value) <= _LARGEST else None
+
+
+def summarize(means: Mapping[str, float]) -> dict[str, float]:
+    """METRICS of the means of PARTS; a share of nothing is not a number."""
+    return {
+        "exact_match": _share(means["exact"], means["rows"]),
+        "parse_rate": _share(means["parsed"], means["numbers"]),
+        "rmse": math.sqrt(_share(means["squared_error"], means["parsed"])),
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
