@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from evergrad_manifest.training import Tracker
-from evergrad_trainer.lock import exclusive
 from evergrad_manifest.values.urls import hide_credentials
+from evergrad_trainer.lock import exclusive
 from evergrad_trainer.observers.trackers.interface import End, Library, Shown, TrackedRun
 from evergrad_trainer.observers.trackers.rows import (
     Record,
