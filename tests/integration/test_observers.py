@@ -198,9 +198,7 @@ def test_three_nodes_of_which_rank_0_dies_twice_are_one_run_without_gaps(
     cluster.check(tracked.at("undisturbed"))
     assert_shown(tracker, cluster.directory)
     assert len(run_ids(cluster.directory)) == 1
-    # Two processes may make MLflow's database in the same seconds, of which one is then switched off.
-    if tracker != "mlflow":
-        assert not events(cluster.directory, "warning"), cluster.describe()
+    assert not events(cluster.directory, "warning"), cluster.describe()
 
 
 @pytest.mark.capability("T-56")

@@ -25,7 +25,8 @@ import json, sys, time
 from pathlib import Path
 from evergrad_manifest.training import Training
 from evergrad_trainer.data import prepare as entry
-from evergrad_trainer.data.preparation import lock, pool, sources
+from evergrad_trainer import lock
+from evergrad_trainer.data.preparation import pool, sources
 from evergrad_trainer.errors import EvergradError
 
 options = json.loads(sys.argv[1])

@@ -251,12 +251,20 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.uris: list[str | None] = []
+        self.is_killed = False
         self.experiments: dict[str, str] = {}
         self.runs: dict[str, Any] = {}
 
     def client(self, tracking_uri: str | None) -> "FakeStore":
         self.uris.append(tracking_uri)
         return self
+
+    def search_experiments(self) -> list[Any]:
+        """Where nobody else has, the first answer of a client makes the database."""
+        Path(str(self.uris[-1]).removeprefix("sqlite:///")).write_bytes(b"half")
+        if self.is_killed:
+            raise KeyboardInterrupt
+        return []
 
     def get_experiment_by_name(self, name: str) -> Any:
         found = self.experiments.get(name)
@@ -304,9 +312,8 @@ class FakeStore:
         ]
 
 
-def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def fake_store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     fake = FakeStore()
     entities = SimpleNamespace(Metric=lambda *args: args, Param=lambda *args: args)
     monkeypatch.setitem(
@@ -315,6 +322,12 @@ def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
         SimpleNamespace(MlflowClient=fake.client),  # type: ignore[arg-type]
     )
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)  # type: ignore[arg-type]
+    return fake
+
+
+def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
+    tmp_path: Path, fake_store: FakeStore
+) -> None:
     open_library = find_opener("mlflow")
     first = open_library(tracked(tmp_path / "mlflow", "mlflow"))
     assert first.shown == Shown()
@@ -329,10 +342,29 @@ def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
     assert second.own_id == first.own_id
     assert second.shown == Shown(2, {"held": 2})
     second.finish("stopped")
-    (run,) = fake.runs.values()
+    (run,) = fake_store.runs.values()
     assert run["status"] == "KILLED" and run["params"]["training.none"] == "null"
     assert run["metrics"][0] == ("train/learning_rate", 0.1, 1500, 1)
-    assert fake.uris == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"] * 2
+    assert fake_store.uris[1:] == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"] * 2
+
+
+def test_a_database_of_mlflow_that_a_kill_left_half_made_is_never_opened(
+    tmp_path: Path, fake_store: FakeStore
+) -> None:
+    folder = tmp_path / "mlflow"
+    folder.mkdir()
+    # Of a process that was killed and could not tidy up.
+    (folder / ".mlflow.db.1").write_bytes(b"half")
+    open_library = find_opener("mlflow")
+    fake_store.is_killed = True
+    with pytest.raises(KeyboardInterrupt):
+        open_library(tracked(folder, "mlflow"))
+    assert list(folder.iterdir()) == []
+    fake_store.is_killed = False
+    open_library(tracked(folder, "mlflow"))
+    assert [path.name for path in folder.iterdir()] == ["mlflow.db"]
+    making, there = fake_store.uris[1:]
+    assert making != there == f"sqlite:///{folder}/mlflow.db"
 
 
 @pytest.mark.parametrize(

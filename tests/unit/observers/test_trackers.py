@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from evergrad_manifest.training import Tracker, Training
+from evergrad_trainer import lock
 from evergrad_trainer.observers import build
 from evergrad_trainer.observers.base import BaseObserver, Observers
 from evergrad_trainer.observers.jsonl import RunLog
@@ -522,6 +523,49 @@ def test_a_run_that_goes_back_in_the_same_process_is_opened_anew(
     scene.stop()
     assert [step for step, _ in store["rows"]] == [1, 2, 3, 4]
     assert store["ends"] == ["handed on", "complete"]
+
+
+def test_two_processes_never_open_a_tracker_at_the_same_time(
+    make_scene: Callable[..., Scene], store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank 0 before this one is still at it: the second finds the run that the first has made."""
+    is_opening, is_waiting, may_open = (threading.Event() for _ in range(3))
+
+    def open_slowly(run: TrackedRun) -> Library:
+        is_opening.set()
+        assert may_open.wait(60)
+        return Kept(run, store)
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(sleep=lambda _: is_waiting.set()))
+    first = make_scene(open_slowly)
+    first.start()
+    assert is_opening.wait(60)
+    second = make_scene(lambda run: Kept(run, store))
+    second.start()
+    assert is_waiting.wait(60)
+    assert store["ids"] == []
+    may_open.set()
+    for scene in (first, second):
+        scene.stop()
+    assert store["ids"] == ["own-0", "own-0"]
+    assert list((first.directory.path / "trackers").glob(".*")) == []
+
+
+def test_a_tracker_is_opened_without_a_lock_that_another_process_holds_for_long(
+    make_scene: Callable[..., Scene],
+    store: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(feeders, "OPENING_SECONDS", 0.0)
+    scene = make_scene(lambda run: Kept(run, store))
+    scene.directory.trackers.mkdir()
+    path = scene.directory.trackers / ".tensorboard.lock"
+    with lock.exclusive(path, is_done=lambda: False, on_wait=lambda: None):
+        scene.start()
+        scene.stop()
+    assert store["ends"] == ["complete"] and scene.warnings == []
+    assert "tracker tensorboard is opened without a lock" in caplog.text
 
 
 @pytest.mark.parametrize("type_", ["tensorboard", "wandb", "mlflow", "aim"])

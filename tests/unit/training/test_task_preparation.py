@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from evergrad_manifest.training import Training
+from evergrad_trainer import lock
 from evergrad_trainer.data.batch import Rows, Stage
-from evergrad_trainer.data.preparation import lock
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import DataError
 from evergrad_trainer.recipes import opening

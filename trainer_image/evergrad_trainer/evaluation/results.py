@@ -12,7 +12,6 @@ of them is another, so is the result.
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from evergrad_coordinator.contract import RunFile
-from evergrad_trainer.durable import fsync_directory, replace_durably, unique_suffix, write_new
+from evergrad_trainer.durable import (
+    fsync_directory,
+    publish_once,
+    replace_durably,
+    unique_suffix,
+    write_new,
+)
 from evergrad_trainer.run_directory import (
     dumps_strict,
     encode_text,
@@ -78,16 +83,8 @@ def write_result(place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
         place.path.parent.mkdir(exist_ok=True)
         try:
             write_new(temporary, data)
-            # A whole file gets its name, unless that is taken.
-            try:
-                os.link(temporary, place.path)
-            except FileExistsError:
-                pass
-            except OSError:
-                # A volume without hard links. Between the look and the rename another evaluator may write the
-                # same result, whose numbers are these.
-                if not place.path.exists():
-                    os.rename(temporary, place.path)
+            # Where another evaluator has written it meanwhile, its numbers are these.
+            publish_once(temporary, place.path)
         finally:
             temporary.unlink(missing_ok=True)
         fsync_directory(place.path.parent)

@@ -16,8 +16,8 @@ from evergrad_manifest.task_files import hash_task
 from evergrad_manifest.training import METRICS_OF_ALL, Training
 from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
-from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.lock import exclusive
 from evergrad_trainer.observers.build import build_lasting
 from evergrad_trainer.observers.lasting import Lasting
 from evergrad_trainer.observers.monitors import check_watched

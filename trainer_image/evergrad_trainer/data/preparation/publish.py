@@ -36,7 +36,6 @@ from evergrad_trainer.data.preparation.documents import (
 )
 from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
-from evergrad_trainer.data.preparation.lock import exclusive
 from evergrad_trainer.data.preparation.pool import Pool
 from evergrad_trainer.data.preparation.progress import Reporter
 from evergrad_trainer.data.preparation.rows import RowFormat, marked_dtype
@@ -54,6 +53,7 @@ from evergrad_trainer.data.prepared import (
 from evergrad_trainer.data.tokenizers import TextTokenizer
 from evergrad_trainer.durable import fsync_directory, write_json
 from evergrad_trainer.errors import DataError
+from evergrad_trainer.lock import exclusive
 
 _POLICY: Final = "spec.training.data.malformed"
 _IF_TOO_LONG: Final = (

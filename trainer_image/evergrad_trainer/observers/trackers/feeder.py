@@ -11,13 +11,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.training import Tracker
 from evergrad_manifest.values.urls import hide_credentials
+from evergrad_trainer.lock import exclusive
 from evergrad_trainer.observers.trackers.interface import End, Library, Shown, TrackedRun
 from evergrad_trainer.observers.trackers.rows import (
     Record,
@@ -40,6 +42,9 @@ MOST_WAITING: Final = 10_000
 """Records that wait for a library: more are left to the run's files, from which a later start shows them."""
 FLUSH_SECONDS: Final = 2.0
 """Between two notes of what is shown: a kill has the steps since then read from the run's files."""
+
+OPENING_SECONDS: Final = 60.0
+"""How long an opening waits for that of another process, whose library may hang in it."""
 
 _LONGEST_FAILURE: Final = 500
 """Characters of what a library has raised: some put whole answers of a server into it."""
@@ -165,10 +170,49 @@ class Feeder:
 
     def _open(self, info: RunInfo) -> None:
         """Open the library, or open it anew where the run goes back, and show what it has missed."""
-        if self._library is not None:
-            self._library.finish("handed on")
-        if self._abandoned.is_set():
-            return
+        library, self._library = self._library, None
+        if library is not None:
+            library.finish("handed on")
+        with self._alone():
+            if self._abandoned.is_set():
+                return
+            library = self._library = self._open_library(self._describe(info))
+            self._info, self._shown = info, library.shown
+            # At once: the library's own id must outlive a kill in the very first step.
+            self._write_note(library)
+
+        for record in read_missed(self._directory, library.shown, newest=info.start_step):
+            if self._abandoned.is_set():
+                return
+            # A long run that is shown for the first time takes its time, and does not hang.
+            self._busy_since = self._clock()
+            self._write(record)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes of the run from opening this tracker meanwhile.
+
+        The rank 0 before this one may still be at it: two that find no run would make two of them.
+        """
+        type_, until = self._settings.type, self._clock() + OPENING_SECONDS
+
+        def note_wait() -> None:
+            # To wait is not to hang.
+            self._busy_since = self._clock()
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with exclusive(
+            self._folder / f".{type_}.lock",
+            is_done=lambda: self._abandoned.is_set() or self._clock() > until,
+            on_wait=note_wait,
+        ) as is_alone:
+            if not (is_alone or self._abandoned.is_set()):
+                why = "the volume has no locks, or another process holds this one for long"
+                _log.warning("tracker %s is opened without a lock: %s", type_, why)
+            yield
+
+    def _describe(self, info: RunInfo) -> TrackedRun:
+        """The run as its library gets to know it."""
         type_ = self._settings.type
         noted = read_json_object(self._folder / f"{type_}.json") or {}
         if noted.get("run") != info.run_id:
@@ -188,9 +232,9 @@ class Feeder:
             key: resolved[key] for key in ("configHash", "dataFingerprint") if key in resolved
         }
         training = resolved.get("manifest", {}).get("spec", {}).get("training", {})
-        default = self._folder / type_
         base = self._settings.directory
-        run = TrackedRun(
+        default = self._folder / type_
+        return TrackedRun(
             run_id=info.run_id,
             name=info.name,
             settings=self._settings,
@@ -203,17 +247,6 @@ class Feeder:
                 {str(name): int(step) for name, step in noted.get("evaluations", {}).items()},
             ),
         )
-        library = self._library = self._open_library(run)
-        self._info, self._shown = info, library.shown
-        # At once: the library's own id must outlive a kill in the very first step.
-        self._write_note(library)
-
-        for record in read_missed(self._directory, library.shown, newest=info.start_step):
-            if self._abandoned.is_set():
-                return
-            # A long run that is shown for the first time takes its time, and does not hang.
-            self._busy_since = self._clock()
-            self._write(record)
 
     def _write(self, record: Record) -> None:
         library, info = self._library, self._info

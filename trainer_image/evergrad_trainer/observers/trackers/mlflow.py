@@ -7,9 +7,11 @@ first. What it shows is asked of the store itself.
 import importlib
 import json
 import os
+from pathlib import Path
 from typing import Any, Final
 
 from evergrad_manifest.training.observing import DEFAULT_PROJECT
+from evergrad_trainer.durable import publish_once, unique_suffix
 from evergrad_trainer.observers.trackers.interface import (
     End,
     Shown,
@@ -47,7 +49,9 @@ class MLflow:
         uri, place = settings.url, None
         if settings.mode == "offline":
             run.directory.mkdir(parents=True, exist_ok=True)
-            uri = f"sqlite:///{run.directory.absolute() / 'mlflow.db'}"
+            database = run.directory.absolute() / "mlflow.db"
+            _make_database(database, tracking)
+            uri = f"sqlite:///{database}"
             place = (run.directory.absolute() / "artifacts").as_uri()
         # Without a URL: what the library's own environment variable says.
         self._client: Any = tracking.MlflowClient(tracking_uri=uri)
@@ -111,3 +115,21 @@ class MLflow:
     def _newest(self, name: str) -> int:
         history = self._client.get_metric_history(self.own_id, name)
         return max((int(one.step) for one in history), default=0)
+
+
+def _make_database(path: Path, tracking: Any) -> None:
+    """Make the store under another name, and give it its own once it is whole.
+
+    Its tables are made by dozens of migrations, which are no one transaction: a database that a kill left
+    half made could never be opened again.
+    """
+    if path.exists():
+        return
+    making = path.with_name(f".{path.name}.{unique_suffix()}")
+    try:
+        tracking.MlflowClient(tracking_uri=f"sqlite:///{making}").search_experiments()
+        publish_once(making, path)
+    finally:
+        # Also those of processes that were killed while they made one.
+        for one in path.parent.glob(f".{path.name}.*"):
+            one.unlink(missing_ok=True)

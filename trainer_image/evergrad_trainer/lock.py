@@ -1,6 +1,7 @@
-"""A lock that lets one process prepare at a time.
+"""A lock that lets one process at a time do what several might.
 
-Correctness never rests on it (every rename is atomic): it spares double work.
+Correctness of a run never rests on it: where a volume has no locks, or nobody waits any longer, the body runs
+all the same, and is told.
 """
 
 import errno
