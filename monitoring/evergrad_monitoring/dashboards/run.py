@@ -233,7 +233,7 @@ def _add_cost(board: Dashboard) -> Dashboard:
         )
         .with_panel(
             plot(
-                "World",
+                "World over time",
                 "Processes that train together, and nodes that could.",
                 "short",
                 (f"max({_of('world_size')})", "processes"),
