@@ -119,6 +119,7 @@ format: $(INSTALLED) ## rewrite the sources as lint wants them
 generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python -m evergrad_manifest.generate
 	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
+	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate
 	$(BIN)/python docs/tree.py
 	$(BIN)/python docs/capabilities.py
 	$(BIN)/python examples/quickstart/make_documents.py
@@ -127,6 +128,7 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	$(call stage,generated files)
 	$(BIN)/python -m evergrad_manifest.generate --check
 	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
+	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
 	$(BIN)/python docs/tree.py --check
 	$(BIN)/python docs/capabilities.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check

@@ -1,0 +1,1 @@
+"""Alerts and dashboards, generated from the metrics catalogue into the chart. Nothing here is shipped."""

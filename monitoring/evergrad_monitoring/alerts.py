@@ -1,0 +1,270 @@
+"""What somebody is told about, as rules of Prometheus.
+
+Rules name symptoms, and each says what to do in a page of its own: docs/runbooks/NAME.md. A threshold is a
+value of the chart, ``metrics.rules.thresholds.KEY``; THRESHOLDS has the defaults.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from evergrad_monitoring.names import RUN, by_run, in_phase, increase, metric, rate
+
+Severity = Literal["critical", "warning", "info"]
+THRESHOLDS: Final[dict[str, float]] = {
+    "stalledSeconds": 600,
+    "stalledSteps": 10,
+    "notStartingSeconds": 1800,
+    "restartsPerHour": 5,
+    "divergedFactor": 2,
+    "checkpointIntervals": 3,
+    "checkpointSeconds": 3600,
+    "throughputShare": 0.6,
+    "dataShare": 0.3,
+    "goodputShare": 0.8,
+    "failedSeconds": 3600,
+    "reconcileErrorShare": 0.1,
+    "queueAgeSeconds": 300,
+    "watchLagSeconds": 300,
+}
+"""Thresholds by their key in the chart's values, with their defaults; units are in the names."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One alerting rule. ``expression`` names thresholds as ``<key>``; ``holds`` is how long it must be true.
+
+    ``summary`` and ``description`` are templates of Prometheus.
+    """
+
+    name: str
+    severity: Severity
+    holds: str
+    expression: str
+    summary: str
+    description: str
+
+    @property
+    def thresholds(self) -> tuple[str, ...]:
+        """Keys of the thresholds in its expression."""
+        return tuple(key for key in THRESHOLDS if f"<{key}>" in self.expression)
+
+
+_RUNNING: Final = f"and on ({RUN}) {in_phase('Running')} == 1"
+_WHO: Final = "{{ $labels.run_namespace }}/{{ $labels.run }}"
+_LAST_STEP: Final = by_run("max", metric("last_step_timestamp_seconds"))
+_SAVED: Final = by_run("max", metric("checkpoint_last_success_timestamp_seconds"))
+_MEAN_STEP: Final = (
+    f"{rate('step_duration_seconds_sum', '6h')} / {rate('step_duration_seconds_count', '6h')}"
+)
+_TOKENS: Final = rate("tokens_total", "10m")
+_LOSS: Final = by_run("max", metric("loss", 'split="train"'))
+_WAITS_FOR_DATA: Final = rate("step_phase_seconds_total", "15m", 'phase="data"')
+_PASSES_FAILED: Final = metric("operator_reconcile_total", 'result="error"')
+_KEPT: Final = increase("productive_seconds_total", "6h")
+_LOST: Final = increase("lost_seconds_total", "6h")
+_CREATED: Final = metric("operator_run_created_timestamp_seconds")
+_STARTED: Final = metric("operator_run_started_timestamp_seconds")
+
+
+def _lines(*lines: str) -> str:
+    return "\n".join(lines)
+
+
+OF_RUNS: Final[tuple[Alert, ...]] = (
+    Alert(
+        "TrainingRunStalled",
+        "critical",
+        "5m",
+        _lines(
+            f"time() - max by ({RUN}) ({metric('operator_run_last_progress_timestamp_seconds')})"
+            " > <stalledSeconds>",
+            _RUNNING,
+            # A run whose steps take long is not stalled yet. Where nothing says how long they take, the
+            # quotient is no number, and takes nothing away.
+            f"unless on ({RUN}) (time() - {_LAST_STEP} < <stalledSteps> * ({_MEAN_STEP}))",
+        ),
+        f"Run {_WHO} makes no steps",
+        f"{_WHO} is Running, and its last step ended {{{{ $value | humanizeDuration }}}} ago.",
+    ),
+    Alert(
+        "TrainingRunNotStarting",
+        "warning",
+        "5m",
+        _lines(
+            # A resumed run counts from when it was resumed.
+            f"time() - max by ({RUN}) ({_STARTED} or {_CREATED}) > <notStartingSeconds>",
+            f"and on ({RUN}) {in_phase('Pending', 'Starting')} == 1",
+        ),
+        f"Run {_WHO} does not start",
+        f"{_WHO} has been waiting for its first step for {{{{ $value | humanizeDuration }}}}.",
+    ),
+    Alert(
+        "TrainingRunRestartStorm",
+        "warning",
+        "0m",
+        f"{increase('operator_run_restarts_total', '1h')} > <restartsPerHour>",
+        f"Pods of run {_WHO} are replaced again and again",
+        f"{{{{ $value | humanize }}}} pods of {_WHO} were replaced in the last hour.",
+    ),
+    Alert(
+        "TrainingRunLossNonFinite",
+        "warning",
+        "0m",
+        f"{increase('nonfinite_total', '10m')} > 0",
+        f"Run {_WHO} has a loss or a gradient that is not a finite number",
+        f"{{{{ $value | humanize }}}} steps of {_WHO} were not finite in the last ten minutes.",
+    ),
+    Alert(
+        "TrainingRunLossDiverging",
+        "info",
+        "15m",
+        _lines(
+            f"{_LOSS} > <divergedFactor> * min_over_time(({_LOSS})[6h:1m])",
+            # Of a loss that may be negative a multiple says nothing.
+            f"and on ({RUN}) min_over_time(({_LOSS})[6h:1m]) > 0",
+            _RUNNING,
+        ),
+        f"The loss of run {_WHO} grows",
+        f"The training loss of {_WHO} is {{{{ $value | humanize }}}}, far above its least in six hours.",
+    ),
+    Alert(
+        "TrainingRunCheckpointStale",
+        "warning",
+        "10m",
+        _lines(
+            f"time() - {_SAVED} > <checkpointSeconds>",
+            _RUNNING,
+            # The mean interval of six hours. Without two checkpoints in them there is none, and takes
+            # nothing away.
+            f"unless on ({RUN}) (time() - {_SAVED} < <checkpointIntervals> * "
+            f"(max_over_time(({_SAVED})[6h:1m]) - min_over_time(({_SAVED})[6h:1m]))"
+            f" / changes(({_SAVED})[6h:1m]))",
+        ),
+        f"Run {_WHO} saves no checkpoint",
+        f"The newest checkpoint of {_WHO} is {{{{ $value | humanizeDuration }}}} old: so much would be lost.",
+    ),
+    Alert(
+        "TrainingRunCheckpointFailing",
+        "warning",
+        "0m",
+        f"{increase('checkpoint_failures_total', '30m')} > 0",
+        f"Checkpoints of run {_WHO} fail",
+        f"{{{{ $value | humanize }}}} saves or loads of {_WHO} failed in the last half hour.",
+    ),
+    Alert(
+        "TrainingRunThroughputDrop",
+        "info",
+        "15m",
+        _lines(
+            f"{_TOKENS} < <throughputShare> * avg_over_time(({_TOKENS})[6h:5m])",
+            _RUNNING,
+        ),
+        f"Run {_WHO} has become slow",
+        f"{_WHO} trains {{{{ $value | humanize }}}} tokens a second, far fewer than in the last six hours.",
+    ),
+    Alert(
+        "TrainingRunDataStarved",
+        "info",
+        "15m",
+        _lines(
+            f"{_WAITS_FOR_DATA} / {rate('step_phase_seconds_total', '15m')} > <dataShare>",
+            _RUNNING,
+        ),
+        f"Run {_WHO} waits for its data",
+        f"{_WHO} spends {{{{ $value | humanizePercentage }}}} of its time waiting for data.",
+    ),
+    Alert(
+        "TrainingRunGoodputLow",
+        "info",
+        "30m",
+        _lines(f"{_KEPT} / ({_KEPT} + {_LOST}) < <goodputShare>", _RUNNING),
+        f"Much of the time of run {_WHO} is lost",
+        f"{{{{ $value | humanizePercentage }}}} of the last six hours of {_WHO} were training that was kept.",
+    ),
+    Alert(
+        "TrainingRunFailed",
+        "info",
+        "0m",
+        _lines(
+            f"time() - max by ({RUN}) ({metric('operator_run_completed_timestamp_seconds')})"
+            " < <failedSeconds>",
+            f"and on ({RUN}) {in_phase('Failed')} == 1",
+        ),
+        f"Run {_WHO} has failed",
+        f"{_WHO} failed {{{{ $value | humanizeDuration }}}} ago. Its status says why.",
+    ),
+)
+OF_OPERATOR: Final[tuple[Alert, ...]] = (
+    Alert(
+        "TrainingOperatorDown",
+        "critical",
+        "5m",
+        f"absent({metric('operator_leader')} == 1)",
+        "No operator works",
+        "No replica of the operator holds the Lease. Runs train on; no pod of theirs is replaced.",
+    ),
+    Alert(
+        "TrainingOperatorReconcileErrors",
+        "warning",
+        "10m",
+        f"sum(rate({_PASSES_FAILED}[10m]))"
+        f" / sum(rate({metric('operator_reconcile_total')}[10m])) > <reconcileErrorShare>",
+        "Passes of the operator fail",
+        "{{ $value | humanizePercentage }} of the operator's passes over runs fail.",
+    ),
+    Alert(
+        "TrainingOperatorQueueStuck",
+        "warning",
+        "5m",
+        f"max({metric('operator_queue_oldest_age_seconds')}) > <queueAgeSeconds>",
+        "Runs wait for the operator",
+        "The oldest run in the operator's queue has waited for {{ $value | humanizeDuration }}.",
+    ),
+    Alert(
+        "TrainingOperatorWatchStale",
+        "warning",
+        "5m",
+        f"max by (resource) ({metric('operator_watch_lag_seconds')}) > <watchLagSeconds>",
+        "The operator does not see what changes",
+        "The watch of {{ $labels.resource }} has been behind for {{ $value | humanizeDuration }}.",
+    ),
+)
+ALERTS: Final = (*OF_RUNS, *OF_OPERATOR)
+
+
+def render_rules() -> str:
+    """The groups of the chart's PrometheusRule, as a template of Helm."""
+    return "\n".join(_render()) + "\n"
+
+
+def _render() -> Iterator[str]:
+    yield "# Generated by `make generate` from monitoring/evergrad_monitoring/alerts.py."
+    for name, alerts in (("evergrad.runs", OF_RUNS), ("evergrad.operator", OF_OPERATOR)):
+        yield f"- name: {name}"
+        yield "  rules:"
+        for alert in alerts:
+            yield f'    {{{{- if not (has "{alert.name}" .Values.metrics.rules.disabled) }}}}'
+            yield f"    - alert: {alert.name}"
+            yield "      expr: |"
+            yield from (f"        {_for_helm(line)}" for line in alert.expression.splitlines())
+            if alert.holds != "0m":
+                yield f"      for: {alert.holds}"
+            yield f"      labels: {{severity: {alert.severity}}}"
+            yield "      annotations:"
+            yield f"        summary: {_quote(alert.summary)}"
+            yield f"        description: {_quote(alert.description)}"
+            yield f"        runbook_url: {{{{ .Values.metrics.rules.runbooks }}}}/{alert.name}.md"
+            yield "    {{- end }}"
+
+
+def _for_helm(line: str) -> str:
+    for key in THRESHOLDS:
+        line = line.replace(f"<{key}>", f"{{{{ .Values.metrics.rules.thresholds.{key} }}}}")
+    return line
+
+
+def _quote(text: str) -> str:
+    """A YAML text in which Helm leaves the templates of Prometheus alone."""
+    inner = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + inner.replace("{{", "{{`{{").replace("}}", "}}`}}") + '"'

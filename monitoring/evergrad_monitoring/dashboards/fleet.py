@@ -1,0 +1,140 @@
+"""The dashboard of all runs: which there are, what stands still, where time goes."""
+
+from typing import Final
+
+from grafana_foundation_sdk.builders import table
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+
+from evergrad_monitoring.dashboards.parts import (
+    FLEET,
+    RUN,
+    begin_dashboard,
+    choose,
+    number,
+    plot,
+    rows,
+)
+from evergrad_monitoring.names import RUN as LABELS
+from evergrad_monitoring.names import metric
+
+_HERE: Final = 'run_namespace=~"$run_namespace"'
+
+
+def build_fleet() -> Dashboard:
+    """All runs of the namespaces that are chosen."""
+    phase = metric("operator_run_phase", _HERE)
+    kept = metric("productive_seconds_total", _HERE)
+    lost = metric("lost_seconds_total", _HERE)
+    board = begin_dashboard(
+        "Evergrad: fleet",
+        FLEET,
+        "All training runs: phases, restarts, goodput, and what stands still.",
+    )
+    namespaces = f"label_values({metric('operator_run_phase')}, run_namespace)"
+    board = board.with_variable(
+        choose("run_namespace", "Namespace", namespaces).multi(True).include_all(True)
+    )
+    for title, which, what in (
+        ("Running", "Running", "Runs that train now."),
+        (
+            "Waiting",
+            "Pending|Starting|Waiting|Restarting",
+            "Runs that are to train and do not yet.",
+        ),
+        ("Failed", "Failed", "Runs that failed, until a day after their end."),
+    ):
+        selector = f'{_HERE}, phase=~"{which}"'
+        count = f"count({metric('operator_run_phase', selector)}) or vector(0)"
+        board = board.with_panel(number(title, what, "short", count))
+    board = (
+        board.with_panel(
+            number(
+                "Tokens per second",
+                "Of all runs together.",
+                "short",
+                f"sum(rate({metric('tokens_total', _HERE)}[$__rate_interval]))",
+            )
+        )
+        .with_panel(
+            number(
+                "Goodput",
+                "Share of the time of all runs that went into steps that were kept.",
+                "percentunit",
+                f"sum(increase({kept}[$__range])) / "
+                f"(sum(increase({kept}[$__range])) + sum(increase({lost}[$__range])))",
+            )
+        )
+        .with_panel(
+            number(
+                "Pods replaced",
+                "In the time that is shown.",
+                "short",
+                f"sum(increase({metric('operator_run_restarts_total', _HERE)}[$__range])) or vector(0)",
+            )
+        )
+        .with_panel(
+            plot(
+                "Runs by phase",
+                "A run is in one phase at a time.",
+                "short",
+                (f"count by (phase) ({phase})", "{{phase}}"),
+                shape="stack",
+            )
+        )
+        .with_panel(
+            plot(
+                "Lost time by cause",
+                "Seconds a second in which nothing was trained that was kept. 1: one run, all the time.",
+                "short",
+                (f"sum by (cause) (rate({lost}[$__rate_interval]))", "{{cause}}"),
+                shape="stack",
+            )
+        )
+        .with_panel(
+            plot(
+                "Pods replaced by reason",
+                "Pods that were lost, preempted, crashed or evicted, and came back.",
+                "short",
+                (
+                    (
+                        "sum by (reason) "
+                        f"(increase({metric('operator_run_restarts_total', _HERE)}[$__rate_interval]))"
+                    ),
+                    "{{reason}}",
+                ),
+                shape="stack",
+            )
+        )
+        .with_panel(
+            plot(
+                "Time to the first pod and to the first step",
+                "Medians of runs that were created in the last hour.",
+                "s",
+                (_median("operator_run_queue_seconds"), "first pod"),
+                (_median("operator_run_startup_seconds"), "first step"),
+            )
+        )
+    )
+    return board.with_panel(_runs())
+
+
+def _median(name: str) -> str:
+    return f"histogram_quantile(0.5, sum by (le) (rate({metric(f'{name}_bucket')}[1h])))"
+
+
+def _runs() -> table.Panel:
+    """Every run, those first that made no progress for the longest time."""
+    progress = metric("operator_run_last_progress_timestamp_seconds", _HERE)
+    return rows(
+        "Runs",
+        "Runs that are unfinished or ended within a day. A click on a name opens its dashboard.",
+        {
+            "Progress": f"max by ({LABELS}) ({metric('operator_run_progress_ratio', _HERE)})",
+            "Seconds since the last step": f"time() - max by ({LABELS}) ({progress})",
+            "Pods replaced": f"sum by ({LABELS}) ({metric('operator_run_restarts_total', _HERE)})",
+            "Phase": f"max by ({LABELS}, phase) ({metric('operator_run_phase', _HERE)})",
+        },
+        links={
+            "run": f"/d/{RUN}?var-run_namespace=${{__data.fields.run_namespace}}&var-run=${{__value.raw}}"
+        },
+    )

@@ -1,0 +1,278 @@
+"""The dashboard of one run: is it well, how far is it, what does it cost."""
+
+from typing import Final
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+
+from evergrad_monitoring.dashboards.parts import (
+    OF_RUN,
+    RUN,
+    begin_dashboard,
+    buckets,
+    choose,
+    mark,
+    number,
+    plot,
+    states,
+)
+from evergrad_monitoring.names import metric
+
+_WINDOW: Final = "[$__rate_interval]"
+_HIDDEN_BEHIND: Final = "Absent where nothing of the run is scraped, as while it waits."
+
+
+def build_run() -> Dashboard:
+    """One run. The namespace and the run are chosen; both are labels that all families have."""
+    board = begin_dashboard(
+        "Evergrad: run", RUN, "One training run: progress, loss, speed, checkpoints, restarts."
+    )
+    phase = metric("operator_run_phase")
+    named = metric("operator_run_phase", 'run_namespace="$run_namespace"')
+    board = board.with_variable(
+        choose("run_namespace", "Namespace", f"label_values({phase}, run_namespace)")
+    ).with_variable(choose("run", "Run", f"label_values({named}, run)"))
+    changes = f"sum by (cause) (increase({_of('world_changes_total')}[1m])) > 0"
+    pods = f"sum by (reason) (increase({_of('operator_run_restarts_total')}[1m])) > 0"
+    board = board.annotation(mark("World changes", changes, "blue"))
+    board = board.annotation(mark("Pods replaced", pods, "red"))
+    board = _add_state(board)
+    board = _add_learning(board)
+    board = _add_speed(board)
+    return _add_cost(board)
+
+
+def _of(name: str, more: str = "") -> str:
+    return metric(name, f"{OF_RUN}, {more}" if more else OF_RUN)
+
+
+def _add_state(board: Dashboard) -> Dashboard:
+    step = f"max({_of('step')})"
+    return (
+        board.with_panel(
+            number(
+                "Progress",
+                "Steps done, of the steps to do.",
+                "percentunit",
+                f"max({_of('operator_run_progress_ratio')})",
+            )
+        )
+        .with_panel(number("Step", "The last one that was finished.", "short", step))
+        .with_panel(
+            number(
+                "Since the last step",
+                "Far longer than a step: the run stands still.",
+                "s",
+                f"time() - max({_of('last_step_timestamp_seconds')})",
+            )
+        )
+        .with_panel(
+            number(
+                "World", "Processes that train together.", "short", f"max({_of('world_size')})"
+            )
+        )
+        .with_panel(
+            number(
+                "Age of the checkpoint",
+                "So much is trained again if all nodes are lost at once.",
+                "s",
+                f"time() - max({_of('checkpoint_last_success_timestamp_seconds')})",
+            )
+        )
+        .with_panel(
+            number(
+                "Time left",
+                "At the speed of the last ten minutes.",
+                "s",
+                f"(max({_of('max_steps')}) - {step}) / sum(rate({_of('steps_total')}[10m]))",
+            )
+        )
+        .with_panel(
+            states(
+                "Phase",
+                "The run in one word, as the operator sees it.",
+                f"max by (phase) ({_of('operator_run_phase')})",
+                "{{phase}}",
+            )
+        )
+    )
+
+
+def _add_learning(board: Dashboard) -> Dashboard:
+    return (
+        board.with_panel(
+            plot(
+                "Loss",
+                f"Training: mean of the last ten steps. Evaluation: each set's last. {_HIDDEN_BEHIND}",
+                "short",
+                (f"max by (split, dataset) ({_of('loss')})", "{{split}} {{dataset}}"),
+                shape="any",
+            )
+        )
+        .with_panel(
+            plot(
+                "Norm of the gradients",
+                "Before clipping.",
+                "short",
+                (f"max({_of('grad_norm')})", "norm"),
+            )
+        )
+        .with_panel(
+            plot(
+                "Evaluations",
+                "All metrics of evaluations but the loss.",
+                "short",
+                (f"max by (dataset, metric) ({_of('eval_metric')})", "{{dataset}} {{metric}}"),
+                shape="any",
+            )
+        )
+        .with_panel(
+            plot(
+                "Metrics of the recipe",
+                "What the recipe itself measures in each step.",
+                "short",
+                (f"max by (metric) ({_of('task_metric')})", "{{metric}}"),
+                shape="any",
+            )
+        )
+        .with_panel(
+            plot(
+                "Learning rate",
+                "Of the last step.",
+                "short",
+                (f"max({_of('learning_rate')})", "learning rate"),
+            )
+        )
+        .with_panel(
+            plot(
+                "Steps without an update, and alerts of monitors",
+                "Losses and gradients that are not finite, steps that were left out, what monitors found.",
+                "short",
+                (f"sum by (why) (increase({_of('skipped_steps_total')}{_WINDOW}))", "{{why}}"),
+                (f"sum by (monitor) (increase({_of('alerts_total')}{_WINDOW}))", "{{monitor}}"),
+            )
+        )
+    )
+
+
+def _add_speed(board: Dashboard) -> Dashboard:
+    phases = f"sum by (phase) (rate({_of('step_phase_seconds_total')}{_WINDOW}))"
+    durations = f"sum by (le) (rate({_of('step_duration_seconds_bucket')}{_WINDOW}))"
+    return (
+        board.with_panel(
+            plot(
+                "Tokens per second",
+                "Of all processes together; a script's as it reports it.",
+                "short",
+                (f"sum(rate({_of('tokens_total')}{_WINDOW}))", "tokens/s"),
+                (f"max({_of('script_tokens_per_second')})", "tokens/s, of a script"),
+            )
+        )
+        .with_panel(
+            plot(
+                "Use of the devices",
+                "Model FLOPs utilisation. Absent for devices whose peak is not known.",
+                "percentunit",
+                (f"max({_of('mfu_ratio')})", "utilisation"),
+                shape="share",
+            )
+        )
+        .with_panel(buckets("Time of a step", "Wall time of optimizer steps.", "s", durations))
+        .with_panel(
+            plot(
+                "Time of a step, middle and slow",
+                "Half of the steps, and 95 of 100, took at most so long.",
+                "s",
+                (f"histogram_quantile(0.5, {durations})", "p50"),
+                (f"histogram_quantile(0.95, {durations})", "p95"),
+            )
+        )
+        .with_panel(
+            plot(
+                "Where time goes",
+                "Seconds a second, by use. `comm_wait` is waiting for gradients of other processes.",
+                "short",
+                (phases, "{{phase}}"),
+                shape="stack",
+            )
+        )
+        .with_panel(
+            plot(
+                "Slowest rank behind the median",
+                "A large value that stays names a host that is slower than the others.",
+                "s",
+                (f"max({_of('rank_step_skew_seconds')})", "skew"),
+            )
+        )
+    )
+
+
+def _add_cost(board: Dashboard) -> Dashboard:
+    kept, lost = _of("productive_seconds_total"), _of("lost_seconds_total")
+    saves = _of("checkpoint_duration_seconds_bucket", 'op="save"') + _WINDOW
+    return (
+        board.with_panel(
+            plot(
+                "Goodput",
+                "Share of the last hour that went into steps that were kept.",
+                "percentunit",
+                (
+                    f"sum(increase({kept}[1h])) / (sum(increase({kept}[1h])) + sum(increase({lost}[1h])))",
+                    "goodput",
+                ),
+                shape="share",
+            )
+        )
+        .with_panel(
+            plot(
+                "Lost time by cause",
+                "Seconds a second in which nothing was trained that was kept.",
+                "short",
+                (f"sum by (cause) (rate({lost}{_WINDOW}))", "{{cause}}"),
+                shape="stack",
+            )
+        )
+        .with_panel(
+            plot(
+                "World over time",
+                "Processes that train together, and nodes that could.",
+                "short",
+                (f"max({_of('world_size')})", "processes"),
+                (f"max({_of('run_nodes_ready')})", "nodes that are ready"),
+            )
+        )
+        .with_panel(
+            plot(
+                "Changes of the world, and pods replaced",
+                "Changes cost no finished step; the cause is theirs.",
+                "short",
+                (
+                    f"sum by (cause) (increase({_of('world_changes_total')}{_WINDOW}))",
+                    "{{cause}}",
+                ),
+                (
+                    f"sum by (reason) (increase({_of('operator_run_restarts_total')}{_WINDOW}))",
+                    "pod: {{reason}}",
+                ),
+            )
+        )
+        .with_panel(
+            plot(
+                "Checkpoints: time",
+                "A save in the background, 95 of 100; and how long training stood still for saves.",
+                "s",
+                (f"histogram_quantile(0.95, sum by (le) (rate({saves})))", "save, p95"),
+                (
+                    f"sum(increase({_of('checkpoint_blocking_seconds_total')}{_WINDOW}))",
+                    "training stood still",
+                ),
+            )
+        )
+        .with_panel(
+            plot(
+                "Checkpoints: size",
+                "Of the last one.",
+                "bytes",
+                (f"max({_of('checkpoint_size_bytes')})", "size"),
+            )
+        )
+    )

@@ -1,0 +1,374 @@
+"""Alerts and dashboards of the chart: generated, complete, and right as Prometheus reads them."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bed import chart, toolbox
+from evergrad_monitoring.alerts import ALERTS, THRESHOLDS
+from evergrad_monitoring.dashboards import DASHBOARDS
+from evergrad_monitoring.generate import render_all
+from evergrad_monitoring.names import metric
+
+WHO = 'run_namespace="a", run="x"'
+RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
+# What a run shows in ten minutes each, as promtool writes series: every value of an hour is one minute apart.
+CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
+    "TrainingRunStalled": (
+        "30m",
+        {
+            RUNNING: "1x60",
+            f"evergrad_operator_run_last_progress_timestamp_seconds{{{WHO}}}": "0x60",
+        },
+        {
+            RUNNING: "1x60",
+            f"evergrad_operator_run_last_progress_timestamp_seconds{{{WHO}}}": "0+60x60",
+        },
+    ),
+    "TrainingRunNotStarting": (
+        "40m",
+        {
+            f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}': "1x60",
+            f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}": "0x60",
+        },
+        # Made long ago, and resumed a minute ago.
+        {
+            f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}': "1x60",
+            f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}": "0x60",
+            f"evergrad_operator_run_started_timestamp_seconds{{{WHO}}}": "2340x60",
+        },
+    ),
+    "TrainingRunRestartStorm": (
+        "59m",
+        {f'evergrad_operator_run_restarts_total{{{WHO}, reason="node_lost"}}': "0+1x60"},
+        {f'evergrad_operator_run_restarts_total{{{WHO}, reason="node_lost"}}': "0x30 1x30"},
+    ),
+    "TrainingRunLossNonFinite": (
+        "20m",
+        {f'evergrad_nonfinite_total{{{WHO}, what="loss"}}': "0x15 1x45"},
+        # Another process serves on from 0.
+        {f'evergrad_nonfinite_total{{{WHO}, what="loss"}}': "5x5 0x55"},
+    ),
+    "TrainingRunLossDiverging": (
+        "59m",
+        {RUNNING: "1x60", f'evergrad_loss{{{WHO}, split="train"}}': "2x20 9x40"},
+        {RUNNING: "1x60", f'evergrad_loss{{{WHO}, split="train"}}': "9x20 2x40"},
+    ),
+    "TrainingRunCheckpointStale": (
+        "110m",
+        {
+            RUNNING: "1x120",
+            f"evergrad_checkpoint_last_success_timestamp_seconds{{{WHO}}}": "60x10 600x110",
+        },
+        # One every fifty minutes: an hour without one is no reason.
+        {
+            RUNNING: "1x120",
+            f"evergrad_checkpoint_last_success_timestamp_seconds{{{WHO}}}": "0x40 2400x80",
+        },
+    ),
+    "TrainingRunCheckpointFailing": (
+        "20m",
+        {f'evergrad_checkpoint_failures_total{{{WHO}, op="save", reason="io"}}': "0x10 1x50"},
+        {f'evergrad_checkpoint_failures_total{{{WHO}, op="save", reason="io"}}': "1x60"},
+    ),
+    "TrainingRunThroughputDrop": (
+        "300m",
+        {RUNNING: "1x400", f"evergrad_tokens_total{{{WHO}}}": "0+1000x260 260000+100x140"},
+        {RUNNING: "1x400", f"evergrad_tokens_total{{{WHO}}}": "0+1000x260 260000+900x140"},
+    ),
+    "TrainingRunDataStarved": (
+        "50m",
+        {
+            RUNNING: "1x60",
+            f'evergrad_step_phase_seconds_total{{{WHO}, phase="data"}}': "0+30x60",
+            f'evergrad_step_phase_seconds_total{{{WHO}, phase="other"}}': "0+30x60",
+        },
+        {
+            RUNNING: "1x60",
+            f'evergrad_step_phase_seconds_total{{{WHO}, phase="data"}}': "0+3x60",
+            f'evergrad_step_phase_seconds_total{{{WHO}, phase="other"}}': "0+57x60",
+        },
+    ),
+    "TrainingRunGoodputLow": (
+        "59m",
+        {
+            RUNNING: "1x60",
+            f"evergrad_productive_seconds_total{{{WHO}}}": "0+30x60",
+            f'evergrad_lost_seconds_total{{{WHO}, cause="restore"}}': "0+30x60",
+        },
+        {
+            RUNNING: "1x60",
+            f"evergrad_productive_seconds_total{{{WHO}}}": "0+57x60",
+            f'evergrad_lost_seconds_total{{{WHO}, cause="restore"}}': "0+3x60",
+        },
+    ),
+    "TrainingRunFailed": (
+        "20m",
+        {
+            f'evergrad_operator_run_phase{{{WHO}, phase="Failed"}}': "1x60",
+            f"evergrad_operator_run_completed_timestamp_seconds{{{WHO}}}": "600x60",
+        },
+        {
+            f'evergrad_operator_run_phase{{{WHO}, phase="Complete"}}': "1x60",
+            f"evergrad_operator_run_completed_timestamp_seconds{{{WHO}}}": "600x60",
+        },
+    ),
+    "TrainingOperatorDown": (
+        "30m",
+        # The pod is gone; a gap alone would be bridged for five minutes.
+        {'evergrad_operator_leader{pod="o"}': "1x10 stale"},
+        {
+            'evergrad_operator_leader{pod="o"}': "0x60",
+            'evergrad_operator_leader{pod="p"}': "1x60",
+        },
+    ),
+    "TrainingOperatorReconcileErrors": (
+        "30m",
+        {
+            'evergrad_operator_reconcile_total{result="error"}': "0+5x60",
+            'evergrad_operator_reconcile_total{result="success"}': "0+5x60",
+        },
+        {
+            'evergrad_operator_reconcile_total{result="error"}': "0x60",
+            'evergrad_operator_reconcile_total{result="success"}': "0+5x60",
+        },
+    ),
+    "TrainingOperatorQueueStuck": (
+        "20m",
+        {"evergrad_operator_queue_oldest_age_seconds": "0+60x60"},
+        {"evergrad_operator_queue_oldest_age_seconds": "2x60"},
+    ),
+    "TrainingOperatorWatchStale": (
+        "20m",
+        {'evergrad_operator_watch_lag_seconds{resource="pods"}': "0+60x60"},
+        {'evergrad_operator_watch_lag_seconds{resource="pods"}': "0x60"},
+    ),
+}
+"""By alert: when to look, series with which it fires, and series with which it is silent."""
+
+
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed: Debian's package prometheus has it")
+    return found
+
+
+@pytest.fixture(scope="module")
+def objects() -> list[dict[str, Any]]:
+    if toolbox.missing(("helm",)):
+        pytest.skip("helm is not built. make chart-lint builds it, with Go.")
+    return chart.render({"metrics": {"enabled": True, "labels": {"release": "stack"}}})
+
+
+@pytest.fixture(scope="module")
+def rules(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    (rule,) = (one for one in objects if one["kind"] == "PrometheusRule")
+    groups: dict[str, Any] = rule["spec"]
+    return groups
+
+
+def check(promtool: str, *arguments: str | Path) -> str:
+    done = subprocess.run(
+        [promtool, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def panels() -> Iterator[tuple[str, dict[str, Any]]]:
+    for uid, text in DASHBOARDS.items():
+        for panel in json.loads(text)["panels"]:
+            yield uid, panel
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Every query of every panel, annotation and variable, with where it is."""
+    for uid, panel in panels():
+        for target in panel["targets"]:
+            yield f"{uid}: {panel['title']}", target["expr"]
+    for uid, text in DASHBOARDS.items():
+        board = json.loads(text)
+        for one in board["annotations"].get("list", []):
+            yield f"{uid}: {one['name']}", one["expr"]
+        for one in board["templating"]["list"]:
+            if one["type"] == "query":
+                yield (
+                    f"{uid}: ${one['name']}",
+                    re.sub(r"label_values\((.*), \w+\)", r"\1", one["query"]),
+                )
+
+
+def test_the_files_of_the_chart_and_the_page_are_as_they_are_generated(root: Path) -> None:
+    for path, text in render_all().items():
+        assert path.read_text("utf-8") == text, f"{path.relative_to(root)}: run make generate"
+
+
+def test_a_metric_that_nothing_exports_cannot_be_named() -> None:
+    assert (
+        metric("step_duration_seconds_bucket", "a")
+        == "evergrad_step_duration_seconds_bucket{a}"
+    )
+    for name in ("no_such_metric", "step_count", "step_duration_seconds"):
+        with pytest.raises(KeyError):
+            metric(name)
+
+
+def test_each_alert_has_a_page_and_each_page_its_alert(root: Path) -> None:
+    pages = {path.stem for path in (root / "docs/runbooks").glob("*.md")} - {"README"}
+    assert pages == {alert.name for alert in ALERTS} == set(CASES)
+    for name in pages:
+        text = (root / f"docs/runbooks/{name}.md").read_text("utf-8")
+        assert all(f"\n## {part}\n" in text for part in ("What it means", "Look", "Do")), name
+
+
+def test_the_defaults_of_thresholds_are_those_of_the_chart(root: Path) -> None:
+    values = yaml.safe_load((root / "charts/evergrad/values.yaml").read_text("utf-8"))
+    assert values["metrics"]["rules"]["thresholds"] == THRESHOLDS
+    assert {key for alert in ALERTS for key in alert.thresholds} == set(THRESHOLDS)
+
+
+def test_prometheus_takes_all_rules_and_every_query(
+    promtool: str, rules: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    assert f"{len(ALERTS)} rules found" in check(
+        promtool, "check", "rules", tmp_path / "rules.yaml"
+    )
+    found = list(queries())
+    records = []
+    for number, (_, expression) in enumerate(found):
+        filled = expression.replace("$__rate_interval", "5m").replace("$__range", "6h")
+        assert not re.search(r"\$__", filled)
+        records.append({"record": f"query_{number}", "expr": filled})
+    (tmp_path / "queries.yaml").write_text(
+        yaml.safe_dump({"groups": [{"name": "queries", "rules": records}]})
+    )
+    assert f"{len(found)} rules found" in check(
+        promtool, "check", "rules", tmp_path / "queries.yaml"
+    )
+
+
+def test_each_alert_fires_where_it_should_and_is_silent_elsewhere(
+    promtool: str, rules: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    tests = []
+    for name, (at, fires, silent) in CASES.items():
+        for series, count in ((fires, 1), (silent, 0)):
+            seen = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)'
+            tests.append(
+                {
+                    "name": f"{name} {'fires' if count else 'is silent'}",
+                    "interval": "1m",
+                    "input_series": [
+                        {"series": one, "values": values} for one, values in series.items()
+                    ],
+                    "promql_expr_test": [
+                        {
+                            "expr": seen,
+                            "eval_time": at,
+                            "exp_samples": [{"labels": "{}", "value": count}],
+                        }
+                    ],
+                }
+            )
+    document = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    assert "SUCCESS" in check(promtool, "test", "rules", tmp_path / "cases.yaml")
+
+
+def test_an_alert_that_is_disabled_is_not_rendered_and_a_threshold_is_a_value() -> None:
+    if toolbox.missing(("helm",)):
+        pytest.skip("helm is not built. make chart-lint builds it, with Go.")
+    chosen = {"disabled": ["TrainingRunFailed"], "thresholds": {"stalledSeconds": 77}}
+    rendered = chart.render({"metrics": {"enabled": True, "rules": chosen}})
+    (rule,) = (one for one in rendered if one["kind"] == "PrometheusRule")
+    by_name = {one["alert"]: one for group in rule["spec"]["groups"] for one in group["rules"]}
+    assert set(by_name) == {alert.name for alert in ALERTS} - {"TrainingRunFailed"}
+    assert "> 77\n" in by_name["TrainingRunStalled"]["expr"]
+
+
+def test_without_metrics_nothing_of_prometheus_operator_is_rendered() -> None:
+    if toolbox.missing(("helm",)):
+        pytest.skip("helm is not built. make chart-lint builds it, with Go.")
+    kinds = {one["kind"] for one in chart.render({})}
+    assert not kinds & {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
+
+
+def test_monitors_find_what_the_operator_makes(objects: list[dict[str, Any]]) -> None:
+    (pods,) = (one for one in objects if one["kind"] == "PodMonitor")
+    (service,) = (one for one in objects if one["kind"] == "ServiceMonitor")
+    assert pods["metadata"]["labels"]["release"] == "stack"
+    assert service["metadata"]["labels"]["release"] == "stack"
+    selector = pods["spec"]["selector"]
+    assert selector["matchLabels"] == {"app.kubernetes.io/managed-by": "evergrad"}
+    assert [one["port"] for one in pods["spec"]["podMetricsEndpoints"]] == ["metrics", "status"]
+    (found,) = (one for one in objects if one["kind"] == "Service")
+    wanted = service["spec"]["selector"]["matchLabels"].items()
+    assert wanted <= found["metadata"]["labels"].items()
+    assert service["spec"]["endpoints"][0]["port"] in {
+        one["name"] for one in found["spec"]["ports"]
+    }
+
+
+def test_each_dashboard_is_a_config_map_that_the_sidecar_finds(
+    objects: list[dict[str, Any]],
+) -> None:
+    found = {
+        key: value
+        for one in objects
+        if one["kind"] == "ConfigMap"
+        and one["metadata"].get("labels", {}).get("grafana_dashboard") == "1"
+        for key, value in one["data"].items()
+    }
+    assert {f"{uid}.json": json.loads(text) for uid, text in DASHBOARDS.items()} == {
+        key: json.loads(value) for key, value in found.items()
+    }
+
+
+@pytest.mark.parametrize("uid", DASHBOARDS)
+def test_a_dashboard_keeps_the_rules_of_grafanas_linter(uid: str) -> None:
+    board = json.loads(DASHBOARDS[uid])
+    assert board["uid"] == uid and len(uid) <= 40
+    assert board["editable"] is False
+    assert "id" not in board and "__inputs" not in board
+    sources = [one for one in board["templating"]["list"] if one["type"] == "datasource"]
+    assert [one["name"] for one in sources] == ["datasource"]
+    for one in board["templating"]["list"]:
+        if one["type"] == "query":
+            assert one["refresh"] == 2, f"{one['name']}: reload when the time range changes"
+            assert one["datasource"]["uid"] == "${datasource}"
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    names = [panel["title"] for panel in board["panels"]]
+    assert len(set(names)) == len(names)
+
+
+def test_panels_keep_the_rules_of_grafanas_linter() -> None:
+    for uid, panel in panels():
+        where = f"{uid}: {panel['title']}"
+        assert panel["title"] and panel["description"].endswith("."), where
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, where
+        assert panel["targets"] and panel["fieldConfig"]["defaults"]["unit"], where
+        references = [target["refId"] for target in panel["targets"]]
+        assert all(references) and len(set(references)) == len(references), where
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == "${datasource}", where
+
+
+def test_counters_stand_under_a_rate_and_none_has_a_window_of_its_own_by_accident() -> None:
+    for where, expression in queries():
+        # Only what the operator reads off a status is shown as a total.
+        bare = re.sub(r"(rate|increase)\([^()]*\)", "", expression)
+        totals = re.findall(r"evergrad_\w+_total\b", bare)
+        assert set(totals) <= {"evergrad_operator_run_restarts_total"}, where
+        windows = set(re.findall(r"\[([^\]]+)\]", expression))
+        assert windows <= {"$__rate_interval", "$__range", "1h", "10m", "1m"}, where
