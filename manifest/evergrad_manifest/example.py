@@ -78,6 +78,12 @@ TWO_STAGES: Final[dict[str, Any]] = {
     },
 }
 """Sections of ``spec.training`` for two stages."""
+PAIRS: Final[dict[str, Any]] = {
+    "recipe": "preference",
+    "initFrom": {"path": "/data/docs-chat"},
+    "preference": {"beta": 0.1, "loss": "sigmoid", "reference": "/data/docs-chat"},
+}
+"""Sections of ``spec.training`` for pairs."""
 SCRIPT: Final[dict[str, Any]] = {
     "command": ["train.py", "--epochs", "3"],
     "env": {"TOKENIZERS_PARALLELISM": "false"},

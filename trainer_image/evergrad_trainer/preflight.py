@@ -16,8 +16,8 @@ from evergrad_coordinator.text import size
 from evergrad_manifest.derive import (
     HorizonNumbers,
     loss_chunk,
-    num_references,
     slots_per_step,
+    stage_ends,
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
@@ -118,7 +118,8 @@ def examine(
     ]
     # Last, since it writes.
     size = None if facts is None else checkpoint_bytes(facts, training)
-    keep = training.checkpoint.keep + num_references(training)
+    # Those of boundaries between stages are kept besides.
+    keep = training.checkpoint.keep + len(stage_ends(training))
     findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)
 
@@ -381,7 +382,7 @@ def find_traps(
     is_chunked = loss_chunk(training) is not None
     if plan is not None and is_chunked and plan.name not in PLAIN_HEADS:
         field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
-        if num_references(training):
+        if training.runtime.loss_chunk is None:
             # Without chunks it would hold all logits of two models.
             field, remedy = "model", "Use"
         yield Problem(

@@ -16,7 +16,9 @@ from evergrad_manifest.training.common import (
     Every,
     Meaningless,
     meaningless_in,
+    reads_pairs,
 )
+from evergrad_manifest.training.preference import METRICS as METRICS_OF_PAIRS
 from evergrad_manifest.training.sft import GENERATED, NUMBERS, Generation
 from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
 from evergrad_manifest.training.two_stage_kl import STAGE_SETS
@@ -452,7 +454,8 @@ def check_best(view: View) -> Iterator[Problem]:
 
     if (names := set_names(view)) is None:
         return
-    metrics = [f"{name}/{kind}" for name in names for kind in METRICS_OF_ALL]
+    kinds = (*METRICS_OF_ALL, *(METRICS_OF_PAIRS if reads_pairs(view) else ()))
+    metrics = [f"{name}/{kind}" for name in names for kind in kinds]
     if view.is_given(f"{_EVALUATION}.generation"):
         generated = [name for name in names if name.endswith(GENERATED)]
         metrics += [f"{name}/{number}" for name in generated for number in NUMBERS]

@@ -116,7 +116,7 @@ def memory_of(
         gathered = block * weight if compiles and world_size > 1 else 0
 
     # What the forward pass keeps for the backward pass.
-    tokens = training.batching.micro_batch_size * training.data.sequence_length
+    tokens = training.batching.micro_batch_size * training.sample_tokens
     inner = tokens * facts.hidden_size * _ACTIVATIONS_PER_LAYER * product
     if runtime.activation_checkpointing == "none":
         activations = inner * facts.num_layers
