@@ -76,9 +76,10 @@ def check_sft(view: View) -> Iterator[Problem]:
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe is UNKNOWN or recipe not in RECIPES or recipe == SFT:
         return
-    for path, why in ((_ROWS, "its samples are no rows"), (_GENERATION, "it has no prompts")):
-        if path == _ROWS and recipe == PREFERENCE:
-            continue
+    refused = {_ROWS: "its samples are no rows", _GENERATION: "it has no prompts"}
+    if recipe == PREFERENCE:
+        refused = {_GENERATION: "its rows have two completions each"}
+    for path, why in refused.items():
         if view.is_given(path):
             remedy = f"Remove it, or set recipe: {SFT}"
             yield Problem(path, f"has no meaning with recipe {recipe}", why, remedy)
