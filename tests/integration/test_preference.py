@@ -5,6 +5,8 @@ import math
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from run_helpers import (
 )
 from run_helpers import fault as fault_here
 
+ROOT = Path(__file__).resolve().parents[2]
 MakeCluster = Callable[..., Cluster]
 METRICS = {
     "accuracy",
@@ -355,3 +358,29 @@ def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_pairs(
     write(experiment, recipe="mine:Mine", horizon={"steps": 2})
     experiment.run(expect=DONE)
     assert set(curve(experiment.at())[1]["metrics"]) == METRICS
+
+
+@pytest.mark.capability("A-80")
+def test_the_example_makes_its_pairs_and_trains_on_them(experiment: Experiment) -> None:
+    folder = ROOT / "examples" / "preference"
+    script = str(folder / "make_rows.py")
+    subprocess.run([sys.executable, script, str(experiment.path)], check=True)
+    assert len((experiment.path / "pairs.jsonl").read_text().splitlines()) > 500
+    shutil.copy(folder / "sft.yaml", experiment.path / "brief-sft.yaml")
+    shutil.copy(folder / "trainingrun.yaml", experiment.path / "brief.yaml")
+
+    def run(name: str, **changes: Any) -> None:
+        steps = {"schedule.warmup": 0, "schedule.decay": 0, "runtime.threads": 1}
+        sets = [
+            part
+            for key, value in {**steps, **changes}.items()
+            for part in ("--set", f"spec.training.{key}={value}")
+        ]
+        experiment.run(*sets, name=name, expect=DONE)
+
+    run("brief-sft", **{"horizon.steps": 2, "checkpoint.every.steps": 2})
+    first = {"horizon.steps": 2, "evaluation.every.steps": 2, "evaluation.samples": 4}
+    run("brief", **first, **{"initFrom.path": "runs/brief-sft"})
+    found = evaluations(experiment.at("brief"))
+    assert found[0, "heldOut"][0] == pytest.approx(math.log(2), rel=1e-6)
+    assert found[2, "heldOut"][2]["margin"] != 0.0

@@ -118,6 +118,9 @@ FOREIGN: Final = (
         ("param_groups", "optimizer_grouped_parameters", "no_decay", "no_weight_decay_params"),
         (f"{_T}.optimizer.groups",),
     ),
+    # Preferences.
+    Foreign(("ref_model", "ref_model_name_or_path"), (f"{_T}.preference.reference",)),
+    Foreign(("dpo_beta", "dpo_loss_type"), (f"{_T}.preference.beta", f"{_T}.preference.loss")),
     # The machine.
     Foreign(("bf16", "fp16", "mixed_precision", "amp"), (f"{_T}.runtime.precision",)),
     Foreign(("tf32", "allow_tf32"), (f"{_T}.runtime.matmulPrecision",)),

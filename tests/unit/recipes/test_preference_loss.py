@@ -232,6 +232,27 @@ def test_chunks_of_tokens_have_the_log_probabilities_and_gradients_of_the_whole(
     assert found[0][0][labels == IGNORE_INDEX].tolist() == [0.0] * 3
 
 
+def test_chunks_have_the_bits_of_products_in_bf16_under_autocast_backward_too() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(1, 6, 4), torch.randn(7, 4)
+    labels = torch.randint(0, 7, (1, 6))
+    found = []
+    for is_chunked in (False, True):
+        own, its = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            if is_chunked:
+                values = token_log_probs(own, labels, head=its, chunk_tokens=6)
+            else:
+                values = token_log_probs(functional.linear(own, its), labels)
+        values.sum().backward()
+        found.append((values.detach(), own.grad, its.grad))
+    (whole, *_), (chunked, *_) = found
+    assert torch.equal(whole, chunked) and whole.dtype == torch.float32
+    for one, other in zip(found[0][1:], found[1][1:], strict=True):
+        assert one is not None and other is not None
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path, chunk: int | None) -> None:
     modules = small_models()

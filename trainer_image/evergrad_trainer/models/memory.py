@@ -128,7 +128,9 @@ def memory_of(
     # in fp32 beside them.
     chunk_tokens = loss_chunk(training)
     chunk = min(tokens, chunk_tokens or tokens)
-    logits = chunk * facts.vocab_size * (product + 8) * (1 + references)
+    # Compared token by token, those of model and reference are there at once.
+    num_logits = 1 if training.two_stage_kl is None else 1 + references
+    logits = chunk * facts.vocab_size * (product + 8) * num_logits
     if chunk_tokens is not None:
         logits += 4 * facts.vocab_size * facts.hidden_size
     fixed = _ACCELERATOR_CONTEXT if on_accelerator else 0

@@ -69,8 +69,12 @@ def token_log_probs(
     """
     flat = labels.flatten()
     if head is not None:
-        hidden = outputs.flatten(0, 1)
-        found = _ChunkedLogProbs.apply(hidden, head, flat, chunk_tokens)  # type: ignore[no-untyped-call]
+        kind, dtype = outputs.device.type, outputs.dtype
+        if torch.is_autocast_enabled(kind):
+            # Cast here and not by the products: those of the backward pass stand outside of autocast.
+            dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = outputs.flatten(0, 1).to(dtype), head.to(dtype)
+        found = _ChunkedLogProbs.apply(hidden, weight, flat, chunk_tokens)  # type: ignore[no-untyped-call]
     else:
         logits = outputs.flatten(0, 1).float()
         found = -functional.cross_entropy(

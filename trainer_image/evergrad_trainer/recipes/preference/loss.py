@@ -26,8 +26,8 @@ def pair_losses(model: LogProbs, reference: LogProbs, settings: Preference) -> T
 
     ``sigmoid`` is equation 7 of "Direct Preference Optimization" (arXiv 2305.18290), with smoothing as in its
     conservative form; ``ipo`` is equation 17 of "A General Theoretical Paradigm to Understand Learning from
-    Human Preferences" (arXiv 2310.12036), of sums over tokens; ``hinge`` is that of SLiC (arXiv 2305.10425)
-    on DPO's rewards.
+    Human Preferences" (arXiv 2310.12036), of sums over tokens; ``hinge`` is SLiC's on DPO's rewards, as in
+    "Statistical Rejection Sampling Improves Preference Optimization" (arXiv 2309.06657).
     """
     beta, smoothing = float(settings.beta), float(settings.label_smoothing)
     difference = (model.chosen - reference.chosen) - (model.rejected - reference.rejected)
