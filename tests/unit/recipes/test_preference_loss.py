@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.training import Preference, Training
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.prepare import prepare
 from evergrad_trainer.data.token_source import IGNORE_INDEX
+from evergrad_trainer.models.memory import ModelFacts, memory_of
 from evergrad_trainer.objectives.token_log_probs import token_log_probs
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
@@ -263,6 +265,19 @@ def test_a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path, chunk: int | None
     assert numbers(found) == pytest.approx(numbers(whole), rel=1e-5)
 
 
-def test_a_pair_takes_two_rows_of_the_horizon_in_tokens() -> None:
-    assert training().sample_tokens == 24
-    assert training(recipe="sft").sample_tokens == 12
+def test_a_pair_takes_two_rows_of_the_horizon_in_tokens_and_of_the_memory() -> None:
+    pairs = training(horizon={"tokens": 480})
+    assert pairs.sample_tokens == 24 and training(recipe="sft").sample_tokens == 12
+    # Steps of two pairs.
+    assert derive_steps(pairs, num_samples=100).total_steps == 10
+
+    facts = ModelFacts(
+        parameters=10**6, hidden_size=64, num_layers=2, vocab_size=1000, max_positions=None
+    )
+    plan: dict[str, Any] = {"world_size": 1, "on_accelerator": False, "compiles": False}
+    of_pairs = memory_of(facts, pairs, **plan)
+    batching = {"globalBatchSize": 4, "microBatchSize": 2}
+    of_rows = memory_of(facts, training(recipe="sft", batching=batching), **plan)
+    assert (of_pairs.activations, of_pairs.logits) == (of_rows.activations, of_rows.logits)
+    # The reference: its weights, and their copies in the type of the products.
+    assert of_pairs.state - of_rows.state == (4 + 2) * facts.parameters
