@@ -123,29 +123,6 @@ class RowFormat:
             )
         return text
 
-
-def read_messages(field: str, value: Any) -> list[Message]:
-    """The messages of a conversation, or of a part of one. Raises RowError."""
-    if not isinstance(value, list) or not value:
-        raise RowError(f"the field {field!r} is no list of messages", "a conversation has some")
-    checked: list[Message] = []
-    for at, message in enumerate(value):
-        place = f"{field}[{at}]"
-        if not isinstance(message, dict):
-            raise RowError(f"{place} is no object", "a message has a role and content")
-        role = _text_in(message, "role", f"{place}.role")
-        content = _text_in(message, "content", f"{place}.content")
-        checked.append({**message, "role": role, "content": content})
-    return checked
-
-
-def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
-    value = owner.get(key)
-    if not isinstance(value, str):
-        what = f"{place} is missing" if key not in owner else f"{place} is no text"
-        raise RowError(what, "it is a JSON string")
-    return replace_lone_surrogates(value)
-
     def dtype(self, tokenizer: TextTokenizer) -> np.dtype[Any]:
         """The type of ids with their marks."""
         return smallest_dtype(2 * tokenizer.vocab_size)
@@ -184,6 +161,29 @@ def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
             found.append(join_marks(ids.astype(dtype), marks))
             kept.append(line)
         return join_rows(found, kept, dtype)
+
+
+def read_messages(field: str, value: Any) -> list[Message]:
+    """The messages of a conversation, or of a part of one. Raises RowError."""
+    if not isinstance(value, list) or not value:
+        raise RowError(f"the field {field!r} is no list of messages", "a conversation has some")
+    checked: list[Message] = []
+    for at, message in enumerate(value):
+        place = f"{field}[{at}]"
+        if not isinstance(message, dict):
+            raise RowError(f"{place} is no object", "a message has a role and content")
+        role = _text_in(message, "role", f"{place}.role")
+        content = _text_in(message, "content", f"{place}.content")
+        checked.append({**message, "role": role, "content": content})
+    return checked
+
+
+def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
+    value = owner.get(key)
+    if not isinstance(value, str):
+        what = f"{place} is missing" if key not in owner else f"{place} is no text"
+        raise RowError(what, "it is a JSON string")
+    return replace_lone_surrogates(value)
 
 
 def join_rows(
