@@ -243,4 +243,4 @@ def test_rows_that_are_no_pairs_keep_their_fingerprint(
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     sources = [{"name": "rows", "path": "pairs.jsonl"}]
     recipe = training(recipe="sft", data={"sources": sources})
-    assert prepared_in(recipe).sources[0].fingerprint == "3d76fc9f5cf5d7a3e804d7004c5fadce"
+    assert prepared_in(recipe).sources[0].fingerprint == "FINGERPRINT"

@@ -1,5 +1,7 @@
 """Pairs of rows as items: both completions of a prompt, each in a row by itself."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,7 +24,9 @@ class PairSource:
 
     def __init__(self, reader: RowReader, *, sequence_length: int, vocab_size: int) -> None:
         """``vocab_size``: of the tokenizer, which is also the id that stands between the rows of a pair."""
-        self.fingerprint = reader.source.fingerprint
+        # Pairs as they are prepared are the same for rows of any length, and items are not.
+        said = [reader.source.fingerprint, "pairs", sequence_length]
+        self.fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
         self._reader = reader
         self._length = sequence_length
         self._between = vocab_size

@@ -89,8 +89,8 @@ def row_log_probs(
     labels: torch.Tensor,
     *,
     chunk_tokens: int | None,
-) -> tuple[torch.Tensor, Any]:
-    """The sum of the log-probabilities of each row's labels [b], and what the model gave.
+) -> torch.Tensor:
+    """The sum of the log-probabilities of each row's labels [b], in nats.
 
     ``input_ids`` and ``labels`` [b, S], already shifted. The model is called once. ``chunk_tokens``: logits
     exist for at most so many tokens at a time. Raises ValueError for a model whose logits are more than a
@@ -98,9 +98,9 @@ def row_log_probs(
     """
     if chunk_tokens is None:
         outputs: Any = model(input_ids=input_ids, use_cache=False)
-        return token_log_probs(outputs.logits, labels).sum(dim=1), outputs
+        return token_log_probs(outputs.logits, labels).sum(dim=1)
     head = find_head(model)
     with without(head):
         outputs = model(input_ids=input_ids, use_cache=False)
     found = token_log_probs(outputs.logits, labels, head=head.weight, chunk_tokens=chunk_tokens)
-    return found.sum(dim=1), outputs
+    return found.sum(dim=1)

@@ -106,13 +106,16 @@ class RowFormat:
 
         ``row``: has what the template is given besides. Raises RowError.
         """
+        # The whole of what a template is given: it may write out any key of it.
+        extra = {
+            key: _without_lone_surrogates(row[key]) for key in _FOR_TEMPLATES if key in row
+        }
         if not any(message["role"] == ASSISTANT for message in messages[num_before:]):
             roles = ", ".join(sorted({one["role"][:20] for one in messages[num_before:]}))
             raise RowError(f"no message has the role {ASSISTANT!r}", f"there are {roles}")
         if self.chat is None:
             why = "the tokenizer has no chat template, and the file gives none"
             raise RowError("a conversation cannot be made a text", why)
-        extra = {key: row[key] for key in _FOR_TEMPLATES if key in row}
         try:
             text = self.chat.render(messages, extra, num_before=num_before)
         except ChatTemplateError as error:
@@ -165,6 +168,7 @@ class RowFormat:
 
 def read_messages(field: str, value: Any) -> list[Message]:
     """The messages of a conversation, or of a part of one. Raises RowError."""
+    value = _without_lone_surrogates(value)
     if not isinstance(value, list) or not value:
         raise RowError(f"the field {field!r} is no list of messages", "a conversation has some")
     checked: list[Message] = []
@@ -186,6 +190,28 @@ def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
     return replace_lone_surrogates(value)
 
 
+def _without_lone_surrogates(value: Any) -> Any:
+    """``value`` as :func:`_replace_lone_surrogates` gives it. Raises RowError."""
+    try:
+        return _replace_lone_surrogates(value)
+    except RecursionError:
+        raise RowError("the row cannot be read", "it is nested too deeply") from None
+
+
+def _replace_lone_surrogates(value: Any) -> Any:
+    """A JSON value with U+FFFD for each half of a surrogate pair, in texts and in names of keys."""
+    if isinstance(value, str):
+        return replace_lone_surrogates(value)
+    if isinstance(value, list):
+        return [_replace_lone_surrogates(one) for one in value]
+    if isinstance(value, dict):
+        return {
+            replace_lone_surrogates(key): _replace_lone_surrogates(one)
+            for key, one in value.items()
+        }
+    return value
+
+
 def join_rows(
     rows: Sequence[npt.NDArray[Any]], lines: Sequence[int], dtype: np.dtype[Any]
 ) -> Encoded:
@@ -199,8 +225,8 @@ def encode_text(
     tokenizer: TextTokenizer, text: MarkedText
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Ids of a text, and which of them are learned."""
-    ids, starts = tokenizer.encode_with_starts(text)
-    marks = marks_of(text, starts)
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    marks = marks_of(text, offsets)
     if text.is_open:
         ids, marks = [*ids, tokenizer.end_of_document], np.append(marks, True)
     return np.array(ids, dtype=np.int64), marks

@@ -16,7 +16,6 @@ from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequen
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
 from evergrad_trainer.errors import ModelError
-from evergrad_trainer.models.experts import router_coefficient
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.objectives.token_log_probs import row_log_probs
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
@@ -67,21 +66,16 @@ class Preference(Pretrain):
         chunk_tokens = self.setup.training.runtime.loss_chunk
         # First the one without gradients: what it computes on the way is gone before the other begins.
         with torch.no_grad():
-            its, _ = row_log_probs(
+            its = row_log_probs(
                 modules.frozen[REFERENCE], inputs, labels, chunk_tokens=chunk_tokens
             )
         model = modules.trained[MODEL]
-        own, outputs = row_log_probs(model, inputs, labels, chunk_tokens=chunk_tokens)
+        own = row_log_probs(model, inputs, labels, chunk_tokens=chunk_tokens)
         sums = (LogProbs.of(own.view(-1, 2)), LogProbs.of(its.view(-1, 2)))
 
         # What fills up a batch of an evaluation has no label, and a loss that does not count.
         is_pair = (batch[LABELS] != IGNORE_INDEX).flatten(1).any(dim=1)
         total = _sum_where(is_pair, pair_losses(*sums, self.settings))
-        config: Any = getattr(model, "config", None)
-        coefficient = 0.0 if config is None else router_coefficient(config)
-        if coefficient and model.training:
-            # A mean over the tokens, made a sum over the pairs like the other.
-            total = total + coefficient * outputs.aux_loss.float() * is_pair.sum()
         with torch.no_grad():
             parts = {
                 name: _sum_where(is_pair, values)
