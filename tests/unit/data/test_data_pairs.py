@@ -12,6 +12,8 @@ import pytest
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.pair_source import PairSource
+from evergrad_trainer.data.preparation.pairs import read_format
+from evergrad_trainer.data.preparation.row_format import row_format
 from evergrad_trainer.data.prepared import Prepared, TokenSequence
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.token_source import IGNORE_INDEX
@@ -236,11 +238,20 @@ def test_pairs_of_a_parquet_file_under_other_names_are_the_same(
     assert found[0] == found[1] and len(found[0]) == 2
 
 
-def test_rows_that_are_no_pairs_keep_their_fingerprint(
-    training: Make, prepared_in: Prepare, tmp_path: Path
+def test_rows_that_are_no_pairs_are_described_as_before_there_were_pairs(
+    training: Make, tmp_path: Path
 ) -> None:
-    """Pairs came later: rows that were prepared before are found again."""
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    sources = [{"name": "rows", "path": "pairs.jsonl"}]
-    recipe = training(recipe="sft", data={"sources": sources})
-    assert prepared_in(recipe).sources[0].fingerprint == "FINGERPRINT"
+    """Their description is a part of their fingerprint: what was prepared before is found again."""
+    form = row_format(training(recipe="sft"), tmp_path)
+    assert form is not None and form.to_json().keys() == {
+        "messages_field",
+        "prompt_field",
+        "completion_field",
+        "longest",
+        "too_long",
+        "template",
+        "variables",
+    }
+    assert read_format(form.to_json()) == form
+    pair = row_format(pairs(training), tmp_path)
+    assert pair is not None and read_format(json.loads(json.dumps(pair.to_json()))) == pair
