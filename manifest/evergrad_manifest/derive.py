@@ -108,6 +108,11 @@ def num_references(training: Training) -> int:
     return 0 if has_none else 1
 
 
+def num_logits(training: Training) -> int:
+    """Models whose logits are there at once: compared token by token, those of a reference are too."""
+    return 1 if training.two_stage_kl is None else 1 + num_references(training)
+
+
 def loss_chunk(training: Training) -> int | None:
     """Tokens whose logits exist at a time; None: those of the whole micro-batch."""
     if training.two_stage_kl is not None:

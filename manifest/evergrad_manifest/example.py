@@ -80,6 +80,13 @@ TWO_STAGES: Final[dict[str, Any]] = {
 """Sections of ``spec.training`` for two stages."""
 PAIRS: Final[dict[str, Any]] = {
     "recipe": "preference",
+    "data": {
+        "sources": [{"name": "choices", "path": "/data/choices.jsonl"}],
+        "sequenceLength": 2048,
+        "heldOut": {"count": 200},
+    },
+    # A pair has two rows of tokens.
+    "horizon": {"tokens": "40G"},
     "initFrom": {"path": "/data/docs-chat"},
     "preference": {"beta": 0.1, "loss": "sigmoid", "reference": "/data/docs-chat"},
 }

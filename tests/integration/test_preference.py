@@ -21,7 +21,6 @@ from run_helpers import (
     assert_same_curve,
     assert_same_state,
     checkpoints,
-    constant,
     curve,
     read_lines,
     recipe,
@@ -141,8 +140,9 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_o
     assert_same_run(whole, whole.at("killed"))
 
 
-@pytest.mark.parametrize("workers", ["2", pytest.param("3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", ["4", pytest.param("3", marks=pytest.mark.long)])
 def test_workers_of_one_node_have_the_same_bits(whole: Experiment, workers: str) -> None:
+    """Six pairs a step are cut evenly over three workers, and not over four."""
     whole.run("--workers", workers, directory=f"workers-{workers}")
     assert_same_run(whole, whole.at(f"workers-{workers}"))
 
@@ -203,27 +203,35 @@ def test_evaluate_measures_what_the_run_itself_has_measured(whole: Experiment) -
 SHARDED = ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("chunk", [20, pytest.param(None, marks=pytest.mark.long)])
 def test_shards_train_beside_the_same_reference(
-    make_experiment: Callable[[], Experiment], is_cut: bool
+    make_experiment: Callable[[], Experiment], chunk: int | None
 ) -> None:
-    """``is_cut``: the reference is cut over the ranks too, as one of 64 MiB would be."""
+    """``chunk``: logits in chunks are made with a head that is gathered with its model."""
     experiment = make_experiment()
-    # Logits in chunks are made with a head that is gathered with its model.
-    chunks = {"runtime": {"lossChunk": 20}} if is_cut else {}
-    write(experiment, reproducibility={"elastic": "fast"}, **chunks)
-    limit = constant("evergrad_trainer.models.parallel.LARGE_BYTES", 1 if is_cut else 2**40)
-    experiment.run(*SHARDED, directory="sharded", faults=[limit])
+    write(experiment, reproducibility={"elastic": "fast"}, runtime={"lossChunk": chunk})
+    experiment.run(*SHARDED, directory="sharded")
     experiment.run(directory="alone")
     assert_same_curve(
         experiment.at("alone"), experiment.at("sharded"), exact=False, tolerance=1e-5
     )
     assert metrics(experiment.at("sharded"))[0]["margin"] == 0.0
     kill = fault_here("step", call=8, action="SIGKILL", to="command")
-    experiment.run(*SHARDED, directory="killed", faults=[limit, kill], expect=-9)
-    experiment.run(*SHARDED, directory="killed", faults=[limit])
+    experiment.run(*SHARDED, directory="killed", faults=[kill], expect=-9)
+    experiment.run(*SHARDED, directory="killed")
     assert_same_curve(experiment.at("sharded"), experiment.at("killed"))
     assert_same_state(experiment.at("sharded"), experiment.at("killed"))
+
+
+def test_a_reference_computes_in_the_types_of_a_model_that_is_cut(
+    experiment: Experiment,
+) -> None:
+    """Its norms too: under autocast alone they are computed in fp32, and the first rewards are not 0."""
+    runtime = {"precision": "bf16-autocast", "lossChunk": 20}
+    write(experiment, reproducibility={"elastic": "fast"}, runtime=runtime)
+    experiment.run(*SHARDED, "--stop-after-steps", "1", expect=STOPPED_SAVED)
+    (first,) = metrics(experiment.at())
+    assert first["chosen_reward"] == first["rejected_reward"] == first["margin"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -268,18 +276,22 @@ def base(make_experiment: Callable[[], Experiment]) -> Experiment:
 
 
 def test_a_run_from_given_weights_has_them_as_its_reference(base: Experiment) -> None:
-    """Of a run and of a directory of its weights; resumed, they are read again."""
-    found = {}
-    for name, path in (("run", "runs/base"), ("directory", "exported-base")):
-        write(base, initFrom={"path": path})
-        base.run("--stop-after-steps", "7", directory=name, expect=STOPPED_SAVED)
-        base.run(directory=name)
-        found[name] = metrics(base.at(name))
-        assert found[name][0]["margin"] == 0.0 and found[name][-1]["margin"] > 0
-    assert found["run"] == found["directory"]
+    """Of a run, and of a directory of its weights that ``initFrom`` or ``model`` names; resumed, they are read
+    again."""
     write(base, initFrom={"path": "runs/base"})
-    base.run("--workers", "2", directory="two")
-    assert metrics(base.at("two")) == found["run"]
+    base.run("--stop-after-steps", "7", directory="run", expect=STOPPED_SAVED)
+    base.run("--workers", "2", directory="run")
+    found = metrics(base.at("run"))
+    assert found[0]["margin"] == 0.0 and found[-1]["margin"] > 0
+
+    training = elastic_recipe(**PAIRS)
+    for name, changes in (
+        ("initFrom", {"initFrom": {"path": "exported-base"}}),
+        ("model", {"model": {"path": "exported-base"}}),
+    ):
+        base.write({**training, **changes})
+        base.run("--stop-after-steps", "2", directory=name, expect=STOPPED_SAVED)
+        assert metrics(base.at(name)) == found[:2]
 
 
 def test_another_reference_is_the_one_that_the_file_names(base: Experiment) -> None:
@@ -292,6 +304,27 @@ def test_another_reference_is_the_one_that_the_file_names(base: Experiment) -> N
         found.append(metrics(base.at(directory)))
     # Not the model that the run begins with: there are margins from the first step on.
     assert found[0] == found[1] and found[0][0]["margin"] != 0.0
+
+
+@pytest.mark.long
+def test_a_newcomer_reads_the_reference_that_the_file_names(
+    make_elastic: MakeCluster, base: Experiment
+) -> None:
+    """Neither the weights that the run begins with nor those that a member has by now."""
+    own = {**PAIRS["preference"], "reference": "runs/other"}
+    write(base, initFrom={"path": "runs/base"}, preference=own)
+    base.run(directory="named")
+    held = fault("hold", "slot", node=0, step=5, name="held")
+    cluster = make_elastic(base, expect=1).start(faults=[held])
+    cluster.until_held()
+    cluster.start_node(1)
+    cluster.until_planned("node 1 joined")
+    cluster.release("held")
+    cluster.finish()
+    cluster.check(base.at("named"))
+    assert metrics(cluster.directory) == metrics(base.at("named"))
+    assert metrics(cluster.directory)[0]["margin"] != 0.0
+    assert 5 <= cluster.steps(1)[0] < STEPS
 
 
 def test_a_run_does_not_go_on_beside_another_reference(base: Experiment) -> None:

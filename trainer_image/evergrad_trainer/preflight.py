@@ -116,9 +116,8 @@ def examine(
         Finding("warning" if has_begun else "error", problem)
         for problem in find_traps(training, plan, machine=machine)
     ]
-    # Last, since it writes.
+    # Last, since it writes. Checkpoints of boundaries between stages are kept besides.
     size = None if facts is None else checkpoint_bytes(facts, training)
-    # Those of boundaries between stages are kept besides.
     keep = training.checkpoint.keep + len(stage_ends(training))
     findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)

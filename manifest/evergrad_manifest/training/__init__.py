@@ -213,6 +213,11 @@ class Training(Section):
         rows = 1 if self.pair_settings is None else ROWS_A_PAIR
         return rows * self.data.sequence_length
 
+    @property
+    def sample_weight(self) -> int:
+        """What a sample can weigh in the mean of a step: a pair 1, another one each of its tokens."""
+        return self.data.sequence_length if self.pair_settings is None else 1
+
 
 RULES: Final = (
     *RULES_OF_OWN_TASK,

@@ -157,6 +157,25 @@ def test_turns_of_the_prompt_are_no_completion(
             "rejected[0].content is missing; it is a JSON string",
         ),
         (
+            {
+                "prompt": turns("a"),
+                "chosen": turns("b", first=1),
+                "rejected": turns("", first=1),
+            },
+            "the field 'rejected' is empty; there is nothing to learn",
+        ),
+        (
+            {"chosen": turns("a", ""), "rejected": turns("a", "b")},
+            "the field 'chosen' is empty; there is nothing to learn",
+        ),
+        (
+            {
+                "chosen": turns("a", "b"),
+                "rejected": [*turns("a"), {**turns("a", "b")[1], "rank": 2}],
+            },
+            "both completions become the same tokens; neither of them can be preferred",
+        ),
+        (
             {"prompt": "a" * 39, "chosen": "b", "rejected": "cc"},
             "the row has 42 tokens, and a sample holds 41",
         ),
@@ -169,6 +188,56 @@ def test_a_row_that_is_no_pair_is_refused_with_file_and_line(
     with pytest.raises(DataError) as refused:
         prepared_in(pairs(training))
     assert f"pairs.jsonl:2: {said}" in str(refused.value)
+
+
+def test_an_answer_that_only_calls_a_tool_is_not_empty(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": ["f"]}
+    write(tmp_path, {"chosen": [*turns("a"), call], "rejected": turns("a", "b")})
+    template = TEMPLATE.replace(
+        "message.content }}", "message.content or message.tool_calls[0] }}"
+    )
+    recipe = pairs(training, rows={"chatTemplate": template})
+    ((chosen, rejected),) = read(recipe, prepared_in(recipe))
+    assert (chosen[1], rejected[1]) == ([*b"f", END], [*b"b", END])
+
+
+def test_pairs_that_are_none_are_counted_where_the_file_lets_them_pass(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    write(
+        tmp_path,
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"prompt": "a", "chosen": "", "rejected": "b"},
+        {
+            "chosen": turns("a", "b"),
+            "rejected": [*turns("a"), {**turns("a", "b")[1], "rank": 2}],
+        },
+    )
+    recipe = pairs(training, data={"malformed": "skip"})
+    prepared = prepared_in(recipe)
+    assert prepared.sources[0].skipped == {"noRow": 2, "noCompletion": 1}
+    assert len(read(recipe, prepared)) == 1
+
+
+def test_a_prompt_is_cut_alike_in_both_rows(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    """At the end of the row alone: what is left of a prompt is all of it, or the pair is left out."""
+    prompt = "p" * 38
+    write(
+        tmp_path,
+        {"prompt": prompt, "chosen": "b" * 9, "rejected": "cd"},
+        {"prompt": prompt + "ppp", "chosen": "b" * 9, "rejected": "cd"},
+    )
+    recipe = pairs(training, rows={"tooLong": "truncate"})
+    prepared = prepared_in(recipe)
+    ((chosen, rejected),) = read(recipe, prepared)
+    assert chosen == ([*prompt.encode(), *b"bb"], [*b"bbb"])
+    assert rejected == ([*prompt.encode(), *b"cd"], [*b"cd", END])
+    assert prepared.sources[0].skipped == {"truncated": 1, "leftOut": 1}
 
 
 def test_a_pair_of_which_a_row_is_too_long_is_cut_in_both_or_left_out(

@@ -255,6 +255,27 @@ def test_chunks_have_the_bits_of_products_in_bf16_under_autocast_backward_too() 
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_products_in_bf16_leave_no_reward_to_a_model_that_is_its_reference(
+    tmp_path: Path, chunk: int | None, dtype: torch.dtype
+) -> None:
+    """``dtype``: of the weights. Sums over tokens and the loss are fp32 in any case."""
+    modules = small_models()
+    model, reference = modules.trained["model"].to(dtype), modules.frozen["reference"].to(dtype)
+    reference.load_state_dict(model.state_dict())
+    task, source, stage = open_task(tmp_path, training(runtime={"lossChunk": chunk}))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        found = task.loss(modules, source.read([0, 1, 2]).tensors, stage)
+    assert found.total.dtype == torch.float32
+    assert found.total.item() == pytest.approx(3 * math.log(2), rel=1e-6)
+    names = ("margin", "chosen_reward", "rejected_reward", "accuracy")
+    assert [found.parts[name].item() for name in names] == [0.0] * 4
+    found.total.backward()
+    head = model.get_output_embeddings().weight  # type: ignore[operator]
+    assert bool(head.grad.abs().sum() > 0) and head.grad.dtype == dtype
+
+
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path, chunk: int | None) -> None:
     modules = small_models()
@@ -267,7 +288,10 @@ def test_a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path, chunk: int | None
 
 def test_a_pair_takes_two_rows_of_the_horizon_in_tokens_and_of_the_memory() -> None:
     pairs = training(horizon={"tokens": 480})
-    assert pairs.sample_tokens == 24 and training(recipe="sft").sample_tokens == 12
+    rows = training(recipe="sft")
+    assert (pairs.sample_tokens, rows.sample_tokens) == (24, 12)
+    # In the mean of a step a pair counts once, and each token of a row does.
+    assert (pairs.sample_weight, rows.sample_weight) == (1, 12)
     # Steps of two pairs.
     assert derive_steps(pairs, num_samples=100).total_steps == 10
 

@@ -6,7 +6,7 @@ docs/model-sizes.md has what was calculated and what was measured.
 
 from dataclasses import dataclass, replace
 
-from evergrad_manifest.derive import loss_chunk, num_references
+from evergrad_manifest.derive import loss_chunk, num_logits, num_references
 from evergrad_manifest.training import Optimizer, Training
 
 _ACTIVATIONS_PER_LAYER = 17
@@ -130,9 +130,7 @@ def memory_of(
     # in fp32 beside them.
     chunk_tokens = loss_chunk(training)
     chunk = min(tokens, chunk_tokens or tokens)
-    # Compared token by token, those of model and reference are there at once.
-    num_logits = 1 if training.two_stage_kl is None else 1 + references
-    logits = chunk * facts.vocab_size * (product + 8) * num_logits
+    logits = chunk * facts.vocab_size * (product + 8) * num_logits(training)
     if chunk_tokens is not None:
         logits += 4 * facts.vocab_size * facts.hidden_size
     fixed = _ACCELERATOR_CONTEXT if on_accelerator else 0

@@ -22,6 +22,8 @@ from evergrad_trainer.data.tokenizers import TextTokenizer, smallest_dtype
 
 _CHOSEN: Final = "chosen_field"
 """Key of a format's JSON that only that of pairs has."""
+_SAID: Final = {"role", "content"}
+"""Keys that each message has."""
 
 
 class PairText(str):
@@ -101,6 +103,9 @@ class PairFormat:
             if shared == len(messages):
                 what = f"the field {field!r} is the beginning of the other one"
                 raise RowError(what, "nothing in it can be compared")
+            # An answer may be a call of a tool, or whatever else its template writes out.
+            if not any(one["content"] or one.keys() - _SAID for one in messages[shared:]):
+                raise RowError(f"the field {field!r} is empty", "there is nothing to learn")
             num_before = len(before) + shared
             texts.append(
                 self.rows.render_conversation([*before, *messages], row, num_before=num_before)
@@ -133,6 +138,12 @@ class PairFormat:
             if not all(marks[1:].any() for _, marks in rows):
                 why = "one of its completions is empty"
                 problem = LineProblem(line, "the pair has no token to compare", why)
+                tally.pass_over(problem, Reason.NO_COMPLETION)
+                continue
+            # Texts may differ in what the tokenizer drops, and messages in what their template leaves out.
+            if np.array_equal(rows[0][0], rows[1][0]):
+                what = "both completions become the same tokens"
+                problem = LineProblem(line, what, "neither of them can be preferred")
                 tally.pass_over(problem, Reason.NO_COMPLETION)
                 continue
             length = max(len(ids) for ids, _ in rows)

@@ -58,7 +58,9 @@ class Preference(Pretrain):
         found = self._find_reference()
         if found is not None:
             _read_into(reference, *found)
-        return Modules(trained={MODEL: model}, frozen={REFERENCE: reference})
+        return Modules(
+            trained={MODEL: model}, frozen={REFERENCE: reference}, counterparts=(REFERENCE,)
+        )
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         """The sums over pairs."""
