@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from elastic_helpers import STEPS, Cluster, elastic_recipe, fault, train_undisturbed
 from run_helpers import (
     DONE,
@@ -391,6 +393,26 @@ def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_pairs(
     write(experiment, recipe="mine:Mine", horizon={"steps": 2})
     experiment.run(expect=DONE)
     assert set(curve(experiment.at())[1]["metrics"]) == METRICS
+
+
+@pytest.mark.long
+@pytest.mark.capability("A-80")
+def test_the_file_that_was_converted_from_arctictraining_runs(base: Experiment) -> None:
+    """With a model of bytes and two of its processes: all else is as the page has it."""
+    page = (ROOT / "docs/migrating/arctictraining.md").read_text("utf-8")
+    (text,) = re.findall(r"^```yaml\n(apiVersion.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    training = yaml.safe_load(text)["spec"]["training"]
+    training["tokenizer"] = {"type": "byte"}
+    training["data"]["sequenceLength"] = 48
+    training["rows"] |= PAIRS["rows"]
+    training["runtime"] |= {"precision": "fp32", "device": "cpu", "threads": 1}
+    base.write(training, name="chat-dpo")
+    write_pairs(base.path / "choices.jsonl", count=160)
+    shutil.copytree(base.path / "exported-base", base.path / "models" / "chat")
+    base.run("--workers", "2", name="chat-dpo", expect=DONE)
+    rows = curve(base.at("chat-dpo"))
+    assert set(rows[1]["metrics"]) == METRICS and rows[1]["metrics"]["margin"] == 0.0
+    assert len(rows) == 3 and rows[1]["valid_tokens"] == 64
 
 
 @pytest.mark.capability("A-80")

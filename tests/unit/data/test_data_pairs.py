@@ -81,7 +81,7 @@ def read(recipe: Training, prepared: Prepared) -> list[list[tuple[list[int], lis
     return found
 
 
-@pytest.mark.capability("A-80")
+@pytest.mark.capability("A-80", "T-52")
 def test_both_completions_follow_the_prompt_and_only_they_are_learned(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
@@ -138,7 +138,11 @@ def test_turns_of_the_prompt_are_no_completion(
         ),
         (
             {"prompt": "a", "chosen": turns("b", first=1), "rejected": "c"},
-            "the field 'prompt' is no list of messages",
+            "the field 'rejected' is no list of messages",
+        ),
+        (
+            {"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")},
+            "the field 'prompt' is a text, and 'chosen' a list of messages; a prompt is messages",
         ),
         (
             {"chosen": turns("b", "c"), "rejected": "c"},
@@ -188,6 +192,19 @@ def test_a_row_that_is_no_pair_is_refused_with_file_and_line(
     with pytest.raises(DataError) as refused:
         prepared_in(pairs(training))
     assert f"pairs.jsonl:2: {said}" in str(refused.value)
+
+
+def test_a_prompt_that_stands_in_both_conversations_too_is_left_to_them(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    write(tmp_path, {"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")})
+    recipe = pairs(training, rows={"promptField": "-"})
+    ((chosen, rejected),) = read(recipe, prepared_in(recipe))
+    start = [*b"u:a", END, *b"a:"]
+    assert (chosen, rejected) == (
+        ([*start, *b"b"], [*b"b", END]),
+        ([*start, *b"c"], [*b"c", END]),
+    )
 
 
 def test_an_answer_that_only_calls_a_tool_is_not_empty(

@@ -94,8 +94,16 @@ class PairFormat:
 
     def _render_messages(self, row: Mapping[str, Any]) -> PairText:
         fields, prompt = (self.chosen_field, self.rejected_field), self.rows.prompt_field
-        before = read_messages(prompt, row[prompt]) if prompt in row else []
         completions = [read_messages(field, row[field]) for field in fields]
+        if isinstance(row.get(prompt), str):
+            # Many public pairs have the text of the first message beside two whole conversations.
+            what = f"the field {prompt!r} is a text, and {fields[0]!r} a list of messages"
+            raise RowError(
+                what,
+                "a prompt is messages, too; if the lists begin with it, let rows.promptField "
+                "name a key that no row has",
+            )
+        before = read_messages(prompt, row[prompt]) if prompt in row else []
         # Without a prompt of its own it is what both conversations begin with.
         shared = 0 if before else _count_shared(*completions)
         texts = []
