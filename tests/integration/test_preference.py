@@ -289,7 +289,7 @@ def test_a_run_from_given_weights_has_them_as_its_reference(base: Experiment) ->
     training = elastic_recipe(**PAIRS)
     for name, changes in (
         ("initFrom", {"initFrom": {"path": "exported-base"}}),
-        ("model", {"model": {"path": "exported-base"}}),
+        ("model", {"model": {"path": "exported-base"}, "tokenizer": {"type": "byte"}}),
     ):
         base.write({**training, **changes})
         base.run("--stop-after-steps", "2", directory=name, expect=STOPPED_SAVED)
