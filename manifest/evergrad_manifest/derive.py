@@ -58,7 +58,7 @@ def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
                 "Add data",
             )
         )
-    per_step, length = training.batching.global_batch_size, training.data.sequence_length
+    per_step, length = training.batching.global_batch_size, training.sample_tokens
     total = total_steps(training, num_samples=num_samples)
 
     # Refused here where a horizon in epochs gets its length; for the others the file was refused before.
@@ -104,13 +104,19 @@ def stage_ends(training: Training) -> tuple[int, ...]:
 
 def num_references(training: Training) -> int:
     """Frozen copies of the model that each process computes with besides."""
-    return 0 if training.two_stage_kl is None else 1
+    has_none = training.two_stage_kl is None and training.pair_settings is None
+    return 0 if has_none else 1
+
+
+def num_logits(training: Training) -> int:
+    """Models whose logits are there at once: compared token by token, those of a reference are too."""
+    return 1 if training.two_stage_kl is None else 1 + num_references(training)
 
 
 def loss_chunk(training: Training) -> int | None:
     """Tokens whose logits exist at a time; None: those of the whole micro-batch."""
-    if num_references(training):
-        # Beside a reference they always come in chunks: all of them would be there twice.
+    if training.two_stage_kl is not None:
+        # Beside those of the reference they always come in chunks: all of them would be there twice.
         return training.runtime.loss_chunk or CHUNK_TOKENS
     return training.runtime.loss_chunk
 
@@ -137,7 +143,5 @@ def steps_without_data(training: Training) -> int | None:
     """Steps of the whole run where they do not depend on the data; None for a horizon in epochs."""
     horizon, per_step = training.horizon, training.batching.global_batch_size
     if horizon.tokens is not None:
-        return steps_for_tokens(
-            horizon.tokens, samples=per_step, length=training.data.sequence_length
-        )
+        return steps_for_tokens(horizon.tokens, samples=per_step, length=training.sample_tokens)
     return horizon.steps

@@ -78,6 +78,19 @@ TWO_STAGES: Final[dict[str, Any]] = {
     },
 }
 """Sections of ``spec.training`` for two stages."""
+PAIRS: Final[dict[str, Any]] = {
+    "recipe": "preference",
+    "data": {
+        "sources": [{"name": "choices", "path": "/data/choices.jsonl"}],
+        "sequenceLength": 2048,
+        "heldOut": {"count": 200},
+    },
+    # A pair has two rows of tokens.
+    "horizon": {"tokens": "40G"},
+    "initFrom": {"path": "/data/docs-chat"},
+    "preference": {"beta": 0.1, "loss": "sigmoid", "reference": "/data/docs-chat"},
+}
+"""Sections of ``spec.training`` for pairs."""
 SCRIPT: Final[dict[str, Any]] = {
     "command": ["train.py", "--epochs", "3"],
     "env": {"TOKENIZERS_PARALLELISM": "false"},

@@ -34,6 +34,7 @@ RECIPE_SECTIONS: Final = (
     "reproducibility",
     "options",
     "twoStageKl",
+    "preference",
 )
 """Sections of ``spec.training`` that decide the result, but for what is named below.
 
@@ -117,6 +118,13 @@ _LATER_SETTINGS: Final = frozenset(
         "training.twoStageKl.stages[].mixture",
         "training.twoStageKl.stages[].tokens",
         "training.stop.early",
+        "training.preference",
+        "training.preference.beta",
+        "training.preference.chosenField",
+        "training.preference.labelSmoothing",
+        "training.preference.loss",
+        "training.preference.reference",
+        "training.preference.rejectedField",
     }
 )
 """Optional fields that came after the hash of the settings, which leaves them out where they have their first

@@ -137,7 +137,7 @@ def big_batch(slots: int = 4, step: int = 1) -> Batch:
     return make_batch(ids, labels)
 
 
-@pytest.mark.capability("C-14", "C-20", "O-25", "A-16", "A-17", "T-10", "T-20")
+@pytest.mark.capability("C-14", "C-20", "O-25", "A-16", "A-17", "A-81", "T-10", "T-20")
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) -> None:
     model, plain = Model(), Model()

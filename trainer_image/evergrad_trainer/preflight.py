@@ -16,8 +16,8 @@ from evergrad_coordinator.text import size
 from evergrad_manifest.derive import (
     HorizonNumbers,
     loss_chunk,
-    num_references,
     slots_per_step,
+    stage_ends,
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
@@ -116,9 +116,9 @@ def examine(
         Finding("warning" if has_begun else "error", problem)
         for problem in find_traps(training, plan, machine=machine)
     ]
-    # Last, since it writes.
+    # Last, since it writes. Checkpoints of boundaries between stages are kept besides.
     size = None if facts is None else checkpoint_bytes(facts, training)
-    keep = training.checkpoint.keep + num_references(training)
+    keep = training.checkpoint.keep + len(stage_ends(training))
     findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)
 
@@ -381,7 +381,7 @@ def find_traps(
     is_chunked = loss_chunk(training) is not None
     if plan is not None and is_chunked and plan.name not in PLAIN_HEADS:
         field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
-        if num_references(training):
+        if training.runtime.loss_chunk is None:
             # Without chunks it would hold all logits of two models.
             field, remedy = "model", "Use"
         yield Problem(
@@ -392,7 +392,10 @@ def find_traps(
         )
     if plan is not None and plan.config is not None:
         yield from check_packing(
-            plan.config, training.data, reads_rows=training.row_settings is not None
+            plan.config,
+            training.data,
+            reads_rows=training.row_settings is not None,
+            has_pairs=training.pair_settings is not None,
         )
     # A model that cannot be built is named by another check; that of a task is known to the task alone.
     if plan is not None and training.optimizer.groups and training.recipe in RECIPES:

@@ -91,7 +91,8 @@ class Modules:
     changed in place, and only where all ranks do so alike: in :meth:`Task.enter` and
     :meth:`Task.after_update`. ``blocks``: parts of the modules to compile, checkpoint and shard one by one; a
     module without any has the modules of its longest ModuleList. ``replicated``: frozen modules that no process
-    holds a part of. ``snapshots``: frozen modules that :meth:`Task.build` gives no weights: the core copies
+    holds a part of. ``counterparts``: frozen modules whose results are compared with those of trained ones of
+    their kind, and which are compiled and cut as these are, however small. ``snapshots``: frozen modules that :meth:`Task.build` gives no weights: the core copies
     them from a trained module after a step, whose checkpoint is kept for as long as the run lasts. Their hash
     is saved, and a newcomer or a resumed run gets the same bits from a member that has them or from that
     checkpoint.
@@ -99,8 +100,9 @@ class Modules:
     The names of trained modules have no dots and are none of the state's own, such as ``optimizer``.
 
     ``parallelism: fsdp2`` cuts each trained module, and of the frozen ones that are not in ``replicated`` those
-    of 64 MiB or more and the snapshots, which compute in the same arithmetic then. A module that is cut is whole while it is called; outside of its call each rank holds a part
-    of its weights: see :func:`full_tensor`. Each call gathers them, so that all ranks call the same modules in
+    of 64 MiB or more, the snapshots and the counterparts: what is cut has all its weights in the type of the
+    products, and what is whole under autocast has not. A module that is cut is whole while it is called; outside of its call each rank holds a part of its
+    weights: see :func:`full_tensor`. Each call gathers them, so that all ranks call the same modules in
     the same order, whatever their batches hold; a rank that leaves one out lets the others wait in vain. Kept
     tensors are whole on every rank.
     """
@@ -110,6 +112,7 @@ class Modules:
     kept: dict[str, Tensor] = field(default_factory=dict)
     blocks: Sequence[nn.Module] = ()
     replicated: Collection[str] = ()
+    counterparts: Collection[str] = ()
     snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
 
     def root(self) -> nn.Module:

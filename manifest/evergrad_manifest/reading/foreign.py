@@ -118,6 +118,19 @@ FOREIGN: Final = (
         ("param_groups", "optimizer_grouped_parameters", "no_decay", "no_weight_decay_params"),
         (f"{_T}.optimizer.groups",),
     ),
+    # Preferences.
+    Foreign(("ref_model", "ref_model_name_or_path"), (f"{_T}.preference.reference",)),
+    Foreign(("dpo_beta", "dpo_loss_type"), (f"{_T}.preference.beta", f"{_T}.preference.loss")),
+    Foreign(
+        ("max_prompt_length", "dpo_prompt_truncation_mode"),
+        (f"{_T}.rows.tooLong",),
+        "a row is cut at its end, so that the prompt of a pair is the same in both of its rows",
+    ),
+    Foreign(
+        ("sync_ref_model", "ref_model_sync_steps", "precompute_ref_log_probs"),
+        (f"{_T}.preference.reference",),
+        "the reference stays as it is, and is computed in each step",
+    ),
     # The machine.
     Foreign(("bf16", "fp16", "mixed_precision", "amp"), (f"{_T}.runtime.precision",)),
     Foreign(("tf32", "allow_tf32"), (f"{_T}.runtime.matmulPrecision",)),

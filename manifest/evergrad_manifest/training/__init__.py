@@ -10,7 +10,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from evergrad_manifest.base import Section
 from evergrad_manifest.training.common import (
+    PREFERENCE,
     RECIPES,
+    ROWS_A_PAIR,
     Best,
     Checkpoint,
     Every,
@@ -31,6 +33,8 @@ from evergrad_manifest.training.optimization import RULES as RULES_OF_OPTIMIZATI
 from evergrad_manifest.training.optimization import Optimizer, ParameterGroup, Piece, Schedule
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
 from evergrad_manifest.training.own_task import check_recipe
+from evergrad_manifest.training.preference import RULES as RULES_OF_PREFERENCE
+from evergrad_manifest.training.preference import Preference
 from evergrad_manifest.training.pretrain import (
     HELD_OUT,
     METRICS_OF_ALL,
@@ -91,6 +95,7 @@ __all__ = [
     "Optimizer",
     "ParameterGroup",
     "Piece",
+    "Preference",
     "Profile",
     "Reproducibility",
     "RowSettings",
@@ -110,8 +115,8 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, or a task of your own as ``module:attr``,
-    a name in a Python file that lies beside this one or can be imported."""
+    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, ``preference``, or a task of your own as
+    ``module:attr``, a name in a Python file that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
@@ -166,6 +171,8 @@ class Training(Section):
     """The Prometheus endpoint."""
     two_stage_kl: TwoStageKl | None = None
     """Stages and penalty of ``recipe: two_stage_kl``."""
+    preference: Preference | None = None
+    """Loss, reference and keys of ``recipe: preference``, and of tasks of your own that derive from it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -173,15 +180,43 @@ class Training(Section):
         """Write out the packing of rows, which is another by default than that of texts."""
         if not isinstance(raw, Mapping) or not isinstance(raw.get("data"), Mapping):
             return raw
+        has_pairs = raw.get("recipe") == PREFERENCE or raw.get("preference") is not None
         reads_rows = raw.get("recipe") == SFT or raw.get("rows") is not None
-        if not reads_rows or raw["data"].get("packing") is not None:
+        if not (reads_rows or has_pairs) or raw["data"].get("packing") is not None:
             return raw
-        return {**raw, "data": {**raw["data"], "packing": "documents"}}
+        packing = "none" if has_pairs else "documents"
+        return {**raw, "data": {**raw["data"], "packing": packing}}
 
     @property
     def row_settings(self) -> RowSettings | None:
         """How the sources are read as rows; None where their documents are texts."""
-        return RowSettings() if self.rows is None and self.recipe == SFT else self.rows
+        reads_rows = self.recipe == SFT or self.pair_settings is not None
+        return RowSettings() if self.rows is None and reads_rows else self.rows
+
+    @property
+    def pair_settings(self) -> Preference | None:
+        """How the rows are pairs; None where they are none."""
+        is_default = self.preference is None and self.recipe == PREFERENCE
+        return Preference() if is_default else self.preference
+
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        """The keys that say what a row is; none where documents are texts."""
+        rows, pairs = self.row_settings, self.pair_settings
+        if rows is not None and pairs is not None:
+            return rows.prompt_field, pairs.chosen_field, pairs.rejected_field
+        return () if rows is None else rows.fields
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens a sample, padding with it: of a pair those of both its rows."""
+        rows = 1 if self.pair_settings is None else ROWS_A_PAIR
+        return rows * self.data.sequence_length
+
+    @property
+    def sample_weight(self) -> int:
+        """What a sample can weigh in the mean of a step: a pair 1, another one each of its tokens."""
+        return self.data.sequence_length if self.pair_settings is None else 1
 
 
 RULES: Final = (
@@ -191,6 +226,7 @@ RULES: Final = (
     *RULES_OF_PRETRAIN,
     *RULES_OF_SFT,
     *RULES_OF_TWO_STAGE_KL,
+    *RULES_OF_PREFERENCE,
     *RULES_OF_OBSERVING,
     *RULES_OF_ALL,
 )

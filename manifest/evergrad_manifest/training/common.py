@@ -11,15 +11,27 @@ from evergrad_manifest.base import LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.values.numbers import Bytes, Count, Whole
-from evergrad_manifest.view import View
+from evergrad_manifest.view import UNKNOWN, View
 
 TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""
-RECIPES: Final = ("pretrain", "sft", "two_stage_kl")
+PREFERENCE: Final = "preference"
+RECIPES: Final = ("pretrain", "sft", "two_stage_kl", PREFERENCE)
 """Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
 
+ROWS_A_PAIR: Final = 2
+"""Rows of ``data.sequenceLength`` tokens that a pair takes."""
 LENGTH_WITHOUT_DATA: Final = 1
 """Tokens a sample of a task that prepares its data itself: each of its items counts as one."""
+
+
+def reads_pairs(view: View) -> bool:
+    """Whether a sample is a pair of rows: by the recipe, or by the section that a task of the user's own
+    has."""
+    recipe = view.get(f"{TRAINING}.recipe")
+    return recipe == PREFERENCE or (
+        recipe not in (*RECIPES, UNKNOWN) and view.is_given(f"{TRAINING}.preference")
+    )
 
 
 @dataclass(frozen=True)

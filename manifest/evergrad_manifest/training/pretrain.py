@@ -11,12 +11,14 @@ from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.training.common import (
     LENGTH_WITHOUT_DATA,
+    PREFERENCE,
     RECIPES,
     TRAINING,
     Every,
     Meaningless,
     meaningless_in,
 )
+from evergrad_manifest.training.preference import METRICS as METRICS_OF_PAIRS
 from evergrad_manifest.training.sft import GENERATED, NUMBERS, Generation
 from evergrad_manifest.training.two_stage_kl import MEASURED as KL_MEASURED
 from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
@@ -28,7 +30,7 @@ NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT: Final = "heldOut"
 """Name of the evaluation set that ``data.heldOut`` makes, but for the recipes that make others of it."""
 HELD_OUT_SETS: Final = {KL_RECIPE: STAGE_SETS}
-MEASURED: Final = {KL_RECIPE: KL_MEASURED}
+MEASURED: Final = {KL_RECIPE: KL_MEASURED, PREFERENCE: tuple(METRICS_OF_PAIRS)}
 """Metrics that a recipe has on each evaluation set, beside those of all."""
 BYTE_VOCABULARY: Final = 257
 TEXT_TYPES: Final = ("jsonl", "text", "parquet")

@@ -8,7 +8,7 @@ from pydantic import Field
 from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
-from evergrad_manifest.training.common import RECIPES, TRAINING
+from evergrad_manifest.training.common import PREFERENCE, RECIPES, TRAINING, reads_pairs
 from evergrad_manifest.values.numbers import Count
 from evergrad_manifest.view import UNKNOWN, View
 
@@ -68,7 +68,8 @@ class Generation(Section):
 def _reads_rows(view: View) -> bool:
     """Whether samples are rows: by the recipe, or by the section that a task of the user's own has."""
     recipe = view.get(f"{TRAINING}.recipe")
-    return recipe == SFT or (recipe not in RECIPES and view.is_given(_ROWS))
+    is_own = recipe not in RECIPES and view.is_given(_ROWS)
+    return recipe == SFT or is_own or reads_pairs(view)
 
 
 def check_sft(view: View) -> Iterator[Problem]:
@@ -76,7 +77,10 @@ def check_sft(view: View) -> Iterator[Problem]:
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe is UNKNOWN or recipe not in RECIPES or recipe == SFT:
         return
-    for path, why in ((_ROWS, "its samples are no rows"), (_GENERATION, "it has no prompts")):
+    refused = {_ROWS: "its samples are no rows", _GENERATION: "it has no prompts"}
+    if recipe == PREFERENCE:
+        refused = {_GENERATION: "its rows have two completions each"}
+    for path, why in refused.items():
         if view.is_given(path):
             remedy = f"Remove it, or set recipe: {SFT}"
             yield Problem(path, f"has no meaning with recipe {recipe}", why, remedy)
@@ -103,13 +107,15 @@ def check_rows(view: View) -> Iterator[Problem]:
     """Rows are JSON objects, one a line, or those of a Parquet file."""
     if not _reads_rows(view):
         return
+    has_pairs = reads_pairs(view)
+    recipe = PREFERENCE if has_pairs else SFT
     for where in (_SOURCES, _EVALUATION_SOURCES):
         for path, item in view.items(where):
             if item["type"] not in ("jsonl", "parquet", UNKNOWN):
                 yield Problem(
                     format_path((*path, "type")),
                     f"{item['type']} has no rows of messages or prompts",
-                    f"recipe {SFT} reads JSON objects, one a line, or the rows of Parquet files",
+                    f"recipe {recipe} reads JSON objects, one a line, or the rows of Parquet files",
                     "Write the rows so, and set type: jsonl or parquet",
                 )
             elif item["textField"] not in ("text", UNKNOWN):
@@ -118,14 +124,17 @@ def check_rows(view: View) -> Iterator[Problem]:
                 remedy = (
                     f"Remove it; {_ROWS} has messagesField, promptField and completionField"
                 )
+                if has_pairs:
+                    why = "a row has a prompt and two completions"
+                    remedy = f"Remove it; {TRAINING}.{recipe} has chosenField and rejectedField"
                 where_field = format_path((*path, "textField"))
-                yield Problem(where_field, f"has no meaning with recipe {SFT}", why, remedy)
+                yield Problem(where_field, f"has no meaning with recipe {recipe}", why, remedy)
 
 
 def check_packing(view: View) -> Iterator[Problem]:
     """Texts and rows have each their ways of filling a sample."""
     found = view.known(f"{TRAINING}.recipe", _PACKING, f"{TRAINING}.runtime.attention")
-    if found is None:
+    if found is None or reads_pairs(view):
         return
     recipe, packing, attention = found
     reads_rows = _reads_rows(view)

@@ -10,7 +10,13 @@ from pydantic import Field, Strict
 from evergrad_manifest.base import Section
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
-from evergrad_manifest.training.common import LENGTH_WITHOUT_DATA, RECIPES, TRAINING
+from evergrad_manifest.training.common import (
+    LENGTH_WITHOUT_DATA,
+    RECIPES,
+    ROWS_A_PAIR,
+    TRAINING,
+    reads_pairs,
+)
 from evergrad_manifest.values.numbers import Count, Real
 from evergrad_manifest.view import UNKNOWN, View
 
@@ -135,6 +141,8 @@ def total_steps_of(view: View) -> int | None:
         length = LENGTH_WITHOUT_DATA if is_own else UNKNOWN
     if length is UNKNOWN:
         return None
+    if reads_pairs(view):
+        length *= ROWS_A_PAIR
     return steps_for_tokens(found[0], samples=found[1], length=length)
 
 

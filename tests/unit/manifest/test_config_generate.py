@@ -10,7 +10,7 @@ import yaml
 
 from evergrad_coordinator.contract import API_VERSION, KIND
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.example import EXAMPLE, OWN_TASK, SCRIPT, SFT, TWO_STAGES
+from evergrad_manifest.example import EXAMPLE, OWN_TASK, PAIRS, SCRIPT, SFT, TWO_STAGES
 from evergrad_manifest.fields import fields_of, walk_fields
 from evergrad_manifest.generate import REFERENCE, SCHEMA, build_reference, build_schema, main
 from evergrad_manifest.reading.validation import check_run
@@ -226,10 +226,11 @@ def test_each_section_has_an_example_that_validate_accepts() -> None:
         {"training": {**training, **OWN_TASK}},
         {"training": {**training, **SFT}},
         {"training": {**training, **TWO_STAGES}},
+        {"training": {**training, **PAIRS}},
         {"script": SCRIPT},
     ):
         assert check_run({**EXAMPLE, "spec": {**without, **kind}})[1] == []
-    assert {*training, *OWN_TASK, *SFT, *TWO_STAGES} == set(fields_of(Training))
+    assert {*training, *OWN_TASK, *SFT, *TWO_STAGES, *PAIRS} == set(fields_of(Training))
     examples = re.findall(r"^```yaml\n(.*?)^```$", build_reference(), flags=re.M | re.S)
     shown = [next(iter(yaml.safe_load(text).items())) for text in examples]
     assert [key for key, _ in shown[1:]] == [*fields_of(Training), "script"]

@@ -18,6 +18,7 @@ from evergrad_manifest.spelling import fold
 BASE = Path(__file__).parent / "base_manifest.yaml"
 
 
+@pytest.mark.capability("A-81")
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -55,6 +56,11 @@ BASE = Path(__file__).parent / "base_manifest.yaml"
         (
             "spec.training.rows.response_template",
             "a row says by its fields where its completion",
+        ),
+        ("spec.training.ref_model", "Write spec.training.preference.reference."),
+        (
+            "spec.training.data.max_prompt_length",
+            "the prompt of a pair is the same in both of its rows. Write spec.training.rows.tooLong.",
         ),
         ("spec.launcher", "no other scheduler is used. Remove it."),
     ],

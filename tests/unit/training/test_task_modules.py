@@ -167,6 +167,34 @@ def test_a_snapshot_is_cut_as_what_it_is_of_however_small_it_is() -> None:
     assert list(plan_cuts(empty)) == []
 
 
+def test_a_small_frozen_module_is_cut_where_the_task_compares_it_with_a_trained_one() -> None:
+    frozen = {"reference": linear(), "teacher": linear()}
+    modules = Modules({"model": linear()}, frozen, counterparts=["reference"])
+    assert module_problems(modules, SHARDED) == []
+    assert list(plan_cuts(modules)) == ["model", "frozen.reference"]
+    modules.replicated = ["reference"]
+    assert list(plan_cuts(modules)) == ["model"]
+
+    modules.replicated, modules.counterparts = [], ["model"]
+    (problem,) = module_problems(modules, PLAIN)
+    assert problem.what == "Modules.counterparts names model"
+
+
+def test_blocks_of_what_is_compared_are_compiled_as_those_of_what_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compiled.append(self))
+    model, reference, teacher = Tied(), Tied(), Tied()
+    modules = Modules(
+        {"model": model},
+        {"reference": reference, "teacher": teacher},
+        counterparts=["reference"],
+    )
+    assert build._compile_blocks(modules)
+    assert compiled == [*model.blocks, *reference.blocks]
+
+
 def test_a_frozen_module_of_two_types_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "LARGE_BYTES", 0)
     modules = Modules({"model": linear()}, {"teacher": Mixed()})

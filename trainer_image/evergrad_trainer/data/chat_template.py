@@ -49,9 +49,14 @@ class ChatTemplate:
     variables: tuple[tuple[str, str], ...] = ()
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+        *,
+        num_before: int = 0,
     ) -> MarkedText:
-        """The text of a conversation, in which the assistant's turns are marked.
+        """The text of a conversation, in which the assistant's turns behind ``num_before`` messages are
+        marked.
 
         Marked is what the template's ``generation`` blocks hold. A template without them has to render a
         conversation turn by turn: each turn is then what the text of the conversation up to it has more than
@@ -59,10 +64,21 @@ class ChatTemplate:
         """
         whole = self._text(messages, extra, is_prompt=False)
         if _BEGIN in whole:
-            return _unmark(whole)
+            text = _unmark(whole)
+            if not any(message["role"] == ASSISTANT for message in messages[:num_before]):
+                return text
+            # Blocks need not be one a turn: those of the turns before lie in the text of these.
+            before = _unmark(self._text(messages[:num_before], extra, is_prompt=False))
+            if not text.startswith(before):
+                raise ChatTemplateError(
+                    "the template does not render the conversation behind the text of its prompt, so that "
+                    "the completion cannot be found"
+                )
+            behind = [span for span in text.spans if span.start >= len(before)]
+            return MarkedText(str(text), behind)
         spans = []
         for at, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
+            if message["role"] != ASSISTANT or at < num_before:
                 continue
             prompt = self._text(messages[:at], extra, is_prompt=True)
             until = self._text(messages[: at + 1], extra, is_prompt=False)

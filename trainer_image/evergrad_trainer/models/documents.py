@@ -53,7 +53,9 @@ def why_not_apart(config: Any, sequence_length: int) -> str | None:
     return None
 
 
-def check_packing(config: Any, data: Data, *, reads_rows: bool) -> Iterator[Problem]:
+def check_packing(
+    config: Any, data: Data, *, reads_rows: bool, has_pairs: bool = False
+) -> Iterator[Problem]:
     """Check that the model trains on what ``data.packing`` puts into a sample, and on nothing else."""
     where = "spec.training.data.packing"
     if data.packing == "documents":
@@ -68,8 +70,8 @@ def check_packing(config: Any, data: Data, *, reads_rows: bool) -> Iterator[Prob
             )
     elif data.packing == "none" and reads_rows and router_coefficient(config):
         without = "router_aux_loss_coef: 0 in the model's configuration to train without it"
-        is_masked = why_not_apart(config, data.sequence_length) is None
-        remedy = f"Set data.packing: documents, or {without}" if is_masked else f"Set {without}"
+        can_pack = not has_pairs and why_not_apart(config, data.sequence_length) is None
+        remedy = f"Set data.packing: documents, or {without}" if can_pack else f"Set {without}"
         yield Problem(
             where,
             f"none cannot be combined with the router loss of {config.model_type}",

@@ -6,7 +6,7 @@ docs/model-sizes.md has what was calculated and what was measured.
 
 from dataclasses import dataclass, replace
 
-from evergrad_manifest.derive import loss_chunk, num_references
+from evergrad_manifest.derive import loss_chunk, num_logits, num_references
 from evergrad_manifest.training import Optimizer, Training
 
 _ACTIVATIONS_PER_LAYER = 17
@@ -118,7 +118,7 @@ def memory_of(
         gathered = block * weight if compiles and world_size > 1 else 0
 
     # What the forward pass keeps for the backward pass.
-    tokens = training.batching.micro_batch_size * training.data.sequence_length
+    tokens = training.batching.micro_batch_size * training.sample_tokens
     inner = tokens * facts.hidden_size * _ACTIVATIONS_PER_LAYER * product
     if runtime.activation_checkpointing == "none":
         activations = inner * facts.num_layers
@@ -130,7 +130,7 @@ def memory_of(
     # in fp32 beside them.
     chunk_tokens = loss_chunk(training)
     chunk = min(tokens, chunk_tokens or tokens)
-    logits = chunk * facts.vocab_size * (product + 8) * (1 + references)
+    logits = chunk * facts.vocab_size * (product + 8) * num_logits(training)
     if chunk_tokens is not None:
         logits += 4 * facts.vocab_size * facts.hidden_size
     fixed = _ACCELERATOR_CONTEXT if on_accelerator else 0

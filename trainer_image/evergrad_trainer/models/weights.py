@@ -1,6 +1,7 @@
 """Weights of a transformers directory into a model that already exists: safetensors only, every name and
 shape checked."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,20 +18,25 @@ _FIELD = "spec.training.initFrom.path"
 
 
 def load_model_directory(
-    directory: Path, state: dict[str, torch.Tensor], *, config: "PreTrainedConfig"
+    directory: Path,
+    state: Mapping[str, torch.Tensor],
+    *,
+    config: "PreTrainedConfig",
+    field: str = _FIELD,
 ) -> None:
     """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``.
 
-    Raises ModelError unless all are there.
+    ``field``: what named the directory, for messages. Raises ModelError unless all are there.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if find_weights(directory) is None:
+        name = field.removeprefix("spec.training.").removesuffix(".path")
         raise ModelError(
             Problem(
-                _FIELD,
+                field,
                 f"{directory} holds no weights",
-                remedy="Give a directory with *.safetensors, or leave initFrom out",
+                remedy=f"Give a directory with *.safetensors, or leave {name} out",
             )
         )
     source = load_directory(directory, torch.float32, config=config)

@@ -177,8 +177,8 @@ def _compile_blocks(modules: Modules) -> bool:
     """Compile the repeated blocks in place; whether the trained modules have any."""
     has_blocks = compile_blocks(modules.root(), trained_blocks(modules))
     if has_blocks:
-        # A snapshot computes as often as what it was taken of.
-        for name in modules.snapshots:
+        # They compute as often as what they are compared with.
+        for name in dict.fromkeys((*modules.snapshots, *modules.counterparts)):
             compile_blocks(modules.frozen[name])
     return has_blocks
 
@@ -381,7 +381,7 @@ def build_stepper(
     settings = StepSettings(
         seed=training.reproducibility.seed,
         slots_per_step=slots,
-        nominal_weight=batching.global_batch_size * training.data.sequence_length,
+        nominal_weight=batching.global_batch_size * training.sample_weight,
         clip_norm=training.optimizer.clip_norm,
         is_sharded=machinery.is_sharded,
         metrics=tuple(machinery.opened.task.metrics),

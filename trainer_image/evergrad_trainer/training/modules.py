@@ -67,6 +67,10 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
         what = f"Modules.replicated names {', '.join(unknown)}"
         why = "only frozen modules can be whole in every process where others are cut"
         problems.append(Problem(_RECIPE, what, why, "Use the names of frozen modules"))
+    if unknown := sorted(set(modules.counterparts) - modules.frozen.keys()):
+        what = f"Modules.counterparts names {', '.join(unknown)}"
+        why = "only frozen modules are computed otherwise than trained ones"
+        problems.append(Problem(_RECIPE, what, why, "Use the names of frozen modules"))
     problems += _snapshot_problems(modules)
     # A world of one is refused as well: a run that grows must not meet the refusal in its middle.
     if training.runtime.parallelism == "fsdp2":
@@ -98,8 +102,8 @@ def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
 
 
 def plan_cuts(modules: Modules) -> dict[str, Cut]:
-    """What ``fsdp2`` cuts: every trained module, and frozen ones (as ``frozen.NAME``): the large ones and
-    snapshots."""
+    """What ``fsdp2`` cuts: every trained module, and frozen ones (as ``frozen.NAME``): the large ones,
+    snapshots, and those that the task names."""
     cuts = {
         name: Cut(module, _blocks_in(module, modules))
         for name, module in modules.trained.items()
@@ -107,9 +111,10 @@ def plan_cuts(modules: Modules) -> dict[str, Cut]:
     }
     for name, module in modules.frozen.items():
         size = sum(one.numel() * one.element_size() for one in module.parameters())
-        # A snapshot however small, as what it is of: what is cut has all its weights in the products' type
+        # However small, as what it is compared with: what is cut has all its weights in the products' type
         # while it is called, and what is whole under autocast has not.
-        is_cut = size >= parallel.LARGE_BYTES or (name in modules.snapshots and size > 0)
+        is_counterpart = name in modules.snapshots or name in modules.counterparts
+        is_cut = size >= parallel.LARGE_BYTES or (is_counterpart and size > 0)
         if is_cut and name not in modules.replicated:
             cuts[f"frozen.{name}"] = Cut(module, _blocks_in(module, modules), is_frozen=True)
     return cuts

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from evergrad_manifest.training import HELD_OUT
 from evergrad_trainer.data.preparation.content import Chunk
 from evergrad_trainer.data.preparation.documents import Reason, Tally
-from evergrad_trainer.data.preparation.rows import encode_rows
 from evergrad_trainer.data.preparation.texts import TextFormat, TextReader
 from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
 from evergrad_trainer.data.tokenizers import TextTokenizer
@@ -160,7 +159,7 @@ def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[Outcome]:
             for texts, lines in reader.read(chunk, tally):
                 # What is wrong with a row may show in its tokens only.
                 if job.form.rows is not None:
-                    encode_rows(tokenizer, job.form.rows, texts, lines, tally)
+                    job.form.rows.encode(tokenizer, texts, lines, tally)
             yield Outcome(chunk.number, {}, {}, tally)
 
 
@@ -198,7 +197,7 @@ def _tokenize(
         # Block by block: memory does not depend on the size of the chunk.
         for texts, lines in reader.read(chunk, tally):
             if job.form.rows is not None:
-                files.add(*encode_rows(tokenizer, job.form.rows, texts, lines, tally))
+                files.add(*job.form.rows.encode(tokenizer, texts, lines, tally))
                 continue
             tokens, lengths = tokenizer.encode_documents(texts)
             numbers = np.array(lines, dtype=np.int64)

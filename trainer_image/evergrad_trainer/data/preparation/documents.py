@@ -42,7 +42,7 @@ IN_WORDS: Final = {
     Reason.NOT_JSON: "not JSON",
     Reason.NOT_AN_OBJECT: "not an object",
     Reason.NO_TEXT: "without a text",
-    Reason.NO_ROW: "without messages, or prompt and completion",
+    Reason.NO_ROW: "that are no rows",
     Reason.NO_COMPLETION: "with nothing to learn",
     Reason.TOO_LONG: "too long",
     Reason.LEFT_OUT: "too long, and left out",

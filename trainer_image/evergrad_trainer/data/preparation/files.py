@@ -89,8 +89,6 @@ def evaluation_sources(training: Training, base_directory: Path) -> list[SourceE
 def _entries(
     training: Training, sources: Sequence[Source], where: str, base_directory: Path
 ) -> list[SourceEntry]:
-    rows = training.row_settings
-    fields = () if rows is None else rows.fields
     return [
         SourceEntry(
             f"{where}[{index}]",
@@ -101,7 +99,7 @@ def _entries(
             source.dtype,
             source.document,
             base=Path() if Path(source.path).is_absolute() else base_directory,
-            row_fields=fields,
+            row_fields=training.row_fields,
         )
         for index, source in enumerate(sources)
     ]

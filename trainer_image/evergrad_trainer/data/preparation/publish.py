@@ -36,9 +36,10 @@ from evergrad_trainer.data.preparation.documents import (
 )
 from evergrad_trainer.data.preparation.files import SourceEntry
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
+from evergrad_trainer.data.preparation.pairs import PairFormat
 from evergrad_trainer.data.preparation.pool import Pool
 from evergrad_trainer.data.preparation.progress import Reporter
-from evergrad_trainer.data.preparation.rows import RowFormat, marked_dtype
+from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.preparation.texts import TextFormat
 from evergrad_trainer.data.prepared import (
     FORMAT,
@@ -70,12 +71,14 @@ class Recipe:
     malformed: Literal["refuse", "skip"]
     held_out: HeldOut | None
     seed: int
-    rows: RowFormat | None = None
+    rows: RowFormat | PairFormat | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type of what is kept of each token: its id, of a row with the mark."""
-        return self.tokenizer.dtype if self.rows is None else marked_dtype(self.tokenizer)
+        if self.rows is None:
+            return self.tokenizer.dtype
+        return self.rows.dtype(self.tokenizer)
 
 
 def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -> str:

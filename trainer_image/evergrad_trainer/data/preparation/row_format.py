@@ -7,6 +7,7 @@ from typing import Any, Final
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.chat_template import TEMPLATE_FILE, ChatTemplateError, check_template
+from evergrad_trainer.data.preparation.pairs import PairFormat
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.tokenizers import BYTE_END_TOKEN
 from evergrad_trainer.errors import DataError
@@ -17,7 +18,7 @@ _SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
-def row_format(training: Training, base_directory: Path) -> RowFormat | None:
+def row_format(training: Training, base_directory: Path) -> RowFormat | PairFormat | None:
     """How rows are read; None where the documents of the file are texts.
 
     Raises DataError for a template that is none.
@@ -39,7 +40,7 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | None:
             raise DataError(
                 Problem(where, "is no jinja template", str(error), "Correct it")
             ) from None
-    return RowFormat(
+    form = RowFormat(
         messages_field=rows.messages_field,
         prompt_field=rows.prompt_field,
         completion_field=rows.completion_field,
@@ -47,6 +48,12 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | None:
         too_long=rows.too_long,
         template=template,
         variables=tuple(sorted(variables.items())),
+    )
+    pairs = training.pair_settings
+    if pairs is None:
+        return form
+    return PairFormat(
+        form, chosen_field=pairs.chosen_field, rejected_field=pairs.rejected_field
     )
 
 

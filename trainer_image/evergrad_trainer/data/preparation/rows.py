@@ -21,6 +21,12 @@ _FOR_TEMPLATES: Final = ("tools", "documents")
 """Keys of a conversation that its template is given besides the messages."""
 
 
+Message = dict[str, Any]
+"""One with a role and content, both texts, and whatever else its row gives the template."""
+Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Values of all rows in one array, the number of each row's, and its line."""
+
+
 @dataclass(frozen=True)
 class RowFormat:
     """How rows are read.
@@ -89,35 +95,29 @@ class RowFormat:
         return MarkedText(prompt + completion, (span,), is_open=True)
 
     def _render_messages(self, row: Mapping[str, Any]) -> MarkedText:
-        field = self.messages_field
-        try:
-            # The whole of what a template is given: it may write out any key of it.
-            messages = _replace_lone_surrogates(row[field])
-            extra = {
-                key: _replace_lone_surrogates(row[key]) for key in _FOR_TEMPLATES if key in row
-            }
-        except RecursionError:
-            raise RowError("the row cannot be read", "it is nested too deeply") from None
-        if not isinstance(messages, list) or not messages:
-            raise RowError(
-                f"the field {field!r} is no list of messages", "a conversation has some"
-            )
-        checked = []
-        for at, message in enumerate(messages):
-            place = f"{field}[{at}]"
-            if not isinstance(message, dict):
-                raise RowError(f"{place} is no object", "a message has a role and content")
-            role = _text_in(message, "role", f"{place}.role")
-            content = _text_in(message, "content", f"{place}.content")
-            checked.append({**message, "role": role, "content": content})
-        if not any(message["role"] == ASSISTANT for message in checked):
-            roles = ", ".join(sorted({message["role"][:20] for message in checked}))
+        messages = read_messages(self.messages_field, row[self.messages_field])
+        return self.render_conversation(messages, row)
+
+    def render_conversation(
+        self, messages: Sequence[Message], row: Mapping[str, Any], *, num_before: int = 0
+    ) -> MarkedText:
+        """The text of a conversation, in which the assistant's turns behind ``num_before`` messages are
+        marked.
+
+        ``row``: has what the template is given besides. Raises RowError.
+        """
+        # The whole of what a template is given: it may write out any key of it.
+        extra = {
+            key: _without_lone_surrogates(row[key]) for key in _FOR_TEMPLATES if key in row
+        }
+        if not any(message["role"] == ASSISTANT for message in messages[num_before:]):
+            roles = ", ".join(sorted({one["role"][:20] for one in messages[num_before:]}))
             raise RowError(f"no message has the role {ASSISTANT!r}", f"there are {roles}")
         if self.chat is None:
             why = "the tokenizer has no chat template, and the file gives none"
             raise RowError("a conversation cannot be made a text", why)
         try:
-            text = self.chat.render(checked, extra)
+            text = self.chat.render(messages, extra, num_before=num_before)
         except ChatTemplateError as error:
             raise RowError("the conversation cannot be made a text", str(error)) from error
         if not text:
@@ -126,6 +126,61 @@ class RowFormat:
             )
         return text
 
+    def dtype(self, tokenizer: TextTokenizer) -> np.dtype[Any]:
+        """The type of ids with their marks."""
+        return smallest_dtype(2 * tokenizer.vocab_size)
+
+    def encode(
+        self,
+        tokenizer: TextTokenizer,
+        texts: Sequence[str],
+        lines: Sequence[int],
+        tally: Tally,
+    ) -> Encoded:
+        """Marked tokens of all rows.
+
+        Rows in which nothing is learned, and those that are too long, are counted in ``tally``.
+        """
+        dtype = self.dtype(tokenizer)
+        found: list[npt.NDArray[Any]] = []
+        kept: list[int] = []
+        for text, line in zip(texts, lines, strict=True):
+            # Rendered in this process, by the reader of the same job.
+            assert isinstance(text, MarkedText)  # noqa: S101
+            ids, marks = encode_text(tokenizer, text)
+            # The first token is never a label.
+            if not marks[1:].any():
+                problem = LineProblem(
+                    line, "the row has no token to learn", "its completions are empty"
+                )
+                tally.pass_over(problem, Reason.NO_COMPLETION)
+                continue
+            if len(ids) > self.longest:
+                # What is left of a row whose prompt alone is too long would teach nothing.
+                can_be_cut = bool(marks[1 : self.longest].any())
+                if not keep_too_long(self, line, len(ids), tally, can_be_cut=can_be_cut):
+                    continue
+                ids, marks = ids[: self.longest], marks[: self.longest]
+            found.append(join_marks(ids.astype(dtype), marks))
+            kept.append(line)
+        return join_rows(found, kept, dtype)
+
+
+def read_messages(field: str, value: Any) -> list[Message]:
+    """The messages of a conversation, or of a part of one. Raises RowError."""
+    value = _without_lone_surrogates(value)
+    if not isinstance(value, list) or not value:
+        raise RowError(f"the field {field!r} is no list of messages", "a conversation has some")
+    checked: list[Message] = []
+    for at, message in enumerate(value):
+        place = f"{field}[{at}]"
+        if not isinstance(message, dict):
+            raise RowError(f"{place} is no object", "a message has a role and content")
+        role = _text_in(message, "role", f"{place}.role")
+        content = _text_in(message, "content", f"{place}.content")
+        checked.append({**message, "role": role, "content": content})
+    return checked
+
 
 def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
     value = owner.get(key)
@@ -133,6 +188,14 @@ def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
         what = f"{place} is missing" if key not in owner else f"{place} is no text"
         raise RowError(what, "it is a JSON string")
     return replace_lone_surrogates(value)
+
+
+def _without_lone_surrogates(value: Any) -> Any:
+    """``value`` as :func:`_replace_lone_surrogates` gives it. Raises RowError."""
+    try:
+        return _replace_lone_surrogates(value)
+    except RecursionError:
+        raise RowError("the row cannot be read", "it is nested too deeply") from None
 
 
 def _replace_lone_surrogates(value: Any) -> Any:
@@ -149,50 +212,19 @@ def _replace_lone_surrogates(value: Any) -> Any:
     return value
 
 
-def marked_dtype(tokenizer: TextTokenizer) -> np.dtype[Any]:
-    """The type of ids with their marks."""
-    return smallest_dtype(2 * tokenizer.vocab_size)
+def join_rows(
+    rows: Sequence[npt.NDArray[Any]], lines: Sequence[int], dtype: np.dtype[Any]
+) -> Encoded:
+    """The values of all rows in one array, with their lengths and lines."""
+    values = np.concatenate(rows) if rows else np.empty(0, dtype=dtype)
+    lengths = np.array([len(one) for one in rows], dtype=np.int64)
+    return values, lengths, np.array(lines, dtype=np.int64)
 
 
-def encode_rows(
-    tokenizer: TextTokenizer,
-    form: RowFormat,
-    texts: Sequence[str],
-    lines: Sequence[int],
-    tally: Tally,
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Marked tokens of all rows in one array, the number of each row's, and its line.
-
-    Rows in which nothing is learned, and those that are too long, are counted in ``tally``.
-    """
-    dtype = marked_dtype(tokenizer)
-    found: list[npt.NDArray[Any]] = []
-    kept: list[int] = []
-    for text, line in zip(texts, lines, strict=True):
-        # Rendered in this process, by the reader of the same job.
-        assert isinstance(text, MarkedText)  # noqa: S101
-        ids, marks = _encode(tokenizer, text)
-        # The first token is never a label.
-        if not marks[1:].any():
-            problem = LineProblem(
-                line, "the row has no token to learn", "its completions are empty"
-            )
-            tally.pass_over(problem, Reason.NO_COMPLETION)
-            continue
-        if len(ids) > form.longest:
-            if not _keep_too_long(form, line, len(ids), marks, tally):
-                continue
-            ids, marks = ids[: form.longest], marks[: form.longest]
-        found.append(join_marks(ids.astype(dtype), marks))
-        kept.append(line)
-    tokens = np.concatenate(found) if found else np.empty(0, dtype=dtype)
-    lengths = np.array([len(one) for one in found], dtype=np.int64)
-    return tokens, lengths, np.array(kept, dtype=np.int64)
-
-
-def _encode(
+def encode_text(
     tokenizer: TextTokenizer, text: MarkedText
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Ids of a text, and which of them are learned."""
     ids, offsets = tokenizer.encode_with_offsets(text)
     marks = marks_of(text, offsets)
     if text.is_open:
@@ -200,8 +232,8 @@ def _encode(
     return np.array(ids, dtype=np.int64), marks
 
 
-def _keep_too_long(
-    form: RowFormat, line: int, length: int, marks: npt.NDArray[np.bool_], tally: Tally
+def keep_too_long(
+    form: RowFormat, line: int, length: int, tally: Tally, *, can_be_cut: bool
 ) -> bool:
     """Whether a row that is too long is cut; otherwise it is passed over. Counts it in any case."""
     if form.too_long == "refuse":
@@ -209,7 +241,6 @@ def _keep_too_long(
         why = "spec.training.data.sequenceLength and one more, which is predicted only"
         tally.pass_over(LineProblem(line, what, why, is_too_long=True), Reason.TOO_LONG)
         return False
-    # What is left of a row whose prompt alone is too long would teach nothing.
-    is_cut = form.too_long == "truncate" and bool(marks[1 : form.longest].any())
+    is_cut = form.too_long == "truncate" and can_be_cut
     tally.skipped[Reason.TRUNCATED if is_cut else Reason.LEFT_OUT] += 1
     return is_cut

@@ -17,6 +17,7 @@ from evergrad_trainer.data.preparation.documents import (
     read_blocks,
 )
 from evergrad_trainer.data.preparation.files import SourceEntry
+from evergrad_trainer.data.preparation.pairs import PairFormat, read_format
 from evergrad_trainer.data.preparation.parquet import read_objects, read_rows
 from evergrad_trainer.data.preparation.rows import RowFormat
 from evergrad_trainer.data.preparation.unpacking import open_content
@@ -36,11 +37,11 @@ class TextFormat:
     type: Literal["jsonl", "text", "parquet"]
     text_field: str
     document: Literal["file", "line"]
-    rows: RowFormat | None = None
+    rows: RowFormat | PairFormat | None = None
     """How rows are read, where each line is one."""
 
     @staticmethod
-    def of(source: SourceEntry, rows: RowFormat | None = None) -> "TextFormat":
+    def of(source: SourceEntry, rows: RowFormat | PairFormat | None = None) -> "TextFormat":
         """The format of a source that has texts."""
         if source.type == "tokens":
             raise ValueError("a source of tokens has no texts")
@@ -54,7 +55,7 @@ class TextFormat:
     @staticmethod
     def from_json(value: dict[str, Any]) -> "TextFormat":
         """The inverse of ``to_json``."""
-        rows = RowFormat.from_json(value["rows"]) if value["rows"] else None
+        rows = read_format(value["rows"]) if value["rows"] else None
         return TextFormat(**{**value, "rows": rows})
 
 

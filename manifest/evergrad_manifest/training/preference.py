@@ -1,0 +1,113 @@
+"""The recipe ``preference``: pairs of completions of one prompt, of which one is preferred, beside a frozen
+reference."""
+
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from evergrad_manifest.base import LocalPath, Section
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training.common import PREFERENCE, RECIPES, TRAINING, reads_pairs
+from evergrad_manifest.values.numbers import Real, show
+from evergrad_manifest.view import UNKNOWN, View
+
+METRICS: Final = {
+    "accuracy": "Share of pairs whose chosen completion has the larger reward.",
+    "margin": "Mean reward of the chosen completion less that of the rejected one.",
+    "chosen_reward": "Mean reward of a chosen completion: beta · log(model / reference).",
+    "rejected_reward": "The same of a rejected completion.",
+    "chosen_log_probability": "Mean log-probability of a chosen completion, summed over its tokens, in nats.",
+    "rejected_log_probability": "The same of a rejected completion.",
+}
+"""What is measured besides the loss, in each step and on each evaluation set, each with a line of help."""
+_SECTION: Final = f"{TRAINING}.preference"
+_ROWS: Final = f"{TRAINING}.rows"
+_PACKING: Final = f"{TRAINING}.data.packing"
+
+FieldName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Preference(Section):
+    """The loss of ``recipe: preference``, what it compares with, and the keys of a pair."""
+
+    beta: Real = Field(default=0.1, gt=0, le=1e6)
+    """Scale of the rewards: the larger, the nearer the model stays to the reference."""
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """``sigmoid``: DPO. ``ipo``: the squared distance of the difference of log-ratios from 1 / (2 beta).
+    ``hinge``: 1 less the margin of the rewards, where that is positive."""
+    label_smoothing: Real = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs that are taken to be the wrong way round. sigmoid only."""
+    reference: LocalPath | None = Field(default=None, min_length=1)
+    """The frozen model: a transformers directory, a run directory (its newest valid checkpoint) or one
+    checkpoint; default: the weights that the run begins with."""
+    chosen_field: FieldName = "chosen"
+    """Key of the completion that is preferred: a text, or a list of messages."""
+    rejected_field: FieldName = "rejected"
+    """Key of the other one."""
+
+
+def check_section(view: View) -> Iterator[Problem]:
+    """The section and a recipe that reads pairs belong together."""
+    recipe = view.get(f"{TRAINING}.recipe")
+    if recipe in RECIPES and recipe != PREFERENCE and view.is_given(_SECTION):
+        what, why = f"has no meaning with recipe {recipe}", "its samples are no pairs"
+        yield Problem(_SECTION, what, why, f"Remove it, or set recipe: {PREFERENCE}")
+
+
+def check_smoothing(view: View) -> Iterator[Problem]:
+    """Only a loss that is a likelihood can be mixed with that of the pair turned round."""
+    if not reads_pairs(view) or not view.is_given(_SECTION):
+        return
+    found = view.known(f"{_SECTION}.loss", f"{_SECTION}.labelSmoothing")
+    if found is None or found[0] == "sigmoid" or not found[1]:
+        return
+    what = f"has no meaning with loss {found[0]}"
+    why = "only the loss of sigmoid is that of a probability"
+    yield Problem(f"{_SECTION}.labelSmoothing", what, why, "Remove it, or set loss: sigmoid")
+
+
+def check_keys(view: View) -> Iterator[Problem]:
+    """A key of a pair stands for one part of it; keys of other rows mean nothing."""
+    if not reads_pairs(view) or UNKNOWN in (view.get(_SECTION), view.get(_ROWS)):
+        return
+    for name in ("messagesField", "completionField", "learn"):
+        # Their defaults stand in each run that was written out.
+        if view.is_given(_ROWS) and view.get(f"{_ROWS}.{name}") not in (*_UNSET[name], UNKNOWN):
+            why = "a pair has a prompt and two completions, which are learned"
+            remedy = f"Remove it; {_SECTION} has chosenField and rejectedField"
+            yield Problem(f"{_ROWS}.{name}", "has no meaning for pairs", why, remedy)
+    first: dict[str, str] = {}
+    for path, default in (
+        (f"{_ROWS}.promptField", "prompt"),
+        (f"{_SECTION}.chosenField", "chosen"),
+        (f"{_SECTION}.rejectedField", "rejected"),
+    ):
+        value = view.get(path) if view.is_given(path) else default
+        if value is UNKNOWN:
+            continue
+        if value in first:
+            what = f"{value!r} is also {first[value]}"
+            why = "each names another part of a pair"
+            yield Problem(path, what, why, "Name different keys")
+        first.setdefault(value, path.rpartition(".")[2])
+
+
+_UNSET: Final = {
+    "messagesField": ("messages",),
+    "completionField": ("completion",),
+    "learn": ("completions",),
+}
+
+
+def check_pair_packing(view: View) -> Iterator[Problem]:
+    """The two rows of a pair lie in rows of a tensor of their own."""
+    packing = view.get(_PACKING)
+    if not reads_pairs(view) or packing is UNKNOWN or not view.is_given(_PACKING):
+        return
+    if packing != "none":
+        why = "each completion of a pair has a row of its own, filled up behind its end"
+        yield Problem(_PACKING, f"{show(packing)} is not for pairs", why, "Leave it out")
+
+
+RULES: Final = (check_section, check_smoothing, check_keys, check_pair_packing)

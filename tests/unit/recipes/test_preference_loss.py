@@ -1,0 +1,307 @@
+"""The loss of pairs: by hand, however they are cut into batches and filled up, and by chunks of tokens."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from evergrad_manifest.derive import derive_steps
+from evergrad_manifest.training import Preference, Training
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.data.prepare import prepare
+from evergrad_trainer.data.token_source import IGNORE_INDEX
+from evergrad_trainer.models.memory import ModelFacts, memory_of
+from evergrad_trainer.objectives.token_log_probs import token_log_probs
+from evergrad_trainer.recipes import load_task
+from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
+from evergrad_trainer.task import Loss, Modules, Source, Stage, Task
+
+ROWS = [
+    {"prompt": "ab", "chosen": "c", "rejected": "b"},
+    {"prompt": "", "chosen": "abc", "rejected": "ccccca"},
+    {"prompt": "abca", "chosen": "bb", "rejected": "c"},
+]
+
+
+class Bytes(nn.Module):
+    """Gives the byte behind a byte a probability of three quarters, and all 256 others the rest; with
+    ``slope`` 0 all the same."""
+
+    def __init__(self, slope: float = 1.0) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(slope))
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        logits = torch.zeros(*input_ids.shape, 257)
+        following = (input_ids + 1).clamp(max=256)
+        logits.scatter_(-1, following[..., None], math.log(3 * 256))
+        return SimpleNamespace(logits=logits * self.slope)
+
+
+def settings(**values: Any) -> Preference:
+    return Preference.model_validate(values)
+
+
+def one_pair(*values: float) -> tuple[LogProbs, LogProbs]:
+    """Log-probabilities of chosen and rejected under the model, then under the reference."""
+    a, b, c, d = (torch.tensor([one]) for one in values)
+    return LogProbs(a, b), LogProbs(c, d)
+
+
+@pytest.mark.capability("A-80")
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # log(1 + exp(-0.3)); with a tenth of log(1 + exp(0.3)); (1.5 - 1 / 0.4)²; 1 - 0.3.
+        ({}, 0.5543552),
+        ({"labelSmoothing": 0.1}, 0.5843552),
+        ({"loss": "ipo"}, 1.0),
+        ({"loss": "hinge"}, 0.7),
+    ],
+)
+def test_the_loss_of_a_pair_is_the_one_that_is_computed_by_hand(
+    values: dict[str, Any], expected: float
+) -> None:
+    # Log-ratios 1 and -0.5, their difference 1.5.
+    pair = one_pair(-1.0, -3.0, -2.0, -2.5)
+    found = pair_losses(*pair, settings(beta=0.2, **values))
+    assert found.tolist() == pytest.approx([expected], rel=1e-6)
+
+
+def test_a_hinge_is_nothing_behind_its_margin_and_a_squared_distance_grows_on_both_sides() -> (
+    None
+):
+    far = one_pair(-1.0, -21.0, -2.0, -2.0)
+    assert pair_losses(*far, settings(beta=0.2, loss="hinge")).item() == 0.0
+    assert pair_losses(*far, settings(beta=0.2, loss="ipo")).item() == 17.5**2
+
+
+def test_rewards_are_log_ratios_by_beta() -> None:
+    found = pair_metrics(*one_pair(-1.0, -3.0, -2.0, -2.5), settings(beta=0.2))
+    assert {name: round(float(value), 6) for name, value in found.items()} == {
+        "accuracy": 1.0,
+        "margin": 0.3,
+        "chosen_reward": 0.2,
+        "rejected_reward": -0.1,
+        "chosen_log_probability": -1.0,
+        "rejected_log_probability": -3.0,
+    }
+    same = pair_metrics(*one_pair(-1.0, -3.0, -1.0, -3.0), settings())
+    assert float(same["accuracy"]) == float(same["margin"]) == 0.0
+
+
+def training(**changes: Any) -> Training:
+    data = {"sources": [{"name": "pairs", "path": "pairs.jsonl"}], "sequenceLength": 12}
+    values: dict[str, Any] = {
+        "recipe": "preference",
+        "model": {"config": {"model_type": "llama"}},
+        "data": {**data, **changes.pop("data", {})},
+        "batching": {"globalBatchSize": 2, "microBatchSize": 1},
+        "optimizer": {"learningRate": 1e-3},
+        "horizon": {"steps": 10},
+    }
+    return Training.model_validate({**values, **changes})
+
+
+def open_task(folder: Path, recipe: Training) -> tuple[Task, Source, Stage]:
+    """The task, and its only source over ROWS."""
+    text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (folder / "pairs.jsonl").write_text(text)
+    prepared = prepare(
+        recipe, base_directory=folder, prepared_directory=folder / "prepared", workers=1
+    )
+    task, _ = load_task(recipe, folder)
+    (stage,) = task.stages(prepared)
+    ((source, _weight),) = stage.sources.values()
+    return task, source, stage
+
+
+@pytest.mark.capability("A-80")
+def test_only_tokens_of_the_completions_count(tmp_path: Path) -> None:
+    task, source, stage = open_task(tmp_path, training(preference={"beta": 0.1}))
+    model = Bytes()
+    modules = Modules(trained={"model": model}, frozen={"reference": Bytes(0.0)})
+    rows = source.read([0])
+    found = task.loss(modules, rows.tensors, stage)
+    # Chosen: c behind b, then the end behind c. Rejected: b behind b, then the end behind b.
+    right, wrong = math.log(3 / 4), math.log(1 / 1024)
+    assert float(found.parts["chosen_log_probability"]) == pytest.approx(right + wrong)
+    assert float(found.parts["rejected_log_probability"]) == pytest.approx(2 * wrong)
+    # The reference finds both completions, of two tokens each, equally likely.
+    margin = 0.1 * (right - wrong)
+    assert float(found.parts["margin"]) == pytest.approx(margin, rel=1e-5)
+    assert float(found.total.detach()) == pytest.approx(math.log1p(math.exp(-margin)), rel=1e-6)
+    assert rows.weight == 1
+
+
+def small_models() -> Modules:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    model, reference = (
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa") for _ in range(2)
+    )
+    return Modules(trained={"model": model}, frozen={"reference": reference})
+
+
+def numbers(loss: Loss) -> list[float]:
+    return [float(one.detach()) for one in (loss.total, *loss.parts.values())]
+
+
+def test_the_sums_do_not_depend_on_the_cut_into_batches_nor_on_the_length_of_a_sample(
+    tmp_path: Path,
+) -> None:
+    modules = small_models()
+    task, source, stage = open_task(tmp_path, training())
+    together = numbers(task.loss(modules, source.read([0, 1, 2]).tensors, stage))
+    alone = [numbers(task.loss(modules, source.read([at]).tensors, stage)) for at in range(3)]
+    assert [sum(one) for one in zip(*alone, strict=True)] == pytest.approx(together, rel=1e-5)
+
+    longer, its_source, its_stage = open_task(tmp_path, training(data={"sequenceLength": 40}))
+    found = longer.loss(modules, its_source.read([0, 1, 2]).tensors, its_stage)
+    assert numbers(found) == pytest.approx(together, rel=1e-5)
+
+
+def test_what_fills_up_a_batch_of_an_evaluation_adds_nothing(tmp_path: Path) -> None:
+    modules = small_models()
+    task, source, stage = open_task(tmp_path, training())
+    batch = EvaluationSet("pairs", [source], micro_batch_size=8).batch(0)
+    assert batch.tensors["labels"].shape == (8, 2, 12) and batch.weight == 3
+    assert not (batch.tensors["labels"][3:] != IGNORE_INDEX).any()
+    whole = task.loss(modules, source.read([0, 1, 2]).tensors, stage)
+    assert numbers(task.loss(modules, batch.tensors, stage)) == pytest.approx(
+        numbers(whole), rel=1e-5
+    )
+
+
+def test_only_the_model_has_gradients_and_they_are_those_of_the_loss(tmp_path: Path) -> None:
+    """By differences: what a step along the gradient changes."""
+    modules = small_models()
+    task, source, stage = open_task(tmp_path, training(preference={"beta": 0.5}))
+    tensors = source.read([0, 1, 2]).tensors
+    model, reference = modules.trained["model"].double(), modules.frozen["reference"].double()
+    reference.requires_grad_(False)
+    task.loss(modules, tensors, stage).total.backward()
+    slope = sum(
+        float((one.grad**2).sum()) for one in model.parameters() if one.grad is not None
+    )
+    step = 1e-3
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for one in model.parameters():
+                one += sign * step * one.grad
+            values.append(float(task.loss(modules, tensors, stage).total))
+            for one in model.parameters():
+                one -= sign * step * one.grad
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-2)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10, 100])
+def test_chunks_of_tokens_have_the_log_probabilities_and_gradients_of_the_whole(
+    chunk: int,
+) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(2, 5, 4), torch.randn(7, 4)
+    labels = torch.randint(0, 7, (2, 5))
+    labels[0, 3:] = labels[1, 0] = IGNORE_INDEX
+    weights = torch.randn(2, 5)
+    found = []
+    for is_chunked in (False, True):
+        own, its = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        if is_chunked:
+            values = token_log_probs(own, labels, head=its, chunk_tokens=chunk)
+        else:
+            values = token_log_probs(functional.linear(own, its), labels)
+        (values * weights).sum().backward()
+        found.append((values.detach(), own.grad, its.grad))
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert found[0][0][labels == IGNORE_INDEX].tolist() == [0.0] * 3
+
+
+def test_chunks_have_the_bits_of_products_in_bf16_under_autocast_backward_too() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(1, 6, 4), torch.randn(7, 4)
+    labels = torch.randint(0, 7, (1, 6))
+    found = []
+    for is_chunked in (False, True):
+        own, its = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            if is_chunked:
+                values = token_log_probs(own, labels, head=its, chunk_tokens=6)
+            else:
+                values = token_log_probs(functional.linear(own, its), labels)
+        values.sum().backward()
+        found.append((values.detach(), own.grad, its.grad))
+    (whole, *_), (chunked, *_) = found
+    assert torch.equal(whole, chunked) and whole.dtype == torch.float32
+    for one, other in zip(found[0][1:], found[1][1:], strict=True):
+        assert one is not None and other is not None
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_products_in_bf16_leave_no_reward_to_a_model_that_is_its_reference(
+    tmp_path: Path, chunk: int | None, dtype: torch.dtype
+) -> None:
+    """``dtype``: of the weights. Sums over tokens and the loss are fp32 in any case."""
+    modules = small_models()
+    model, reference = modules.trained["model"].to(dtype), modules.frozen["reference"].to(dtype)
+    reference.load_state_dict(model.state_dict())
+    task, source, stage = open_task(tmp_path, training(runtime={"lossChunk": chunk}))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        found = task.loss(modules, source.read([0, 1, 2]).tensors, stage)
+    assert found.total.dtype == torch.float32
+    assert found.total.item() == pytest.approx(3 * math.log(2), rel=1e-6)
+    names = ("margin", "chosen_reward", "rejected_reward", "accuracy")
+    assert [found.parts[name].item() for name in names] == [0.0] * 4
+    found.total.backward()
+    head = model.get_output_embeddings().weight  # type: ignore[operator]
+    assert bool(head.grad.abs().sum() > 0) and head.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path, chunk: int | None) -> None:
+    modules = small_models()
+    task, source, stage = open_task(tmp_path, training())
+    whole = task.loss(modules, source.read([0, 1]).tensors, stage)
+    other, _, _ = open_task(tmp_path, training(runtime={"lossChunk": chunk}))
+    found = other.loss(modules, source.read([0, 1]).tensors, stage)
+    assert numbers(found) == pytest.approx(numbers(whole), rel=1e-5)
+
+
+def test_a_pair_takes_two_rows_of_the_horizon_in_tokens_and_of_the_memory() -> None:
+    pairs = training(horizon={"tokens": 480})
+    rows = training(recipe="sft")
+    assert (pairs.sample_tokens, rows.sample_tokens) == (24, 12)
+    # In the mean of a step a pair counts once, and each token of a row does.
+    assert (pairs.sample_weight, rows.sample_weight) == (1, 12)
+    # Steps of two pairs.
+    assert derive_steps(pairs, num_samples=100).total_steps == 10
+
+    facts = ModelFacts(
+        parameters=10**6, hidden_size=64, num_layers=2, vocab_size=1000, max_positions=None
+    )
+    plan: dict[str, Any] = {"world_size": 1, "on_accelerator": False, "compiles": False}
+    of_pairs = memory_of(facts, pairs, **plan)
+    batching = {"globalBatchSize": 4, "microBatchSize": 2}
+    of_rows = memory_of(facts, training(recipe="sft", batching=batching), **plan)
+    assert (of_pairs.activations, of_pairs.logits) == (of_rows.activations, of_rows.logits)
+    # The reference: its weights, and their copies in the type of the products.
+    assert of_pairs.state - of_rows.state == (4 + 2) * facts.parameters

@@ -1,0 +1,57 @@
+"""Pairs of rows as items: both completions of a prompt, each in a row by itself."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from evergrad_trainer.data.batch import Rows
+from evergrad_trainer.data.row_source import Row, RowReader
+from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
+
+
+class PairSource:
+    """``input_ids`` and ``labels``, int64 [items, 2, S]: of each pair the chosen row, then the rejected one.
+
+    The two are one item, so that nothing can come between them: no cut into micro-batches, no order, no
+    change of the world. A row of n tokens takes n - 1 places, as in rows that are learned, and is filled up
+    behind its end. An item weighs 1.
+    """
+
+    fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX}
+
+    def __init__(self, reader: RowReader, *, sequence_length: int, vocab_size: int) -> None:
+        """``vocab_size``: of the tokenizer, which is also the id that stands between the rows of a pair."""
+        # Pairs as they are prepared are the same for rows of any length, and items are not.
+        said = [reader.source.fingerprint, "pairs", sequence_length]
+        self.fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+        self._reader = reader
+        self._length = sequence_length
+        self._between = vocab_size
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def read(self, items: Sequence[int]) -> Rows:
+        """Read items. Raises IndexError, and DataError if a file cannot be read any more."""
+        shape = (len(items), 2, self._length)
+        inputs = np.zeros(shape, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        for at, item in enumerate(items):
+            for side, row in enumerate(self._split(self._reader.read(item))):
+                size = len(row.ids) - 1
+                inputs[at, side, :size] = row.ids[:-1]
+                labels[at, side, :size] = np.where(row.marks[1:], row.ids[1:], IGNORE_INDEX)
+        tensors = {INPUT_IDS: torch.from_numpy(inputs), LABELS: torch.from_numpy(labels)}
+        return Rows(tensors, weight=len(items))
+
+    def describe(self, item: int) -> str:
+        """File and line of the pair."""
+        return self._reader.describe([item])
+
+    def _split(self, both: Row) -> tuple[Row, Row]:
+        at = int(np.flatnonzero(both.ids == self._between)[0])
+        chosen = Row(both.ids[:at], both.marks[:at])
+        return chosen, Row(both.ids[at + 1 :], both.marks[at + 1 :])

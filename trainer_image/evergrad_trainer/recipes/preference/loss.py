@@ -1,0 +1,57 @@
+"""The loss of pairs, from the log-probabilities of both completions under model and reference."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from evergrad_manifest.training import Preference
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probabilities [pairs] of the chosen and the rejected completions, each summed over its tokens."""
+
+    chosen: Tensor
+    rejected: Tensor
+
+    @staticmethod
+    def of(rows: Tensor) -> "LogProbs":
+        """Those of rows [pairs, 2]: the chosen one first."""
+        return LogProbs(rows[:, 0], rows[:, 1])
+
+
+def pair_losses(model: LogProbs, reference: LogProbs, settings: Preference) -> Tensor:
+    """The loss of each pair [pairs], of the difference h of the two log-ratios log(model / reference).
+
+    ``sigmoid`` is equation 7 of "Direct Preference Optimization" (arXiv 2305.18290), with smoothing as in its
+    conservative form; ``ipo`` is equation 17 of "A General Theoretical Paradigm to Understand Learning from
+    Human Preferences" (arXiv 2310.12036), of sums over tokens; ``hinge`` is SLiC's on DPO's rewards, as in
+    "Statistical Rejection Sampling Improves Preference Optimization" (arXiv 2309.06657).
+    """
+    beta, smoothing = float(settings.beta), float(settings.label_smoothing)
+    difference = (model.chosen - reference.chosen) - (model.rejected - reference.rejected)
+    if settings.loss == "ipo":
+        return (difference - 1 / (2 * beta)) ** 2
+    margin = beta * difference
+    if settings.loss == "hinge":
+        return functional.relu(1 - margin)
+    losses = -(1 - smoothing) * functional.logsigmoid(margin)
+    return losses - smoothing * functional.logsigmoid(-margin)
+
+
+def pair_metrics(
+    model: LogProbs, reference: LogProbs, settings: Preference
+) -> dict[str, Tensor]:
+    """What is measured of each pair [pairs], by its name in METRICS."""
+    beta = float(settings.beta)
+    chosen = beta * (model.chosen - reference.chosen)
+    rejected = beta * (model.rejected - reference.rejected)
+    return {
+        "accuracy": (chosen > rejected).to(chosen.dtype),
+        "margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "chosen_log_probability": model.chosen,
+        "rejected_log_probability": model.rejected,
+    }

@@ -1,0 +1,120 @@
+"""The task of preferences: pairs of rows, the frozen reference, the loss of pairs and what is measured."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training import Preference as PreferenceSection
+from evergrad_manifest.training.preference import METRICS
+from evergrad_trainer.checkpoint.weights import WEIGHTS, load_weights
+from evergrad_trainer.data.pair_source import PairSource
+from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
+from evergrad_trainer.data.row_source import RowReader
+from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
+from evergrad_trainer.errors import ModelError
+from evergrad_trainer.models.weights import load_model_directory
+from evergrad_trainer.objectives.token_log_probs import row_log_probs
+from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
+from evergrad_trainer.recipes.pretrain import Pretrain
+from evergrad_trainer.state.providers import module_tensors
+from evergrad_trainer.task import Loss, Modules, Source, Stage, Tensors
+
+MODEL: Final = "model"
+REFERENCE: Final = "reference"
+
+
+class Preference(Pretrain):
+    """The loss of pairs beside a frozen model, which is the one that the run begins with or another one."""
+
+    metrics: ClassVar[Mapping[str, str]] = METRICS
+
+    @property
+    def settings(self) -> PreferenceSection:
+        """Loss and reference."""
+        return self.setup.training.pair_settings or PreferenceSection()
+
+    def stages(self, prepared: Prepared) -> Sequence[Stage]:
+        """All sources by their weights, from the first step to the last.
+
+        Raises DataError, and ModelError where there is no reference of the name that the file has.
+        """
+        found = self._find_reference()
+        if found is not None and not found[1].is_dir():
+            field, path = found
+            what, why = f"{path} is no directory", "the reference is read from it at each start"
+            raise ModelError(Problem(field, what, why, "Correct the path, or bring it back"))
+        return super().stages(prepared)
+
+    def build(self, build_model: Callable[[], nn.Module]) -> Modules:
+        """The file's model, and another of its kind that stays as it is.
+
+        Raises ModelError and CheckpointError where the reference cannot be read.
+        """
+        model, reference = build_model(), build_model()
+        found = self._find_reference()
+        if found is not None:
+            _read_into(reference, *found)
+        return Modules(
+            trained={MODEL: model}, frozen={REFERENCE: reference}, counterparts=(REFERENCE,)
+        )
+
+    def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
+        """The sums over pairs."""
+        inputs, labels = batch[INPUT_IDS].flatten(0, 1), batch[LABELS].flatten(0, 1)
+        chunk_tokens = self.setup.training.runtime.loss_chunk
+        # First the one without gradients: what it computes on the way is gone before the other begins.
+        with torch.no_grad():
+            its = row_log_probs(
+                modules.frozen[REFERENCE], inputs, labels, chunk_tokens=chunk_tokens
+            )
+        model = modules.trained[MODEL]
+        own = row_log_probs(model, inputs, labels, chunk_tokens=chunk_tokens)
+        sums = (LogProbs.of(own.view(-1, 2)), LogProbs.of(its.view(-1, 2)))
+
+        # What fills up a batch of an evaluation has no label, and a loss that does not count.
+        is_pair = (batch[LABELS] != IGNORE_INDEX).flatten(1).any(dim=1)
+        total = _sum_where(is_pair, pair_losses(*sums, self.settings))
+        with torch.no_grad():
+            parts = {
+                name: _sum_where(is_pair, values)
+                for name, values in pair_metrics(*sums, self.settings).items()
+            }
+        return Loss(total, parts)
+
+    def _open(self, source: PreparedSource, sequence: TokenSequence) -> Source:
+        return PairSource(
+            RowReader(source, sequence),
+            sequence_length=self.setup.training.data.sequence_length,
+            vocab_size=self.tokenizer.vocab_size,
+        )
+
+    def _find_reference(self) -> tuple[str, Path] | None:
+        """The field that names the reference, and its path; None where it is what ``model`` describes."""
+        training, base = self.setup.training, self.setup.base_directory
+        if self.settings.reference is not None:
+            return "spec.training.preference.reference", base / self.settings.reference
+        if training.init_from is not None:
+            # The weights that the run begins with are not those that ``model`` describes.
+            return "spec.training.initFrom.path", base / training.init_from.path
+        return None
+
+
+def _sum_where(is_pair: Tensor, values: Tensor) -> Tensor:
+    return torch.where(is_pair, values, 0.0).sum()
+
+
+def _read_into(reference: nn.Module, field: str, path: Path) -> None:
+    """Copy weights over those of ``reference``. Raises ModelError, CheckpointError."""
+    if any(one.is_meta for one in reference.parameters()):
+        # Made later, one by one, by whoever cuts the model: the whole one is asked for then.
+        raise NotImplementedError
+    tensors = {f"{WEIGHTS}{name}": one for name, one in module_tensors(reference).items()}
+    if (path / "config.json").is_file():
+        config: Any = reference.config
+        load_model_directory(path, tensors, config=config, field=field)
+    else:
+        load_weights(path, tensors)
