@@ -3,6 +3,7 @@ server and etcd."""
 
 import os
 import signal as signals
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,7 +61,9 @@ class Faults:
         identity = chosen[0]["containerID"].rpartition("/")[2]
         box = found["spec"]["nodeName"]
         folder = next((CGROUPS / "pids" / NAME / box).glob(f"kubepods/**/{identity}"), None)
-        pids = sorted(cgroups.pids_in(folder / "cgroup.procs")) if folder else []
+        pids = (
+            sorted(cgroups.pids_in(folder / "cgroup.procs"), key=_pid_inside) if folder else []
+        )
         if not pids:
             raise BedError(f"{namespace}/{pod}: nothing runs in container {chosen[0]['name']}.")
         return [Process(pid, _command(pid)) for pid in pids]
@@ -256,6 +259,20 @@ def _is_running(box: str, name: str) -> bool:
 def _start_if_dead(box: str, name: str, start: Any) -> None:
     if not _is_running(box, name):
         start()
+
+
+def _pid_inside(pid: int) -> int:
+    """The process id that it has in its container, where the main process has the least.
+
+    The machine's own numbers begin again once they are used up, so that a child may have a lower one.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text("utf-8")
+    except OSError:
+        # It ended meanwhile.
+        return sys.maxsize
+    (line,) = (line for line in status.splitlines() if line.startswith("NSpid:"))
+    return int(line.split()[-1])
 
 
 def _command(pid: int) -> str:
