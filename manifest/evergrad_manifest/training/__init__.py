@@ -20,6 +20,8 @@ from evergrad_manifest.training.common import (
     Runtime,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
+from evergrad_manifest.training.latent_edit import RULES as RULES_OF_LATENT_EDIT
+from evergrad_manifest.training.latent_edit import LatentEdit
 from evergrad_manifest.training.observing import RULES as RULES_OF_OBSERVING
 from evergrad_manifest.training.observing import (
     Logging,
@@ -83,6 +85,7 @@ __all__ = [
     "Horizon",
     "InitFrom",
     "KlStage",
+    "LatentEdit",
     "Logging",
     "Metrics",
     "Model",
@@ -110,8 +113,8 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, or a task of your own as ``module:attr``,
-    a name in a Python file that lies beside this one or can be imported."""
+    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, ``latent_edit``, or a task of your own as
+    ``module:attr``, a name in a Python file that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
@@ -166,6 +169,8 @@ class Training(Section):
     """The Prometheus endpoint."""
     two_stage_kl: TwoStageKl | None = None
     """Stages and penalty of ``recipe: two_stage_kl``."""
+    latent_edit: LatentEdit | None = None
+    """Corpus, encoder and loss of ``recipe: latent_edit``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -191,6 +196,7 @@ RULES: Final = (
     *RULES_OF_PRETRAIN,
     *RULES_OF_SFT,
     *RULES_OF_TWO_STAGE_KL,
+    *RULES_OF_LATENT_EDIT,
     *RULES_OF_OBSERVING,
     *RULES_OF_ALL,
 )

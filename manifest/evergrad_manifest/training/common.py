@@ -15,8 +15,11 @@ from evergrad_manifest.view import View
 
 TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""
-RECIPES: Final = ("pretrain", "sft", "two_stage_kl")
+RECIPES: Final = ("pretrain", "sft", "two_stage_kl", "latent_edit")
 """Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
+OF_TEXT: Final = ("pretrain", "sft", "two_stage_kl")
+"""Those that train the file's model on text; the others prepare data of their own, as a task of the user's
+own may."""
 
 LENGTH_WITHOUT_DATA: Final = 1
 """Tokens a sample of a task that prepares its data itself: each of its items counts as one."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.recipes.latent_edit import LatentEdit
 from evergrad_trainer.recipes.own import Code, load_own
 from evergrad_trainer.recipes.pretrain import Pretrain
 from evergrad_trainer.recipes.sft import Sft
@@ -15,6 +16,7 @@ RECIPES: dict[str, type[Task]] = {
     "pretrain": Pretrain,
     "sft": Sft,
     "two_stage_kl": TwoStageKl,
+    "latent_edit": LatentEdit,
 }
 """By the name that stands in ``spec.training.recipe``; any other is a task of the user's own."""
 

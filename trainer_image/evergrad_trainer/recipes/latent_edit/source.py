@@ -1,0 +1,176 @@
+"""The items of one split as rows of a batch: with their states, or with the tokens that they are made of."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from evergrad_trainer.data.batch import Rows
+from evergrad_trainer.recipes.latent_edit.edits import BASES, RelativeEdit, apply_edits, type_of
+from evergrad_trainer.recipes.latent_edit.encoder import Encoder
+from evergrad_trainer.recipes.latent_edit.items import FAMILIES
+from evergrad_trainer.recipes.latent_edit.preparation import STATES, Arrays, array_path
+
+POSITION: Final = "position"
+TYPE: Final = "type"
+REFERENCE: Final = "reference"
+ALTERNATE: Final = "alternate"
+MASK: Final = "mask"
+STATE: Final = "state"
+TARGET: Final = "target"
+BEFORE: Final = "before"
+BEFORE_SPAN: Final = "before_span"
+AFTER: Final = "after"
+AFTER_SPAN: Final = "after_span"
+
+MER: Final = 6
+"""Bases that are read as one."""
+MERS: Final = 3
+"""Of an allele of up to 16 bases."""
+NUM_MERS: Final = 5**MER
+NO_MER: Final = NUM_MERS - 1
+"""Six times no base."""
+
+
+def mers_of(allele: bytes) -> list[int]:
+    """An allele as groups of six bases: each a number to the base of 5, whose last digit means no base."""
+    digits = [BASES.index(base) for base in allele] + [4] * (MER * MERS - len(allele))
+    numbers = []
+    for first in range(0, MER * MERS, MER):
+        number = 0
+        for digit in digits[first : first + MER]:
+            number = number * 5 + digit
+        numbers.append(number)
+    return numbers
+
+
+class EditSource:
+    """Items of one split, as they were prepared.
+
+    Tensors of B rows and K edits: position and type [B, K], reference and alternate [B, K, 3], mask [B, K].
+    Cached: state [B, D] and target [B, K, D]. Live: before [B, T] and after [B, K, T], tokens, each with the
+    first one that is pooled and the one behind the last.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, facts: Mapping[str, Any], encoder: Encoder | None
+    ) -> None:
+        """``encoder``: what tokenises, where states are made in each step; None where they are kept."""
+        self._folder = folder
+        self._split = split
+        self._encoder = encoder
+        self._tokens = int(facts["tokens"])
+        self.fingerprint: str = facts["splits"][split]["sha256"]
+        self._len = int(facts["splits"][split]["items"])
+
+    @property
+    def fill(self) -> Mapping[str, int]:
+        """A row of fill has no edit: its mask is false."""
+        return {REFERENCE: NO_MER, ALTERNATE: NO_MER}
+
+    def __len__(self) -> int:
+        return self._len
+
+    @cached_property
+    def _arrays(self) -> Arrays:
+        with np.load(array_path(self._folder, self._split), allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+
+    @cached_property
+    def _states(self) -> npt.NDArray[np.float32]:
+        states: npt.NDArray[np.float32] = np.load(self._folder / STATES, mmap_mode="r")
+        return states
+
+    def read(self, items: Sequence[int]) -> Rows:
+        """Read some items into memory of their own."""
+        numbers = list(items)
+        tensors = self._actions(numbers)
+        if self._encoder is None:
+            tensors |= self._read_states(numbers)
+        else:
+            tensors |= self._read_tokens(numbers, self._encoder)
+        return Rows(tensors, weight=int(self._arrays["counts"][numbers].sum()))
+
+    def describe(self, item: int) -> str:
+        """The window's place, and the edits; no sequence."""
+        arrays = self._arrays
+        place = arrays["places"][arrays["windows"][item]].decode()
+        family = FAMILIES[arrays["families"][item]]
+        edits = ", ".join(
+            f"{one.position + 1} {one.reference.decode()}>{one.alternate.decode()}"
+            for one in self.edits(item)
+        )
+        return f"{place}, {family} {edits}"
+
+    def edits(self, item: int) -> list[RelativeEdit]:
+        """The edits of an item, in their order."""
+        arrays = self._arrays
+        return [
+            RelativeEdit(
+                int(arrays["positions"][item, place]),
+                bytes(arrays["references"][item, place]),
+                bytes(arrays["alternates"][item, place]),
+            )
+            for place in range(int(arrays["counts"][item]))
+        ]
+
+    def _actions(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        most = self._arrays["positions"].shape[1]
+        size = (len(numbers), most)
+        position = torch.zeros(size, dtype=torch.int64)
+        kind = torch.zeros(size, dtype=torch.int64)
+        mask = torch.zeros(size, dtype=torch.bool)
+        reference, alternate = (
+            torch.full((*size, MERS), NO_MER, dtype=torch.int64) for _ in range(2)
+        )
+        for row, item in enumerate(numbers):
+            for place, edit in enumerate(self.edits(item)):
+                position[row, place] = edit.position
+                kind[row, place] = int(type_of(edit.reference, edit.alternate))
+                reference[row, place] = torch.tensor(mers_of(edit.reference))
+                alternate[row, place] = torch.tensor(mers_of(edit.alternate))
+                mask[row, place] = True
+        return {
+            POSITION: position,
+            TYPE: kind,
+            REFERENCE: reference,
+            ALTERNATE: alternate,
+            MASK: mask,
+        }
+
+    def _read_states(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        rows = self._arrays["rows"][numbers]
+        # Rows of no edit (-1) get the first state, and are then cleared.
+        found = torch.from_numpy(self._states[np.maximum(rows, 0)])
+        found[torch.from_numpy(rows < 0)] = 0
+        return {STATE: found[:, 0].clone(), TARGET: found[:, 1:].clone()}
+
+    def _read_tokens(self, numbers: Sequence[int], encoder: Encoder) -> dict[str, Tensor]:
+        arrays, length = self._arrays, self._tokens
+        most = arrays["positions"].shape[1]
+        before = torch.zeros((len(numbers), length), dtype=torch.int64)
+        before_span = torch.zeros((len(numbers), 2), dtype=torch.int64)
+        after = torch.zeros((len(numbers), most, length), dtype=torch.int64)
+        after_span = torch.zeros((len(numbers), most, 2), dtype=torch.int64)
+        for row, item in enumerate(numbers):
+            sequence = arrays["sequences"][arrays["windows"][item]].tobytes()
+            tokens = encoder.tokenize(sequence, None)
+            before[row] = torch.tensor(tokens.ids)
+            before_span[row] = torch.tensor([tokens.first, tokens.last])
+            edits = self.edits(item)
+            for place in range(len(edits)):
+                applied = apply_edits(sequence, edits[: place + 1])
+                tokens = encoder.tokenize(applied.sequence, applied.places[-1])
+                after[row, place] = torch.tensor(tokens.ids)
+                after_span[row, place] = torch.tensor([tokens.first, tokens.last])
+        return {
+            BEFORE: before,
+            BEFORE_SPAN: before_span,
+            AFTER: after,
+            AFTER_SPAN: after_span,
+        }
