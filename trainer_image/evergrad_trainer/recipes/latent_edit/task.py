@@ -1,4 +1,4 @@
-"""The task of edits: items of a corpus, a frozen encoder, a predictor, and the trivial baselines beside it."""
+"""The task of edits: items of a corpus, a frozen encoder, a predictor, and trivial baselines beside it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -1,0 +1,327 @@
+"""The task of edits on a tiny corpus: states that are kept equal those that are made anew, a predictor that
+begins at the trivial baseline, and what is measured."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from latent_corpus import ENCODER, seal, training, write_corpus, write_lines
+from torch import Tensor
+
+from evergrad_manifest.training import Training
+from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.errors import DataError, ModelError
+from evergrad_trainer.models.build import build_model, plan_model
+from evergrad_trainer.models.randomness import Purpose, seed_generators
+from evergrad_trainer.recipes import load_task
+from evergrad_trainer.recipes.latent_edit import LatentEdit
+from evergrad_trainer.recipes.latent_edit.encoder import Encoder
+from evergrad_trainer.recipes.latent_edit.features import FeatureCache
+from evergrad_trainer.recipes.latent_edit.modules import ActionEncoder, Predictor
+from evergrad_trainer.recipes.latent_edit.source import NO_MER, EditSource, mers_of
+from evergrad_trainer.task import Modules, Setup
+
+NO_TEXT = Prepared((), (), tokenizer_identity="", vocab_size=0, end_of_document=0)
+MIXTURE = [
+    {"family": "population", "count": 2, "edits": 2},
+    {"family": "syntheticIndel", "count": 1},
+    {"family": "clinical", "count": 1, "fallback": "syntheticSnv"},
+]
+
+
+class Opened:
+    """A task on a corpus, prepared below ``folder``."""
+
+    def __init__(self, folder: Path, **section: Any) -> None:
+        self.folder = folder
+        raw = training({"corpus": str(folder / "corpus"), **section})
+        self.training = Training.model_validate(raw)
+        self.task = cast(LatentEdit, load_task(self.training, folder)[0])
+        below = folder / "prepared"
+        below.mkdir(exist_ok=True)
+        facts = json.loads(json.dumps(dict(self.task.prepare(NO_TEXT, below))))
+        self.facts: dict[str, Any] = facts
+        self.prepared = Prepared(
+            (),
+            (),
+            tokenizer_identity="",
+            vocab_size=0,
+            end_of_document=0,
+            folder=below,
+            facts=facts,
+        )
+        (self.stage,) = self.task.stages(self.prepared)
+
+    @property
+    def source(self) -> EditSource:
+        return cast(EditSource, self.stage.sources["train"][0])
+
+    def build(self) -> Modules:
+        seed_generators(0, 0, 0, Purpose.INITIAL_WEIGHTS)
+        return self.task.build(lambda: pytest.fail("the file's model is not trained"))
+
+    def batch(self, *items: int) -> Mapping[str, Tensor]:
+        return self.source.read(items).tensors
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    write_corpus(tmp_path / "corpus")
+    return tmp_path
+
+
+@pytest.mark.capability("G-27", "G-73", "G-74", "G-78")
+def test_states_that_are_kept_are_those_that_are_made_in_each_step(corpus: Path) -> None:
+    kept, live = (Opened(corpus, mixture=MIXTURE, features=one) for one in ("cached", "live"))
+    one, other = kept.build(), live.build()
+    assert len(kept.source) == len(live.source) == 24
+    losses = []
+    for items in ((0, 1, 2, 3), (20, 7)):
+        results = [
+            opened.task.loss(modules, opened.batch(*items), opened.stage)
+            for opened, modules in ((kept, one), (live, other))
+        ]
+        parts = [dict(result.parts) for result in results]
+        parts[0].pop("mean_loss")
+        assert torch.equal(results[0].total, results[1].total)
+        assert parts[0].keys() == parts[1].keys() == set(kept.task.metrics) - {"mean_loss"}
+        assert all(torch.equal(value, parts[1][name]) for name, value in parts[0].items())
+        losses.append(results[0].total.item())
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.capability("G-74")
+def test_a_second_start_computes_nothing_and_a_third_split_only_what_is_new(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Opened(corpus)
+    monkeypatch.setattr(Encoder, "build", lambda self: pytest.fail("it was encoded again"))
+    assert Opened(corpus).facts == first.facts
+    # Fewer items, all of them known to the cache by their content.
+    Opened(corpus, mixture=[{"family": "population", "count": 2}])
+    with pytest.raises(pytest.fail.Exception, match="it was encoded again"):
+        Opened(corpus, encoder={"radius": 4})
+
+
+@pytest.mark.capability("G-74")
+def test_the_cache_is_keyed_by_what_makes_a_state_and_by_nothing_else(corpus: Path) -> None:
+    def identity(**changes: Any) -> str:
+        raw = training({"encoder": {"radius": 3, **changes.pop("encoder", {})}}, **changes)
+        settings = Training.model_validate(raw)
+        return Encoder(Setup(settings, None, corpus)).identity
+
+    base = identity()
+    others = [
+        identity(encoder={key: value})
+        for key, value in {
+            "radius": 2,
+            "layer": 1,
+            "normalize": False,
+            "dtype": "bf16",
+            "prefix": "<",
+            "suffix": ">",
+            "padTo": 6,
+        }.items()
+    ]
+    others.append(identity(model={"config": {**ENCODER, "hidden_size": 32}}))
+    others.append(identity(reproducibility={"seed": 1}))
+    assert len({base, *others}) == 10
+    assert (
+        identity(horizon={"steps": 99}, batching={"globalBatchSize": 4, "microBatchSize": 2})
+        == base
+    )
+
+
+@pytest.mark.capability("G-4", "G-73")
+def test_the_weights_of_a_directory_are_part_of_the_encoder_and_may_be_pinned(
+    corpus: Path,
+) -> None:
+    from evergrad_trainer.recipes.latent_edit.corpus import hash_file
+
+    settings = Training.model_validate(training())
+    plan = plan_model(settings.model, base_directory=corpus, vocab_size=257)
+    build_model(plan, seed=3, precision="fp32").save_pretrained(corpus / "encoder")
+    digest = hash_file(corpus / "encoder/model.safetensors")
+
+    def encoder(pinned: str) -> Encoder:
+        raw = training({"encoder": {"weightHash": pinned}}, model={"path": "encoder"})
+        return Encoder(Setup(Training.model_validate(raw), None, corpus))
+
+    assert encoder(f"sha256:{digest}").identity == encoder(digest).identity
+    with pytest.raises(ModelError, match=r"encoder.weightHash: .* has the SHA-256"):
+        _ = encoder("0" * 64).identity
+
+
+@pytest.mark.capability("G-73")
+def test_tokens_are_pooled_around_the_edit_and_never_outside_of_the_sequence(
+    corpus: Path,
+) -> None:
+    raw = training({"encoder": {"radius": 2, "prefix": "<d>", "suffix": "</d>", "padTo": 6}})
+    encoder = Encoder(Setup(Training.model_validate(raw), None, corpus))
+    whole = encoder.tokenize(b"ACGTACGT", None)
+    # Three letters, eight bases, four of filling, four letters.
+    assert len(whole.ids) == 19 and (whole.first, whole.last) == (3, 11)
+    spans = [encoder.tokenize(b"ACGTACGT", focus) for focus in (0, 4, 7)]
+    assert [(one.first, one.last) for one in spans] == [(3, 6), (5, 10), (8, 11)]
+    with pytest.raises(
+        DataError, match=r"a window has 67 tokens; the encoder has 64 positions"
+    ):
+        encoder.tokenize(b"A" * 60, None)
+
+
+@pytest.mark.capability("G-28")
+def test_another_width_than_the_encoders_is_refused(corpus: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"stateWidth: 512 is not the width of a state; .* have 16"
+    ):
+        Opened(corpus, predictor={"stateWidth": 512})
+
+
+@pytest.mark.capability("G-27", "G-82")
+def test_no_gradient_reaches_the_encoder_and_its_weights_stay(corpus: Path) -> None:
+    opened = Opened(corpus, features="live")
+    modules = opened.build()
+    before = {name: one.clone() for name, one in modules.frozen["encoder"].state_dict().items()}
+    optimizer = torch.optim.AdamW(modules.root().parameters(), lr=0.1)
+    for _ in range(2):
+        opened.task.loss(modules, opened.batch(0, 1, 2), opened.stage).total.backward()
+        optimizer.step()
+    frozen = modules.frozen["encoder"]
+    assert not frozen.training and all(one.grad is None for one in frozen.parameters())
+    assert all(torch.equal(one, before[name]) for name, one in frozen.state_dict().items())
+    assert not set(map(id, frozen.parameters())) & set(map(id, modules.root().parameters()))
+
+
+@pytest.mark.capability("G-30", "G-77")
+def test_the_predictor_begins_at_the_prediction_that_nothing_changes(corpus: Path) -> None:
+    opened = Opened(corpus)
+    modules = opened.build()
+    loss = opened.task.loss(modules, opened.batch(*range(8)), opened.stage)
+    assert loss.total.item() == pytest.approx(loss.parts["unchanged_loss"].item(), rel=1e-5)
+    optimizer = torch.optim.Adam(modules.root().parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        opened.task.loss(modules, opened.batch(*range(8)), opened.stage).total.backward()
+        optimizer.step()
+    loss = opened.task.loss(modules, opened.batch(*range(8)), opened.stage)
+    assert loss.total.item() < 0.5 * loss.parts["unchanged_loss"].item()
+
+
+@pytest.mark.capability("G-77")
+def test_a_prediction_depends_on_its_own_edit_and_those_before_it_alone() -> None:
+    torch.manual_seed(0)
+    predictor = Predictor(state_width=8, action_width=4, width=8, layers=2, heads=2)
+    torch.nn.init.normal_(predictor.out.weight)
+    state, actions = torch.randn(2, 8), torch.randn(2, 3, 4)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    whole = predictor(state, actions, mask, normalize=True)
+    assert torch.all(whole[1, 1:] == 0)
+    torch.testing.assert_close(whole.norm(dim=-1)[mask], torch.ones(4))
+    changed = actions.clone()
+    changed[0, 2] += 1
+    other = predictor(state, changed, mask, normalize=True)
+    torch.testing.assert_close(other[0, :2], whole[0, :2])
+    assert not torch.allclose(other[0, 2], whole[0, 2])
+
+
+@pytest.mark.capability("G-76")
+def test_edits_are_read_by_place_type_and_bases_and_padding_is_one_learned_vector() -> None:
+    assert mers_of(b"A") == [sum(4 * 5**power for power in range(5)), NO_MER, NO_MER]
+    assert mers_of(b"ACGTAC")[0] == ((((0 * 5 + 1) * 5 + 2) * 5 + 3) * 5 + 0) * 5 + 1
+    torch.manual_seed(0)
+    encoder = ActionEncoder(width=4, allele_width=8)
+    torch.nn.init.ones_(encoder.padding)
+    position, kind = torch.tensor([[3, 3, 4, 3]]), torch.tensor([[0, 1, 0, 0]])
+    alleles = torch.full((1, 4, 3), NO_MER)
+    mask = torch.tensor([[True, True, True, False]])
+    found = encoder(position, kind, alleles, alleles, mask)
+    assert torch.equal(found[0, 3], torch.ones(4))
+    assert not torch.allclose(found[0, 0], found[0, 1])
+    assert not torch.allclose(found[0, 0], found[0, 2])
+
+
+@pytest.mark.capability("G-84")
+def test_an_evaluation_sums_up_to_the_numbers_of_the_whole_set(corpus: Path) -> None:
+    opened = Opened(corpus, mixture=MIXTURE)
+    modules = opened.build()
+    with torch.no_grad():
+        torch.nn.init.normal_(modules.trained["predictor"].out.weight, std=0.1)
+    evaluator = opened.task.evaluators(opened.prepared)["test"]
+    assert evaluator.measure is not None and evaluator.summarize is not None
+    (source,) = evaluator.sources
+    sums: dict[str, float] = {}
+    weight = total = 0.0
+    for items in ((0, 1, 2), (3, 4), (5, 6, 7)):
+        rows = source.read(items)
+        loss = evaluator.measure(modules, rows.tensors, opened.stage)
+        assert [*loss.parts] == evaluator.parts
+        weight, total = weight + rows.weight, total + loss.total.item()
+        for name, value in loss.parts.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+    means = {name: value / weight for name, value in sums.items()}
+    metrics = evaluator.summarize(means)
+    assert evaluator.metrics is not None and metrics.keys() == evaluator.metrics.keys()
+
+    batch = source.read(range(8)).tensors
+    mask = batch["mask"]
+    predicted = opened.task._predict(modules, batch, batch["state"]).detach()[mask].double()
+    target = batch["target"][mask].double()
+    stacked = np.corrcoef(predicted.flatten(), target.flatten())[0, 1]
+    assert metrics["correlation"] == pytest.approx(stacked)
+    for name, states in (("target_variance", target), ("prediction_variance", predicted)):
+        assert metrics[name] == pytest.approx(
+            states.var(0, correction=0).mean().item(), rel=1e-6
+        )
+    assert metrics["gain"] == pytest.approx(1 - total / weight / metrics["unchanged_loss"])
+
+
+@pytest.mark.capability("G-15", "G-97")
+def test_what_is_recorded_names_the_corpus_and_no_path_of_this_machine(corpus: Path) -> None:
+    opened = Opened(corpus, holdOut={"records": ["w-chr1-1"]})
+    text = json.dumps(opened.facts)
+    assert str(corpus) not in text and "toy-snap-1" in text
+    assert opened.facts["splits"]["heldOut"]["windows"] == 1
+    assert opened.facts["splits"]["train"]["fallbacks"] == {"clinical>syntheticSnv": 2}
+    copied = opened.prepared.folder / opened.facts["folder"] / "dataset_manifest.json"  # type: ignore[operator]
+    assert copied.read_bytes() == (corpus / "corpus/dataset_manifest.json").read_bytes()
+    assert opened.source.describe(0).startswith("placed/train.jsonl:1, population ")
+
+
+def test_another_content_of_the_corpus_is_another_source(corpus: Path) -> None:
+    before = Opened(corpus).source.fingerprint
+    rows = [json.loads(line) for line in (corpus / "corpus/gnomad/train.jsonl").open()]
+    rows[0]["alt"] = next(one for one in "ACGT" if one not in (rows[0]["ref"], rows[0]["alt"]))
+    write_lines(corpus / "corpus/gnomad/train.jsonl", rows)
+    seal(corpus / "corpus")
+    assert Opened(corpus).source.fingerprint != before
+
+
+def test_damage_of_what_was_prepared_is_named(corpus: Path) -> None:
+    opened = Opened(corpus)
+    folder = corpus / "prepared" / opened.facts["folder"]
+    (folder / "states.npy").write_bytes(b"short")
+    with pytest.raises(
+        DataError, match=r"the prepared items are damaged; states.npy .* Delete"
+    ):
+        Opened(corpus)
+    states = next((corpus / "prepared").glob("states-*/states-*.npz"))
+    states.write_bytes(states.read_bytes()[:-40])
+    with pytest.raises(DataError, match="cannot be read"):
+        FeatureCache(states.parent).load([b"x"])
+
+
+def test_windows_of_other_numbers_of_tokens_are_refused_where_states_are_made_anew(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize = Encoder.tokenize
+
+    def shorter(self: Encoder, sequence: bytes, focus: int | None) -> Any:
+        return tokenize(self, sequence[: len(sequence) - sequence.count(b"A")], focus)
+
+    monkeypatch.setattr(Encoder, "tokenize", shorter)
+    with pytest.raises(DataError, match=r"latentEdit.features: windows have \d+ to \d+ tokens"):
+        Opened(corpus, mixture=[{"family": "syntheticSnv"}], features="live")
