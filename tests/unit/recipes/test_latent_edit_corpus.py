@@ -132,7 +132,7 @@ def test_which_windows_are_read_is_said_where_there_are_two_kinds(tmp_path: Path
 def test_windows_are_read_with_their_place_and_in_upper_case(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path, train=3, test=2)
     path = folder / "placed/train.jsonl"
-    path.write_text("\n" + path.read_text("utf-8").lower().replace("chr1", "chr1"), "utf-8")
+    path.write_text("\n" + path.read_text("utf-8").lower(), "utf-8")
     seal(folder, lambda raw: [one.pop("records", None) for one in raw["files"]] and None)
     found = read_windows(read_corpus(folder, windows=None).windows(), policy())
     assert [*found] == ["train", "test"] and [len(found[name]) for name in found] == [3, 2]
@@ -146,7 +146,7 @@ def test_windows_are_read_with_their_place_and_in_upper_case(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"sequence": ', "placed/train.jsonl:1: is no JSON, at column 14"),
+        ('{"sequence": x}', "placed/train.jsonl:1: is no JSON, at column 14"),
         ("[]", "placed/train.jsonl:1: holds no object"),
         ('{"chrom": "c"}', "sequence is missing"),
         ('{"chrom": "c", "sequence": 7}', "sequence is no text of bases"),

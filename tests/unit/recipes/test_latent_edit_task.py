@@ -270,7 +270,7 @@ def test_an_evaluation_sums_up_to_the_numbers_of_the_whole_set(corpus: Path) -> 
     mask = batch["mask"]
     predicted = opened.task._predict(modules, batch, batch["state"]).detach()[mask].double()
     target = batch["target"][mask].double()
-    stacked = np.corrcoef(predicted.flatten(), target.flatten())[0, 1]
+    stacked = np.corrcoef(predicted.flatten().numpy(), target.flatten().numpy())[0, 1]
     assert metrics["correlation"] == pytest.approx(stacked)
     for name, states in (("target_variance", target), ("prediction_variance", predicted)):
         assert metrics[name] == pytest.approx(
@@ -293,7 +293,10 @@ def test_what_is_recorded_names_the_corpus_and_no_path_of_this_machine(corpus: P
 
 def test_another_content_of_the_corpus_is_another_source(corpus: Path) -> None:
     before = Opened(corpus).source.fingerprint
-    rows = [json.loads(line) for line in (corpus / "corpus/gnomad/train.jsonl").open()]
+    rows = [
+        json.loads(line)
+        for line in (corpus / "corpus/gnomad/train.jsonl").read_text("utf-8").splitlines()
+    ]
     rows[0]["alt"] = next(one for one in "ACGT" if one not in (rows[0]["ref"], rows[0]["alt"]))
     write_lines(corpus / "corpus/gnomad/train.jsonl", rows)
     seal(corpus / "corpus")

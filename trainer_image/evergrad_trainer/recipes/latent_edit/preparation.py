@@ -32,7 +32,12 @@ from evergrad_trainer.recipes.latent_edit.features import (
 )
 from evergrad_trainer.recipes.latent_edit.items import FAMILIES, Item, Items, Table
 from evergrad_trainer.recipes.latent_edit.tables import read_tables
-from evergrad_trainer.recipes.latent_edit.windows import HoldOutPolicy, Window, read_windows
+from evergrad_trainer.recipes.latent_edit.windows import (
+    HELD_OUT,
+    HoldOutPolicy,
+    Window,
+    read_windows,
+)
 from evergrad_trainer.task import Setup
 
 FACTS: Final = "facts.json"
@@ -84,14 +89,25 @@ def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
                 found = {**facts, **made, "folder": final.name}
                 (unfinished / FACTS).write_text(json.dumps(found, indent=2), "utf-8")
                 shutil.copy2(corpus.folder / MANIFEST, unfinished / MANIFEST)
-                # By one rename: what has its name is whole.
-                os.rename(unfinished, final)
+                found = _publish(unfinished, final, found)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     for line in _describe_fallbacks(found):
         # At every start: what takes the place of something else is never silent.
         print(f"warning: {line}", file=sys.stderr, flush=True)
     return found
+
+
+def _publish(unfinished: Path, final: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Give a finished folder its name, by one rename: what has it is whole. What it says of itself."""
+    try:
+        os.rename(unfinished, final)
+    except OSError:
+        # Without locks another node may have made the same meanwhile.
+        if not (final / FACTS).is_file():
+            raise
+        return _read_facts(final)
+    return facts
 
 
 def _describe(
@@ -203,10 +219,11 @@ class _Maker:
         for family in ("population", "clinical"):
             if not any(quota.family == family for quota in mixture):
                 continue
-            # Only what is trained on lacks what is held out.
+            # Only what is trained on lacks what is held out; windows that are held out have their rows.
             policy = self.policy if name == TRAIN else None
             files = self.corpus.tables(family)
-            table = read_tables(files, family, split=name, policy=policy)
+            split = TRAIN if name == HELD_OUT else name
+            table = read_tables(files, family, split=split, policy=policy)
             tables[family] = Table.of(table.edits)
             if table.passed_over:
                 passed_over[f"{name}/{family}"] = dict(table.passed_over)

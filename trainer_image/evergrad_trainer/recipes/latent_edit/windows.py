@@ -151,7 +151,7 @@ def _read_file(file: CorpusFile) -> Iterator[Window | Problem]:
 def _read_line(line: bytes, place: str, *, is_placed: bool) -> Window | Problem:
     """One window. No message shows its sequence."""
     try:
-        raw = json.loads(line)
+        raw = json.loads(line.strip())
     except ValueError as error:
         # Of JSON's own errors the column alone: others quote the text.
         column = getattr(error, "colno", None)
