@@ -78,6 +78,19 @@ TWO_STAGES: Final[dict[str, Any]] = {
     },
 }
 """Sections of ``spec.training`` for two stages."""
+EDITS: Final[dict[str, Any]] = {
+    "recipe": "latent_edit",
+    "latentEdit": {
+        "corpus": "/data/corpus",
+        "mixture": [
+            {"family": "population", "count": 3, "fallback": "syntheticSnv"},
+            {"family": "syntheticIndel"},
+        ],
+        "encoder": {"layer": 20, "radius": 8},
+        "predictor": {"stateWidth": 512},
+    },
+}
+"""Sections of ``spec.training`` for edits."""
 SCRIPT: Final[dict[str, Any]] = {
     "command": ["train.py", "--epochs", "3"],
     "env": {"TOKENIZERS_PARALLELISM": "false"},

@@ -31,11 +31,13 @@ OF_TABLES: Final = ("population", "clinical")
 SHORTEST_MNV, LONGEST_MNV = 2, 8
 """Bases of a synthetic edit that replaces several."""
 
-Chromosome = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s:]+$")]
-Interval = Annotated[str, Field(max_length=96, pattern=r"^[^\s:]+:[0-9]+-[0-9]+$")]
-EditKey = Annotated[
-    str, Field(max_length=128, pattern=r"^[^\s:]+:[0-9]+:[ACGT]{1,16}:[ACGT]{1,16}$")
-]
+CHROMOSOME: Final = r"^[^\s:]+$"
+INTERVAL: Final = r"^[^\s:]+:[0-9]+-[0-9]+$"
+EDIT_KEY: Final = r"^[^\s:]+:[0-9]+:[ACGT]{1,16}:[ACGT]{1,16}$"
+WEIGHT_HASH: Final = r"^(sha256:)?[0-9a-f]{64}$"
+Chromosome = Annotated[str, Field(min_length=1, max_length=64, pattern=CHROMOSOME)]
+Interval = Annotated[str, Field(max_length=96, pattern=INTERVAL)]
+EditKey = Annotated[str, Field(max_length=128, pattern=EDIT_KEY)]
 RecordId = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(strict=True)]
 """A plain number, without units."""
@@ -87,7 +89,7 @@ class EditEncoder(Section):
     """Text behind it."""
     pad_to: Count = Field(default=1, ge=1, le=1024)
     """Sequences are filled up with A to a multiple of so many bases."""
-    weight_hash: str | None = Field(default=None, pattern=r"^(sha256:)?[0-9a-f]{64}$")
+    weight_hash: str | None = Field(default=None, pattern=WEIGHT_HASH)
     """SHA-256 that the model's weights file (of several: their index) must have."""
 
 
