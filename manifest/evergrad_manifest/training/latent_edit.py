@@ -171,7 +171,6 @@ def check_unused(view: View) -> Iterator[Problem]:
     if view.get(f"{TRAINING}.recipe") != RECIPE:
         return
     of_text = "it trains on the items of latentEdit.corpus, and not on text"
-    is_frozen = "the model is an encoder that stays as it is"
     unused = [
         ("data", of_text),
         ("rows", of_text),
@@ -183,14 +182,16 @@ def check_unused(view: View) -> Iterator[Problem]:
         if view.is_given(f"{TRAINING}.{key}") and view.get(f"{TRAINING}.{key}") not in ((), []):
             what = f"has no meaning with recipe {RECIPE}"
             yield Problem(f"{TRAINING}.{key}", what, why, "Remove it")
-    mode = view.get(f"{TRAINING}.runtime.activationCheckpointing")
-    if mode not in ("none", UNKNOWN):
-        yield Problem(
-            f"{TRAINING}.runtime.activationCheckpointing",
-            f"{show(mode)} has no meaning with recipe {RECIPE}",
-            is_frozen,
-            "Remove it",
-        )
+    runtime = f"{TRAINING}.runtime"
+    if view.get(f"{runtime}.precision") == "bf16":
+        what = f"'bf16' is not for recipe {RECIPE}"
+        why = "the weights of its predictor are fp32"
+        remedy = "Use bf16-autocast or fp32"
+        yield Problem(f"{runtime}.precision", what, why, remedy)
+    if (mode := view.get(f"{runtime}.activationCheckpointing")) not in ("none", UNKNOWN):
+        what = f"{show(mode)} has no meaning with recipe {RECIPE}"
+        why = "what is trained is small, and the model stays as it is"
+        yield Problem(f"{runtime}.activationCheckpointing", what, why, "Remove it")
 
 
 def check_phase(view: View) -> Iterator[Problem]:

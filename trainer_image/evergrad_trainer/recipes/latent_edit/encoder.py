@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -30,13 +32,17 @@ _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _RADIUS: Final = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tokens:
     """A sequence as the encoder reads it. The state is the mean over the tokens [first, last)."""
 
-    ids: tuple[int, ...]
+    ids: npt.NDArray[np.uint32]
     first: int
     last: int
+
+    def tensor(self) -> Tensor:
+        """The ids as a model takes them."""
+        return torch.from_numpy(self.ids.astype(np.int64))
 
 
 class Encoder:
@@ -143,7 +149,7 @@ class Encoder:
             why = f"the encoder has {most} positions"
             remedy = "Use shorter windows, or an encoder with more positions"
             raise DataError(Problem("spec.training.latentEdit.corpus", what, why, remedy))
-        return Tokens(tuple(ids), first, last)
+        return Tokens(np.array(ids, dtype=np.uint32), first, last)
 
     @property
     def _radius(self) -> int:

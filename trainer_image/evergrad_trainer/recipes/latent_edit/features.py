@@ -28,7 +28,7 @@ _STATES_A_FILE: Final = 4096
 
 def key_of(tokens: Tokens) -> bytes:
     """The content of a sequence as the encoder reads it, with the place that is pooled, 32 bytes."""
-    ids = np.asarray(tokens.ids, dtype="<u4").tobytes()
+    ids = tokens.ids.astype("<u4").tobytes()
     span = np.asarray([tokens.first, tokens.last], dtype="<u8").tobytes()
     return hashlib.sha256(span + ids).digest()
 
@@ -92,7 +92,7 @@ def compute_states(
             one = wanted[key]
             state = encode(
                 model,
-                torch.tensor(one.ids),
+                one.tensor(),
                 (one.first, one.last),
                 layer=encoder.layer,
                 normalize=encoder.settings.normalize,

@@ -146,7 +146,7 @@ class EditSource:
     def _read_states(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         rows = self._arrays["rows"][numbers]
         # Rows of no edit (-1) get the first state, and are then cleared.
-        found = torch.from_numpy(self._states[np.maximum(rows, 0)])
+        found = torch.from_numpy(np.array(self._states[np.maximum(rows, 0)]))
         found[torch.from_numpy(rows < 0)] = 0
         return {STATE: found[:, 0].clone(), TARGET: found[:, 1:].clone()}
 
@@ -160,13 +160,13 @@ class EditSource:
         for row, item in enumerate(numbers):
             sequence = arrays["sequences"][arrays["windows"][item]].tobytes()
             tokens = encoder.tokenize(sequence, None)
-            before[row] = torch.tensor(tokens.ids)
+            before[row] = tokens.tensor()
             before_span[row] = torch.tensor([tokens.first, tokens.last])
             edits = self.edits(item)
             for place in range(len(edits)):
                 applied = apply_edits(sequence, edits[: place + 1])
                 tokens = encoder.tokenize(applied.sequence, applied.places[-1])
-                after[row, place] = torch.tensor(tokens.ids)
+                after[row, place] = tokens.tensor()
                 after_span[row, place] = torch.tensor([tokens.first, tokens.last])
         return {
             BEFORE: before,

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 from evergrad_manifest.errors import Problem, raise_if
@@ -31,7 +32,7 @@ class Window:
     chromosome: str | None = None
     start: int = 0
 
-    @property
+    @cached_property
     def id(self) -> str:
         """SHA-256 of the sequence, 64 hex digits."""
         return hashlib.sha256(self.sequence).hexdigest()
