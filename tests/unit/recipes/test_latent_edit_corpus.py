@@ -111,6 +111,16 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
         read_corpus(folder, windows=None)
 
 
+def test_a_file_that_is_not_listed_is_not_passed_over(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "gnomad/more.jsonl").write_text("{}", "utf-8")
+    (tmp_path / "README.md").write_text("of nobody's concern", "utf-8")
+    with pytest.raises(
+        DataError, match=r"more.jsonl: is not a part of the corpus; .*not list it"
+    ):
+        read_corpus(tmp_path, windows=None)
+
+
 @pytest.mark.capability("G-36")
 def test_which_windows_are_read_is_said_where_there_are_two_kinds(tmp_path: Path) -> None:
     write_corpus(tmp_path)

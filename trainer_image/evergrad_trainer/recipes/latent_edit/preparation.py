@@ -198,7 +198,8 @@ class _Maker:
                 arrays = split.arrays
                 if states is None:
                     arrays = {key: value for key, value in arrays.items() if key != "rows"}
-                np.savez(path, allow_pickle=False, **arrays)
+                save: Any = np.savez
+                save(path, **arrays)
             if states is not None:
                 np.save(unfinished / STATES, states)
                 np.save(unfinished / MEAN, _mean_target(splits[0], states))
