@@ -19,10 +19,17 @@ from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.latent_edit import LatentEdit
+from evergrad_trainer.recipes.latent_edit.edits import type_of
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder
 from evergrad_trainer.recipes.latent_edit.features import FeatureCache
 from evergrad_trainer.recipes.latent_edit.modules import ActionEncoder, Predictor
-from evergrad_trainer.recipes.latent_edit.source import NO_MER, EditSource, mers_of
+from evergrad_trainer.recipes.latent_edit.source import (
+    NO_MER,
+    EditSource,
+    digits_of,
+    mers_of,
+    types_of,
+)
 from evergrad_trainer.task import Modules, Setup
 
 NO_TEXT = Prepared((), (), tokenizer_identity="", vocab_size=0, end_of_document=0)
@@ -230,18 +237,24 @@ def test_a_prediction_depends_on_its_own_edit_and_those_before_it_alone() -> Non
 
 @pytest.mark.capability("G-76")
 def test_edits_are_read_by_place_type_and_bases_and_padding_is_one_learned_vector() -> None:
-    assert mers_of(b"A") == [sum(4 * 5**power for power in range(5)), NO_MER, NO_MER]
-    assert mers_of(b"ACGTAC")[0] == ((((0 * 5 + 1) * 5 + 2) * 5 + 3) * 5 + 0) * 5 + 1
+    found = mers_of(digits_of(np.array([[b"A"], [b"ACGTAC"], [b"T" * 16]], dtype="S16")))
+    assert found[0, 0].tolist() == [sum(4 * 5**power for power in range(5)), NO_MER, NO_MER]
+    first = ((((0 * 5 + 1) * 5 + 2) * 5 + 3) * 5 + 0) * 5 + 1
+    assert found[1, 0].tolist() == [first, NO_MER, NO_MER]
+    assert found[2, 0, 2] == sum(3 * 5**power for power in (5, 4, 3, 2)) + 4 * 5 + 4
+    pairs = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3)]
+    expected = [type_of(b"A" * before, b"C" * after) for before, after in pairs]
+    assert types_of(*np.array(pairs).T).tolist() == expected
     torch.manual_seed(0)
     encoder = ActionEncoder(width=4, allele_width=8)
     torch.nn.init.ones_(encoder.padding)
     position, kind = torch.tensor([[3, 3, 4, 3]]), torch.tensor([[0, 1, 0, 0]])
     alleles = torch.full((1, 4, 3), NO_MER)
     mask = torch.tensor([[True, True, True, False]])
-    found = encoder(position, kind, alleles, alleles, mask)
-    assert torch.equal(found[0, 3], torch.ones(4))
-    assert not torch.allclose(found[0, 0], found[0, 1])
-    assert not torch.allclose(found[0, 0], found[0, 2])
+    read = encoder(position, kind, alleles, alleles, mask)
+    assert torch.equal(read[0, 3], torch.ones(4))
+    assert not torch.allclose(read[0, 0], read[0, 1])
+    assert not torch.allclose(read[0, 0], read[0, 2])
 
 
 @pytest.mark.capability("G-84")

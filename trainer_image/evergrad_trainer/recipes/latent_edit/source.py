@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from evergrad_trainer.data.batch import Rows
-from evergrad_trainer.recipes.latent_edit.edits import BASES, RelativeEdit, apply_edits, type_of
+from evergrad_trainer.recipes.latent_edit.edits import (
+    BASES,
+    EditType,
+    RelativeEdit,
+    apply_edits,
+)
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder
 from evergrad_trainer.recipes.latent_edit.items import FAMILIES
 from evergrad_trainer.recipes.latent_edit.preparation import STATES, Arrays, array_path
@@ -32,21 +37,36 @@ MER: Final = 6
 """Bases that are read as one."""
 MERS: Final = 3
 """Of an allele of up to 16 bases."""
-NUM_MERS: Final = 5**MER
+NO_BASE: Final = len(BASES)
+"""The digit behind the end of an allele."""
+NUM_MERS: Final = (NO_BASE + 1) ** MER
 NO_MER: Final = NUM_MERS - 1
 """Six times no base."""
 
 
-def mers_of(allele: bytes) -> list[int]:
-    """An allele as groups of six bases: each a number to the base of 5, whose last digit means no base."""
-    digits = [BASES.index(base) for base in allele] + [4] * (MER * MERS - len(allele))
-    numbers = []
-    for first in range(0, MER * MERS, MER):
-        number = 0
-        for digit in digits[first : first + MER]:
-            number = number * 5 + digit
-        numbers.append(number)
-    return numbers
+def digits_of(alleles: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint8]:
+    """Alleles [...] as digits [..., 18]: 0 to 3 for a base, 4 for none."""
+    letters = np.ascontiguousarray(alleles).view(np.uint8).reshape(*alleles.shape, -1)
+    table = np.full(256, NO_BASE, dtype=np.uint8)
+    table[list(BASES)] = range(len(BASES))
+    digits = np.full((*alleles.shape, MER * MERS), NO_BASE, dtype=np.uint8)
+    digits[..., : letters.shape[-1]] = table[letters]
+    return digits
+
+
+def mers_of(digits: npt.NDArray[np.uint8]) -> npt.NDArray[np.int16]:
+    """Digits [..., 18] as groups of six bases [..., 3]: each a number to the base of 5."""
+    groups = digits.reshape(*digits.shape[:-1], MERS, MER).astype(np.int32)
+    powers = (NO_BASE + 1) ** np.arange(MER - 1, -1, -1, dtype=np.int32)
+    return (groups * powers).sum(-1).astype(np.int16)
+
+
+def types_of(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The types of edits by the numbers of their bases, as ``type_of`` has them."""
+    alike = np.where(before == 1, EditType.SNV, EditType.MNV)
+    shorter = np.where(after == 1, EditType.DELETION, EditType.INDEL)
+    unlike = np.where(before == 1, EditType.INSERTION, shorter)
+    return np.where(before == after, alike, unlike)
 
 
 class EditSource:
@@ -89,7 +109,12 @@ class EditSource:
     def read(self, items: Sequence[int]) -> Rows:
         """Read some items into memory of their own."""
         numbers = list(items)
-        tensors = self._actions(numbers)
+        tensors = {
+            name: torch.from_numpy(values[numbers]).to(
+                torch.bool if name == MASK else torch.int64
+            )
+            for name, values in self._actions.items()
+        }
         if self._encoder is None:
             tensors |= self._read_states(numbers)
         else:
@@ -119,27 +144,21 @@ class EditSource:
             for place in range(int(arrays["counts"][item]))
         ]
 
-    def _actions(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        most = self._arrays["positions"].shape[1]
-        size = (len(numbers), most)
-        position = torch.zeros(size, dtype=torch.int64)
-        kind = torch.zeros(size, dtype=torch.int64)
-        mask = torch.zeros(size, dtype=torch.bool)
-        reference, alternate = (
-            torch.full((*size, MERS), NO_MER, dtype=torch.int64) for _ in range(2)
+    @cached_property
+    def _actions(self) -> dict[str, npt.NDArray[Any]]:
+        """What a predictor is told of the edits of all items, as small as it can be."""
+        arrays = self._arrays
+        references, alternates = (
+            digits_of(arrays[name]) for name in ("references", "alternates")
         )
-        for row, item in enumerate(numbers):
-            for place, edit in enumerate(self.edits(item)):
-                position[row, place] = edit.position
-                kind[row, place] = int(type_of(edit.reference, edit.alternate))
-                reference[row, place] = torch.tensor(mers_of(edit.reference))
-                alternate[row, place] = torch.tensor(mers_of(edit.alternate))
-                mask[row, place] = True
+        most = arrays["positions"].shape[1]
+        mask = np.arange(most) < arrays["counts"][:, None]
+        kinds = types_of(*((one < NO_BASE).sum(-1) for one in (references, alternates)))
         return {
-            POSITION: position,
-            TYPE: kind,
-            REFERENCE: reference,
-            ALTERNATE: alternate,
+            POSITION: arrays["positions"],
+            TYPE: np.where(mask, kinds, 0).astype(np.int8),
+            REFERENCE: mers_of(references),
+            ALTERNATE: mers_of(alternates),
             MASK: mask,
         }
 
