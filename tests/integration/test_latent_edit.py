@@ -221,3 +221,16 @@ def test_wrong_corpora_are_refused_before_anything_is_trained(experiment: Experi
             }
         },
     )
+
+
+def test_what_was_prepared_beforehand_is_what_the_run_reads(experiment: Experiment) -> None:
+    write(experiment)
+    prepared = experiment.path / "runs/.prepared"
+    command = ["prepare", "tiny.yaml", "--prepared-directory", str(prepared), "--json"]
+    found = json.loads(experiment.command(*command).expect(0).out)
+    assert found["sources"] == []
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
+    assert [path.name for path in before if path.name == "states.npy"] == ["states.npy"]
+    experiment.run("--stop-after-steps", "1", expect=STOPPED_SAVED)
+    after = {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
+    assert after == before
