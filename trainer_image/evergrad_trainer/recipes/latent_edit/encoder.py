@@ -178,7 +178,6 @@ def _token_of(starts: list[int], character: int) -> int:
     return max(0, bisect_right(starts, character) - 1)
 
 
-@torch.compiler.disable
 @torch.no_grad()
 def encode(
     model: nn.Module, ids: Tensor, span: tuple[int, int], *, layer: int, normalize: bool
