@@ -66,7 +66,7 @@ def test_it_trains_and_is_measured_beside_the_trivial_baselines(whole: Experimen
     first, last = rows[1], rows[STEPS]
     # The predictor begins as the first baseline, and is better than it soon.
     assert first["loss"] == pytest.approx(first["metrics"]["unchanged_loss"], rel=1e-4)
-    assert last["loss"] < 0.9 * last["metrics"]["unchanged_loss"]
+    assert last["loss"] < 0.97 * last["metrics"]["unchanged_loss"]
     assert last["metrics"].keys() == {
         "cosine",
         "squared_distance",

@@ -45,7 +45,8 @@ class FeatureCache:
         found: dict[bytes, States] = {}
         for path in sorted(self.folder.glob("states-*.npz")):
             try:
-                with np.load(path, allow_pickle=False) as file:
+                # Opened here: of a damaged file the library would leave that to the collector.
+                with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                     keys, states = file["keys"], file["states"]
             except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
                 why = " ".join(str(error).split())[:200]

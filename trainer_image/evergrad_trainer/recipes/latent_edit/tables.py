@@ -48,7 +48,7 @@ def read_tables(
         own = "train" if file.is_train else file.split
         if file.split is not None and own != split:
             continue
-        count = 0
+        count, known = 0, len(problems)
         for number, row in _read_rows(file, _COLUMNS[family]):
             count += 1
             place = f"{file.name}:{number}"
@@ -60,7 +60,7 @@ def read_tables(
                 problems.append(problem)
             if len(problems) >= _MOST_PROBLEMS:
                 raise DataError(*problems)
-        if file.records is not None and count != file.records and not problems:
+        if file.records is not None and count != file.records and len(problems) == known:
             what, why = f"has {count} rows", f"the corpus's manifest says {file.records}"
             problems.append(Problem(str(file.path), what, why, "Make the manifest anew"))
     raise_if(problems, DataError)

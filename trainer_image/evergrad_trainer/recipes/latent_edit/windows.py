@@ -105,7 +105,7 @@ def read_windows(files: Sequence[CorpusFile], policy: HoldOutPolicy) -> dict[str
     seen: dict[str, str] = {}
     length: tuple[int, str] | None = None
     for file in files:
-        count = 0
+        count, known = 0, len(problems)
         for one in _read_file(file):
             if isinstance(one, Problem):
                 problems.append(one)
@@ -130,7 +130,7 @@ def read_windows(files: Sequence[CorpusFile], policy: HoldOutPolicy) -> dict[str
             found.setdefault(split, []).append(one)
             if len(problems) >= _MOST_PROBLEMS:
                 raise DataError(*problems)
-        if file.records is not None and count != file.records and not problems:
+        if file.records is not None and count != file.records and len(problems) == known:
             what, why = f"has {count} windows", f"the corpus's manifest says {file.records}"
             problems.append(Problem(str(file.path), what, why, "Make the manifest anew"))
     if not problems and not found["train"]:
