@@ -97,6 +97,7 @@ def examine(
     # A model that cannot be read ends none of the other checks: all problems are found at once.
     plan: ModelPlan | None = None
     facts: ModelFacts | None = None
+    size: int | None = None
     try:
         tokenizer = load_tokenizer(training.tokenizer, base_directory)
         plan = plan_model(
@@ -111,6 +112,7 @@ def examine(
         sharing = {"num_workers": num_workers, "world_size": fewest}
         findings += check_model(training, facts)
         findings += check_memory(training, facts, machine, **sharing)
+        size = checkpoint_bytes(facts, training)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     has_begun = (run_directory / RunFile.RESOLVED).exists()
     findings += [
@@ -118,9 +120,6 @@ def examine(
         for problem in find_traps(training, plan, machine=machine)
     ]
     # Last, since it writes.
-    size = None
-    if facts is not None and is_model_trained(training):
-        size = checkpoint_bytes(facts, training)
     keep = training.checkpoint.keep + num_references(training)
     findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)

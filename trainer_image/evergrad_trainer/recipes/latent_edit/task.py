@@ -15,12 +15,24 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import LatentEdit as EditSection
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import ModelError
-from evergrad_trainer.recipes.latent_edit import source as names
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder, encode
 from evergrad_trainer.recipes.latent_edit.loss import measure_spread, prediction_losses
 from evergrad_trainer.recipes.latent_edit.modules import ActionEncoder, MeanTarget, Predictor
 from evergrad_trainer.recipes.latent_edit.preparation import MEAN, TRAIN, prepare
-from evergrad_trainer.recipes.latent_edit.source import EditSource
+from evergrad_trainer.recipes.latent_edit.source import (
+    AFTER,
+    AFTER_SPAN,
+    ALTERNATE,
+    BEFORE,
+    BEFORE_SPAN,
+    MASK,
+    POSITION,
+    REFERENCE,
+    STATE,
+    TARGET,
+    TYPE,
+    EditSource,
+)
 from evergrad_trainer.recipes.pretrain.options import PretrainOptions
 from evergrad_trainer.task import (
     Evaluator,
@@ -150,7 +162,7 @@ class LatentEdit:
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         """The sum of the losses of all edits, with the numbers that tell a collapse."""
         state, target = self._states(modules, batch)
-        predicted, mask = self._predict(modules, batch, state), batch[names.MASK]
+        predicted, mask = self._predict(modules, batch, state), batch[MASK]
         total = self._losses(predicted, target, mask).sum()
         with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
             weight = mask.sum()
@@ -169,12 +181,12 @@ class LatentEdit:
         """Nothing to keep."""
 
     def _predict(self, modules: Modules, batch: Tensors, state: Tensor) -> Tensor:
-        mask = batch[names.MASK]
+        mask = batch[MASK]
         actions = modules.trained[ACTIONS](
-            batch[names.POSITION],
-            batch[names.TYPE],
-            batch[names.REFERENCE],
-            batch[names.ALTERNATE],
+            batch[POSITION],
+            batch[TYPE],
+            batch[REFERENCE],
+            batch[ALTERNATE],
             mask,
         )
         predicted: Tensor = modules.trained[PREDICTOR](
@@ -204,15 +216,15 @@ class LatentEdit:
     def _states(self, modules: Modules, batch: Tensors) -> tuple[Tensor, Tensor]:
         """The states before and after the edits, [B, D] and [B, K, D], without gradients."""
         if self._is_cached:
-            return batch[names.STATE], batch[names.TARGET]
+            return batch[STATE], batch[TARGET]
         model = modules.frozen[ENCODER]
         before = [
             self._encode(model, ids, span)
-            for ids, span in zip(batch[names.BEFORE], batch[names.BEFORE_SPAN], strict=True)
+            for ids, span in zip(batch[BEFORE], batch[BEFORE_SPAN], strict=True)
         ]
         after = [
             torch.stack([self._encode(model, *one) for one in zip(ids, spans, strict=True)])
-            for ids, spans in zip(batch[names.AFTER], batch[names.AFTER_SPAN], strict=True)
+            for ids, spans in zip(batch[AFTER], batch[AFTER_SPAN], strict=True)
         ]
         return torch.stack(before), torch.stack(after)
 
@@ -227,7 +239,7 @@ class LatentEdit:
     def _measure(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         """The loss, and sums from which the numbers of the whole set follow."""
         state, target = self._states(modules, batch)
-        predicted, mask = self._predict(modules, batch, state).double(), batch[names.MASK]
+        predicted, mask = self._predict(modules, batch, state).double(), batch[MASK]
         target = target.double()
         parts = {
             "cosine": (functional.cosine_similarity(predicted, target, dim=-1) * mask).sum(),
