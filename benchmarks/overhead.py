@@ -56,6 +56,7 @@ def observer_seconds(
         directory,
         run="bench",
         training=training,
+        base_directory=folder,
         stream=io.StringIO(),
         should_stop=lambda: False,
         relay=None,

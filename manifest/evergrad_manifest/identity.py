@@ -17,6 +17,7 @@ from evergrad_manifest.training import Training
 from evergrad_manifest.training.common import RECOMPUTATION_BY_SWITCH, without_meaningless
 from evergrad_manifest.training.optimization import OF_OPTIMIZER, OF_SCHEDULE
 from evergrad_manifest.training.pretrain import OF_SOURCES
+from evergrad_manifest.training.two_stage_kl import without_default_beta
 from evergrad_manifest.values.numbers import show
 from evergrad_manifest.view import without_nulls
 
@@ -242,7 +243,7 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
     if run.spec.script is not None:
         script = without_nulls(to_wire(run)["spec"]["script"], Script)
         return {field: script[field] for field in RECIPE_OF_SCRIPT}
-    training = without_nulls(to_wire(run)["spec"]["training"], Training)
+    training = without_nulls(_meant(run), Training)
     recipe = {section: training[section] for section in RECIPE_SECTIONS if section in training}
     if "data" in recipe:
         recipe["data"] = {
@@ -299,7 +300,7 @@ def settings_hash(run: TrainingRun) -> str:
     hash that the version before gave it, which the operator has noted.
     """
     # Each of these sections decides what all ranks do at the same step, or is sent between them.
-    training = to_wire(run)["spec"]["training"]
+    training = _meant(run)
     shared = {key: value for key, value in training.items() if key not in _OF_ONE_MACHINE}
     shared["runtime"] = {
         key: value
@@ -334,13 +335,22 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
     run carries is named with a hash of its text, since each change is a line of the run's events.
     """
     # As they are meant and not as they are written: a default that is now written out has not changed.
-    pair = [without_nulls(to_wire(one)["spec"]["training"], Training) for one in (before, run)]
+    pair = [without_nulls(_meant(one), Training) for one in (before, run)]
     for training in pair:
         training["files"] = {
             name: f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
             for name, text in training["files"].items()
         }
     return changed_fields(pair[0], pair[1])
+
+
+def _meant(run: TrainingRun) -> dict[str, Any]:
+    """``spec.training`` on the wire, without values that are no field's own default and that a file without
+    them means all the same."""
+    training: dict[str, Any] = to_wire(run)["spec"]["training"]
+    if training["twoStageKl"] is not None:
+        training["twoStageKl"] = without_default_beta(training["twoStageKl"])
+    return training
 
 
 def _without_later_defaults(

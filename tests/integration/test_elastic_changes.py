@@ -125,7 +125,7 @@ def test_an_evaluation_that_a_death_interrupts_is_made_again(
 
 
 @pytest.mark.capability("O-18", "O-68")
-@pytest.mark.parametrize("call", [2, 7, 11])
+@pytest.mark.parametrize("call", [2, 7, pytest.param(11, marks=pytest.mark.long)])
 def test_an_evaluation_goes_on_in_a_smaller_world_where_a_death_has_cut_it(
     make_elastic: MakeCluster, evaluating: Experiment, call: int
 ) -> None:

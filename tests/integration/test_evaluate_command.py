@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,21 @@ def write(experiment: Experiment, **changes: Any) -> None:
     experiment.write(recipe(**EVALUATED, **changes))
 
 
+@pytest.fixture(scope="module")
+def trained(make_experiment: Callable[[], Experiment]) -> Experiment:
+    """A complete run, of which tests evaluate copies."""
+    one = make_experiment()
+    write(one)
+    one.run()
+    return one
+
+
+@pytest.fixture
+def finished(trained: Experiment, request: pytest.FixtureRequest) -> Path:
+    """A complete run of the test's own, in a directory of its own beside the prepared data."""
+    return Path(shutil.copytree(trained.at(), trained.at(request.node.name)))
+
+
 def own_rows(directory: Path) -> list[tuple[int, str, float, int]]:
     """What the run itself has measured."""
     rows = read_lines(directory / "evaluation.jsonl")
@@ -58,22 +74,21 @@ def results_of(ended: Ended) -> list[dict[str, Any]]:
 
 @pytest.mark.capability("O-39", "C-22", "O-80")
 def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
-    experiment: Experiment,
+    trained: Experiment, finished: Path
 ) -> None:
-    write(experiment)
-    experiment.run()
-    results = results_of(experiment.command("evaluate", "runs/tiny", "--json"))
-    own = [row for row in own_rows(experiment.at()) if row[0] == 8]
+    run = f"runs/{finished.name}"
+    results = results_of(trained.command("evaluate", run, "--json"))
+    own = [row for row in own_rows(finished) if row[0] == 8]
     assert found_rows(results) == own and len(own) == 2
     assert [row["is_new"] for row in results] == [True, True]
 
     # Found the second time, and not written over.
-    files = [experiment.path / row["file"] for row in results]
+    files = [trained.path / row["file"] for row in results]
     before = {path: path.stat().st_mtime_ns for path in files}
     again = results_of(
         start_command(
-            ["evaluate", "runs/tiny", "--json", "--checkpoint", "8", "--set", "other"],
-            cwd=experiment.path,
+            ["evaluate", run, "--json", "--checkpoint", "8", "--set", "other"],
+            cwd=trained.path,
             faults=[fault("batch", call=1, action="SIGKILL")],
         ).wait()
     )
@@ -81,32 +96,29 @@ def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle(experiment: Experiment) -> None:
-    write(experiment)
-    experiment.run()
+def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle(
+    trained: Experiment, finished: Path
+) -> None:
+    run = f"runs/{finished.name}"
 
     def evaluate(*faults: Any) -> Ended:
         return start_command(
-            ["evaluate", "runs/tiny", "--set", "other", "--json"],
-            cwd=experiment.path,
+            ["evaluate", run, "--set", "other", "--json"],
+            cwd=trained.path,
             faults=faults,
         ).wait()
 
     # Of another checkpoint of the same size.
-    step_6 = experiment.command(
-        "evaluate", "runs/tiny", "--set", "other", "--json", "--checkpoint", "6"
-    )
+    step_6 = trained.command("evaluate", run, "--set", "other", "--json", "--checkpoint", "6")
     num_batches = results_of(step_6)[0]["batches"]
     evaluate(fault("batch", call=10, action="SIGTERM")).expect(STOPPED_SAVED)
-    (cut,) = (experiment.at() / "evaluations" / ".cut").iterdir()
+    (cut,) = (finished / "evaluations" / ".cut").iterdir()
     assert json.loads(cut.read_text())["done"] == 12
     # Killed, if what was measured were measured again: one batch more than are left.
     left = num_batches - 12
     (row,) = results_of(evaluate(fault("batch", call=left + 1, action="SIGKILL")))
     assert row["batches"] == num_batches and not cut.exists()
-    assert found_rows([row]) == [
-        one for one in own_rows(experiment.at()) if one[:2] == (8, "other")
-    ]
+    assert found_rows([row]) == [one for one in own_rows(finished) if one[:2] == (8, "other")]
 
 
 def test_watch_evaluates_each_checkpoint_of_a_living_run_through_a_kill(
@@ -193,21 +205,20 @@ def test_an_elastic_run_is_evaluated_also_where_its_prepared_data_are_gone(
     assert found_rows(again) == own and [row["is_new"] for row in again] == [True, True]
 
 
-def test_results_are_in_the_report(experiment: Experiment) -> None:
-    write(experiment)
-    experiment.run()
-    experiment.command("evaluate", "runs/tiny", "--checkpoint", "3").expect(DONE)
+def test_results_are_in_the_report(trained: Experiment, finished: Path) -> None:
+    run = f"runs/{finished.name}"
+    trained.command("evaluate", run, "--checkpoint", "3").expect(DONE)
     arguments = [
         str(Path(sys.executable).with_name("evergrad")),
         "report",
-        "runs/tiny",
+        run,
         "--json",
     ]
     report = subprocess.run(
-        arguments, cwd=experiment.path, capture_output=True, text=True, check=True, timeout=100
+        arguments, cwd=trained.path, capture_output=True, text=True, check=True, timeout=100
     )
     results = json.loads(report.stdout)["results"]
     assert [(row["step"], row["name"]) for row in results] == [(3, "heldOut"), (3, "other")]
-    text = (experiment.at() / "report.md").read_text()
+    text = (finished / "report.md").read_text()
     assert "## Evaluated beside the run" in text
-    assert "Evaluated beside the run" in (experiment.at() / "report.html").read_text()
+    assert "Evaluated beside the run" in (finished / "report.html").read_text()

@@ -57,31 +57,60 @@ def test_a_kill_in_an_evaluation_costs_no_step_where_state_is_saved_first(
 
 
 @pytest.mark.capability("O-17", "O-18", "O-44", "O-68")
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(("workers", "resumed"), [(1, 1), (2, 1), (1, 2)])
 def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle_after_the_resume(
-    experiment: Experiment, workers: str
+    experiment: Experiment, workers: int, resumed: int
 ) -> None:
     write_documents(experiment.path / "other.jsonl", count=20, seed=5)
     experiment.write(recipe(**EVALUATED))
-    experiment.run("--workers", workers, directory="undisturbed")
+    experiment.run("--workers", str(workers), directory="undisturbed")
     sizes = experiment.command("evaluate", "runs/undisturbed", "--json").expect(DONE)
-    results = json.loads(sizes.out)["results"]
-    num_batches = sum(row["batches"] for row in results)
+    batches = {row["name"]: row["batches"] for row in json.loads(sizes.out)["results"]}
     # In the first of the two sets of the evaluation after step 2.
-    cut = [fault("batch", call=3, action="SIGTERM")]
-    experiment.run("--workers", workers, expect=STOPPED_SAVED, faults=cut)
+    cut = [fault("batch", call=16 // workers - 1, action="SIGTERM")]
+    experiment.run("--workers", str(workers), expect=STOPPED_SAVED, faults=cut)
     assert evaluated(experiment, "tiny") == []
 
     manifest = experiment.at() / "checkpoints" / "step-2" / "manifest.json"
-    (tally,) = json.loads(manifest.read_text())["extra"]["tallies"].values()
-    assert tally["done"] == 4 * int(workers)
+    ((name, tally),) = json.loads(manifest.read_text())["extra"]["tallies"].items()
+    assert tally["done"] == 16 < batches[name]
 
-    # One process alone would be killed if it measured again what was measured.
-    left = num_batches - tally["done"]
-    faults = [fault("batch", call=left + 1, action="SIGKILL")] if workers == "1" else []
+    # Stopped before the third step, if what was measured were measured again: this rank reads its part of the
+    # batches that are left, and the two exchanges of those that are not would be more.
+    left = {**batches, name: batches[name] - tally["done"]}
+    calls = sum(-(-number // resumed) for number in left.values())
     experiment.run(
-        "--workers", workers, "--stop-after-steps", "1", expect=STOPPED_SAVED, faults=faults
-    )
-    experiment.run("--workers", workers)
-    assert evaluated(experiment, "tiny") == evaluated(experiment, "undisturbed")
+        "--workers", str(resumed), "--stop-after-steps", "1", expect=STOPPED_SAVED,
+        faults=[fault("batch", call=calls + 1, action="SIGTERM")],
+    )  # fmt: skip
+    assert steps_of(experiment.at()) == [1, 2, 3]
+    first = [row for row in evaluated(experiment, "undisturbed") if row[0] == 2]
+    assert evaluated(experiment, "tiny") == first and len(first) == 2
+    experiment.run("--workers", str(resumed))
     assert [row[0] for row in evaluated(experiment, "tiny")] == [2, 2, 4, 4, 6, 6, 8, 8]
+    if workers == resumed:
+        assert evaluated(experiment, "tiny") == evaluated(experiment, "undisturbed")
+
+
+@pytest.mark.capability("O-18", "O-68")
+def test_an_evaluation_that_is_cut_at_each_start_ends_all_the_same(
+    experiment: Experiment,
+) -> None:
+    """Also where its step was saved before it, and at a start that only evaluates."""
+    write_documents(experiment.path / "other.jsonl", count=20, seed=5)
+    evaluation = {**EVALUATED["evaluation"], "every": {"steps": 4}, "saveFirst": True}
+    changes: dict[str, Any] = {"checkpoint": {"every": {"steps": 100}}}
+    experiment.write(recipe(**{**EVALUATED, "evaluation": evaluation}, **changes))
+    experiment.run(directory="undisturbed")
+    measured = []
+    for _ in range(3):
+        cut = [fault("batch", call=9, action="SIGTERM")]
+        experiment.run(expect=STOPPED_SAVED, faults=cut)
+        newest = json.loads((experiment.at() / "checkpoints" / "latest").read_text())
+        manifest = experiment.at() / "checkpoints" / newest["checkpoint"] / "manifest.json"
+        tallies = json.loads(manifest.read_text())["extra"]["tallies"]
+        measured.append(sum(tally["done"] for tally in tallies.values()))
+    assert measured == sorted(set(measured)), "each start has measured more"
+    experiment.run()
+    assert steps_of(experiment.at()) == list(range(1, 9)), "no step was trained again"
+    assert evaluated(experiment, "tiny") == evaluated(experiment, "undisturbed")

@@ -323,13 +323,15 @@ def test_an_early_stop_is_decided_alike_after_a_kill_and_stays_decided(
 
 
 @pytest.mark.capability("G-90", "G-91")
+@pytest.mark.parametrize("killed_in", ["slot", "report"])
 def test_three_nodes_stop_together_where_a_monitor_decides_although_rank_0_dies(
-    tracked: Experiment, make_tracked: Callable[..., Cluster]
+    tracked: Experiment, make_tracked: Callable[..., Cluster], killed_in: str
 ) -> None:
+    """Killed within the step after which it is decided, or before it could write that down."""
     monitors = [
         {"type": "plateau", "metric": "loss", "patience": 2, "minDelta": 100, "policy": "stop"}
     ]
-    kill = elastic_fault("SIGKILL", "slot", rank=0, step=3, to="node", name="killed")
+    kill = elastic_fault("SIGKILL", killed_in, rank=0, step=3, to="node", name="killed")
     cluster = make_tracked({})
     tracked.write(elastic_recipe(**EVALUATED, monitors=monitors))
     cluster.start(faults=[kill])

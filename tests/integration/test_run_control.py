@@ -389,7 +389,7 @@ def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment
     assert highest != 8
     assert checkpoints(experiment.at()) == [highest, 8]
     found = json.loads((experiment.at() / "complete.json").read_text())["best"]
-    assert found == {"metric": "heldOut/loss", "value": losses[highest], "step": highest}
+    assert found == {**best, "value": losses[highest], "step": highest}
 
 
 def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(

@@ -166,7 +166,12 @@ def test_a_row_that_cannot_be_learned_is_refused_with_its_line(
 def test_rows_that_are_cut_and_left_out_are_named_at_every_start(
     experiment: Experiment,
 ) -> None:
-    write_sft(experiment, rows={**SFT["rows"], "tooLong": "truncate"}, horizon={"steps": 2})
+    write_sft(
+        experiment,
+        rows={**SFT["rows"], "tooLong": "truncate"},
+        evaluation={"every": {"steps": 4}},
+        horizon={"steps": 2},
+    )
     with (experiment.path / "rows.jsonl").open("a") as file:
         for prompt, completion in (("a", "b" * 70), ("a" * 70, "b")):
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")

@@ -16,7 +16,6 @@ from run_helpers import (
     assert_same_curve,
     assert_same_state,
     checkpoints,
-    constant,
     curve,
     events,
     fault,
@@ -315,36 +314,39 @@ def test_another_beta_or_mixture_is_another_recipe(
 SHARDED = "spec.training.runtime.parallelism=fsdp2"
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
 def test_shards_train_beside_the_same_reference(
-    make_experiment: Callable[[], Experiment], is_cut: bool
+    make_experiment: Callable[[], Experiment],
 ) -> None:
-    """``is_cut``: the reference is cut over the ranks too, as one of 64 MiB would be."""
     experiment = make_experiment()
     write(experiment, reproducibility={"elastic": "fast"})
-    limit = constant("evergrad_trainer.models.parallel.LARGE_BYTES", 1 if is_cut else 2**40)
     sharded = ("--workers", "2", "--set", SHARDED)
-    experiment.run(*sharded, directory="sharded", faults=[limit])
+    experiment.run(*sharded, directory="sharded")
     experiment.run(directory="alone")
     assert_same_curve(
         experiment.at("alone"), experiment.at("sharded"), exact=False, tolerance=1e-5
     )
     killed = fault("step", call=8, action="SIGKILL", to="command")
-    experiment.run(*sharded, directory="killed", faults=[limit, killed], expect=-9)
-    experiment.run(*sharded, directory="killed", faults=[limit])
+    experiment.run(*sharded, directory="killed", faults=[killed], expect=-9)
+    experiment.run(*sharded, directory="killed")
     assert_same_curve(experiment.at("sharded"), experiment.at("killed"))
     assert_same_state(experiment.at("sharded"), experiment.at("killed"))
     assert metrics(experiment.at("sharded"))[0]["kl"] == 0.0
-    if not is_cut:
-        return
     # Another cut, and none: the hash is of the whole.
-    experiment.run(
-        *sharded,
-        "--stop-after-steps",
-        "7",
-        directory="cut",
-        faults=[limit],
-        expect=STOPPED_SAVED,
-    )
+    stop = ("--stop-after-steps", "7")
+    experiment.run(*sharded, *stop, directory="cut", expect=STOPPED_SAVED)
     experiment.run(directory="cut")
     assert_same_curve(experiment.at("alone"), experiment.at("cut"), exact=False, tolerance=1e-5)
+
+
+def test_a_reference_computes_in_the_types_of_a_model_that_is_cut(
+    make_experiment: Callable[[], Experiment],
+) -> None:
+    """Its norms too: under autocast alone they are computed in fp32, and the first penalty is not 0."""
+    experiment = make_experiment()
+    runtime = {"precision": "bf16-autocast", "parallelism": "fsdp2"}
+    write(experiment, reproducibility={"elastic": "fast"}, runtime=runtime)
+    stop = ("--stop-after-steps", str(BOUNDARY + 1))
+    experiment.run("--workers", "2", *stop, expect=STOPPED_SAVED)
+    (first,) = metrics(experiment.at())
+    assert first["kl"] == first["penalty"] == 0.0
+    assert first["policy_loss"] == first["reference_loss"]

@@ -50,7 +50,7 @@ def check(cluster: Cluster, whole: Path, **lost: bool) -> None:
     assert one[STEPS]["metrics"]["kl"] > 0
     hashes = {found["hash"] for found in events(whole, "snapshot")}
     assert len(hashes) == 1
-    assert {found["hash"] for found in events(cluster.directory, "snapshot")} <= hashes
+    assert {found["hash"] for found in events(cluster.directory, "snapshot")} == hashes
     assert BOUNDARY in checkpoints(cluster.directory)
 
 

@@ -183,6 +183,42 @@ assert len(graphs) == 1 and any(node.target is whole for node in graphs[0].graph
     )
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch._dynamo.config",
+        "from torch._dynamo.exc import Unsupported",
+        "from torch._dynamo.backends.registry import list_backends",
+        "from torch._subclasses.fake_tensor import FakeTensorMode; FakeTensorMode()",
+    ],
+)
+def test_a_part_of_a_delayed_compiler_is_the_one_that_the_compiler_uses(first: str) -> None:
+    _run_python(
+        f"""
+import importlib
+import sys
+import torch
+from evergrad_trainer import torch_private
+torch_private.delay_compiler()
+{first}
+import torch._dynamo.config, torch._dynamo.exc, torch._dynamo.backends.registry
+from torch._dynamo import convert_frame, symbolic_convert
+assert convert_frame.config is torch._dynamo.config is sys.modules["torch._dynamo.config"]
+assert symbolic_convert.exc is torch._dynamo.exc is sys.modules["torch._dynamo.exc"]
+assert torch._dynamo.backends.registry is sys.modules["torch._dynamo.backends.registry"]
+assert torch._dynamo.config.__spec__.origin.endswith("config.py"), torch._dynamo.config.__spec__
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+assert compiled(torch.ones(1)).item() == 2.0
+try:
+    import torch._dynamo.nothing
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("a part that is not there was found")
+"""
+    )
+
+
 def test_a_group_is_set_up_and_a_model_is_counted_without_the_compiler() -> None:
     _run_python(
         """
@@ -287,5 +323,5 @@ def test_a_compiler_that_could_not_be_loaded_is_loaded_by_its_next_use(
     with pytest.raises(ImportError, match="the disk was away"):
         _ = module.config
     assert isinstance(module, torch_private._DelayedCompiler)
-    assert "__path__" not in vars(module)
-    assert module.config == "whole" and module.__path__ == ["here"]
+    assert module.config == "whole"
+    assert not isinstance(module, torch_private._DelayedCompiler)

@@ -41,7 +41,7 @@ from evergrad_trainer.models.determinism import (
     is_cublas_deterministic,
     needs_deterministic_kernels,
 )
-from evergrad_trainer.models.documents import MASKED, why_not_apart
+from evergrad_trainer.models.documents import check_packing
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
 from evergrad_trainer.models.parallel import problem_of_shards
@@ -394,16 +394,10 @@ def find_traps(
             "they are known to be more than a linear layer, or not known to be one",
             f"{remedy} one of {', '.join(sorted(PLAIN_HEADS))}",
         )
-    if plan is not None and plan.config is not None and training.data.packing == "documents":
-        why = why_not_apart(plan.config, training.data.sequence_length)
-        if why is not None:
-            instead = "none" if training.row_settings is not None else "concatenate"
-            yield Problem(
-                f"{where}.data.packing",
-                "documents cannot be kept apart in this model",
-                why,
-                f"Set data.packing: {instead}, or use one of {', '.join(sorted(MASKED))}",
-            )
+    if plan is not None and plan.config is not None:
+        yield from check_packing(
+            plan.config, training.data, reads_rows=training.row_settings is not None
+        )
     # A model that cannot be built is named by another check; that of a task is known to the task alone.
     has_known_model = training.recipe in RECIPES and is_model_trained(training)
     if plan is not None and training.optimizer.groups and has_known_model:

@@ -98,8 +98,8 @@ class Modules:
 
     The names of trained modules have no dots and are none of the state's own, such as ``optimizer``.
 
-    ``parallelism: fsdp2`` cuts each trained module, and each frozen one of 64 MiB or more that is not in
-    ``replicated``. A module that is cut is whole while it is called; outside of its call each rank holds a part
+    ``parallelism: fsdp2`` cuts each trained module, and of the frozen ones that are not in ``replicated`` those
+    of 64 MiB or more and the snapshots, which compute in the same arithmetic then. A module that is cut is whole while it is called; outside of its call each rank holds a part
     of its weights: see :func:`full_tensor`. Each call gathers them, so that all ranks call the same modules in
     the same order, whatever their batches hold; a rank that leaves one out lets the others wait in vain. Kept
     tensors are whole on every rank.

@@ -2,7 +2,8 @@
 them."""
 
 import functools
-import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
 import threading
@@ -124,7 +125,7 @@ def delay_compiler() -> None:
         # transformers' attention masks take a class from this part, which needs no other.
         importlib.import_module(f"{_COMPILER}._trace_wrapped_higher_order_op")
         # Any further part is a use of the compiler: they import each other through the whole.
-        del compiler.__path__
+        sys.meta_path.insert(0, _PartsAfterTheWhole())
     _delay(_SIZES, _DelayedSizes)
 
 
@@ -148,11 +149,8 @@ class _Delayed(types.ModuleType):
     """A module before its code has run. A name that its class does not have runs it, in this same module."""
 
     def __getattr__(self, name: str) -> Any:
-        # Others look for such names in every module (inspect, warnings): no use of it. A package's path is
-        # asked for its parts.
-        spec: Any = self.__spec__
-        is_path = name == "__path__" and spec.submodule_search_locations is not None
-        if name.startswith("__") and not is_path:
+        # Others look for such names in every module (inspect, warnings): no use of it.
+        if name.startswith("__"):
             raise AttributeError(name)
         return getattr(_load(self), name)
 
@@ -190,15 +188,45 @@ class _DelayedCompiler(_Delayed):
 
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Its first real use makes another class of this module, as nothing here shows.
-            loaded: Any = self
-            if isinstance(loaded, _DelayedCompiler):
+            # There from the compiler's own code on, which another thread may be running.
+            loaded = vars(self).get("disable")
+            if loaded is None:
                 return fn(*args, **kwargs)
             if not disabled:
-                disabled.append(loaded.disable(fn, recursive, **options))
+                disabled.append(loaded(fn, recursive, **options))
             return disabled[0](*args, **kwargs)
 
         return call
+
+
+class _PartsAfterTheWhole(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the parts of a delayed compiler, by an import of the whole.
+
+    The whole imports most of its parts. An import that ran one of them once more would leave two of it: a
+    setting of ``torch._dynamo.config`` in one that nobody reads, and an error that nobody catches.
+    """
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A specification whose module is made by :meth:`create_module`; None for all else."""
+        whole = sys.modules.get(_COMPILER)
+        if not fullname.startswith(f"{_COMPILER}.") or not isinstance(whole, _Delayed):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """The part as it is once the whole has been imported."""
+        _load(sys.modules[_COMPILER])
+        part = importlib.import_module(spec.name)
+        spec.loader_state = part.__spec__
+        return part
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing: its code has run. Only its specification was replaced, where it lets that be done."""
+        current = module.__spec__
+        if current is not None and current.loader is self:
+            module.__spec__ = current.loader_state
 
 
 class _DelayedSizes(_Delayed):
@@ -237,14 +265,11 @@ def _load(module: types.ModuleType) -> types.ModuleType:
         spec: Any = module.__spec__
         kind = type(module)
         module.__class__ = types.ModuleType  # type: ignore[assignment]
-        if spec.submodule_search_locations is not None:
-            module.__path__ = spec.submodule_search_locations
         try:
             spec.loader.exec_module(module)
         except BaseException:
             # Half a module would fail elsewhere, with an error that says nothing: the next use tries again.
             module.__class__ = kind
-            vars(module).pop("__path__", None)
             raise
         if kind is _DelayedCompiler:
             while _noted:

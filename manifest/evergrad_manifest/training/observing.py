@@ -9,7 +9,7 @@ from evergrad_manifest.base import LocalPath, Section
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
 from evergrad_manifest.spelling import nearest
-from evergrad_manifest.training.common import TRAINING, Every
+from evergrad_manifest.training.common import RECIPES, TRAINING, Every
 from evergrad_manifest.training.pretrain import (
     METRICS_OF_ALL,
     check_measured_while_training,
@@ -17,6 +17,7 @@ from evergrad_manifest.training.pretrain import (
 )
 from evergrad_manifest.training.steps import Metric
 from evergrad_manifest.values.numbers import Count, Real
+from evergrad_manifest.values.urls import has_credentials
 from evergrad_manifest.view import UNKNOWN, View
 
 TRACKERS: Final = f"{TRAINING}.logging.trackers"
@@ -49,7 +50,7 @@ class Tracker(Section):
     tags: tuple[Tag, ...] = Field(default=(), max_length=16)
     """Tags that are shown."""
     directory: LocalPath | None = Field(default=None, min_length=1)
-    """Where the files lie; default: ``trackers/<type>`` in the run directory."""
+    """Where the files lie, in a folder with the run's name; default: ``trackers/<type>`` of its directory."""
 
 
 class Profile(Section):
@@ -62,7 +63,7 @@ class Profile(Section):
     every: Count | None = Field(default=None, ge=1, le=10**12)
     """Steps from the beginning of one trace to that of the next; default: one trace a run."""
     ranks: Literal["first", "all"] = "first"
-    """Processes that trace."""
+    """Processes that trace. ``all``: each one those traces before whose first step it has made one."""
     memory: bool = False
     """Also the history of allocations: as a snapshot of an accelerator's memory, and in the trace."""
     max_entries: Count = Field(default=100_000, ge=1, le=10**9)
@@ -111,6 +112,14 @@ class Monitor(Section):
     """What a value must be better by; plateau only."""
 
 
+_CREDENTIALS_OF: Final = {
+    "wandb": "the environment: WANDB_API_KEY",
+    "mlflow": "the environment: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+    "aim": "the proxy before the server, since aim has none",
+}
+"""Where credentials of each type that has a server belong."""
+
+
 def check_trackers(view: View) -> Iterator[Problem]:
     """A type stands once, and a key is set only where it means something."""
     seen: set[str] = set()
@@ -141,9 +150,21 @@ def check_trackers(view: View) -> Iterator[Problem]:
                 what = f"has no meaning with type {type_} and mode {tracker['mode']}"
                 yield Problem(format_path((*path, key)), what, why, "Remove it")
 
+        # The file is copied into run.json, and every tracker shows it.
+        url = tracker["url"]
+        is_online = type_ in _CREDENTIALS_OF and tracker["mode"] != "offline"
+        if is_online and isinstance(url, str) and has_credentials(url):
+            what, why = "has a user or a password", "everybody who sees the run would see them"
+            remedy = f"Remove them; they belong in {_CREDENTIALS_OF[type_]}"
+            yield Problem(format_path((*path, "url")), what, why, remedy)
+
 
 def check_profile(view: View) -> Iterator[Problem]:
-    """Traces do not overlap."""
+    """Traces do not overlap, and every process that traces knows when one begins."""
+    if view.get(f"{PROFILE}.ranks") == "all" and view.get(f"{PROFILE}.firstStep") == 1:
+        why = "only the first process is told of a start before it, and the others follow its steps"
+        remedy = "Raise it to at least 2, or set ranks: first"
+        yield Problem(f"{PROFILE}.firstStep", "1 cannot be traced by all ranks", why, remedy)
     found = view.known(f"{PROFILE}.steps", f"{PROFILE}.every")
     if found is None or None in found:
         return
@@ -196,8 +217,18 @@ def check_monitors(view: View) -> Iterator[Problem]:
                 yield Problem(format_path((*path, "metric")), what, "", "Remove one of them")
             seen.add((type_, metric))
             yield from _check_metric(view, format_path((*path, "metric")), metric)
-        if monitor["of"] not in (None, UNKNOWN):
-            yield from _check_metric(view, format_path((*path, "of")), monitor["of"])
+        other, where = monitor["of"], format_path((*path, "of"))
+        if other in (None, UNKNOWN):
+            continue
+        if metric is not UNKNOWN and metric.rpartition("/")[0] != other.rpartition("/")[0]:
+            # It looks at the two side by side, and would never see both.
+            what = f"{other!r} and {metric!r} are never known together"
+            why = "one is of each step, the other of an evaluation set"
+            if "/" in metric and "/" in other:
+                why = "they are of two evaluation sets"
+            yield Problem(where, what, why, "Compare two of one set, or two of each step")
+        else:
+            yield from _check_metric(view, where, other)
 
 
 def check_early_stop(view: View) -> Iterator[Problem]:
@@ -215,11 +246,13 @@ def _default_of(key: str) -> Any:
 def _check_metric(view: View, where: str, metric: str) -> Iterator[Problem]:
     """A metric that is never measured would be watched in vain, which shows only when it is too late."""
     is_of_set = "/" in metric
-    if view.get(f"{TRAINING}.recipe") not in _WITHOUT_METRICS:
+    recipe = view.get(f"{TRAINING}.recipe")
+    if recipe not in _WITHOUT_METRICS:
         # What other recipes and tasks measure is known to them alone: checked when they are opened. Here only
-        # what the file says of a set is.
+        # whether their sets are measured in time; an observer of a task's own may ask for that.
         sets = view.items(f"{TRAINING}.evaluation.sets")
-        if is_of_set and any(item["name"] == metric.partition("/")[0] for _, item in sets):
+        is_listed = any(item["name"] == metric.partition("/")[0] for _, item in sets)
+        if is_of_set and (recipe in RECIPES or is_listed):
             yield from check_measured_while_training(view, where, metric)
         return
     if (names := set_names(view)) is None:

@@ -19,6 +19,7 @@ from evergrad_manifest.training.common import (
     meaningless_in,
 )
 from evergrad_manifest.training.sft import GENERATED, NUMBERS, Generation
+from evergrad_manifest.training.two_stage_kl import MEASURED as KL_MEASURED
 from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
 from evergrad_manifest.training.two_stage_kl import STAGE_SETS
 from evergrad_manifest.values.numbers import Count, Fraction, Real, show
@@ -28,6 +29,8 @@ NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT: Final = "heldOut"
 """Name of the evaluation set that ``data.heldOut`` makes, but for the recipes that make others of it."""
 HELD_OUT_SETS: Final = {KL_RECIPE: STAGE_SETS}
+MEASURED: Final = {KL_RECIPE: KL_MEASURED}
+"""Metrics that a recipe has on each evaluation set, beside those of all."""
 BYTE_VOCABULARY: Final = 257
 TEXT_TYPES: Final = ("jsonl", "text", "parquet")
 """Types of sources whose documents are tokenised."""
@@ -455,6 +458,8 @@ def check_best(view: View) -> Iterator[Problem]:
     if (names := set_names(view)) is None:
         return
     metrics = [f"{name}/{kind}" for name in names for kind in METRICS_OF_ALL]
+    own = MEASURED.get(view.get(f"{TRAINING}.recipe"), ())
+    metrics += [f"{name}/{kind}" for name in names for kind in own]
     if view.is_given(f"{_EVALUATION}.generation"):
         generated = [name for name in names if name.endswith(GENERATED)]
         metrics += [f"{name}/{number}" for name in generated for number in NUMBERS]

@@ -20,6 +20,7 @@ GENERATED: Final = "-generated"
 NUMBERS: Final = ("exact_match", "parse_rate", "rmse")
 """What is measured of generated completions, besides the loss."""
 _ROWS: Final = f"{TRAINING}.rows"
+_TOO_LONG: Final = f"{_ROWS}.tooLong"
 _GENERATION: Final = f"{TRAINING}.evaluation.generation"
 _PACKING: Final = f"{TRAINING}.data.packing"
 _EVALUATION_SOURCES: Final = f"{TRAINING}.evaluation.sources"
@@ -154,12 +155,19 @@ def check_packing(view: View) -> Iterator[Problem]:
 
 
 def check_generation(view: View) -> Iterator[Problem]:
-    """The sets that generation adds have names of their own, and there is one to generate from."""
+    """The sets that generation adds have names of their own, and there are whole completions to compare."""
     if view.get(f"{TRAINING}.evaluation") is UNKNOWN or not view.is_given(_GENERATION):
         return
     if any(not text for text in view.raw(*_GENERATION.split("."), "stop") or ()):
         why = "every text has it everywhere"
         yield Problem(f"{_GENERATION}.stop", "an empty text is no end", why, "Remove it")
+    if view.get(_TOO_LONG) == "truncate":
+        yield Problem(
+            _TOO_LONG,
+            "truncate cannot be combined with evaluation.generation",
+            "what is generated would be compared with completions whose end is cut off",
+            "Use skip or refuse, or leave evaluation.generation out",
+        )
     sources = view.items(_EVALUATION_SOURCES)
     if view.get(f"{TRAINING}.recipe") == SFT and not (
         sources or view.is_given(f"{TRAINING}.data.heldOut")

@@ -22,6 +22,8 @@ CHUNK_TOKENS: Final = 512
 """Tokens whose logits exist at a time, where ``runtime.lossChunk`` does not say."""
 STAGE_SETS: Final = ("stage1", "stage2")
 """Evaluation sets that ``data.heldOut`` makes: the held-out documents of each stage's sources."""
+MEASURED: Final = ("reference_loss", "kl")
+"""Metrics of each evaluation set in the second stage, beside those of all recipes."""
 _SECTION: Final = f"{TRAINING}.twoStageKl"
 _STAGES: Final = f"{_SECTION}.stages"
 _SOURCES: Final = f"{TRAINING}.data.sources"
@@ -159,6 +161,19 @@ def _stages_of(view: View) -> list[tuple[Any, dict[str, Any]]]:
     if view.get(f"{TRAINING}.recipe") != RECIPE or not isinstance(view.get(_SECTION), Mapping):
         return []
     return view.items(_STAGES)
+
+
+def without_default_beta(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The section on the wire without weights of the penalty that it would mean as well without them."""
+    stages = [
+        {
+            key: value
+            for key, value in stage.items()
+            if key != "beta" or value not in (None, default)
+        }
+        for stage, default in zip(section["stages"], (0.0, DEFAULT_BETA), strict=True)
+    ]
+    return {**section, "stages": stages}
 
 
 RULES: Final = (check_is_given, check_stages, check_boundary, check_mixtures, check_set_names)

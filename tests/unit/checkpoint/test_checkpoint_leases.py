@@ -1,5 +1,6 @@
 """Readers beside the run keep checkpoints from being retired, and dead ones do not."""
 
+import errno
 import os
 import threading
 import time
@@ -74,6 +75,53 @@ def test_a_lease_that_is_being_written_counts_by_its_name(tmp_path: Path) -> Non
     (tmp_path / "leases" / "step-7.g3.1-ff").touch()
     now = (tmp_path / "leases" / "step-7.g3.1-ff").stat().st_mtime
     assert find_leased(tmp_path, now=now) == {"step-7.g3"}
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_an_ended_lease_that_may_not_be_removed_holds_nothing_and_stops_no_retention(
+    make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a reader of another user leaves it, who was killed."""
+    solo = make_solo(keep=1)
+    solo.save(1)
+    lease = solo.directory / "leases" / "step-1.77-abc"
+    lease.parent.mkdir()
+    lease.write_text('{"checkpoint": "step-1"}\n')
+    set_time(lease, time.time() - LEASE_SECONDS - 60)
+    unlink = Path.unlink
+
+    def unlink_own(path: Path, **options: Any) -> None:
+        if path == lease:
+            refuse()
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", unlink_own)
+    solo.save(2)
+    solo.save(3)
+    assert solo.names() == ["step-3"] and lease.exists()
+
+
+def test_a_lease_that_may_not_be_read_counts_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hold(tmp_path, "step-7.g3"):
+        now = only_lease(tmp_path).stat().st_mtime
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+        assert find_leased(tmp_path, now=now) == {"step-7.g3"}
+
+
+def test_leases_that_may_not_be_listed_stop_no_retention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hold(tmp_path, "step-7"):
+        now = only_lease(tmp_path).stat().st_mtime
+        monkeypatch.setattr(Path, "iterdir", refuse)
+        assert find_leased(tmp_path, now=now) == set()
+        monkeypatch.undo()
+    assert "the leases cannot be listed" in caplog.text
 
 
 def test_two_readers_hold_one_checkpoint_until_both_have_let_go(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manifest import Candidate, Identity, Manifest
 from evergrad_trainer.checkpoint.saving import trouble_of
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
+from evergrad_trainer.training.progress import Progress, published_step
 
 MakeSolo = Callable[..., Any]
 MakeState = Callable[[int], dict[str, torch.Tensor]]
@@ -369,6 +370,26 @@ def test_the_best_checkpoint_is_kept_until_there_is_a_better_one(make_solo: Make
     assert again.names() == ["step-40", "step-50"]
 
 
+def test_a_mark_that_points_to_nothing_is_given_to_another_and_a_right_one_left_alone(
+    make_solo: MakeSolo,
+) -> None:
+    solo = make_solo(keep=2)
+    for step in (10, 20):
+        solo.save(step)
+    solo.manager.mark_best(20)
+    # As a start sets a damaged one aside, and goes on with one that has another best.
+    shutil.rmtree(solo.directory / "step-20")
+    solo.manager.mark_best(10)
+    pointer = solo.directory / "best.json"
+    assert json.loads(pointer.read_text())["checkpoint"] == "step-10"
+    written = pointer.stat().st_ino
+    solo.manager.mark_best(10)
+    assert pointer.stat().st_ino == written
+    for step in (30, 40):
+        solo.save(step)
+    assert solo.names() == ["step-10", "step-30", "step-40"]
+
+
 def test_the_best_stays_pinned_when_a_kill_came_before_its_pointer(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=1)
     solo.save(10, best=True)
@@ -495,6 +516,21 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
         "step-1200"
     ]
     assert make_solo().restore() == 1000
+
+
+def test_a_checkpoint_that_was_set_aside_no_longer_counts_as_published(
+    make_solo: MakeSolo,
+) -> None:
+    """All ranks have lost their state and gone back to an older step; the later one is saved again."""
+    solo = make_solo()
+    solo.save(30)
+    solo.save(40)
+    flip_bit(solo.directory / "step-40" / "rank-00000.bin")
+    assert solo.restore() == 30
+    assert published_step(Progress(resumed_step=30), solo.manager) == 30
+    solo.save(40)
+    assert published_step(Progress(resumed_step=30), solo.manager) == 40
+    assert make_solo().restore() == 40
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)

@@ -78,9 +78,9 @@ def test_the_text_and_the_marks_are_those_that_transformers_gives(tmp_path: Path
         Settings.model_validate({"type": "transformers", "path": str(tmp_path)}), tmp_path
     )
     text = ChatTemplate(WITH_BLOCKS, EOS).render(TALK, {})
-    ids, starts = own.encode_with_starts(text)
+    ids, offsets = own.encode_with_offsets(text)
     assert ids == list(expected["input_ids"])
-    assert marks_of(text, starts).astype(int).tolist() == list(expected["assistant_masks"])
+    assert marks_of(text, offsets).astype(int).tolist() == list(expected["assistant_masks"])
     assert sum(expected["assistant_masks"]) >= 4
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.data.preparation.documents import RowError
+from evergrad_trainer.data.preparation.row_format import row_format
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.tokenizers import BYTE_END
@@ -154,6 +156,27 @@ def test_a_row_that_is_too_long_is_refused_whatever_the_policy_for_malformed_lin
         assert "set spec.training.rows.tooLong to skip or truncate" in str(refused.value)
 
 
+def test_rows_that_are_too_long_are_named_behind_any_number_of_malformed_ones(
+    training: Make, prepared_in: Prepare, tmp_path: Path, small_chunks: int
+) -> None:
+    """Those are passed over here, and these are what nothing is prepared for."""
+    write(tmp_path, *[{}] * 200, *[LONG] * 70)
+    with pytest.raises(DataError) as refused:
+        prepared_in(sft(training, data={"malformed": "skip"}))
+    *named, last = refused.value.problems
+    assert [one.path for one in named] == [
+        f"{tmp_path}/rows.jsonl:{line}" for line in range(201, 206)
+    ]
+    assert {one.what for one in named} == {"the row has 31 tokens, and a sample holds 17"}
+    assert last.what == "70 of 270 rows are too long"
+
+    # Where neither pass, the first ones of both are those of the file.
+    write(tmp_path, *[LONG] * 2, *[{}] * 200)
+    with pytest.raises(DataError) as refused:
+        prepared_in(sft(training))
+    assert [one.path.rpartition(":")[2] for one in refused.value.problems[:-1]] == [*"12345"]
+
+
 def test_rows_that_are_too_long_are_left_out_and_counted(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
@@ -235,6 +258,39 @@ def test_half_a_surrogate_pair_in_a_row_is_replaced(
     assert prepared.sources[0].repaired == 1
 
 
+def test_half_a_surrogate_pair_is_replaced_in_all_that_a_template_is_given(
+    training: Make, prepared_in: Prepare, tmp_path: Path
+) -> None:
+    """Such halves are also the marks of a template's generation blocks."""
+    template = (
+        "{{ tools[0].name }}{% for message in messages %}{{ message.name }}"
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+        "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    said = [
+        {"role": "user", "name": "\ud800X\udfff", "content": "hi"},
+        {"role": "assistant", "name": "a", "content": "yo"},
+    ]
+    write(tmp_path, {"messages": said, "tools": [{"name": "\ud83d"}]})
+    prepared = prepared_in(sft(training, rows={"chatTemplate": template}))
+    text = "\ufffd\ufffdX\ufffdhiayo".encode()
+    assert read(prepared) == [([*text], [*[0] * (len(text) - 2), 1, 1])]
+    assert prepared.sources[0].repaired == 1
+
+
+def test_a_conversation_that_is_nested_too_deeply_is_refused(
+    training: Make, tmp_path: Path
+) -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    form = row_format(sft(training), tmp_path)
+    assert form is not None
+    with pytest.raises(RowError) as refused:
+        form.render({**chat("a", "b"), "tools": deep})
+    assert refused.value.why == "it is nested too deeply"
+
+
 def test_a_conversation_that_becomes_nothing_is_refused(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
@@ -253,3 +309,55 @@ def test_ids_are_kept_in_the_smallest_type_that_holds_them_with_their_marks(
     assert prepared.train.dtype == "uint16"
     values = np.fromfile(prepared.train.shards[0].path, dtype="<u2")
     assert values.tolist() == [2 * ord("a"), 2 * ord("b") + 1, 2 * BYTE_END + 1]
+
+
+def cut(path: Path) -> None:
+    """Without the last row."""
+    path.write_bytes(path.read_bytes()[:-16])
+
+
+def empty(path: Path) -> None:
+    """Without any row."""
+    path.write_bytes(b"")
+
+
+def repeat(path: Path) -> None:
+    """With the last row twice."""
+    data = path.read_bytes()
+    path.write_bytes(data + data[-16:])
+
+
+def blank(path: Path) -> None:
+    """With zeros in the place of all rows, as a crash may leave a file of the right length."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("stream", ["train", "heldOut"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, r"-\*\.documents: name 9 rows together, and there are 10"),
+        (empty, r"-00000\.documents: is no index of rows of \d+ tokens"),
+        (repeat, r"-00000\.documents: is no index of rows of \d+ tokens"),
+        (blank, r"-00000\.documents: is no index of rows of \d+ tokens"),
+    ],
+)
+def test_an_index_that_is_not_that_of_the_rows_is_refused(
+    training: Make,
+    prepared_in: Prepare,
+    tmp_path: Path,
+    stream: str,
+    damage: Callable[[Path], None],
+    said: str,
+) -> None:
+    """Where one row begins is where the one before it ends: they would be trained on as one."""
+    write(tmp_path, *({"prompt": "a", "completion": "b"} for _ in range(20)))
+    (source,) = prepared_in(sft(training, data={"heldOut": {"count": 10}})).sources
+    sequence = source.train if stream == "train" else source.held_out
+    assert sequence is not None and len(RowReader(source, sequence)) == 10
+    (shard,) = sequence.shards
+    assert shard.documents is not None
+    damage(shard.documents)
+    with pytest.raises(DataError, match=stream + said) as refused:
+        RowReader(source, sequence)
+    assert f"delete the directory {shard.path.parent} and prepare again" in str(refused.value)

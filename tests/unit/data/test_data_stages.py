@@ -109,6 +109,20 @@ def test_where_a_stage_ends_is_part_of_the_fingerprint() -> None:
     )
 
 
+def test_an_epoch_has_a_source_once_however_many_stages_have_it() -> None:
+    """A horizon in epochs is passes over the data: 12 items that both stages have, and 8 of the second alone."""
+    assert staged().num_samples == 20
+    # Two sources of one stage are two, also where their items are equal.
+    twins = Stage({"one": (Numbers(0, 12), 1.0), "two": (Numbers(0, 12), 1.0)})
+    assert TrainingStream([twins], seed=0, batching=BATCHING).num_samples == 24
+    # So are sources of two stages that share a name and no items.
+    stages = [
+        Stage({"one": (Numbers(0, 12), 1.0)}, until=3),
+        Stage({"one": (Numbers(100, 8), 1.0)}),
+    ]
+    assert TrainingStream(stages, seed=0, batching=BATCHING).num_samples == 20
+
+
 @pytest.mark.parametrize("ends", [(), (None, None), (5, 3), (0, None)])
 def test_stages_that_do_not_follow_each_other_are_refused(ends: tuple[int | None, ...]) -> None:
     stages = [Stage({"low": (Numbers(0, 12), 1.0)}, until=end) for end in ends]

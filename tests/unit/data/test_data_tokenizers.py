@@ -270,3 +270,11 @@ def test_a_manifest_names_its_tokenizer_relative_to_its_own_directory(tmp_path: 
         == 0
     )
     assert load_tokenizer(Tokenizer(), tmp_path).identity == "byte-1"
+
+
+def test_ids_that_no_token_has_are_left_out_of_a_text(tmp_path: Path) -> None:
+    """The vocabulary of a model may be larger than its tokenizer's, up to a round number."""
+    assert ByteTokenizer().decode([ord("a"), 319, BYTE_END, ord("b"), 257]) == "ab"
+    own = load_directory(train_bpe(tmp_path / "own"))
+    ids = own.encode_many(["the end"])[0].tolist()
+    assert own.decode([own.vocab_size, *ids, own.vocab_size + 7]) == "the end"

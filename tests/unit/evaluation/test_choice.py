@@ -1,5 +1,7 @@
 """Which checkpoint and which sets are meant, and what is said where there is none."""
 
+import errno
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,21 +10,26 @@ import pytest
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import Candidate, InvalidCheckpointError
-from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.errors import CheckpointError, VolumeError
 from evergrad_trainer.evaluation.choice import choose_checkpoint, choose_sets
 
 
-def store(*names: str, best: str | None = None, damaged: str = "") -> Any:
-    """Names as a scan gives them, newest first."""
+def version_of(name: str) -> Version:
+    return Version(int(name.split("-")[1].split(".", maxsplit=1)[0]), 0, 0)
 
-    def validate(name: str, *, checksums: bool) -> None:
+
+def store(*names: str, best: str | None = None, damaged: str = "", refused: int = 0) -> Any:
+    """Names as a scan gives them, newest first. ``refused``: how often the volume refuses to be read."""
+    left = [OSError(errno.EIO, "Input/output error")] * refused
+
+    def validate(name: str, *, checksums: bool) -> Any:
         if name == damaged:
             raise InvalidCheckpointError("file rank-00000.bin: is missing")
+        if left:
+            raise left.pop()
+        return SimpleNamespace(version=version_of(name))
 
-    candidates = [
-        Candidate(name, Version(int(name.split("-")[1].split(".")[0]), 0, 0), None)
-        for name in names
-    ]
+    candidates = [Candidate(name, version_of(name), None) for name in names]
     return cast(
         Any,
         SimpleNamespace(
@@ -54,6 +61,16 @@ def test_one_whose_files_are_missing_is_passed_over() -> None:
     assert choose_checkpoint(found, "last").name == "step-4"
     with pytest.raises(CheckpointError, match="step-9: cannot be loaded; file rank-00000"):
         choose_checkpoint(found, "9")
+
+
+def test_a_moment_s_trouble_of_the_volume_is_no_reason_to_take_an_older_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    found = choose_checkpoint(store("step-9", "step-4", refused=2), "last")
+    assert found.name == "step-9" and found.manifest is not None
+    with pytest.raises(VolumeError, match="step-9: the checkpoint cannot be read; Input"):
+        choose_checkpoint(store("step-9", "step-4", refused=1000), "last")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.token_source import IGNORE_INDEX
-from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.errors import HostError, PeerLostError
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training import evaluation
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner, Measure
@@ -215,7 +215,7 @@ def test_metrics_may_be_made_of_the_means_of_the_parts() -> None:
     runner = make(Table(), 3)
     plain = run(runner, Samples(rows(), 3))
     loss_of = runner.measures["some"].loss_of
-    measure = Measure(loss_of, ("right",), lambda means: {"wrong": 1 - means["right"]})
+    measure = Measure(loss_of, ("right",), lambda means, stage: {"wrong": 1 - means["right"]})
     found = run(replace(runner, measures={"some": measure}), Samples(rows(), 3))
     assert found.metrics == {"wrong": 1 - plain.metrics["right"]}
 
@@ -264,6 +264,54 @@ def test_a_stop_is_heard_after_each_batch_of_a_measure_of_ones_own(
         on_progress=lambda done, total: None,
     )
     assert found is None and tally.done == measured
+
+
+@dataclass(frozen=True)
+class Others(World):
+    """A world whose other ranks say ``others`` of their tallies."""
+
+    others: tuple[tuple[str, int], ...] = ()
+
+    def gather_json(self, value: Any) -> list[Any]:
+        rows = [list(one) for one in self.others]
+        return [*rows[: self.rank], value, *rows[self.rank :]]
+
+
+@pytest.mark.parametrize(
+    ("others", "is_refused"),
+    [
+        ([("key", 3)], False),
+        ([("other", 3)], True),
+        ([("key", 0)], True),
+        ([("other", 3), ("other", 3)], True),
+        ([("other", 3), ("key", 3)], False),
+    ],
+    ids=["the same", "another set", "another place", "a majority", "a minority"],
+)
+def test_a_rank_whose_set_is_not_that_of_the_others_measures_nothing(
+    others: list[tuple[str, int]], is_refused: bool
+) -> None:
+    """The mean would be of parts of several sets, or of batches that are counted twice."""
+    runner = make(Table(), 1)
+    told: list[tuple[int, int]] = []
+    where = Others(1, 0, 1 + len(others), torch.device("cpu"), others=tuple(others))
+
+    def evaluate() -> None:
+        runner.run(
+            cast(Any, Samples(rows(), 1)),
+            where,
+            Tally("key", ("right",), done=3),
+            stage=Stage({}),
+            is_stopping=lambda: False,
+            on_progress=lambda *one: told.append(one),
+        )
+
+    if not is_refused:
+        evaluate()
+        return
+    with pytest.raises(HostError, match="evaluation set some: its content here"):
+        evaluate()
+    assert told == []
 
 
 @pytest.mark.capability("O-17", "O-18", "O-68")

@@ -89,8 +89,37 @@ def test_what_a_cut_evaluation_has_goes_with_its_result_or_with_its_checkpoint(
         write_cut(one, {"done": 3})
         assert read_cut(one) == {"done": 3}
     write_result(done, {"loss": 1.0})
-    remove_stale_cuts(tmp_path, ["step-8"])
+    remove_stale_cuts(tmp_path, lambda: ["step-8"])
     assert [one.cut.exists() for one in (done, going, stale)] == [False, True, False]
+
+
+def test_what_another_evaluator_is_writing_is_left_to_it(tmp_path: Path) -> None:
+    """It was removed between its writing and its renaming, which ended that evaluator."""
+    write_cut(place(tmp_path), {"done": 3})
+    folder = place(tmp_path).cut.parent
+    going, stale = (
+        folder / f".{place(tmp_path, checkpoint=name).name}.7-ab.tmp"
+        for name in ("step-8", "step-2")
+    )
+    for path in (going, stale):
+        path.write_text("{")
+    remove_stale_cuts(tmp_path, lambda: ["step-8"])
+    assert going.exists() and not stale.exists()
+
+
+def test_what_belongs_to_a_checkpoint_that_is_published_meanwhile_is_left(
+    tmp_path: Path,
+) -> None:
+    write_cut(place(tmp_path), {"done": 3})
+    new = place(tmp_path, checkpoint="step-12")
+
+    def list_names() -> list[str]:
+        # Published behind the list of checkpoints, and evaluated at once.
+        write_cut(new, {"done": 1})
+        return ["step-8"]
+
+    remove_stale_cuts(tmp_path, list_names)
+    assert place(tmp_path).cut.exists() and new.cut.exists()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]"])

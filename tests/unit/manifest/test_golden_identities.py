@@ -14,6 +14,8 @@ from evergrad_manifest.envelope import Spec, TrainingRun
 from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.identity import (
     RECIPE_SECTIONS,
+    changed_fields,
+    changed_settings,
     config_hash,
     hashed_recipe,
     recipe_of,
@@ -22,6 +24,7 @@ from evergrad_manifest.identity import (
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.training import Data, Optimizer, Source, Training
+from evergrad_manifest.training.two_stage_kl import DEFAULT_BETA
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
@@ -312,3 +315,22 @@ def test_the_packing_of_rows_is_the_same_written_out_or_not() -> None:
     texts = json.loads(json.dumps(document(GOLDEN[0])))
     texts["spec"]["training"]["data"]["packing"] = "concatenate"
     assert config_hash(parse_run(texts)) == GOLDEN[0]["hash"]
+
+
+def test_the_weight_of_a_penalty_is_the_same_written_out_or_not() -> None:
+    name = "two stages with all at its default"
+    golden = next(case for case in GOLDEN if case["name"] == name)
+    before = parse_run(document(golden))
+
+    def with_beta(first: float, second: float) -> TrainingRun:
+        raw = json.loads(json.dumps(document(golden)))
+        stages = raw["spec"]["training"]["twoStageKl"]["stages"]
+        stages[0]["beta"], stages[1]["beta"] = first, second
+        return parse_run(raw)
+
+    same, other = with_beta(0, DEFAULT_BETA), with_beta(0, 2 * DEFAULT_BETA)
+    assert (config_hash(same), settings_hash(same)) == (golden["hash"], golden["settings"])
+    assert recipe_of(same) == recipe_of(before) and changed_settings(before, same) == []
+    assert config_hash(other) != golden["hash"] and settings_hash(other) != golden["settings"]
+    (change,) = changed_fields(recipe_of(before), recipe_of(other))
+    assert change[0] == "spec.training.twoStageKl.stages[1].beta"

@@ -6,8 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from evergrad_manifest.training import Data
 from evergrad_trainer.data.token_source import IGNORE_INDEX
-from evergrad_trainer.models.documents import MASKED, keep_apart, why_not_apart
+from evergrad_trainer.models.documents import (
+    MASKED,
+    check_packing,
+    keep_apart,
+    why_not_apart,
+)
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 
 SMALL = {
@@ -93,6 +99,17 @@ def test_a_mixture_of_experts_with_its_router_loss_keeps_documents_apart() -> No
     assert loss_sum(*pack_by_hand(9)) > packed
 
 
+def test_a_router_loss_that_weighs_nothing_is_no_reason_for_a_mask() -> None:
+    """transformers computes it all the same, and knows no mask of documents."""
+    model = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.0).train()
+    loss_sum = causal_lm_loss(model)
+    alone = sum(
+        loss_sum(torch.tensor([one[:-1]]), torch.tensor([one[1:]])) for one in DOCUMENTS
+    )
+    packed = loss_sum(*pack_by_hand(16))
+    assert torch.isclose(packed, torch.as_tensor(alone), rtol=1e-5, atol=0)
+
+
 def test_the_gradients_of_packed_documents_are_those_of_each_by_itself() -> None:
     model = build("llama")
     loss_sum = causal_lm_loss(model)
@@ -135,3 +152,33 @@ def test_a_model_that_cannot_keep_documents_apart_is_named(config: object, said:
 )
 def test_a_model_that_can_has_no_reason_against_it(config: object) -> None:
     assert why_not_apart(config, 16) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("mixtral", "Set data.packing: documents, or router_aux_loss_coef: 0 in"),
+        ("qwen3_moe", "Set router_aux_loss_coef: 0 in"),
+    ],
+)
+def test_a_router_loss_over_what_fills_samples_up_is_refused(name: str, remedy: str) -> None:
+    def found(packing: str, *, coefficient: float = 0.1, has_loss: bool = True) -> list[str]:
+        config = AutoConfig.for_model(
+            name, output_router_logits=has_loss, router_aux_loss_coef=coefficient
+        )
+        data = Data.model_validate(
+            {
+                "sources": [{"name": "rows", "path": "rows.jsonl"}],
+                "sequenceLength": 16,
+                "packing": packing,
+            }
+        )
+        return [str(one) for one in check_packing(config, data, reads_rows=True)]
+
+    (said,) = found("none")
+    assert said.startswith(
+        f"spec.training.data.packing: none cannot be combined with the router loss of {name}; it is"
+    )
+    assert remedy in said
+    assert found("none", coefficient=0.0) == found("none", has_loss=False) == []
+    assert len(found("documents")) == (name not in MASKED)

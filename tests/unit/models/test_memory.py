@@ -118,19 +118,29 @@ def test_logits_in_chunks_take_the_memory_of_a_chunk_and_of_the_heads_gradient()
     assert chunked.logits == whole.logits // 8 + 4 * 128_256 * 4096 < whole.logits
 
 
-def test_a_reference_has_weights_and_logits_in_chunks_and_nothing_else() -> None:
-    plain = training({"precision": "fp32", "lossChunk": 512})
-    staged = Training.model_validate(
+def with_reference(plain: Training) -> Training:
+    return Training.model_validate(
         {
             **plain.model_dump(by_alias=True, exclude_unset=True),
             "recipe": "two_stage_kl",
             "twoStageKl": {"stages": [{"tokens": 1}, {}]},
         }
     )
-    one, two = need(LLAMA_8B, plain), need(LLAMA_8B, staged)
+
+
+def test_a_reference_has_weights_and_logits_in_chunks_and_nothing_else() -> None:
+    plain = training({"precision": "fp32", "lossChunk": 512})
+    one, two = need(LLAMA_8B, plain), need(LLAMA_8B, with_reference(plain))
     assert two.state - one.state == 4 * LLAMA_8B.parameters
     assert two.logits - one.logits == 512 * 128_256 * 12
     assert (two.activations, two.gathered) == (one.activations, one.gathered)
+
+
+def test_the_head_of_a_reference_that_is_cut_is_whole_beside_the_models() -> None:
+    plain = training({"parallelism": "fsdp2", "lossChunk": 512})
+    one, two = need(LLAMA_8B, plain), need(LLAMA_8B, with_reference(plain))
+    assert two.gathered - one.gathered == 128_256 * 4096 * 2
+    assert two.state - one.state == 4 * LLAMA_8B.parameters // 8
 
 
 def test_what_fits_is_the_widest_model_that_does() -> None:

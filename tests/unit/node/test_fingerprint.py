@@ -144,11 +144,12 @@ def test_the_first_node_sees_the_same_carried_task_as_those_that_find_it_written
     assert fingerprint(run, tmp_path) == first
 
 
-def test_nodes_whose_data_or_length_differ_are_refused_by_name_and_both_values() -> None:
-    def hello(data: str, steps: int) -> Hello:
+def test_nodes_whose_data_sets_or_length_differ_are_refused_by_name_and_both_values() -> None:
+    def hello(data: str, steps: int, *evaluation: str) -> Hello:
+        sets = [SimpleNamespace(name="wiki", fingerprint=one) for one in evaluation]
         plan = SimpleNamespace(
             numbers=SimpleNamespace(total_steps=steps),
-            opened=SimpleNamespace(data=SimpleNamespace(fingerprint=data)),
+            opened=SimpleNamespace(data=SimpleNamespace(fingerprint=data, evaluation=sets)),
             task_hash="",
         )
         shared = {"torch": "2", **fingerprint_of_plan(cast(SessionPlan, plan))}
@@ -157,14 +158,19 @@ def test_nodes_whose_data_or_length_differ_are_refused_by_name_and_both_values()
         )
 
     settings = Settings("docs", min_nodes=1, max_nodes=2, expect=2, token="t")
-    first = hello("aaaa", 100)
-    assert refuse(hello("aaaa", 100), settings, fingerprint=first.fingerprint) is None
+    first = hello("aaaa", 100, "eeee")
+    assert refuse(hello("aaaa", 100, "eeee"), settings, fingerprint=first.fingerprint) is None
     for other, said in (
         (
-            hello("bbbb", 100),
+            hello("bbbb", 100, "eeee"),
             "hello.fingerprint.data: bbbb; the group's first member has aaaa.",
         ),
-        (hello("aaaa", 90), "hello.fingerprint.steps: 90; the group's first member has 100."),
+        (
+            hello("aaaa", 90, "eeee"),
+            "hello.fingerprint.steps: 90; the group's first member has 100.",
+        ),
+        (hello("aaaa", 100, "ffff"), "hello.fingerprint.evaluation: "),
+        (hello("aaaa", 100), "hello.fingerprint.evaluation: "),
     ):
         refused = refuse(other, settings, fingerprint=first.fingerprint)
         assert refused is not None and refused.reason == "FingerprintDiffers"

@@ -253,6 +253,7 @@ def test_the_built_in_observers_are_a_registry_that_declares_who_may_stop_a_run(
         directory,
         run="docs-lm",
         training=Training.model_validate(TRAINING),
+        base_directory=tmp_path,
         stream=io.StringIO(),
         should_stop=lambda: False,
         relay=BaseObserver(),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +11,13 @@ import torch
 
 from evergrad_manifest.training import Profile
 from evergrad_trainer import torch_private
-from evergrad_trainer.observers.profiler import Profiler, begin_trace, is_first, prune
+from evergrad_trainer.observers.profiler import (
+    PARTIAL_SECONDS,
+    Profiler,
+    begin_trace,
+    is_first,
+    prune,
+)
 from evergrad_trainer.records import RunInfo
 
 
@@ -116,6 +123,37 @@ def test_the_history_of_device_memory_is_a_file_beside_the_trace(
         path.name.rsplit(".", 3 if "trace" in path.name else 2)[1:] for path in folder.iterdir()
     )
     assert kinds == [["memory", "pickle"], ["trace", "json", "gz"]]
+
+
+def make_file(folder: Path, name: str, *, at: float) -> None:
+    (folder / name).touch()
+    os.utime(folder / name, (at, at))
+
+
+def test_the_newest_trace_is_kept_where_a_run_went_back(tmp_path: Path) -> None:
+    """Steps 20 and 30 were traced, then the run went back to a checkpoint of step 5, and 10 is traced again."""
+    make_file(tmp_path, "step-10.a.1.trace.json.gz", at=1000.0)
+    make_file(tmp_path, "step-20.a.1.trace.json.gz", at=2000.0)
+    make_file(tmp_path, "step-30.a.1.trace.json.gz", at=3000.0)
+    make_file(tmp_path, "step-10.a.2.memory.pickle", at=3999.0)
+    make_file(tmp_path, "step-10.a.2.trace.json.gz", at=4000.0)
+    prune(tmp_path, keep=2)
+    assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"step-10", "step-30"}
+    prune(tmp_path, keep=1)
+    assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"step-10"}
+
+
+def test_what_a_kill_has_left_of_a_trace_is_removed_and_what_is_being_written_is_not(
+    tmp_path: Path,
+) -> None:
+    make_file(tmp_path, ".step-2.gone.1.partial.json.gz", at=1000.0)
+    make_file(tmp_path, ".step-2.b.1.partial.json.gz", at=4000.0)
+    make_file(tmp_path, "step-2.a.1.trace.json.gz", at=1000.0 + PARTIAL_SECONDS + 1)
+    prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".step-2.b.1.partial.json.gz",
+        "step-2.a.1.trace.json.gz",
+    ]
 
 
 def test_files_of_a_step_go_together(tmp_path: Path) -> None:

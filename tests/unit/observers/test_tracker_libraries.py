@@ -8,12 +8,17 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from evergrad_manifest.training import Tracker
-from evergrad_trainer.observers.trackers.interface import Shown, TrackedRun
+from evergrad_trainer.observers.trackers.interface import (
+    CLOSING_SECONDS,
+    End,
+    Shown,
+    TrackedRun,
+)
 from evergrad_trainer.observers.trackers.libraries import find_opener
 
 
@@ -87,7 +92,10 @@ def test_tensorboard_shows_each_step_once_as_it_was_trained_last(
 
 
 class FakeWandb:
-    """wandb.init and the run that it returns, as documented."""
+    """wandb.init, its settings and the run that it returns, as documented for wandb 0.31.
+
+    It takes no other names, as wandb takes none: a setting that it does not have is an error there.
+    """
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
@@ -97,7 +105,23 @@ class FakeWandb:
         self.ends: list[int] = []
         self.starting_step = 0
 
-    def init(self, **options: Any) -> Any:
+    def init(
+        self,
+        *,
+        entity: str | None = None,
+        project: str | None = None,
+        dir: str | None = None,
+        id: str | None = None,
+        name: str | None = None,
+        tags: list[str] | None = None,
+        mode: Literal["online", "offline", "disabled", "shared"] | None = None,
+        reinit: Literal["default", "return_previous", "finish_previous", "create_new"]
+        | None = None,
+        resume: Literal["allow", "never", "must", "auto"] | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> Any:
+        options = dict(locals())
+        del options["self"]
         self.inits.append(options)
         config = SimpleNamespace(
             update=lambda facts, allow_val_change: self.config.update(facts)
@@ -114,8 +138,17 @@ class FakeWandb:
         self.ends.append(exit_code)
 
     @staticmethod
-    def Settings(**options: Any) -> dict[str, Any]:
-        return options
+    def Settings(
+        *,
+        base_url: str = "https://api.wandb.ai",
+        console: Literal["auto", "off", "wrap", "redirect", "wrap_raw", "wrap_emu"] = "auto",
+        disable_code: bool = False,
+        disable_git: bool = False,
+        finish_timeout: float = 0.0,
+        silent: bool = False,
+        x_disable_stats: bool = False,
+    ) -> dict[str, Any]:
+        return dict(locals())
 
 
 @pytest.fixture
@@ -142,26 +175,75 @@ def test_wandb_is_given_one_id_and_whole_rows(tmp_path: Path, fake_wandb: FakeWa
     other = find_opener("wandb")(tracked(tmp_path / "wandb", "wandb"))
     other.write(2, 0.0, {"train/loss": 2.0})
     other.write(2, 0.0, {"evaluation/held/loss": 3.0})
-    other.finish("failed")
+    other.finish("complete")
     assert fake_wandb.rows[1:] == [(2, {"train/loss": 2.0, "evaluation/held/loss": 3.0}, True)]
-    assert fake_wandb.ends == [0, 1]
+    assert fake_wandb.ends == [0, 0]
     keys = ("id", "resume", "mode", "project", "name", "tags")
     first, second = ([one[key] for key in keys] for one in fake_wandb.inits)
     assert first == second == ["id1", "allow", "offline", "evergrad", "docs", ["a tag"]]
     assert fake_wandb.config["training"]["optimizer"] == {"learningRate": 1e-3}
 
 
+@pytest.mark.parametrize(
+    ("end", "is_whole", "code"),
+    [
+        ("complete", True, 0),
+        ("stopped", True, 0),
+        ("interrupted", False, 0),
+        ("failed", False, 1),
+        ("handed on", False, 0),
+    ],
+)
+def test_wandb_online_keeps_a_step_for_the_next_start_where_its_evaluation_may_have_been_cut(
+    tmp_path: Path, fake_wandb: FakeWandb, end: End, is_whole: bool, code: int
+) -> None:
+    """A row that the server has takes nothing more, and the next start is told of the evaluation alone."""
+    settings = Tracker.model_validate({"type": "wandb", "mode": "online"})
+    first = find_opener("wandb")(tracked(tmp_path, "wandb", settings=settings))
+    first.write(1, 0.0, {"train/loss": 1.0})
+    first.finish(end)
+    assert fake_wandb.rows == ([(1, {"train/loss": 1.0}, True)] if is_whole else [])
+    assert fake_wandb.ends == [code]
+
+    fake_wandb.starting_step = 2 if is_whole else 1
+    second = find_opener("wandb")(
+        tracked(tmp_path, "wandb", settings=settings, start_step=1, own_id="id1")
+    )
+    assert second.shown.has_evaluation("held", 1) == is_whole
+
+
+@pytest.mark.capability("A-8", "A-48", "T-36")
 def test_wandb_online_goes_on_where_the_server_is(
     tmp_path: Path, fake_wandb: FakeWandb
 ) -> None:
     fake_wandb.starting_step = 8
-    online = {"type": "wandb", "mode": "online", "url": "https://here", "entity": "us"}
+    named = {"entity": "us", "project": "ours", "name": "first"}
+    online = {"type": "wandb", "mode": "online", "url": "https://here", **named}
     settings = Tracker.model_validate(online)
     library = find_opener("wandb")(tracked(tmp_path, "wandb", settings=settings))
     assert library.shown == Shown(7, {}, 7)
     (options,) = fake_wandb.inits
-    assert (options["mode"], options["entity"]) == ("online", "us")
+    assert options["mode"] == "online" and named.items() <= options.items()
+    # Nothing is collected that nobody has asked for.
+    quiet = {
+        "console": "off",
+        "disable_code": True,
+        "disable_git": True,
+        "x_disable_stats": True,
+    }
+    assert quiet.items() <= options["settings"].items()
     assert options["settings"]["base_url"] == "https://here"
+
+
+def test_the_end_of_a_process_waits_for_wandb_online_only_so_long(
+    tmp_path: Path, fake_wandb: FakeWandb
+) -> None:
+    for mode in ("online", "offline"):
+        settings = Tracker.model_validate({"type": "wandb", "mode": mode})
+        find_opener("wandb")(tracked(tmp_path / mode, "wandb", settings=settings))
+    online, offline = (options["settings"] for options in fake_wandb.inits)
+    # By default it waits for ever; files are written at once.
+    assert (online["finish_timeout"], offline["finish_timeout"]) == (CLOSING_SECONDS, 0.0)
 
 
 class FakeStore:
@@ -251,6 +333,31 @@ def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
     assert run["status"] == "KILLED" and run["params"]["training.none"] == "null"
     assert run["metrics"][0] == ("train/learning_rate", 0.1, 1500, 1)
     assert fake.uris == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"] * 2
+
+
+@pytest.mark.parametrize(
+    ("type_", "variable", "quiet"),
+    [
+        ("mlflow", "MLFLOW_DISABLE_TELEMETRY", "true"),
+        ("wandb", "WANDB_ERROR_REPORTING", "false"),
+    ],
+)
+def test_a_library_reports_nothing_to_its_makers_unless_the_environment_says_so(
+    type_: str, variable: str, quiet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look at the variable when they are imported, or start a process."""
+    (tmp_path / f"{type_}.py").write_text(
+        f"import os\nraise RuntimeError(os.environ.get({variable!r}))"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, type_, raising=False)
+    # Set and removed: what the library's opener sets is removed after the test.
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    for expected in (quiet, "its own"):
+        with pytest.raises(RuntimeError, match=f"^{expected}$"):
+            find_opener(type_)(tracked(tmp_path / "files", type_))
+        monkeypatch.setenv(variable, "its own")
 
 
 def test_aim_opens_the_run_again_by_its_hash(

@@ -1,6 +1,7 @@
 """Trackers: what they are shown after kills, and what happens to one that fails, hangs or is not there."""
 
 import importlib.util
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.training import Tracker, Training
+from evergrad_trainer.observers import build
 from evergrad_trainer.observers.base import BaseObserver, Observers
 from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.observers.trackers import feeder as feeders
@@ -99,7 +101,19 @@ class Scene:
 
     def start(self, step: int = 0, **changes: Any) -> None:
         known = RunInfo(
-            "docs", 1, 2, 10, step, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "id-1"
+            "docs",
+            1,
+            2,
+            10,
+            step,
+            8192,
+            32,
+            100,
+            "bf16",
+            "dataParallel",
+            "llama",
+            "",
+            run_id="id-1",
         )
         self.all.run_start(RunInfo(**{**vars(known), **changes}))
 
@@ -176,7 +190,67 @@ def test_what_a_kill_has_kept_from_a_tracker_is_read_from_the_runs_own_files(
     assert evaluated == [2, 4]
     # The note beside the files knows the library's own id.
     assert store["ids"] == ["own-0", "own-0"]
-    assert store["ends"] == ["stopped", "complete"]
+    assert store["ends"] == ["interrupted", "complete"]
+
+
+@pytest.mark.capability("C-26")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "run/trackers/aim"),
+        ({"directory": "shown"}, "beside/shown/docs"),
+        ({"directory": "{tmp}/there"}, "there/docs"),
+    ],
+)
+def test_files_of_a_tracker_lie_in_the_run_directory_or_where_the_file_says(
+    tmp_path: Path,
+    store: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, str],
+    expected: str,
+) -> None:
+    """A relative path begins beside the file, like all others."""
+    monkeypatch.setattr(build, "find_opener", lambda type_: lambda run: Kept(run, store))
+    monkeypatch.setattr(observers, "CLOSING_SECONDS", 60.0)
+    tracker = {"type": "aim", **{key: text.format(tmp=tmp_path) for key, text in given.items()}}
+    training = Training.model_validate({**TRAINING, "logging": {"trackers": [tracker]}})
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    around = build.Surroundings(
+        directory,
+        run="docs",
+        training=training,
+        base_directory=tmp_path / "beside",
+        stream=io.StringIO(),
+        should_stop=lambda: False,
+        relay=BaseObserver(),
+    )
+    made = build.build_observers(around).observers
+    made.run_start(
+        RunInfo("docs", 1, 2, 10, 0, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "id-1")
+    )
+    made.event(Event(EventType.STOP, 0.0, 1, 1, {"reason": "complete", "saved": True}))
+    made.close()
+    (run,) = store["runs"]
+    assert run.directory == tmp_path / expected
+
+
+@pytest.mark.parametrize(
+    ("reason", "end"),
+    [
+        ("complete", "complete"),
+        ("signal", "interrupted"),
+        ("observer", "stopped"),
+        ("after_step", "stopped"),
+    ],
+)
+def test_a_signal_alone_may_have_cut_an_evaluation(
+    make_scene: Callable[..., Scene], store: dict[str, Any], reason: str, end: End
+) -> None:
+    scene = make_scene(lambda run: Kept(run, store))
+    scene.start()
+    scene.stop(reason)
+    assert store["ends"] == [end]
 
 
 def test_a_note_of_another_run_is_not_this_ones(
@@ -263,6 +337,25 @@ def test_a_tracker_that_fails_is_switched_off_and_that_is_said(
     )
 
 
+def test_credentials_of_a_server_are_in_neither_the_records_nor_the_log(
+    make_scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Libraries name the address that they could not reach; MLFLOW_TRACKING_URI may have a password."""
+    address = "https://bob:p@55w0rd@ml.example/api"
+
+    def refuse(run: TrackedRun) -> Library:
+        raise ConnectionError(f"API request to {address} failed: {'x' * 470} {address}")
+
+    scene = make_scene(refuse)
+    scene.start()
+    scene.stop()
+    (message,) = scene.warnings
+    written = scene.directory.events.read_text() + caplog.text
+    for text in (message, written):
+        assert "API request to https://<redacted>@ml.example/api failed" in text
+        assert "bob" not in text and "p@55" not in text and "55w0rd" not in text
+
+
 def test_a_failure_that_no_later_step_could_find_is_said_at_the_end(
     make_scene: Callable[..., Scene], synthetic: ModuleType
 ) -> None:
@@ -319,6 +412,64 @@ def test_a_tracker_that_hangs_costs_no_step_and_is_switched_off(
     until(has_ended)
     (message,) = scene.warnings
     assert "tensorboard has not answered for 0 s; the next start" in message
+
+
+@pytest.mark.parametrize("hangs_in", ["open", "write", "flush", "finish"])
+def test_a_tracker_that_is_given_up_writes_nothing_more_once_its_library_answers(
+    tmp_path: Path, store: dict[str, Any], synthetic: ModuleType, hangs_in: str
+) -> None:
+    """Another process, or another feeder of this one, may show the run by then."""
+    gate, hangs = threading.Event(), threading.Event()
+
+    def hang(where: str) -> None:
+        if where == hangs_in:
+            hangs.set()
+            gate.wait()
+
+    class Hanging(Kept):
+        def write(self, step: int, time: float, values: Values) -> None:
+            hang("write")
+            super().write(step, time, values)
+
+        def flush(self) -> None:
+            hang("flush")
+            super().flush()
+
+        def finish(self, end: End) -> None:
+            hang("finish")
+            super().finish(end)
+
+    def open_library(run: TrackedRun) -> Library:
+        hang("open")
+        return Hanging(run, store)
+
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    now = 0.0
+    feeder = feeders.Feeder(SETTINGS, open_library, directory, clock=lambda: now)
+    known = RunInfo(
+        "docs", 1, 2, 10, 0, 8192, 32, 100, "bf16", "dataParallel", "llama", "", "i"
+    )
+    items: list[feeders.Item] = [known, synthetic.step_record(1), feeders.Finish("stopped")]
+    # Goes back in the same process: the library is let go of, and opened anew.
+    if hangs_in == "finish":
+        items.insert(2, known)
+    for item in items:
+        assert feeder.give(item)
+    hangs.wait()
+    note = directory.trackers / "tensorboard.json"
+    before = note.read_text() if note.exists() else None
+
+    # So late that a flush is due.
+    now = 1000.0
+    feeder.abandon()
+    gate.set()
+    assert feeder.wait(60.0) and feeder.failure is None
+    assert (note.read_text() if note.exists() else None) == before
+    assert len(store["runs"]) == 1
+    if hangs_in in ("open", "write"):
+        assert "flushed" not in store
+    assert store["ends"] == (["handed on"] if hangs_in == "finish" else [])
 
 
 def test_records_that_wait_are_bounded(

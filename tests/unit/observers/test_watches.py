@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -143,6 +144,41 @@ def test_more_patience_lets_a_stopped_run_go_on() -> None:
     assert alert.describe() == "loss is 1, and was not better than 1 in the last 3 looks"
 
 
+@pytest.mark.parametrize(
+    ("before", "changes"),
+    [
+        (Rule("divergence", "loss", "stop", limit=3.0), {"limit": 4.5}),
+        (Rule("divergence", "loss", "stop", limit=3.0), {"limit": None, "ratio": 5.0}),
+        (Rule("divergence", "loss", "stop", ratio=2.0), {"ratio": 4.5}),
+        (Rule("divergence", "loss", "stop", window=2, ratio=2.0), {"window": 3}),
+        (Rule("collapse", "neg", "stop", limit=-1.5), {"limit": -5.0}),
+        (Rule("collapse", "other", "stop", ratio=0.5, of="loss"), {"ratio": 0.2}),
+        (Rule("collapse", "other", "stop", ratio=0.5, of="loss"), {"of": "neg"}),
+    ],
+)
+def test_a_run_that_a_monitor_has_stopped_goes_on_by_a_bound_that_its_values_are_within(
+    before: Rule, changes: dict[str, Any]
+) -> None:
+    first = Watch(before)
+    for step in (1, 2, 3, 4):
+        # Means of two: 1.5, 2.5, 3.5.
+        loss = float(step)
+        first.look(step, {"loss": loss, "neg": -loss, "other": 1.0})
+    assert first.since is not None
+    state = json.loads(json.dumps(first.state()))
+
+    same, changed = Watch(before), Watch(replace(before, **changes))
+    for watch in (same, changed):
+        watch.load_state(state)
+    assert same.state() == first.state()
+    assert changed.since is None
+    # Beyond the new bound, too: said once more.
+    found = [
+        changed.look(step, {"loss": 100.0, "neg": -100.0, "other": -1000.0}) for step in (5, 6)
+    ]
+    assert any(one is not None for one in found)
+
+
 class Heard(BaseObserver):
     """Keeps the events it hears."""
 
@@ -181,6 +217,40 @@ def test_an_alert_is_an_event_of_rank_0_and_a_wish_of_all(synthetic: ModuleType)
     last = heard.events[-1].fields
     assert (last["value"], last["threshold"], last["policy"]) == (6.0, 5.0, "warn")
     assert last["message"] == "grad_norm is 6, above 5"
+
+
+def test_an_alert_that_the_first_process_did_not_live_to_write_down_is_said_by_the_next(
+    synthetic: ModuleType,
+) -> None:
+    """It is raised on every rank, and rank 0 is killed before its own is written."""
+    monitors = [
+        {"type": "plateau", "metric": "loss", "patience": 1, "minDelta": 1},
+        {"type": "divergence", "metric": "grad_norm", "window": 2},
+        {"type": "collapse", "metric": "grad_norm", "limit": 1.5},
+        {"type": "collapse", "metric": "loss", "of": "grad_norm"},
+    ]
+    survivor, first = lasting_of(monitors=monitors), Heard()
+    lost = Together(first, lasting_of(monitors=monitors))
+    for step, loss, norm in ((1, 2.0, 1.0), (2, 2.0, 1.0), (3, 2.0, 9.0)):
+        record = synthetic.step_record(step, loss=loss, grad_norm=norm)
+        lost.step_end(record)
+        survivor.step_end(record)
+        # A newcomer that has got its state, too, may be the next.
+        newcomer = lasting_of(monitors=monitors)
+        newcomer.load_values(json.loads(json.dumps(survivor.values())))
+        before = survivor.values()
+        for one in (survivor, newcomer):
+            heard = Heard()
+            together = Together(heard, one)
+            one.repeat(record)
+            together.close()
+            expected = [event for event in first.events if event.step == step]
+            assert [replace(event, time=0.0) for event in heard.events] == [
+                replace(event, time=0.0) for event in expected
+            ]
+            assert one.values() == before
+    said_at = [(event.step, event.fields["monitor"]) for event in first.events]
+    assert said_at == [(1, "collapse"), (2, "plateau"), (3, "divergence"), (3, "collapse")]
 
 
 def test_an_early_stop_follows_an_evaluation_and_goes_on_in_another_process(

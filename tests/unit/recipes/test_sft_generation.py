@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from evergrad_manifest.training import Generation, Runtime
 from evergrad_trainer.data.batch import Stage
@@ -109,6 +111,39 @@ def test_what_is_no_number_lowers_the_parse_rate_and_leaves_the_error_of_the_oth
     assert math.isnan(said["rmse"]), "an error of nothing is no zero"
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_the_loss_of_completions_is_made_of_chunks_where_that_of_training_is(
+    chunk: int | None,
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    widths: list[int] = []
+    model.lm_head.register_forward_hook(
+        lambda _module, _inputs, output: widths.append(output.shape[-1])
+    )
+    runtime = Runtime.model_validate({"lossChunk": chunk})
+    made = Completions(ByteTokenizer(), Generation.model_validate({"maxNewTokens": 1}), runtime)
+    rows = batch(("1=", "13"), ("2=", "6"))
+    modules = Modules(trained={"model": model})
+    with torch.no_grad():
+        found = made(modules, rows, Stage({})).total
+        logits = model(input_ids=rows["input_ids"]).logits
+        expected = functional.cross_entropy(
+            logits.flatten(0, 1), rows["labels"].flatten(), reduction="sum"
+        )
+    # The first call is that of the loss, which gets hidden states in the place of all logits.
+    assert widths[0] == (257 if chunk is None else 16) and widths[-1] == 257
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_a_completion_ends_at_the_first_text_that_ends_it() -> None:
     made = completions(stop=["[/P]", "|"], maxNewTokens=8)
     model = Says("7[/P]8|9")
@@ -150,6 +185,9 @@ def test_ranks_that_gather_weights_together_call_the_model_equally_often() -> No
         ("-0.32", -0.32),
         (" 4.\n", 4.0),
         ("+.5e-3", 0.0005),
+        ("-1e100", -1e100),
+        ("1e101", None),
+        ("1" * 200, None),
         ("1e999", None),
         ("nan", None),
         ("1 2", None),

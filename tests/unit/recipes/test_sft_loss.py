@@ -12,7 +12,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.prepare import prepare
+from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.task import Modules, Task
@@ -54,15 +56,19 @@ def training(**changes: Any) -> Training:
     return Training.model_validate({**values, **changes})
 
 
-def open_task(folder: Path, settings: Training) -> tuple[Task, Any]:
-    """The task, and its only source over ROWS."""
+def prepare_rows(folder: Path, settings: Training) -> Prepared:
+    """ROWS, ready to be read."""
     text = "".join(json.dumps(row) + "\n" for row in ROWS)
     (folder / "rows.jsonl").write_text(text)
-    prepared = prepare(
+    return prepare(
         settings, base_directory=folder, prepared_directory=folder / "prepared", workers=1
     )
+
+
+def open_task(folder: Path, settings: Training) -> tuple[Task, Any]:
+    """The task, and its only source over ROWS."""
     task, _ = load_task(settings, folder)
-    (stage,) = task.stages(prepared)
+    (stage,) = task.stages(prepare_rows(folder, settings))
     ((source, _weight),) = stage.sources.values()
     return task, (source, stage)
 
@@ -138,11 +144,23 @@ def test_a_sample_is_whole_rows_behind_each_other_with_positions_of_their_own(
     assert rows["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1, 0]]
 
 
-def test_the_choice_of_packing_and_of_what_is_learned_is_part_of_the_fingerprint(
+def test_the_choice_of_packing_and_of_what_is_learned_is_part_of_the_fingerprints(
     tmp_path: Path,
 ) -> None:
-    facts = []
-    for changes in ({}, {"data": {"packing": "none"}}, {"rows": {"learn": "everything"}}):
-        _, (_, stage) = open_task(tmp_path, training(**changes))
-        facts.append(json.dumps(stage.facts, sort_keys=True))
-    assert len(set(facts)) == 3
+    found: dict[str, set[str]] = {"facts": set(), "source": set(), "set": set()}
+    held_out = {"heldOut": {"count": 1}}
+    choices: list[dict[str, Any]] = [
+        {"data": held_out},
+        {"data": {**held_out, "packing": "none"}},
+        {"data": held_out, "rows": {"learn": "everything"}},
+    ]
+    # Each twice: it is also the same for the same choice.
+    for changes in (*choices, *choices):
+        settings = training(**changes)
+        task, (source, stage) = open_task(tmp_path, settings)
+        evaluator = task.evaluators(prepare_rows(tmp_path, settings))["heldOut"]
+        measured = EvaluationSet("any", evaluator.sources, micro_batch_size=1)
+        found["facts"].add(json.dumps(stage.facts, sort_keys=True))
+        found["source"].add(source.fingerprint)
+        found["set"].add(measured.fingerprint)
+    assert {name: len(values) for name, values in found.items()} == dict.fromkeys(found, 3)

@@ -200,13 +200,13 @@ def test_a_command_keeps_its_words_and_loses_its_secrets(
         "/home/ada/bin/evergrad", "run", "--set", "spec.training.horizon.tokens=20M", "--set", "spec.x.password=hunter2",
         "--set=spec.x.token=abc=def", "--hf-token", "xyz", "--verbose", "HF_TOKEN=1", "--set", ("env=[{name: "
             "API_KEY, value: s3}]"),
-        "https://ada:pw@example.org/x", "/home/adam/file",
+        "https://ada:p@w@example.org/x@y", "/home/adam/file",
     ]  # fmt: skip
     assert redact_command(command) == [
         "~/bin/evergrad", "run", "--set", "spec.training.horizon.tokens=20M", "--set", "spec.x.password=<redacted>",
         "--set=spec.x.token=<redacted>", "--hf-token", "<redacted>", "--verbose", "HF_TOKEN=<redacted>",
         "--set", "env=<redacted>",
-        "https://<redacted>@example.org/x", "/home/adam/file",
+        "https://<redacted>@example.org/x@y", "/home/adam/file",
     ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.frozen import compare_frozen, hash_frozen
 from evergrad_trainer.training.modules import (
     check_modules,
+    choose_deferred,
     module_problems,
     plan_cuts,
     trained_blocks,
@@ -151,6 +152,19 @@ def test_a_large_frozen_module_is_cut_unless_the_task_wants_it_whole(
     modules.replicated = ["model"]
     (problem,) = module_problems(modules, PLAIN)
     assert "Modules.replicated names model" in problem.what
+
+
+def test_a_snapshot_is_cut_as_what_it_is_of_however_small_it_is() -> None:
+    """Whole, it would compute in another type than the model where that is cut."""
+    snapshots = {"reference": Snapshot("model", 3)}
+    frozen = {"reference": linear(), "teacher": linear()}
+    modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
+    assert list(plan_cuts(modules)) == ["model", "frozen.reference"]
+    modules.replicated = ["reference"]
+    assert list(plan_cuts(modules)) == ["model"]
+    # Neither is cut without weights: there is nothing to gather.
+    empty = Modules({"model": nn.ReLU()}, {"reference": nn.ReLU()}, snapshots=snapshots)
+    assert list(plan_cuts(empty)) == []
 
 
 def test_a_frozen_module_of_two_types_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,3 +302,23 @@ def test_a_snapshots_weights_are_not_among_those_that_build_has_made() -> None:
     assert module_problems(modules, PLAIN) == []
     assert hash_frozen(modules).keys() == {"teacher"}
     assert hash_frozen(modules, ["reference"]).keys() == {"reference"}
+
+
+class Deferred:
+    """A model whose weights nobody has made yet."""
+
+    def __init__(self) -> None:
+        self.model, self.weights = linear(), iter(())
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_no_weights_are_made_for_a_snapshot(with_weights: bool) -> None:
+    """It gets those of the module that it is of; making or reading others takes as long as the model's."""
+    model, reference, teacher = made = [Deferred() for _ in range(3)]
+    frozen = {"reference": reference.model, "teacher": teacher.model}
+    snapshots = {"reference": Snapshot("model", 3)}
+    modules = Modules({"model": model.model}, frozen, snapshots=snapshots)
+    used = choose_deferred(cast(Any, made), modules, with_weights=with_weights)
+    assert used == made
+    has_weights = [one.weights is not None for one in (model, reference, teacher)]
+    assert has_weights == [with_weights, False, True]

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
+from evergrad_manifest.training.two_stage_kl import MEASURED
 from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.data.stream import Batching, TrainingStream
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.recipes import load_task
@@ -99,6 +102,35 @@ def test_each_stage_has_its_mixture_and_the_second_its_penalty() -> None:
     assert (first.until, second.until) == (3, None)
     assert first.options.penalty is None
     assert (second.options.penalty.estimator, second.options.penalty.beta) == ("forward", 2.0)
+
+
+def test_the_order_of_a_mixtures_keys_decides_nothing() -> None:
+    """A cluster's file is written with sorted keys, and the hash of the recipe is of sorted keys, too."""
+
+    def opened(mixture: dict[str, float]) -> tuple[list[str], str]:
+        task = task_of(stages=[{"tokens": 90}, {"mixture": mixture}])
+        stages = task.stages(prepared(task))
+        stream = TrainingStream(stages, seed=1, batching=Batching(4, 2))
+        return list(stages[1].sources), stream.fingerprint
+
+    names, fingerprint = opened({"b": 0.7, "a": 0.3})
+    assert names == ["a", "b"]
+    assert opened({"a": 0.3, "b": 0.7}) == (names, fingerprint)
+    assert opened({"a": 0.7, "b": 0.3})[1] != fingerprint
+
+
+def test_a_share_that_is_too_small_is_named_by_its_place_in_the_file() -> None:
+    """It is the first of data.sources, and the second of the mixture."""
+    task = task_of(
+        stages=[{"tokens": 90, "mixture": {"b": 1}}, {"mixture": {"b": 1, "a": 1e-6}}]
+    )
+    where = r"spec\.training\.twoStageKl\.stages\[1\]\.mixture\.a: 1e-06 is too small a share"
+    with pytest.raises(ConfigurationError, match=where):
+        task.stages(prepared(task))
+
+
+def test_the_metrics_that_a_file_may_name_are_those_that_are_measured() -> None:
+    assert tuple(TwoStageKl.measured) == MEASURED
 
 
 def test_a_stage_without_a_mixture_has_all_sources_by_their_weights() -> None:

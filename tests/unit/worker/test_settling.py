@@ -15,6 +15,7 @@ from evergrad_trainer.worker.channel import Failed
 from evergrad_trainer.worker.run import report_end
 
 BEST = {"metric": "held/loss", "value": 2.0, "step": 6}
+BEFORE = {"metric": "held/loss", "value": 3.0, "step": 4}
 
 
 def checkpoints(*, published: int | None = None, failures: int = 0) -> CheckpointManager:
@@ -25,7 +26,7 @@ def checkpoints(*, published: int | None = None, failures: int = 0) -> Checkpoin
 def row(step: int, **changes: Any) -> dict[str, Any]:
     base = {
         "step": step, "failures": 0, "published": -1, "begun": -1, "evaluated_step": -1, "steps_here": step, "best": None,
-        "record": None,
+        "best_before": None, "record": None, "is_tally_unsaved": False,
     }  # fmt: skip
     return {**base, **changes}
 
@@ -33,7 +34,8 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
 def adopt(*rows: dict[str, Any]) -> Progress:
     progress = Progress(finished_steps=99, saved_step=99, resumed_step=99, evaluated_step=99)
     source = rows[choose_source(list(rows))]
-    progress.load_values({key: source[key] for key in ("step", "evaluated_step", "best")})
+    values = ("step", "evaluated_step", "best", "best_before")
+    progress.load_values({key: source[key] for key in values})
     adopt_rows(progress, list(rows))
     return progress
 
@@ -109,11 +111,34 @@ def test_a_save_is_lost_when_nobody_has_seen_it_stand(
 @pytest.mark.parametrize(
     ("step", "published", "is_kept"), [(8, 5, False), (8, 6, True), (6, 5, True)]
 )
-def test_a_best_whose_save_was_lost_is_forgotten_unless_its_state_is_still_there(
+def test_a_best_whose_save_was_lost_is_the_one_before_unless_its_state_is_still_there(
     step: int, published: int, is_kept: bool
 ) -> None:
-    progress = adopt(row(step, best=BEST, published=published, begun=6))
-    assert progress.best == (BEST if is_kept else None)
+    """Else the next one, even a worse one, would become the best and let go of the one before."""
+    values = {"best": BEST, "best_before": BEFORE}
+    progress = adopt(row(step, **values, published=published, begun=6))
+    expected = (BEST, BEFORE) if is_kept else (BEFORE, None)
+    assert (progress.best, progress.best_before) == expected
+
+
+@pytest.mark.parametrize(
+    ("of_the_newest", "of_an_older", "expected"),
+    [(True, False, True), (False, True, False), (False, False, False)],
+)
+def test_what_was_measured_and_not_saved_is_known_to_a_newcomer_too(
+    of_the_newest: bool, of_an_older: bool, expected: bool
+) -> None:
+    """Ranks that do not agree would not all take part in the save."""
+    progress = adopt(
+        row(8, is_tally_unsaved=of_the_newest), row(7, is_tally_unsaved=of_an_older), row(-1)
+    )
+    assert progress.is_tally_unsaved == expected
+
+
+def test_without_a_published_best_there_is_none() -> None:
+    values = {"best": BEST, "best_before": BEFORE}
+    progress = adopt(row(8, **values, published=2, begun=6))
+    assert (progress.best, progress.best_before) == (None, None)
 
 
 def test_an_error_of_the_volume_that_no_one_expected_is_told_as_the_hosts() -> None:

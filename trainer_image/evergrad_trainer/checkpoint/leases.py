@@ -66,15 +66,23 @@ def hold(directory: Path, checkpoint: str) -> Iterator[None]:
 def find_leased(directory: Path, *, now: float) -> set[str]:
     """Names of the checkpoints that somebody reads; leases that have ended are removed.
 
-    ``now``: what the volume gives a file that is written now. Raises OSError.
+    ``now``: what the volume gives a file that is written now. Raises OSError for trouble of the volume, and
+    not for what belongs to another user: that would not pass, and a run without retention fills its volume.
     """
+    try:
+        leases = list_entries(directory / LEASES)
+    except PermissionError as error:
+        _log.warning("retention passes over nothing: the leases cannot be listed: %s", error)
+        return set()
     names = set()
-    for path in list_entries(directory / LEASES):
+    for path in leases:
         with contextlib.suppress(FileNotFoundError):
             # Also where it lies in the future: the volume's clock was set back, and a living holder is
             # stamped by it as it is now.
             if abs(now - path.stat().st_mtime) > LEASE_SECONDS:
-                path.unlink()
+                # It has ended, whether or not it may be removed.
+                with contextlib.suppress(OSError):
+                    path.unlink()
                 continue
             names.add(_read(path))
     names.discard("")
@@ -82,9 +90,12 @@ def find_leased(directory: Path, *, now: float) -> set[str]:
 
 
 def _read(path: Path) -> str:
-    """The checkpoint of a lease; empty where it is being written."""
+    """The checkpoint of a lease, also of one that is being written or cannot be read. Raises
+    FileNotFoundError."""
     try:
         return str(json.loads(path.read_bytes())["checkpoint"])
-    except (ValueError, TypeError, KeyError):
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError):
         # Its name says the same, for as long as no checkpoint's name ends like a suffix.
         return path.name.rpartition(".")[0]

@@ -80,7 +80,7 @@ class CheckpointManager:
         store: Store | None = None,
     ) -> None:
         self.published: Published | None = None
-        """The newest checkpoint that this process has saved and reported; the same on every rank."""
+        """Newest checkpoint that this process has saved since its last restore; the same on every rank."""
         self.failures = 0
         """Saves that have failed in a row."""
         self.anchors: frozenset[int] = frozenset()
@@ -166,8 +166,8 @@ class CheckpointManager:
         """Make the checkpoint of ``step``, saved already, the best one; waits for its save if that is under
         way.
 
-        Every rank calls this; rank 0 writes. Trouble of the volume is reported by an event: the checkpoint is
-        no worse for it.
+        Every rank calls this; rank 0 writes, where it is not marked yet. Trouble of the volume is reported by
+        an event: the checkpoint is no worse for it.
         """
         self._land_flight()
         if not self._membership.world.is_main:
@@ -175,7 +175,7 @@ class CheckpointManager:
         catalog = self._store.catalog
         try:
             found = [one for one in catalog.scan() if one.version.step == step]
-            if found:
+            if found and catalog.read_pointer(BEST) not in {one.name for one in found}:
                 catalog.write_pointer(BEST, found[0].name, found[0].version)
         except OSError as error:
             message = f"step {step} could not be marked as the best checkpoint: {error}"
@@ -214,6 +214,7 @@ class CheckpointManager:
         run's.
         """
         world = self._membership.world
+        self.published = None  # may be damaged by now, and set aside: what is loaded counts
         if world.is_main:
             try:
                 self._store.attempts.clean(world.generation)

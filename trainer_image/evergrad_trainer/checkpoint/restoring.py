@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.dcp_storage import StoreReader
 from evergrad_trainer.checkpoint.held import HeldFiles, room_for_files
-from evergrad_trainer.checkpoint.layout import TENSORS
+from evergrad_trainer.checkpoint.layout import TENSORS, Version, checkpoint_names
 from evergrad_trainer.checkpoint.manifest import (
     InvalidCheckpointError,
     Manifest,
@@ -30,6 +30,7 @@ from evergrad_trainer.checkpoint.manifest import (
 from evergrad_trainer.checkpoint.reader import Reader
 from evergrad_trainer.checkpoint.saving import ignore_solo_warning
 from evergrad_trainer.checkpoint.search import Choice, Rejected, Search, choose_together
+from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
 from evergrad_trainer.errors import CheckpointError, VolumeError
 from evergrad_trainer.state.transfer import pass_along
@@ -40,9 +41,24 @@ NAMED_TENSORS = 5
 """How many tensor names an error lists of each kind."""
 
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
-Load = Callable[[Search, Choice, Mapping[str, torch.Tensor], World], list[str]]
-"""A function that loads the chosen checkpoint on all ranks; their failures, none if all succeeded."""
+
+@dataclass(frozen=True)
+class LoadFailure:
+    """Why a checkpoint that had validated could not be loaded, as all ranks have agreed.
+
+    ``is_damage``: a rank found it damaged. Without that it may be whole, and readable at another time.
+    """
+
+    reason: str
+    is_damage: bool
+
+
+Load = Callable[[Search, Choice, Mapping[str, torch.Tensor], World], LoadFailure | None]
+"""A function that loads the chosen checkpoint on all ranks; None if all succeeded."""
+_REFUSALS = (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError)
+"""Errors that a rank's own part of a load may end with."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,8 @@ def load_newest(
     this.
 
     Returns also what was passed over. Raises CheckpointError, the same on all ranks, if there are checkpoints
-    and none can be used, if they belong to another identity, or if their tensors are not those of ``state``.
+    and none can be used, if they belong to another identity, or if their tensors are not those of ``state``;
+    VolumeError where none is left but one that the volume did not give this time.
     """
     started = time.monotonic()
     is_sharded = any(isinstance(value, DTensor) for value in state.values())
@@ -110,14 +127,15 @@ def load_of_step(
     Nothing is set aside. Raises CheckpointError, the same on all, where there is none.
     """
     store = search.store
+    where, what = store.reader.locate(""), "the checkpoints cannot be listed"
     names: list[str] | None = None
     if world.is_main:
         # What cannot be listed now may well be later; the others wait for an answer.
-        with contextlib.suppress(OSError):
-            names = [one.name for one in store.catalog.scan() if one.version.step == step]
+        with contextlib.suppress(OSError, VolumeError):
+            names = retry(lambda: _names_of_step(store, step), where=where, what=what)
     names = world.broadcast_json(names)
     if names is None:
-        raise VolumeError(f"{store.reader.locate('')}: the checkpoints cannot be listed")
+        raise VolumeError(f"{where}: {what}")
     problems: list[Problem] = []
     for name in names:
         try:
@@ -133,7 +151,19 @@ def load_of_step(
     what = f"holds no checkpoint of step {step} that this run went on from"
     why = "later steps were trained beside its weights, which no other checkpoint has"
     remedy = f"Restore step-{step} from a copy, or move all later checkpoints away to train them again"
-    raise CheckpointError(Problem(store.reader.locate(""), what, why, remedy), *problems)
+    raise CheckpointError(Problem(where, what, why, remedy), *problems)
+
+
+def _names_of_step(store: Store, step: int) -> list[str]:
+    """Names of the step's checkpoints, newest first. Raises OSError."""
+    names = [one.name for one in store.catalog.scan() if one.version.step == step]
+    first = next(checkpoint_names(Version(step, 0, 0)))
+    if first not in names:
+        # A listing of a network volume may be old; a file that is opened by its name is not.
+        with contextlib.suppress(InvalidCheckpointError, UnknownFormatError):
+            store.reader.read_manifest(first, patient=True)
+            names.append(first)
+    return names
 
 
 def _load_first_whole(
@@ -142,20 +172,26 @@ def _load_first_whole(
     """Choose and load until one checkpoint could be loaded on all ranks, or none is left; what was passed
     over."""
     rejected: list[Rejected] = []
+    unread: list[str] = []
     # Ends: what was tried once is not chosen again.
     while True:
         choice = choose_together(search, rejected, world)
         if choice.trouble:
             raise VolumeError(choice.trouble)
+        if choice.problems and unread:
+            # To refuse is to end the run for good, and what could not be read this time may be whole.
+            raise VolumeError(unread[0])
         _raise_problems(choice.problems)
         if not choice.checkpoint:
             return choice, rejected
         rejected += [Rejected(**passed) for passed in choice.rejected]
-        failures = load(search, choice, state, world)
-        if not failures:
+        failure = load(search, choice, state, world)
+        if failure is None:
             return choice, rejected
+        if not failure.is_damage:
+            unread.append(failure.reason)
         # It validated and could not be read: the next older one may do. All ranks go round together.
-        rejected.append(Rejected(choice.checkpoint, choice.step, "; ".join(failures), None))
+        rejected.append(Rejected(choice.checkpoint, choice.step, failure.reason, None))
 
 
 def read_state(
@@ -225,53 +261,65 @@ def compare_tensors(
 
 def _load_parts(
     search: Search, choice: Choice, state: Mapping[str, torch.Tensor], world: World
-) -> list[str]:
-    """Read on every rank what it holds, and agree; the ranks' failures, none if all succeeded."""
-    problems, failure = list[Problem](), ""
+) -> LoadFailure | None:
+    """Read on every rank what it holds, and agree; the ranks' failure, None if all succeeded."""
+    problems = list[Problem]()
+    refusal: dict[str, Any] | None = None
     try:
         table, problems = _open(search, choice, state)
         if not problems:
             _read(search, choice, table, state)
-    except (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError) as error:
-        failure = f"rank {world.rank}: {error}"
+    except _REFUSALS as error:
+        refusal = _describe(error, world)
     # The one collective of this path: a rank that failed must not leave the others with another state.
     answers = world.gather_json(
-        {"problems": [asdict(problem) for problem in problems], "failure": failure}
+        {"problems": [asdict(problem) for problem in problems], "refusal": refusal}
     )
     _raise_problems(next((answer["problems"] for answer in answers if answer["problems"]), []))
-    return [answer["failure"] for answer in answers if answer["failure"]][:3]
+    refusals = [answer["refusal"] for answer in answers if answer["refusal"]]
+    if not refusals:
+        return None
+    reason = "; ".join(one["reason"] for one in refusals[:3])
+    return LoadFailure(reason, any(one["is_damage"] for one in refusals))
 
 
 def _load_and_pass_along(
     search: Search, choice: Choice, state: Mapping[str, torch.Tensor], world: World
-) -> list[str]:
-    """Read on rank 0, and give what it reads to the others; why that failed, nothing if it did not."""
+) -> LoadFailure | None:
+    """Read on rank 0, and give what it reads to the others; why that failed, None if it did not."""
     table: Table = {}
-    problems, failure = list[Problem](), ""
+    problems = list[Problem]()
+    refusal: dict[str, Any] | None = None
     if world.is_main:
         try:
             table, problems = _open(search, choice, state)
-        except (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError) as error:
-            failure = str(error)
+        except _REFUSALS as error:
+            refusal = _describe(error, world)
 
     def fill(piece: Mapping[str, torch.Tensor]) -> bool:
-        nonlocal failure
+        nonlocal refusal
         try:
             _read(search, choice, {key: table[key] for key in piece}, piece)
-        except (InvalidCheckpointError, OSError, VolumeError) as error:
-            failure = str(error)
-        return not failure
+        except _REFUSALS as error:
+            refusal = _describe(error, world)
+        return refusal is None
 
     # Said before the first tensor: all replicas have the same tensors, so that rank 0's comparison speaks for
     # all, and none of them waits for tensors that will not come.
     opened = world.broadcast_json(
-        {"problems": [asdict(problem) for problem in problems], "failure": failure}
+        {"problems": [asdict(problem) for problem in problems], "refusal": refusal}
     )
     _raise_problems(opened["problems"])
-    if not opened["failure"] and pass_along(state, world, fill=fill):
-        return []
+    if not opened["refusal"] and pass_along(state, world, fill=fill):
+        return None
     # The transfer has ended on all ranks, whole or not; only rank 0 has the reason.
-    return [f"rank 0: {world.broadcast_json(failure)}"]
+    return LoadFailure(**world.broadcast_json(refusal))
+
+
+def _describe(error: Exception, world: World) -> dict[str, Any]:
+    """The fields of a LoadFailure, as they travel to the other ranks."""
+    is_damage = not isinstance(error, OSError | VolumeError)
+    return {"reason": f"rank {world.rank}: {error}", "is_damage": is_damage}
 
 
 def _open(
@@ -279,13 +327,17 @@ def _open(
 ) -> tuple[Table, list[Problem]]:
     """The chosen checkpoint's table, and what keeps it from filling ``state``.
 
-    Raises InvalidCheckpointError or OSError.
+    Raises as ``_read_patiently`` does.
     """
     reader = search.store.reader
-    manifest = reader.read_manifest(choice.checkpoint, patient=True)
-    if manifest.checksum != choice.checksum:
-        raise InvalidCheckpointError("the manifest is not the one that rank 0 validated")
-    table = open_table(reader, choice.checkpoint, manifest, prefix=search.prefix)
+
+    def read() -> Table:
+        manifest = reader.read_manifest(choice.checkpoint, patient=True)
+        if manifest.checksum != choice.checksum:
+            raise InvalidCheckpointError("the manifest is not the one that rank 0 validated")
+        return open_table(reader, choice.checkpoint, manifest, prefix=search.prefix)
+
+    table = _read_patiently(search, choice, read)
     problems = compare_tensors(table, state, where=reader.locate(choice.checkpoint))
     if not problems:
         conversions = {
@@ -301,13 +353,18 @@ def _open(
 def _read(
     search: Search, choice: Choice, table: Table, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read with patience. Raises InvalidCheckpointError; OSError or VolumeError where the volume cannot be
-    read."""
-    retry(
-        lambda: read_state(search.store.reader, choice.checkpoint, table, state),
-        where=search.store.reader.locate(choice.checkpoint),
-        what="the checkpoint cannot be read",
-    )
+    """Read the tensors of ``state`` with patience. Raises as ``_read_patiently`` does."""
+    reader = search.store.reader
+    _read_patiently(search, choice, lambda: read_state(reader, choice.checkpoint, table, state))
+
+
+def _read_patiently(search: Search, choice: Choice, read: Callable[[], Result]) -> Result:
+    """Read a part of the chosen checkpoint, again where the volume refuses for a moment.
+
+    Raises InvalidCheckpointError; OSError or VolumeError where the volume cannot be read.
+    """
+    where = search.store.reader.locate(choice.checkpoint)
+    return retry(read, where=where, what="the checkpoint cannot be read")
 
 
 def _raise_problems(problems: list[dict[str, Any]]) -> None:

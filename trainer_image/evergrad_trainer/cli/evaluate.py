@@ -114,7 +114,7 @@ def _open(
             run.training, base_directory=base, prepared_directory=shared
         ),
     )
-    remove_stale_cuts(args.run, [one.name for one in list_checkpoints(store)])
+    remove_stale_cuts(args.run, lambda: [one.name for one in list_checkpoints(store)])
     return Evaluator(
         opened,
         store,

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+MARKS: Final = 2
+"""Number of the rule of ``marks_of``. Another rule gives rows other marks, and needs another number."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,22 @@ class MarkedText(str):
         return made
 
 
-def marks_of(text: MarkedText, starts: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """Which of the tokens that begin at these characters are learned: those that begin in a span."""
-    begins = np.array([span.start for span in text.spans], dtype=np.int64)
-    ends = np.array([span.end for span in text.spans], dtype=np.int64)
-    places = np.asarray(starts, dtype=np.int64)
-    if not len(begins):
+def marks_of(text: MarkedText, offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Which of the tokens of these characters are learned: those that have a character in a span.
+
+    A token that begins before a span and reaches into it is one of them, as in transformers: the model cannot
+    learn the rest of it by itself. A token of no character counts as the one that it stands before.
+    """
+    spans = [span for span in text.spans if span.start < span.end]
+    places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    if not spans:
         return np.zeros(len(places), dtype=np.bool_)
-    at = np.searchsorted(begins, places, side="right") - 1
-    marks: npt.NDArray[np.bool_] = (at >= 0) & (places < ends[at])
+    begins = np.array([span.start for span in spans], dtype=np.int64)
+    ends = np.array([span.end for span in spans], dtype=np.int64)
+    starts, lasts = places[:, 0], np.maximum(places[:, 0], places[:, 1] - 1)
+    # Spans do not overlap: where a token is in any, it is in the last of those that begin up to its end.
+    at = np.searchsorted(begins, lasts, side="right") - 1
+    marks: npt.NDArray[np.bool_] = (at >= 0) & (starts < ends[at])
     return marks
 
 

@@ -20,11 +20,12 @@ PERIOD: Final = 65536
 _CACHED_PERMUTATIONS: Final = 256
 
 
-def quantise_weights(weights: Sequence[float]) -> list[int]:
+def quantise_weights(weights: Sequence[float], *, fields: Sequence[str] = ()) -> list[int]:
     """Round weights to shares of ``PERIOD`` by largest remainder: each within 1 of its exact share, their sum
     exact.
 
-    Raises ConfigurationError for a weight so small that its share would be 0.
+    ``fields``: the weights' places in the file; without them they are those of ``data.sources``. Raises
+    ConfigurationError for a weight so small that its share would be 0.
     """
     # Fractions: rounding of floats must not decide who gets the last position.
     exact = [Fraction(weight) for weight in weights]
@@ -48,7 +49,7 @@ def quantise_weights(weights: Sequence[float]) -> list[int]:
         enough = math.ceil(least / unit) * unit
         problems.append(
             Problem(
-                f"spec.training.data.sources[{source}].weight",
+                fields[source] if fields else f"spec.training.data.sources[{source}].weight",
                 f"{weights[source]:g} is too small a share of all weights",
                 f"shares are rounded to 1/{PERIOD} and this one becomes 0",
                 f"Raise it to at least {enough:g}, or remove the source",

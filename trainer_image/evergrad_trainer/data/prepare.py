@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import TEXT_TYPES, Training
@@ -53,6 +53,7 @@ __all__ = [
     "resolve_prepared_directory",
 ]
 
+_Named = TypeVar("_Named", SourceEntry, PreparedSource)
 _HELD_OUT: Final = "spec.training.data.heldOut"
 _MOST_NAMES: Final = 5
 """Files that a message names one by one."""
@@ -150,7 +151,7 @@ def check_unchanged(
     )
     pairs = (
         *zip(training_sources(training, base_directory), recorded.sources, strict=False),
-        *zip(evaluation_sources(training, base_directory), recorded.evaluation, strict=False),
+        *_pair_by_name(evaluation_sources(training, base_directory), recorded.evaluation),
     )
     files = _find_all([source for source, _ in pairs], root)
 
@@ -163,7 +164,13 @@ def check_unchanged(
             new = {relative_name(path, source): scan.content_hash for path, scan in now.files}
             is_expanded = source.is_expanded(paths)
             problems.append(
-                _change_of(source.path, before, now.content_hash, new if is_expanded else {})
+                _change_of(
+                    source.path,
+                    before,
+                    now.content_hash,
+                    new if is_expanded else {},
+                    is_evaluated=before in recorded.evaluation,
+                )
             )
     raise_if(problems, DataError)
 
@@ -176,7 +183,7 @@ def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
     """
     pairs = (
         *zip(prepared.sources, recorded.sources, strict=False),
-        *zip(prepared.evaluation, recorded.evaluation, strict=False),
+        *_pair_by_name(prepared.evaluation, recorded.evaluation),
     )
     problems = [
         _change_of(
@@ -184,6 +191,7 @@ def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
             before,
             now.content_hash,
             {file.name: file.content_hash for file in now.files},
+            is_evaluated=before in recorded.evaluation,
         )
         for now, before in pairs
         if now.content_hash != before.content_hash
@@ -191,21 +199,36 @@ def check_prepared(recorded: Prepared, prepared: Prepared) -> None:
     raise_if(problems, DataError)
 
 
+def _pair_by_name(
+    now: Sequence[_Named], recorded: Sequence[PreparedSource]
+) -> list[tuple[_Named, PreparedSource]]:
+    """The evaluation sources that there were before, too: others may come, go and change places, but the
+    results of one name are of one content."""
+    before = {source.name: source for source in recorded}
+    return [(source, before[source.name]) for source in now if source.name in before]
+
+
 def _change_of(
-    path: Path, before: PreparedSource, content_hash: str, new: Mapping[str, str]
+    path: Path,
+    before: PreparedSource,
+    content_hash: str,
+    new: Mapping[str, str],
+    *,
+    is_evaluated: bool,
 ) -> Problem:
     """The problem of a source whose content is not what was prepared, with the files that differ.
 
-    ``new``: hashes of the files of a folder or pattern by their names; empty for one file.
+    ``new``: hashes of the files of a folder or pattern by their names; empty for one file. ``is_evaluated``:
+    it is one of ``evaluation.sources``.
     """
+    other = "train the new content under another run name"
+    if is_evaluated:
+        other = "give the evaluation source another name, which has results of its own"
     old = {file.name: file.content_hash for file in before.files}
     if not old or not new:
         what = "its content changed since this run was prepared"
         why = f"the fingerprint was {before.content_hash} and is {content_hash}"
-        remedy = (
-            "Restore the file to go on with this run, or train the new content under another "
-            "run name"
-        )
+        remedy = f"Restore the file to go on with this run, or {other}"
         return Problem(str(path), what, why, remedy)
 
     # By their names, since the order of the files and with it that of all documents follows from these.
@@ -217,9 +240,7 @@ def _change_of(
     )
     shown = [f"{word}: {_some(names)}" for word, names in differences if names]
     what = "its files are not those that this run was prepared from"
-    remedy = (
-        "Restore them to go on with this run, or train the new content under another run name"
-    )
+    remedy = f"Restore them to go on with this run, or {other}"
     return Problem(str(path), what, "; ".join(shown), remedy)
 
 

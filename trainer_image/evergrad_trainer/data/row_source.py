@@ -1,5 +1,7 @@
 """Rows of marked tokens as items: one or several rows a sample, each seeing itself alone."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,8 +13,8 @@ import torch
 from evergrad_trainer.data.batch import Rows
 from evergrad_trainer.data.marked_text import split_marks
 from evergrad_trainer.data.packing import one_each, pack
-from evergrad_trainer.data.prepared import PreparedSource, TokenSequence
-from evergrad_trainer.data.token_files import TokenReader, read_documents
+from evergrad_trainer.data.prepared import PreparedSource, Shard, TokenSequence
+from evergrad_trainer.data.token_files import TokenReader, read_documents, unreadable
 from evergrad_trainer.data.token_source import (
     IGNORE_INDEX,
     INPUT_IDS,
@@ -20,6 +22,7 @@ from evergrad_trainer.data.token_source import (
     POSITIONS,
     place_of_line,
 )
+from evergrad_trainer.errors import DataError
 
 _MOST_PLACES = 3
 
@@ -36,7 +39,7 @@ class RowReader:
     """The rows of a sequence of marked tokens, by their number."""
 
     def __init__(self, source: PreparedSource, sequence: TokenSequence) -> None:
-        """Raises DataError if the index of the rows cannot be read."""
+        """Raises DataError if the index of the rows cannot be read, or is not the one that was written."""
         self.source = source
         # Only spans are read, so that the length of windows plays no part.
         self._reader = TokenReader(sequence, sequence_length=1, end_of_document=0)
@@ -45,11 +48,10 @@ class RowReader:
         for start, shard in zip(
             accumulate([0, *(one.tokens for one in shards)]), shards, strict=False
         ):
-            # A source of rows is prepared here, and each shard has its index.
-            assert shard.documents is not None  # noqa: S101
-            index = read_documents(shard.documents)
+            index = _read_index(shard)
             begins.append(index[:, 0] + start)
             lines.append(index[:, 1])
+        _check_number(source, sequence, sum(map(len, lines)))
         self._begins = np.concatenate(begins) if begins else np.empty(0, dtype=np.int64)
         self._lines = np.concatenate(lines) if lines else np.empty(0, dtype=np.int64)
         self.lengths: npt.NDArray[np.int64] = np.diff(self._begins, append=sequence.tokens)
@@ -73,6 +75,32 @@ class RowReader:
         return "; ".join(places) + (f" and {more} more" if more > 0 else "")
 
 
+def _read_index(shard: Shard) -> npt.NDArray[np.int64]:
+    """First token and line [n, 2] of each row of a shard. Raises DataError."""
+    # A source of rows is prepared here, and each shard has its index.
+    assert shard.documents is not None  # noqa: S101
+    index = read_documents(shard.documents)
+    # Each row is trained on as far as the next one begins: what is wrong here would be no error anywhere.
+    begins = index[:, 0]
+    lengths = np.diff(begins, prepend=0, append=shard.tokens)
+    if not len(begins) or lengths[0] != 0 or lengths[1:].min() < 1:
+        what = f"is no index of rows of {shard.tokens} tokens"
+        raise DataError(unreadable(shard.documents, what))
+    return index
+
+
+def _check_number(source: PreparedSource, sequence: TokenSequence, number: int) -> None:
+    """Raise DataError unless the indices of all shards have as many rows as were prepared."""
+    held_out = source.held_out_documents or 0
+    wanted = held_out if sequence == source.held_out else (source.documents or 0) - held_out
+    if number == wanted:
+        return
+    # An index that ends early is whole by itself, and its last row then holds all that follow.
+    (path,) = [shard.documents for shard in sequence.shards[:1] if shard.documents is not None]
+    every = path.with_name(f"{path.stem.rpartition('-')[0]}-*{path.suffix}")
+    raise DataError(unreadable(every, f"name {number} rows together, and there are {wanted}"))
+
+
 class RowSource:
     """``input_ids``, ``labels`` and ``position_ids``, int64 [items, S], of whole rows one behind the other.
 
@@ -91,7 +119,9 @@ class RowSource:
         learns_everything: bool = False,
     ) -> None:
         """``is_packed``: several rows share an item."""
-        self.fingerprint = reader.source.fingerprint
+        # Rows as they are prepared are the same for each of these, and items and labels are not.
+        said = [reader.source.fingerprint, sequence_length, is_packed, learns_everything]
+        self.fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
         self.reader = reader
         self._length = sequence_length
         self._is_packed = is_packed

@@ -43,7 +43,9 @@ class TrainingStream:
         for order in self._orders:
             self._first_source.append(self._first_source[-1] + len(order.sources))
         self._named = [pair for order in self._orders for pair in order.sources]
-        self.num_samples = sum(len(source) for _, source in self._named)
+        # What an epoch is of: a source that several stages have is there once.
+        sizes = {(name, source.fingerprint): len(source) for name, source in self._named}
+        self.num_samples = sum(sizes.values())
         self.fingerprint = self._compute_fingerprint(seed)
 
     def slot(self, step: int, slot: int) -> Batch:

@@ -145,7 +145,7 @@ class _Files:
                 )
             except FileNotFoundError as error:
                 what = f"cannot be read ({error.strerror})"
-                raise DataError(_unreadable(path, what)) from error
+                raise DataError(unreadable(path, what)) from error
             except OSError as error:
                 raise volume_error(error, path, "cannot be read") from error
             if size is None:
@@ -153,7 +153,7 @@ class _Files:
             if size == shortest:
                 end = offset + len(target)
                 what = f"ends at byte {size}; a sample needs those up to {end}"
-                raise DataError(_unreadable(path, what))
+                raise DataError(unreadable(path, what))
             # A client of a network volume may know an old size until the file is opened again.
             shortest = size
             self._drop(path)
@@ -206,7 +206,8 @@ def _close_all(files: "OrderedDict[Path, int]") -> None:
         os.close(descriptor)
 
 
-def _unreadable(path: Path, what: str) -> Problem:
+def unreadable(path: Path, what: str) -> Problem:
+    """The problem of a file that is not as it was when it was prepared."""
     remedy = (
         "If it is a source file, restore it; if it is prepared data, delete the directory "
         f"{path.parent} and prepare again"
@@ -219,4 +220,4 @@ def read_documents(path: Path) -> npt.NDArray[Any]:
     try:
         return np.fromfile(path, dtype="<i8").reshape(-1, 2)
     except (OSError, ValueError) as error:
-        raise DataError(_unreadable(path, f"cannot be read ({error})")) from error
+        raise DataError(unreadable(path, f"cannot be read ({error})")) from error

@@ -72,14 +72,15 @@ class TextTokenizer(Protocol):
         """The ids of all texts in one array, each text followed by the end id, and the number of ids of each
         (end included)."""
 
-    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
-        """The ids of a text, without any special token around them, and the character at which each begins.
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text, without any special token around them, and the characters [start, end) of each.
 
         The spelling of a special token in the text is that token.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids; ends of documents are left out."""
+        """The text of some ids. Ends of documents are left out, and ids without a text, which a model with a
+        larger vocabulary gives."""
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the tokenizer so that transformers' AutoTokenizer gives the same ids."""
@@ -132,24 +133,25 @@ class ByteTokenizer:
         tokens[ends] = BYTE_END
         return tokens, np.diff(ends, prepend=-1)
 
-    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         ids: list[int] = []
-        starts: list[int] = []
+        offsets: list[tuple[int, int]] = []
         place = 0
         for at, part in enumerate(text.split(BYTE_END_TOKEN)):
             if at:
                 ids.append(BYTE_END)
-                starts.append(place)
+                offsets.append((place, place + len(BYTE_END_TOKEN)))
                 place += len(BYTE_END_TOKEN)
             data = np.frombuffer(_utf8([part])[0], dtype=np.uint8)
             # All but the first byte of a character begin with the bits 10.
-            starts += (np.cumsum((data & 0xC0) != 0x80) - 1 + place).tolist()
+            starts: list[int] = (np.cumsum((data & 0xC0) != 0x80) - 1 + place).tolist()
+            offsets += [(start, start + 1) for start in starts]
             ids += data.tolist()
             place += len(part)
-        return ids, starts
+        return ids, offsets
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(one for one in ids if one != BYTE_END).decode("utf-8", errors="replace")
+        return bytes(one for one in ids if one < BYTE_END).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: Path) -> None:
         """A BPE without merges over GPT-2's printable names of the 256 bytes."""
@@ -227,9 +229,9 @@ class BackendTokenizer:
             chain.from_iterable(ids), dtype=self.dtype, count=int(lengths.sum())
         ), lengths
 
-    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoding = self._backend.encode(text, add_special_tokens=False)
-        return encoding.ids, [start for start, _ in encoding.offsets]
+        return encoding.ids, encoding.offsets
 
     def decode(self, ids: Iterable[int]) -> str:
         wanted = [one for one in ids if one != self.end_of_document]

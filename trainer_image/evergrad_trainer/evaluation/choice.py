@@ -1,5 +1,6 @@
 """Which checkpoint and which sets are meant. Raises what a person can mend."""
 
+import functools
 from collections.abc import Collection, Sequence
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
@@ -35,7 +36,8 @@ def choose_checkpoint(store: Store, asked: str) -> Candidate:
     """The checkpoint that ``asked`` means: ``last``, ``best``, or a step.
 
     Of several of one step, and for ``last``, it is the newest whose files have their sizes. Raises
-    CheckpointError where there is none, ConfigurationError for what is no step.
+    CheckpointError where there is none, ConfigurationError for what is no step, VolumeError or
+    RunDirectoryError where the volume refuses.
     """
     where = store.reader.locate("").rstrip("/")
     if asked not in ("last", "best") and not asked.isdecimal():
@@ -72,17 +74,24 @@ def choose_checkpoint(store: Store, asked: str) -> Candidate:
 
 
 def _newest_whole(store: Store, wanted: Sequence[Candidate]) -> Candidate:
-    """The first of ``wanted`` whose files are there; raises CheckpointError with the reasons of all."""
+    """The first of ``wanted`` whose files are there.
+
+    Raises CheckpointError with the reasons of all, VolumeError or RunDirectoryError where the volume refuses.
+    """
     problems = []
     for candidate in wanted:
+        where, what = store.reader.locate(candidate.name), "the checkpoint cannot be read"
+        validate = functools.partial(store.reader.validate, candidate.name, checksums=False)
         try:
-            store.reader.validate(candidate.name, checksums=False)
-        except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
+            # Tried again for a while: a moment's trouble is no reason to take an older one.
+            with reported(where, what=what):
+                manifest = retry(validate, where=where, what=what)
+        except (InvalidCheckpointError, UnknownFormatError) as error:
             remedy = "Look at it with `evergrad checkpoint verify`, or choose another one"
-            where = store.reader.locate(candidate.name)
             problems.append(Problem(where, "cannot be loaded", str(error), remedy))
         else:
-            return candidate
+            # The list may have been made in such a moment, without what the manifest says.
+            return Candidate(candidate.name, manifest.version, manifest)
     raise CheckpointError(*problems)
 
 

@@ -8,7 +8,12 @@ from typing import Any
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.leases import hold
-from evergrad_trainer.checkpoint.manifest import Candidate
+from evergrad_trainer.checkpoint.manifest import (
+    Candidate,
+    InvalidCheckpointError,
+    Manifest,
+    UnknownFormatError,
+)
 from evergrad_trainer.checkpoint.restoring import load_newest
 from evergrad_trainer.checkpoint.search import Search
 from evergrad_trainer.checkpoint.store import Store
@@ -28,6 +33,7 @@ from evergrad_trainer.run_directory import RunDirectory, reported
 from evergrad_trainer.state.registry import from_extra
 from evergrad_trainer.training.evaluation import EvaluationResult
 from evergrad_trainer.training.run import perplexity_of
+from evergrad_trainer.volume import retry
 from evergrad_trainer.worker.restoring import settle_snapshots
 
 KEPT_SECONDS = 10.0
@@ -104,7 +110,10 @@ class Evaluator:
         )
 
     def _load(self, candidate: Candidate) -> None:
-        """Load the weights of one held checkpoint, validated; its optimizer is not read."""
+        """Load the weights of one held checkpoint, validated; its optimizer is not read.
+
+        Raises CheckpointError, VolumeError or RunDirectoryError.
+        """
         session, machinery = self.opened.session, self.opened.machinery
         where = self.store.reader.locate(candidate.name)
         gone = Problem(
@@ -113,11 +122,17 @@ class Evaluator:
             "retention has removed it since it was found",
             "Choose another one, or raise spec.training.checkpoint.keep",
         )
-        # Its name may be that of another one by now, whose result would lie under this one's.
-        now, found_then = (
-            self.store.catalog.describe(candidate.name).manifest,
-            candidate.manifest,
-        )
+        # Its name may be that of another one by now, whose result would lie under this one's. Trouble of the
+        # volume says nothing of that.
+        now: Manifest | None = None
+        what = "the checkpoint cannot be read"
+        with (
+            contextlib.suppress(InvalidCheckpointError, UnknownFormatError),
+            reported(where, what=what),
+        ):
+            reader = self.store.reader
+            now = retry(lambda: reader.read_manifest(candidate.name), where=where, what=what)
+        found_then = candidate.manifest
         if now is None or found_then is None or now.checksum != found_then.checksum:
             raise CheckpointError(gone)
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -118,11 +118,21 @@ def write_cut(place: Place, values: Mapping[str, Any]) -> None:
         replace_durably(place.cut, encode_text(dumps_strict(dict(values))))
 
 
-def remove_stale_cuts(directory: Path, checkpoints: Collection[str]) -> None:
-    """Remove what belongs to checkpoints that are there no more: nobody can go on with it."""
-    folder = directory / RunFile.EVALUATIONS / CUT
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            # Behind the checkpoint's name come those of the set and the digits.
-            if not any(path.name.startswith(f"{name}.") for name in checkpoints):
+def remove_stale_cuts(directory: Path, list_names: Callable[[], Collection[str]]) -> None:
+    """Remove what belongs to checkpoints that are there no more: nobody can go on with it.
+
+    ``list_names``: names of the checkpoints that are there.
+    """
+    try:
+        cuts = list((directory / RunFile.EVALUATIONS / CUT).iterdir())
+    except OSError:
+        return
+    # Listed behind the cuts: another evaluator may begin with a checkpoint that is published meanwhile.
+    names = list_names()
+    for path in cuts:
+        # Behind the checkpoint's name come those of the set and the digits; before it the dot of a file that
+        # another evaluator is writing.
+        name = path.name.removeprefix(".")
+        if not any(name.startswith(f"{one}.") for one in names):
+            with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -1,8 +1,13 @@
 """Several documents in one row that do not see each other, and the models that can keep them apart."""
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training import Data
+from evergrad_trainer.models.experts import router_coefficient
 
 MASKED: Final = frozenset({"gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3"})
 """transformers' model types whose attention takes the mask that is given and whose places are the positions
@@ -46,3 +51,28 @@ def why_not_apart(config: Any, sequence_length: int) -> str | None:
             "take the place of that limit"
         )
     return None
+
+
+def check_packing(config: Any, data: Data, *, reads_rows: bool) -> Iterator[Problem]:
+    """Check that the model trains on what ``data.packing`` puts into a sample, and on nothing else."""
+    where = "spec.training.data.packing"
+    if data.packing == "documents":
+        why = why_not_apart(config, data.sequence_length)
+        if why is not None:
+            instead = "none" if reads_rows else "concatenate"
+            yield Problem(
+                where,
+                "documents cannot be kept apart in this model",
+                why,
+                f"Set data.packing: {instead}, or use one of {', '.join(sorted(MASKED))}",
+            )
+    elif data.packing == "none" and reads_rows and router_coefficient(config):
+        without = "router_aux_loss_coef: 0 in the model's configuration to train without it"
+        is_masked = why_not_apart(config, data.sequence_length) is None
+        remedy = f"Set data.packing: documents, or {without}" if is_masked else f"Set {without}"
+        yield Problem(
+            where,
+            f"none cannot be combined with the router loss of {config.model_type}",
+            "it is a mean over all places of a sample, most of which only fill it up behind the row",
+            remedy,
+        )

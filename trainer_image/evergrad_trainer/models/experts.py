@@ -12,14 +12,16 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
+def has_router_loss(config: "PreTrainedConfig") -> bool:
+    """Whether transformers computes a router loss at each call of the model, whatever it weighs."""
+    return bool(getattr(config.get_text_config(), "output_router_logits", False))
+
+
 def router_coefficient(config: "PreTrainedConfig") -> float:
     """Return the weight of the router loss in the loss of a token; 0 for a model that computes none."""
-    text = config.get_text_config()
-    return (
-        float(_coefficient(text) or 0.0)
-        if getattr(text, "output_router_logits", False)
-        else 0.0
-    )
+    if not has_router_loss(config):
+        return 0.0
+    return float(_coefficient(config.get_text_config()) or 0.0)
 
 
 def check_experts(config: "PreTrainedConfig", *, where: str) -> Iterator[Problem]:

@@ -108,6 +108,8 @@ def memory_of(
         gathered = (
             GROUPS_GATHERED * block * product + 2 * block * weight + tables * (product + weight)
         )
+        # A reference's blocks are gone before the model's come; its head is needed beside the model's.
+        gathered += references * facts.vocab_size * facts.hidden_size * product
     else:
         exact = 8 if training.reproducibility.elastic == "exact" else 0
         casts = 2 if runtime.precision == "bf16-autocast" else 0

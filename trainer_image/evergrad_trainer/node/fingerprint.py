@@ -2,7 +2,9 @@
 the user's own files."""
 
 import contextlib
+import hashlib
 import importlib.metadata
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,14 +54,18 @@ def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
 
 
 def fingerprint_of_plan(plan: "SessionPlan") -> dict[str, str]:
-    """Collect what is known once a typed run is planned: its data, its length and its task's files.
+    """Collect what is known once a typed run is planned: its data, its evaluation sets, its length and its
+    task's files.
 
-    Nodes whose folders differ would each train its own share of another data set, and end at another step.
+    Nodes whose folders differ would each train its own share of another data set, and end at another step;
+    their evaluations would be means over parts of several sets.
     """
     found = {"steps": str(plan.numbers.total_steps)}
     # Of the content, wherever it lies: it is what checkpoints are compared by.
     if plan.opened is not None:
         found["data"] = plan.opened.data.fingerprint
+        sets = [[one.name, one.fingerprint] for one in plan.opened.data.evaluation]
+        found["evaluation"] = hashlib.sha256(json.dumps(sets).encode()).hexdigest()[:16]
     # As they were opened: preparing data may have taken hours since they were first read.
     if plan.task_hash:
         found[TASK] = plan.task_hash

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.models.documents import keep_apart
-from evergrad_trainer.models.experts import router_coefficient
+from evergrad_trainer.models.experts import has_router_loss, router_coefficient
 from evergrad_trainer.objectives.linear_cross_entropy import (
     find_head,
     linear_cross_entropy,
@@ -42,7 +42,8 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
 
     config: Any = getattr(model, "config", None)
     coefficient = 0.0 if config is None else router_coefficient(config)
-
+    # A router loss that weighs nothing is computed as well.
+    takes_mask = config is None or not has_router_loss(config)
     head = None if chunk_tokens is None else find_head(model)
 
     def loss_sum(
@@ -50,9 +51,7 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
         labels: torch.Tensor,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        apart = (
-            {} if position_ids is None else keep_apart(position_ids, with_mask=not coefficient)
-        )
+        apart = {} if position_ids is None else keep_apart(position_ids, with_mask=takes_mask)
         with nullcontext() if head is None else without(head):
             outputs = model(input_ids=input_ids, use_cache=False, **apart)
         if head is not None and chunk_tokens is not None:

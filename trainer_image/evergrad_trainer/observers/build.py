@@ -34,6 +34,8 @@ class Surroundings:
     directory: RunDirectory
     run: str
     training: Training
+    base_directory: Path
+    """Where relative paths of the file begin."""
     stream: TextIO
     """Where progress goes; a bar if it is a terminal."""
     should_stop: Callable[[], bool]
@@ -69,10 +71,14 @@ def _build_trackers(around: Surroundings) -> list[Observer]:
     trackers = around.training.logging.trackers
     # One patience for all: each end waits for them together.
     patience = Patience()
-    return [
-        TrackerObserver(one, find_opener(one.type), around.directory, patience=patience)
-        for one in trackers
-    ]
+    made: list[Observer] = []
+    for one in trackers:
+        if one.directory is not None:
+            place = str(around.base_directory / one.directory)
+            one = one.model_copy(update={"directory": place})
+        opener = find_opener(one.type)
+        made.append(TrackerObserver(one, opener, around.directory, patience=patience))
+    return made
 
 
 def _build_profiler(around: Surroundings) -> Observer | None:

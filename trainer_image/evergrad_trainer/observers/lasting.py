@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from evergrad_trainer.observers.base import BaseObserver, Observer, Observers
+from evergrad_trainer.observers.monitors import Monitors
 from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord, Wish
 
 MAX_STATE_BYTES: Final = 64 * 1024
@@ -90,6 +91,13 @@ class Lasting(Observers):
         for name, observer in self._names.items():
             state = self._states.get(name, {})
             self._ask(observer, lambda one, state=state: one.load_state(state))  # type: ignore[misc]
+
+    def repeat(self, record: StepRecord) -> None:
+        """Have monitors say once more what has begun with the newest step: the process that was to write it
+        down is gone, as is its record, ``record``."""
+        for observer in self._names.values():
+            if isinstance(observer, Monitors):
+                self._ask(observer, lambda one: one.repeat(record))  # type: ignore[attr-defined]
 
     def reset(self) -> None:
         """Go back to the state before the first step."""

@@ -53,6 +53,13 @@ class Monitors(BaseObserver):
         for name, watch in self._watches.items():
             watch.load_state(kept.get(name, {}))
 
+    def repeat(self, record: StepRecord) -> None:
+        """Tell the listener what has begun with the newest step, whose record this is."""
+        for watch in self._watches.values():
+            alert = watch.alert_of(record.step)
+            if alert is not None:
+                self.listener.event(_event_of(alert, record.generation))
+
     def _look(
         self, record: StepRecord | EvaluationRecord, measured: Mapping[str, float]
     ) -> None:

@@ -20,7 +20,10 @@ _log = logging.getLogger(__name__)
 
 WRITING_SECONDS: Final = 10.0
 """How long the end of a process waits for its last trace."""
+PARTIAL_SECONDS: Final = 3600.0
+"""A file that was begun so long before another one was finished is nobody's any more: it takes seconds."""
 _FILE: Final = re.compile(r"step-(\d+)\.")
+_PARTIAL: Final = ".partial.json.gz"
 
 
 class Trace(Protocol):
@@ -115,7 +118,7 @@ class Profiler(BaseObserver):
     def _write(self, trace: Trace, name: str) -> None:
         try:
             path = self._folder / f"{name}.trace.json.gz"
-            partial = path.with_name(f".{name}.partial.json.gz")
+            partial = path.with_name(f".{name}{_PARTIAL}")
             trace.export_chrome_trace(str(partial))
             partial.replace(path)
             _log.info("traced %d steps: %s", self._settings.steps, path)
@@ -135,12 +138,32 @@ def is_first(settings: Profile, step: int) -> bool:
 
 
 def prune(folder: Path, *, keep: int) -> None:
-    """Remove the files of all traces but those of the ``keep`` newest steps, of whichever process."""
+    """Remove the files of all steps but the ``keep`` that were written last, of whichever process, and those
+    that a kill has left unfinished."""
     found: dict[int, list[Path]] = {}
+    times: dict[int, float] = {}
+    partial: list[tuple[float, Path]] = []
     for path in folder.iterdir():
-        if match := _FILE.match(path.name):
-            found.setdefault(int(match[1]), []).append(path)
-    for step in sorted(found)[:-keep]:
-        for path in found[step]:
-            # Another process may do the same.
-            path.unlink(missing_ok=True)
+        match = _FILE.match(path.name)
+        if match is None and not path.name.endswith(_PARTIAL):
+            continue
+        try:
+            written = path.stat().st_mtime
+        except FileNotFoundError:
+            # Another process has removed it.
+            continue
+        if match is None:
+            partial.append((written, path))
+            continue
+        step = int(match[1])
+        found.setdefault(step, []).append(path)
+        times[step] = max(written, times.get(step, written))
+
+    # By time, since the newest trace of a run that went back has a lower step than older ones.
+    newest_first = sorted(found, key=lambda step: (times[step], step), reverse=True)
+    removed = [path for step in newest_first[keep:] for path in found[step]]
+    # By the volume's clock alone: hosts have others, and the process of a lost host is not to be looked for.
+    now = max(times.values(), default=0.0)
+    removed += [path for written, path in partial if now - written > PARTIAL_SECONDS]
+    for path in removed:
+        path.unlink(missing_ok=True)

@@ -134,6 +134,16 @@ class Watch:
         self.alerts += 1
         return Alert(rule, step, mean, threshold)
 
+    def alert_of(self, step: int) -> Alert | None:
+        """The alert of the newest step, ``step``, where it has raised one: another process may have said it
+        to nobody."""
+        if self.since != step:
+            return None
+        mean = math.fsum(self.values) / self.rule.window
+        is_plateau = self.rule.kind in ("plateau", "early stop")
+        threshold = self.reference if is_plateau else self._judge(mean)
+        return None if threshold is None else Alert(self.rule, step, mean, threshold)
+
     def _judge(self, mean: float) -> float | None:
         """The threshold that ``mean`` is beyond; None while all is well."""
         rule, reference = self.rule, self.reference
@@ -160,10 +170,11 @@ class Watch:
         return reference if self.waited >= rule.patience else None
 
     def state(self) -> dict[str, Any]:
-        """Everything but the rule, as JSON values."""
+        """What there is to remember, as JSON values."""
         return {
             "values": list(self.values),
             "others": list(self.others),
+            "of": self.rule.of,
             "reference": self.reference,
             "waited": self.waited,
             "since": self.since,
@@ -171,16 +182,30 @@ class Watch:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`; the rule may have been changed in place meanwhile."""
-        window = self.rule.window
+        """Go on from :meth:`state`; the rule may have been changed in place meanwhile.
+
+        What has begun by the rule of then is over where it would not be by that of now: a run that it has
+        stopped goes on.
+        """
+        window, rule = self.rule.window, self.rule
         self.values = [float(one) for one in state.get("values", ())][-window:]
         self.others = [float(one) for one in state.get("others", ())][-window:]
+        if rule.of and state.get("of", rule.of) != rule.of:
+            # What stands beside the values is of another metric.
+            self.values, self.others = [], []
         self.reference = state.get("reference")
         self.waited = int(state.get("waited", 0))
         self.since = state.get("since")
         self.alerts = int(state.get("alerts", 0))
-        if self.rule.kind in ("plateau", "early stop") and self.waited < self.rule.patience:
-            # More patience than before: the run goes on.
+        if self.since is None:
+            return
+        if rule.kind in ("plateau", "early stop"):
+            is_over = self.waited < rule.patience
+        else:
+            # The same values by the same rule are beyond the same threshold: nothing is over then.
+            is_over = len(self.values) < window
+            is_over = is_over or self._judge(math.fsum(self.values) / window) is None
+        if is_over:
             self.since = None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-REDACTED = "<redacted>"
+from evergrad_manifest.values.urls import REDACTED, hide_credentials
 
 _SECRET_WORDS = frozenset(
     {
@@ -27,7 +27,6 @@ _SECRET_PAIRS = frozenset(
     {("api", "key"), ("access", "key"), ("private", "key"), ("secret", "key"), ("auth", "key")}
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def is_secret(key: str) -> bool:
@@ -59,7 +58,7 @@ def redact_command(words: Sequence[str]) -> list[str]:
         elif equals and names_secret:
             redacted.append(f"{prefix}{key}={REDACTED}")
         else:
-            redacted.append(hide_home(_CREDENTIALS_IN_URL.sub(f"{REDACTED}@", word)))
+            redacted.append(hide_home(hide_credentials(word)))
         is_value_secret = word.startswith("-") and not equals and is_secret(word)
     return redacted
 

@@ -14,7 +14,7 @@ from evergrad_trainer.models.parallel import reshard
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
-from evergrad_trainer.task import Loss, Modules, Tensors
+from evergrad_trainer.task import Evaluator, Loss, Modules, Tensors
 from evergrad_trainer.training.evaluation import Measure
 from evergrad_trainer.training.frozen import require_unchanged
 from evergrad_trainer.training.step_parts import LossOf, StepOutcome
@@ -161,8 +161,9 @@ def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[st
         if metrics is None:
             metrics = opened.task.metrics
         parts = tuple(metrics) if evaluator.parts is None else tuple(evaluator.parts)
+        summarize = _build_summary(name, evaluator, tuple(metrics), opened.code)
         if measure is None:
-            return Measure(loss_of, parts)
+            return Measure(loss_of, parts, summarize)
 
         def measured(tensors: Tensors, stage: Stage) -> Loss:
             with opened.code.guarding(f"its evaluator {name}"):
@@ -170,6 +171,39 @@ def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[st
             _check_parts(loss, parts, stage, opened.code)
             return loss
 
-        return Measure(measured, parts, evaluator.summarize or dict, is_own=True)
+        return Measure(measured, parts, summarize, is_own=True)
 
     return {name: build(name) for name in opened.evaluators}
+
+
+def _build_summary(
+    name: str, evaluator: Evaluator, metrics: Sequence[str], code: Code
+) -> Callable[[Mapping[str, float], Stage], Mapping[str, float]]:
+    """How the metrics of an evaluator are made of the means of its parts: each that it declares, and no
+    other."""
+
+    def summarize(means: Mapping[str, float], stage: Stage) -> Mapping[str, float]:
+        found: Mapping[str, float] = means
+        if evaluator.summarize is not None:
+            with code.guarding(f"summarize of its evaluator {name}"):
+                found = evaluator.summarize(means)
+        # Observers and the choice of the best checkpoint rely on the names that were declared.
+        wanted = [metric for metric in metrics if metric not in stage.without]
+        try:
+            numbers = {metric: float(value) for metric, value in dict(found).items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            given = f"what is no number under each name ({' '.join(str(error).split())[:200]})"
+        else:
+            if numbers.keys() == set(wanted):
+                return numbers
+            given = ", ".join(map(str, numbers)) or "(none)"
+        raise code.explain(
+            Problem(
+                "spec.training.recipe",
+                f"the metrics of evaluator {name} are {', '.join(wanted) or '(none)'}",
+                f"it gives {given}",
+                "Give each of its metrics a number, and each number a line in metrics",
+            )
+        )
+
+    return summarize

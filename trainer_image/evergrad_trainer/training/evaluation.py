@@ -13,7 +13,9 @@ from torch import nn
 
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.errors import HostError
 from evergrad_trainer.models.parallel import reshard
+from evergrad_trainer.state.replicas import find_suspects
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training.tally import Tally
 from evergrad_trainer.world import World
@@ -37,17 +39,22 @@ class EvaluationResult:
     seconds: float
 
 
+def _keep_means(means: Mapping[str, float], stage: Stage) -> Mapping[str, float]:
+    return means
+
+
 @dataclass(frozen=True)
 class Measure:
     """What is measured on a set.
 
     ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel. ``summarize``:
-    makes the metrics of their means. ``is_own``: it is not the loss of a step, and may call the model often.
+    makes the metrics of their means in a stage. ``is_own``: it is not the loss of a step, and may call the
+    model often.
     """
 
     loss_of: Callable[[Tensors, Stage], Loss]
     names: Sequence[str] = ()
-    summarize: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
+    summarize: Callable[[Mapping[str, float], Stage], Mapping[str, float]] = _keep_means
     is_own: bool = False
 
     def within(self, stage: Stage) -> "Measure":
@@ -101,8 +108,10 @@ class EvaluationRunner:
         """Evaluate what ``tally`` lacks of one set.
 
         Returns None, on all ranks, when any rank is stopping: ``tally`` then holds what was measured. Where
-        the world ends in between, it holds what this rank knows that all have measured.
+        the world ends in between, it holds what this rank knows that all have measured. Raises HostError
+        where this rank's set is not that of the others.
         """
+        _check_same(evaluation_set, tally, world)
         begun = time.perf_counter()
         measure = self.measures[evaluation_set.name].within(stage)
         was_training = self.model.training
@@ -127,7 +136,7 @@ class EvaluationRunner:
         loss, *parts = tally.means()
         return EvaluationResult(
             loss=loss,
-            metrics=dict(measure.summarize(dict(zip(tally.names, parts, strict=True)))),
+            metrics=dict(measure.summarize(dict(zip(tally.names, parts, strict=True)), stage)),
             weight=tally.weight,
             seconds=time.perf_counter() - begun,
         )
@@ -208,3 +217,18 @@ class EvaluationRunner:
         parts = [loss.parts[name] for name in measure.names]
         values = [value.double() for value in (loss.total, *parts)]
         return torch.stack(values).cpu()
+
+
+def _check_same(evaluation_set: EvaluationSet, tally: Tally, world: World) -> None:
+    """All ranks go on with the same tally of the same batches.
+
+    Else their sums would be of parts of several sets, and ranks with fewer batches would leave the others in
+    an exchange.
+    """
+    # Collective: once a set.
+    rows = world.gather_json([tally.key, tally.done])
+    if world.rank in find_suspects([rows.index(row) for row in rows]):
+        raise HostError(
+            f"evaluation set {evaluation_set.name}: its content here, or the code that measures it, is not "
+            "that of the other ranks. Give all hosts the same files."
+        )

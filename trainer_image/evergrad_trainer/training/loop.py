@@ -40,6 +40,13 @@ from evergrad_trainer.training.step_parts import StepOutcome
 Flags = tuple[bool, ...]
 _QUIET: Flags = (False,) * NUM_FLAGS
 """Nobody wishes for anything."""
+_FIRST_PAUSE_SECONDS = 5.0
+"""Pause after a failed save that the next step waits for; the two between three tries are about as long as a
+server takes to fail over to another."""
+_LONGEST_PAUSE_SECONDS = 20.0
+"""Longest of these pauses, each of which is twice the one before."""
+_NAP_SECONDS = 0.1
+"""How often such a pause looks whether the group was given up."""
 
 
 def train(run: Run) -> StopReason:
@@ -111,6 +118,8 @@ def _pause(
         names = run.membership.world.gather_json(sorted(run.lasting.switched_off))
         run.lasting.agree_switched_off({name for row in names for name in row})
 
+    if is_entering:
+        _mark_again(run)
     progress = run.progress
     interrupted: StopReason | None = None
     if sets := due_sets(run):
@@ -173,7 +182,7 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
     # The task's part of the state belongs to this step: before anything says that the step is finished.
     run.finish_state(outcome, entered)
     progress.finished_steps = outcome.step
-    progress.tallies = {}
+    progress.forget_tallies()
     progress.steps_here += 1
     if outcome.skipped is None:
         progress.updates += 1
@@ -244,6 +253,7 @@ def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
 
     for one in sets:
         tally = run.evaluator.open_tally(one, progress.tallies.get(one.name, {}), stage=stage)
+        done_before = tally.done
         # Collectives: all ranks share the batches of a set, and all of them end it early, or none.
         try:
             result = run.evaluator.run(
@@ -257,6 +267,7 @@ def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
         finally:
             # Also where the world has ended: the next one, or a later start, goes on from there.
             progress.tallies[one.name] = tally.to_json()
+            progress.is_tally_unsaved |= tally.done > done_before
         if result is None:
             # Collective: ranks that were cut short by another's signal leave for the same reason.
             is_signal = not world.all_agree(not run.is_signalled())
@@ -271,7 +282,7 @@ def _evaluate(run: Run, sets: tuple[EvaluationSet, ...]) -> StopReason | None:
     for record in records:
         run.observers.evaluation_end(record)
     progress.evaluated_step = progress.finished_steps
-    progress.tallies = {}
+    progress.forget_tallies()
     _keep_best(run, values)
     return None
 
@@ -281,17 +292,37 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
     step = progress.finished_steps
     if run.best is None or step == 0:
         return
-    value = values.get(run.best.metric)
-    than = progress.best["value"] if progress.best else None
+    metric, mode = run.best.metric, run.best.mode
+    value, before = values.get(metric), progress.best
+    than: float | None = None
+    # After an edit of the file: values of two metrics say nothing of one another. Older versions wrote no
+    # mode.
+    if before is not None and (before["metric"], before.get("mode", mode)) == (metric, mode):
+        than = before["value"]
     if value is None or not run.best.is_better(value, than):
         return
 
-    progress.best = {"metric": run.best.metric, "value": value, "step": step}
+    progress.best_before = before
+    progress.best = {"metric": metric, "mode": mode, "value": value, "step": step}
     if progress.saved_step == step:
-        # Saved before an evaluation that a stop or a lost peer had cut short: the checkpoint is published,
-        # or on its way.
+        # Saved before its evaluation, or before a stop or a lost peer had cut that short: the checkpoint is
+        # published, or on its way.
         run.checkpoints.mark_best(step)
+        # Known to all ranks alike by now; a save that has failed is made again.
+        progress.saved_step = published_step(progress, run.checkpoints)
     _save(run, best=True)
+
+
+def _mark_again(run: Run) -> None:
+    """Mark the best checkpoint where the world that was to do so has ended before, and at a start: one that
+    was marked may be damaged, and an older one be gone on with."""
+    progress = run.progress
+    best = progress.best
+    if run.best is None or best is None or best["step"] > progress.saved_step:
+        return
+    # Groups that form anew while training goes on have nothing to look for.
+    if best["step"] == progress.finished_steps or progress.steps_here == 0:
+        run.checkpoints.mark_best(best["step"])
 
 
 def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
@@ -312,6 +343,8 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     progress.save_asked = -1
     tensors = run.state.tensors()
     extra = to_extra(run.state.values())
+    # Also where a save of the best one has ended with its world, or has failed.
+    best = best or (progress.best is not None and progress.best["step"] == step)
     try:
         # Collectives, some of them in the checkpoint thread: each rank writes its part, rank 0 publishes.
         run.checkpoints.save(step, tensors, extra=extra, best=best, wait=wait)
@@ -319,6 +352,7 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
         progress.save_asked = asked
         raise
     progress.saved_step = step
+    progress.is_tally_unsaved = False
 
 
 def _anchor(run: Run) -> None:
@@ -334,24 +368,38 @@ def _anchor(run: Run) -> None:
         newest = checkpoints.published
         return progress.resumed_step == step or (newest is not None and newest.step == step)
 
-    # Ends: several failures in a row are an error.
+    # Ends: several failures in a row are an error. Not at once one after the other, as the steps between two
+    # ordinary saves are not: what a volume refuses for a moment would be all of them.
+    pause = 0.0
     while not is_published():
+        _pause_before_save(run, pause)
         save_together(run)
+        pause = min(2 * pause or _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
     # Collective: one row of each rank.
     for name, found in run.snapshots.take(step, run.membership.world).items():
         emit(run, EventType.SNAPSHOT, name=name, hash=found)
+
+
+def _pause_before_save(run: Run, seconds: float) -> None:
+    """Wait that long, on every rank. Raises PeerLostError where the group is given up meanwhile."""
+    # Counted, not measured, so that all ranks make the same pauses.
+    for _ in range(round(seconds / _NAP_SECONDS)):
+        run.membership.world.raise_if_given_up()
+        time.sleep(_NAP_SECONDS)
 
 
 def save_together(run: Run) -> None:
     """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what
     is published then.
 
-    Raises SaveError or FencedError (all ranks together).
+    A checkpoint that was published before an evaluation was cut knows nothing of what that has measured: the
+    step is saved again, under a further name. Raises SaveError or FencedError (all ranks together).
     """
     progress = run.progress
     # Collective: the save under way ends on all ranks alike.
     run.checkpoints.wait()
     progress.saved_step = published_step(progress, run.checkpoints)
-    if progress.saved_step != progress.finished_steps:
+    if progress.saved_step != progress.finished_steps or progress.is_tally_unsaved:
+        progress.saved_step = -1
         _save(run, wait=True)
         progress.saved_step = published_step(progress, run.checkpoints)

@@ -98,7 +98,8 @@ def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
 
 
 def plan_cuts(modules: Modules) -> dict[str, Cut]:
-    """What ``fsdp2`` cuts: every trained module, and the large frozen ones (as ``frozen.NAME``)."""
+    """What ``fsdp2`` cuts: every trained module, and frozen ones (as ``frozen.NAME``): the large ones and
+    snapshots."""
     cuts = {
         name: Cut(module, _blocks_in(module, modules))
         for name, module in modules.trained.items()
@@ -106,7 +107,10 @@ def plan_cuts(modules: Modules) -> dict[str, Cut]:
     }
     for name, module in modules.frozen.items():
         size = sum(one.numel() * one.element_size() for one in module.parameters())
-        if size >= parallel.LARGE_BYTES and name not in modules.replicated:
+        # A snapshot however small, as what it is of: what is cut has all its weights in the products' type
+        # while it is called, and what is whole under autocast has not.
+        is_cut = size >= parallel.LARGE_BYTES or (name in modules.snapshots and size > 0)
+        if is_cut and name not in modules.replicated:
             cuts[f"frozen.{name}"] = Cut(module, _blocks_in(module, modules), is_frozen=True)
     return cuts
 
@@ -147,7 +151,7 @@ def choose_deferred(
 ) -> list[DeferredModel] | None:
     """Those of ``deferred`` that are parts of ``modules``; None where something needs their weights already.
 
-    ``with_weights=False``: those that are trained get none, since a checkpoint follows.
+    ``with_weights=False``: those that are trained get none, since a checkpoint follows. Snapshots never do.
     """
     own = {parameter: one for one in deferred for parameter in one.model.parameters()}
     trained, frozen = (
@@ -158,14 +162,16 @@ def choose_deferred(
     rest = [one for one in (*trained, *frozen) if one not in own]
     if any(tensor.is_meta for tensor in (*rest, *modules.kept.values())):
         return None
-    if not with_weights:
-        # The frozen ones are in no checkpoint.
-        needed = [own[parameter] for parameter in frozen if parameter in own]
-        for one in deferred:
-            if one not in needed:
-                one.weights = None
-            elif one.weights is None:
-                return None
+    # The frozen ones are in no checkpoint; but a snapshot has nothing before it is taken, or loaded.
+    built = [one for name, one in modules.frozen.items() if name not in modules.snapshots]
+    if with_weights:
+        built += modules.trained.values()
+    needed = [own[one] for module in built for one in module.parameters() if one in own]
+    for one in deferred:
+        if one not in needed:
+            one.weights = None
+        elif one.weights is None:
+            return None
     return [one for one in deferred if any(own.get(p) is one for p in (*trained, *frozen))]
 
 

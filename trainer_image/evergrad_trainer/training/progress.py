@@ -32,7 +32,9 @@ class Progress:
     """Drawn once: names this run to others through every restart and change of rank 0."""
     evaluated_step: int = -1
     best: dict[str, Any] | None = None
-    """The best evaluation so far: metric, value and step."""
+    """The best evaluation so far: metric, mode, value and step."""
+    best_before: dict[str, Any] | None = None
+    """The one that it has replaced: the best again where the save of the better one is lost."""
     updates: int = 0
     """Of the optimizer: finished steps less skipped ones."""
     skipped: int = 0
@@ -55,6 +57,8 @@ class Progress:
     """Of the newest checkpoint known to be published when this world began."""
     is_save_lost: bool = False
     """A save was begun and ended with its world."""
+    is_tally_unsaved: bool = False
+    """More was measured of the newest step than its newest save knows."""
     steps_here: int = 0
     """Trained since the run's processes were started."""
     last_record: StepRecord | None = None
@@ -79,6 +83,8 @@ class Progress:
             "skipped": self.skipped,
             "non_finite": self.non_finite,
         }
+        if self.best_before is not None:
+            values["best_before"] = self.best_before
         if self.run_id:
             values["run_id"] = self.run_id
         if self.evaluation_asked > self.evaluated_step:
@@ -99,6 +105,7 @@ class Progress:
         self.run_id = str(values.get("run_id", self.run_id))
         self.evaluated_step = int(values["evaluated_step"])
         self.best = values["best"]
+        self.best_before = values.get("best_before")
         self.updates = int(values.get("updates", self.finished_steps))
         self.skipped = int(values.get("skipped", 0))
         self.non_finite = int(values.get("non_finite", 0))
@@ -106,6 +113,11 @@ class Progress:
         self.save_asked = int(values.get("save_asked", -1))
         self.stop_asked = int(values.get("stop_asked", -1))
         self.tallies = dict(values.get("tallies", {}))
+
+    def forget_tallies(self) -> None:
+        """Forget what was measured: the evaluation has ended, or another step is the newest."""
+        self.tallies = {}
+        self.is_tally_unsaved = False
 
     def reset(self) -> None:
         """Forget everything, also of this process: the state it belonged to is gone."""
@@ -132,6 +144,7 @@ def describe_rank(
         "failures": checkpoints.failures,
         "published": published_step(progress, checkpoints),
         "begun": progress.saved_step,
+        "is_tally_unsaved": progress.is_tally_unsaved,
         "steps_here": progress.steps_here,
         "evaluated_step": progress.evaluated_step,
         "record": record,
@@ -156,10 +169,10 @@ def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
     # What a rank without a state has begun belongs to a state that is gone.
     begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
 
-    best = progress.best
-    if best is not None and published < best["step"] < newest:
-        # Its save ended with the world, and its state is gone: the next better one will be the best.
-        progress.best = None
+    # At most twice. Its save ended with the world, and its state is gone: the one before it is the best
+    # again, whose checkpoint still has the mark.
+    while progress.best is not None and published < progress.best["step"] < newest:
+        progress.best, progress.best_before = progress.best_before, None
 
     # The newest record is the state's; counts of processes that were there longest are the run's.
     record = rows[choose_source(rows)]["record"]
@@ -173,3 +186,5 @@ def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
     progress.resumed_step = published
     progress.saved_step = published
     progress.is_save_lost = begun > published
+    # A newcomer has got the tallies and would not save them with the others.
+    progress.is_tally_unsaved = any(bool(row["is_tally_unsaved"]) for row in sources)

@@ -183,8 +183,10 @@ class Lifecycle:
         self._take_duties()
         is_saved = False
         try:
-            published = published_step(run.progress, run.checkpoints)
-            if order.is_planned and published != session.progress.finished_steps:
+            progress = session.progress
+            published = published_step(progress, run.checkpoints)
+            is_unsaved = published != progress.finished_steps or progress.is_tally_unsaved
+            if order.is_planned and is_unsaved:
                 claim_exactly(session.directory.checkpoints, self.generation)
             is_saved = save_all(run)
         except EvergradError as error:

@@ -39,6 +39,7 @@ class Writer:
                 session.directory,
                 run=session.plan.run.metadata.name,
                 training=session.plan.run.training,
+                base_directory=session.plan.base_directory,
                 stream=sys.stdout,
                 should_stop=session.is_signalled,
                 relay=self._relay,
@@ -68,8 +69,9 @@ class Writer:
         session.release_events()
         if last is not None and last_step(session.directory) < last.step:
             # The process that should have written this row is gone, or was a step behind. A task's observers
-            # have had it on every rank that holds its state.
+            # have had it on every rank that holds its state; what monitors said of it was said to nobody.
             self._own.step_end(last)
+            session.opened.observers.repeat(last)
         fields: dict[str, Any] = {
             "world_size": session.world.size,
             "from_world_size": last.world_size if last is not None else None,

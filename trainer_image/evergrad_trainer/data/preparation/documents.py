@@ -12,7 +12,8 @@ from typing import Any, BinaryIO, Final, cast
 
 from evergrad_trainer.data.tokenizers import replace_lone_surrogates
 
-_MOST_PROBLEMS: Final = 5
+MOST_PROBLEMS: Final = 5
+"""Malformed lines that are named one by one, and as many rows that are too long."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _WHITE: Final = " \t\r\n"
 _scan: Callable[[str, int], tuple[Any, int]] = cast(Any, scanner).make_scanner(
@@ -78,7 +79,8 @@ class RowError(Exception):
 
 @dataclass
 class Tally:
-    """Counts of a chunk's lines that gave no text, and the first problems.
+    """Counts of a chunk's lines that gave no text, and the first problems: malformed lines, and rows that are
+    too long, each by themselves, since a policy may let pass the ones and not the others.
 
     ``repaired``: texts in which half a surrogate pair was replaced.
     """
@@ -95,10 +97,11 @@ class Tally:
 
     def pass_over(self, problem: LineProblem, reason: Reason) -> None:
         """Count a malformed line."""
-        # A file of the wrong kind has a problem in every line; the first ones show which it is.
-        if len(self.problems) < _MOST_PROBLEMS:
-            self.problems.append(problem)
         self.skipped[reason] += 1
+        # A file of the wrong kind has a problem in every line; the first ones show which it is.
+        known = sum(one.is_too_long == problem.is_too_long for one in self.problems)
+        if known < MOST_PROBLEMS:
+            self.problems.append(problem)
 
     def add(self, other: "Tally") -> None:
         """Take in a later chunk's counts."""
@@ -107,7 +110,11 @@ class Tally:
         # Chunks finish in any order; the problems shown are the first of the file all the same.
         problems = [*self.problems, *other.problems]
         problems.sort(key=lambda problem: problem.line)
-        self.problems = problems[:_MOST_PROBLEMS]
+        of_kind = [
+            [one for one in problems if one.is_too_long == kind] for kind in (False, True)
+        ]
+        kept = [one for some in of_kind for one in some[:MOST_PROBLEMS]]
+        self.problems = sorted(kept, key=lambda problem: problem.line)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""

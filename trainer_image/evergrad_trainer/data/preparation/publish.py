@@ -17,6 +17,7 @@ import xxhash
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT, TEXT_TYPES, HeldOut
+from evergrad_trainer.data.marked_text import MARKS
 from evergrad_trainer.data.preparation.chunk import (
     WHOLE,
     Attempt,
@@ -28,6 +29,7 @@ from evergrad_trainer.data.preparation.chunk import (
 from evergrad_trainer.data.preparation.content import Content
 from evergrad_trainer.data.preparation.documents import (
     HARMLESS,
+    MOST_PROBLEMS,
     LineProblem,
     Reason,
     Tally,
@@ -100,6 +102,7 @@ def compute_fingerprint(source: SourceEntry, content: Content, recipe: Recipe) -
         facts["document"] = source.document
     if recipe.rows is not None:
         facts["rows"] = recipe.rows.to_json()
+        facts["marks"] = MARKS
     text = json.dumps(facts, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -371,7 +374,7 @@ def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
     """The first malformed lines, rows or files, one problem each, and how many there are."""
     source, unit = preparation.source, preparation.source.unit
     problems = []
-    for problem in tally.problems:
+    for problem in tally.problems[:MOST_PROBLEMS]:
         why = problem.why
         remedy = f"Correct the {unit}, or set {_POLICY} to skip"
         if problem.is_too_long:
@@ -399,7 +402,7 @@ def _too_long_rows(preparation: Preparation, tally: Tally) -> list[Problem]:
     number = tally.skipped[Reason.TOO_LONG]
     if number > len(shown):
         what = f"{number} of {preparation.content.lines} rows are too long"
-        why = f"the first {len(shown)} are named above" if shown else "none of them fits"
+        why = f"the first {len(shown)} are named above"
         problems.append(Problem(str(preparation.source.path), what, why, _IF_TOO_LONG))
     return problems
 

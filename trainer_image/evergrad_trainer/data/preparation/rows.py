@@ -89,7 +89,15 @@ class RowFormat:
         return MarkedText(prompt + completion, (span,), is_open=True)
 
     def _render_messages(self, row: Mapping[str, Any]) -> MarkedText:
-        field, messages = self.messages_field, row[self.messages_field]
+        field = self.messages_field
+        try:
+            # The whole of what a template is given: it may write out any key of it.
+            messages = _replace_lone_surrogates(row[field])
+            extra = {
+                key: _replace_lone_surrogates(row[key]) for key in _FOR_TEMPLATES if key in row
+            }
+        except RecursionError:
+            raise RowError("the row cannot be read", "it is nested too deeply") from None
         if not isinstance(messages, list) or not messages:
             raise RowError(
                 f"the field {field!r} is no list of messages", "a conversation has some"
@@ -108,7 +116,6 @@ class RowFormat:
         if self.chat is None:
             why = "the tokenizer has no chat template, and the file gives none"
             raise RowError("a conversation cannot be made a text", why)
-        extra = {key: row[key] for key in _FOR_TEMPLATES if key in row}
         try:
             text = self.chat.render(checked, extra)
         except ChatTemplateError as error:
@@ -126,6 +133,20 @@ def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
         what = f"{place} is missing" if key not in owner else f"{place} is no text"
         raise RowError(what, "it is a JSON string")
     return replace_lone_surrogates(value)
+
+
+def _replace_lone_surrogates(value: Any) -> Any:
+    """A JSON value with U+FFFD for each half of a surrogate pair, in texts and in names of keys."""
+    if isinstance(value, str):
+        return replace_lone_surrogates(value)
+    if isinstance(value, list):
+        return [_replace_lone_surrogates(one) for one in value]
+    if isinstance(value, dict):
+        return {
+            replace_lone_surrogates(key): _replace_lone_surrogates(one)
+            for key, one in value.items()
+        }
+    return value
 
 
 def marked_dtype(tokenizer: TextTokenizer) -> np.dtype[Any]:
@@ -172,8 +193,8 @@ def encode_rows(
 def _encode(
     tokenizer: TextTokenizer, text: MarkedText
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    ids, starts = tokenizer.encode_with_starts(text)
-    marks = marks_of(text, starts)
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    marks = marks_of(text, offsets)
     if text.is_open:
         ids, marks = [*ids, tokenizer.end_of_document], np.append(marks, True)
     return np.array(ids, dtype=np.int64), marks

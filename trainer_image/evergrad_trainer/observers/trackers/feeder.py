@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from evergrad_manifest.training import Tracker
+from evergrad_manifest.values.urls import hide_credentials
 from evergrad_trainer.observers.trackers.interface import End, Library, Shown, TrackedRun
 from evergrad_trainer.observers.trackers.rows import (
     Record,
@@ -38,6 +39,9 @@ MOST_WAITING: Final = 10_000
 """Records that wait for a library: more are left to the run's files, from which a later start shows them."""
 FLUSH_SECONDS: Final = 2.0
 """Between two notes of what is shown: a kill has the steps since then read from the run's files."""
+
+_LONGEST_FAILURE: Final = 500
+"""Characters of what a library has raised: some put whole answers of a server into it."""
 
 Opener = Callable[[TrackedRun], Library]
 
@@ -70,7 +74,8 @@ class Feeder:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.failure: Exception | None = None
+        self.failure: str | None = None
+        """What the library has raised, as one line without credentials."""
         self._settings = settings
         self._open_library = open_library
         self._directory = directory
@@ -79,7 +84,7 @@ class Feeder:
         self._items: queue.Queue[Item] = queue.Queue(MOST_WAITING)
         self._busy_since: float | None = None
         self._is_done = threading.Event()
-        self._is_abandoned = False
+        self._abandoned = threading.Event()
         self._library: Library | None = None
         self._info: RunInfo | None = None
         self._shown = Shown()
@@ -110,11 +115,11 @@ class Feeder:
 
     def abandon(self) -> None:
         """Have it write nothing more, at the latest when its library answers."""
-        self._is_abandoned = True
+        self._abandoned.set()
 
     def _live(self) -> None:
         try:
-            while not self._is_abandoned:
+            while not self._abandoned.is_set():
                 item = self._take()
                 if item is not None:
                     self._show(item)
@@ -124,8 +129,8 @@ class Feeder:
                 if isinstance(item, Finish):
                     return
         except Exception as error:  # noqa: BLE001 - whatever a library raises is told to the observer, and ends the tracker alone
-            _log.warning("tracker %s: %s: %s", self._settings.type, type(error).__name__, error)
-            self.failure = error
+            self.failure = describe_failure(error)
+            _log.warning("tracker %s: %s", self._settings.type, self.failure)
         finally:
             self._busy_since = None
             self._is_done.set()
@@ -152,7 +157,8 @@ class Feeder:
             self._library.note(f"checkpoint/{item.checkpoint}", identity)
         elif isinstance(item, Finish):
             self._flush()
-            self._library.finish(item.end)
+            if not self._abandoned.is_set():
+                self._library.finish(item.end)
         else:
             self._write(item)
 
@@ -160,6 +166,8 @@ class Feeder:
         """Open the library, or open it anew where the run goes back, and show what it has missed."""
         if self._library is not None:
             self._library.finish("handed on")
+        if self._abandoned.is_set():
+            return
         type_ = self._settings.type
         noted = self._read_note(info.run_id)
         default = self._folder / type_
@@ -168,7 +176,7 @@ class Feeder:
             run_id=info.run_id,
             name=info.name,
             settings=self._settings,
-            directory=default if base is None else self._directory.path / base / info.name,
+            directory=default if base is None else Path(base) / info.name,
             facts=_facts_of(self._directory, info),
             start_step=info.start_step,
             own_id=str(noted.get("id", "")),
@@ -183,7 +191,7 @@ class Feeder:
         self._write_note(library)
 
         for record in read_missed(self._directory, library.shown, newest=info.start_step):
-            if self._is_abandoned:
+            if self._abandoned.is_set():
                 return
             # A long run that is shown for the first time takes its time, and does not hang.
             self._busy_since = self._clock()
@@ -198,6 +206,8 @@ class Feeder:
 
     def _flush(self) -> None:
         self._flushed_at = self._clock()
+        if self._abandoned.is_set():
+            return
         if self._library is not None and self._shown != self._noted:
             self._library.flush()
             self._write_note(self._library)
@@ -208,6 +218,9 @@ class Feeder:
         return found if found.get("run") == run_id else {}
 
     def _write_note(self, library: Library) -> None:
+        if self._abandoned.is_set():
+            # Its library has hung until now: another feeder may show the run by now, and keep the note.
+            return
         shown, info = self._shown, self._info
         note = {
             "run": "" if info is None else info.run_id,
@@ -219,6 +232,15 @@ class Feeder:
         path = self._folder / f"{self._settings.type}.json"
         write_atomically(path, dumps_strict(note) + "\n")
         self._noted = shown
+
+
+def describe_failure(error: Exception) -> str:
+    """An error of a library as one line that may be written down.
+
+    Libraries name the address that they could not reach: that of MLFLOW_TRACKING_URI may have a password.
+    """
+    why = hide_credentials(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {why[:_LONGEST_FAILURE]}"
 
 
 def _facts_of(directory: RunDirectory, info: RunInfo) -> dict[str, Any]:

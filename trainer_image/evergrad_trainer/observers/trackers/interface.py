@@ -3,14 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from evergrad_manifest.training import Tracker
 
+CLOSING_SECONDS: Final = 5.0
+"""How long an end waits for all trackers together: whoever asked the run to stop may kill next."""
+
 Values = Mapping[str, float]
 """Finite numbers by the names that a tracker shows, such as ``train/loss``."""
-End = Literal["complete", "stopped", "failed", "handed on"]
-"""How this process's part ends; ``handed on``: another process goes on with the run."""
+End = Literal["complete", "stopped", "interrupted", "failed", "handed on"]
+"""How this process's part ends. ``stopped``: after a step of which everything is known. ``interrupted``: an
+evaluation of the newest step may have been cut, and goes on with the run; as it may after ``failed`` and
+``handed on``, where another process goes on."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ first. What it shows is asked of the store itself.
 
 import importlib
 import json
+import os
 from typing import Any, Final
 
 from evergrad_manifest.training.observing import DEFAULT_PROJECT
@@ -27,6 +28,7 @@ _IN_EVERY_STEP: Final = "train/learning_rate"
 _STATUS: Final[dict[End, str]] = {
     "complete": "FINISHED",
     "stopped": "KILLED",
+    "interrupted": "KILLED",
     "failed": "FAILED",
     "handed on": "RUNNING",
 }
@@ -36,6 +38,8 @@ class MLflow:
     """One process's part of a run."""
 
     def __init__(self, run: TrackedRun) -> None:
+        # Before the first import, which makes a client that reports to MLflow's makers, offline too.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         tracking: Any = importlib.import_module("mlflow.tracking")
         entities: Any = importlib.import_module("mlflow.entities")
         self._metric: Any = entities.Metric

@@ -8,15 +8,16 @@ from typing import Final, NoReturn
 from evergrad_manifest.training import Tracker
 from evergrad_trainer.observers.base import BaseObserver, GivesUp
 from evergrad_trainer.observers.trackers.feeder import Feeder, Finish, Item, Opener, Saved
-from evergrad_trainer.observers.trackers.interface import End
+from evergrad_trainer.observers.trackers.interface import CLOSING_SECONDS, End
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 from evergrad_trainer.run_directory import RunDirectory
 
-HANG_SECONDS: Final = 120.0
-"""Longest time that a library may take for one record, or to open."""
-CLOSING_SECONDS: Final = 5.0
-"""How long an end waits for all trackers together: whoever asked the run to stop may kill next."""
+HANG_SECONDS: Final = 360.0
+"""Longest time that a library may take for one record, or to open. Above the four minutes for which MLflow's
+client tries a request again and again: a server that is restarted meanwhile costs nothing."""
 
+_ENDS: Final[dict[object, End]] = {"complete": "complete", "signal": "interrupted"}
+"""By the reason of a stop; after any other one the evaluations of the newest step have ended."""
 _LATER: Final = "the next start of the run shows what is missing"
 
 
@@ -74,7 +75,7 @@ class TrackerObserver(BaseObserver):
         if event.type == EventType.SAVE:
             self._give(Saved(str(event.fields.get("checkpoint", ""))))
         elif event.type == EventType.STOP:
-            self._finish("complete" if event.fields.get("reason") == "complete" else "stopped")
+            self._finish(_ENDS.get(event.fields.get("reason"), "stopped"))
         elif event.type == EventType.FAILED:
             self._finish("failed")
 
@@ -108,9 +109,7 @@ class TrackerObserver(BaseObserver):
 
     def _raise_if_lost(self, feeder: Feeder) -> None:
         if feeder.failure is not None:
-            error = feeder.failure
-            why = " ".join(str(error).split())[:500]
-            self._lose(feeder, f"failed, {type(error).__name__}: {why}")
+            self._lose(feeder, f"failed, {feeder.failure}")
         if feeder.busy_seconds > HANG_SECONDS:
             self._lose(feeder, f"has not answered for {HANG_SECONDS:g} s")
 

@@ -6,13 +6,20 @@ trained first. What it shows is read from where it is: the server, or the files 
 
 import importlib
 import logging
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from evergrad_manifest.training.observing import DEFAULT_PROJECT
-from evergrad_trainer.observers.trackers.interface import End, Shown, TrackedRun, Values
+from evergrad_trainer.observers.trackers.interface import (
+    CLOSING_SECONDS,
+    End,
+    Shown,
+    TrackedRun,
+    Values,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -26,12 +33,17 @@ class WeightsAndBiases:
     """One process's part of a run."""
 
     def __init__(self, run: TrackedRun) -> None:
+        # Before its process is started, which may report errors to its makers.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
         settings, is_online = run.settings, run.settings.mode == "online"
         run.directory.mkdir(parents=True, exist_ok=True)
         # Read before the library adds a file of its own.
         shown = Shown() if is_online else _read_shown(run.directory, run.run_id)
         options: dict[str, Any] = {"base_url": settings.url} if settings.url else {}
+        if is_online:
+            # At its exit the process waits for wandb's own, which tries to send for as long as it may.
+            options["finish_timeout"] = CLOSING_SECONDS
         self._run: Any = wandb.init(
             id=run.run_id,
             resume="allow",
@@ -78,8 +90,9 @@ class WeightsAndBiases:
         opening."""
 
     def finish(self, end: End) -> None:
-        # Of the newest step an evaluation may still come: who goes on with the run shows it as a whole.
-        if end != "handed on":
+        # Of the newest step an evaluation may still come: who goes on with the run shows it as a whole, since
+        # a row that the server has takes nothing more.
+        if end in ("complete", "stopped"):
             self._commit()
         self._run.finish(exit_code=1 if end == "failed" else 0)
 

@@ -29,6 +29,8 @@ METRICS: Final = {
     "rmse": "Root of the mean squared error of those numbers; read it beside the parse rate.",
 }
 PARTS: Final = ("rows", "exact", "numbers", "parsed", "squared_error")
+_LARGEST: Final = 1e100
+"""Beyond it a text is a run of digits rather than a number, whose square would be none any more."""
 _NUMBER: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -103,7 +105,9 @@ class Completions:
         """Sums over the rows: of the losses of their own completions' tokens, and PARTS."""
         model = modules.trained["model"]
         inputs, labels, lengths = batch[INPUT_IDS], batch[LABELS], batch[PROMPT_LENGTH]
-        total = causal_lm_loss(model)(inputs, labels)
+        # As in training: logits of a whole micro-batch may not fit here, either.
+        chunk_tokens = None if self.runtime is None else self.runtime.loss_chunk
+        total = causal_lm_loss(model, chunk_tokens=chunk_tokens)(inputs, labels)
         # Rows that fill up a batch have no prompt.
         prompts = [row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)]
         rows = [at for at, prompt in enumerate(prompts) if prompt]
@@ -124,7 +128,9 @@ class Completions:
             sums["numbers"] += 1
             if number is not None:
                 sums["parsed"] += 1
-                sums["squared_error"] += (number - target) ** 2
+                error = number - target
+                # Not as a power, which raises OverflowError for numbers that a product makes infinite.
+                sums["squared_error"] += error * error
         parts = {
             name: torch.tensor(value, dtype=torch.float64, device=total.device)
             for name, value in sums.items()
@@ -171,7 +177,7 @@ def parse_number(text: str) -> float | None:
     if found is None:
         return None
     value = float(found[0])
-    return value if math.isfinite(value) else None
+    return value if abs(value) <= _LARGEST else None
 
 
 def summarize(means: Mapping[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@ from their prompts."""
 
 from collections.abc import Mapping, Sequence
 
+from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.training import GENERATED, RowSettings
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.row_source import RowReader, RowSource
@@ -14,11 +15,22 @@ from evergrad_trainer.recipes.sft.generation import (
     PromptSource,
     summarize,
 )
-from evergrad_trainer.task import Evaluator, Source, Stage
+from evergrad_trainer.task import Evaluator, Setup, Source, Stage
 
 
 class Sft(Pretrain):
     """Model, loss and stages are pretraining's; its samples are rows."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Raises ConfigurationError for a file by which the task's sources are texts."""
+        super().__init__(setup)
+        training = setup.training
+        has_sources = training.data.sources or training.evaluation.sources
+        # A file says by this section that a task of the user's own reads rows. Tokens of texts have no marks:
+        # read as rows, every id would be halved, and the loss would look plausible.
+        if has_sources and training.row_settings is None:
+            what, why = "missing", "the task reads rows, and the sources are prepared as texts"
+            raise ConfigurationError(Problem("spec.training.rows", what, why, "Add `rows: {}`"))
 
     @property
     def settings(self) -> RowSettings:

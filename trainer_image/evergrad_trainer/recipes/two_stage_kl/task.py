@@ -1,15 +1,17 @@
 """The task of two stages: their mixtures, the reference of the boundary, the loss of each, and what is
 measured."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from torch import Tensor, nn
 
 from evergrad_manifest.derive import loss_chunk, stage_ends
+from evergrad_manifest.fields import format_path
 from evergrad_manifest.training import TwoStageKl as StageSection
 from evergrad_manifest.training.two_stage_kl import DEFAULT_BETA, STAGE_SETS
+from evergrad_trainer.data.mixture import quantise_weights
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.token_source import IGNORE_INDEX, LABELS
 from evergrad_trainer.objectives.linear_kl import KlSums, Penalty
@@ -46,13 +48,20 @@ class TwoStageKl(Pretrain):
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
         """The two mixtures; the first ends with the step that reaches its tokens.
 
-        Raises DataError for data of another tokenizer.
+        Raises DataError for data of another tokenizer, ConfigurationError for a share that is too small.
         """
         (whole,) = super().stages(prepared)
         declared = self._section.stages
         (end,) = stage_ends(self.setup.training)
+        _check_shares(self._section, whole.sources.keys())
+        # In the order of data.sources, which decides about the samples: that of a mixture's keys is no part
+        # of the run's identity, and changes where the file is written with sorted keys.
         first, second = (
-            {name: (whole.sources[name][0], weight) for name, weight in one.mixture.items()}
+            {
+                name: (source, one.mixture[name])
+                for name, (source, _) in whole.sources.items()
+                if name in one.mixture
+            }
             or whole.sources
             for one in declared
         )
@@ -147,3 +156,16 @@ class TwoStageKl(Pretrain):
         section = self.setup.training.two_stage_kl
         assert section is not None  # noqa: S101 - a rule of the manifest
         return section
+
+
+def _check_shares(section: StageSection, sources: Collection[str]) -> None:
+    """Refuse shares that would be none, by their places in the file: the stream knows only weights.
+
+    ``sources``: names in the order in which the stream has them, which decides about ties.
+    """
+    for number, stage in enumerate(section.stages):
+        path = ("spec", "training", "twoStageKl", "stages", number, "mixture")
+        names = [name for name in sources if name in stage.mixture]
+        if names:
+            fields = [format_path((*path, name)) for name in names]
+            quantise_weights([stage.mixture[name] for name in names], fields=fields)

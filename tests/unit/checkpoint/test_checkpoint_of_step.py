@@ -1,0 +1,142 @@
+"""The checkpoint of one step, which no other can stand for: trouble of the volume does not make it a lost one."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.restoring import load_of_step
+from evergrad_trainer.checkpoint.search import Search
+from evergrad_trainer.errors import CheckpointError, VolumeError
+from evergrad_trainer.world import World
+
+MakeSolo = Callable[..., Any]
+MakeState = Callable[[int], dict[str, torch.Tensor]]
+STEP = 10
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between two tries, none of which is made."""
+    made: list[float] = []
+    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", made.append)
+    return made
+
+
+def load(solo: Any, state: dict[str, torch.Tensor], *, is_right: bool = True) -> Path:
+    alone = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
+    search = Search(solo.manager._store, checksums=True)
+    return load_of_step(search, state, step=STEP, world=alone, is_right=lambda: is_right)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, solo: Any, method: str, *, times: int) -> list[str]:
+    """Have a method of the reader fail this often; the names that it was called with then."""
+    reader: Reader = solo.manager._store.reader
+    original, refused = getattr(reader, method), list[str]()
+
+    def fail(name: str, *args: Any, **options: Any) -> Any:
+        if len(refused) < times:
+            refused.append(name)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+        return original(name, *args, **options)
+
+    monkeypatch.setattr(reader, method, fail)
+    return refused
+
+
+def test_it_is_loaded_beside_newer_ones(make_solo: MakeSolo, make_state: MakeState) -> None:
+    solo, state = make_solo(), make_state(0)
+    for step in (STEP, STEP + 10):
+        solo.save(step)
+    assert load(solo, state).name == f"step-{STEP}"
+    assert all(torch.equal(value, make_state(STEP)[key]) for key, value in state.items())
+
+
+def test_one_that_validates_and_cannot_be_read_after_that_is_not_called_lost(
+    make_solo: MakeSolo,
+    make_state: MakeState,
+    monkeypatch: pytest.MonkeyPatch,
+    pauses: list[float],
+) -> None:
+    """Called lost, it would end the run for good, although a later start may read it."""
+    solo = make_solo()
+    solo.save(STEP)
+    refuse(monkeypatch, solo, "open_shard", times=10**6)
+    with pytest.raises(VolumeError, match="the checkpoint cannot be read") as raised:
+        load(solo, make_state(0))
+    assert raised.value.exit_code == 70
+    assert sum(pauses) >= 20.0
+
+
+def test_nor_is_the_only_checkpoint_of_a_run(
+    make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_solo().save(STEP)
+    solo = make_solo()
+    refuse(monkeypatch, solo, "open_shard", times=10**6)
+    with pytest.raises(VolumeError, match="the checkpoint cannot be read"):
+        solo.restore()
+    assert solo.names() == [f"step-{STEP}"]
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_costs_no_checkpoint(
+    make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had validated, so that an older one would have been loaded in its place."""
+    solo = make_solo()
+    solo.save(STEP)
+    solo.save(STEP + 10)
+    again = make_solo()
+    refused = refuse(monkeypatch, again, "read_document", times=1)
+    assert again.restore() == STEP + 10
+    assert refused == [f"step-{STEP + 10}"] and again.types() == ["restored"]
+
+
+def test_one_that_the_listing_does_not_show_yet_is_found_by_its_name(
+    make_solo: MakeSolo, make_state: MakeState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solo, state = make_solo(), make_state(0)
+    solo.save(STEP)
+    monkeypatch.setattr(solo.manager._store.catalog, "scan", list)
+    assert load(solo, state).name == f"step-{STEP}"
+    assert all(torch.equal(value, make_state(STEP)[key]) for key, value in state.items())
+
+
+def test_a_listing_that_fails_for_a_moment_is_made_again(
+    make_solo: MakeSolo, make_state: MakeState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solo = make_solo()
+    solo.save(STEP)
+    catalog = solo.manager._store.catalog
+    scan, refused = catalog.scan, list[int]()
+
+    def fail() -> Any:
+        if not refused:
+            refused.append(1)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return scan()
+
+    monkeypatch.setattr(catalog, "scan", fail)
+    assert load(solo, make_state(0)).name == f"step-{STEP}" and refused
+
+
+def test_one_that_is_not_there_or_damaged_or_another_is_lost(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
+    solo = make_solo()
+    solo.save(STEP + 10)
+    lost = f"holds no checkpoint of step {STEP} that this run went on from"
+    with pytest.raises(CheckpointError, match=lost):
+        load(solo, make_state(0))
+    solo.save(STEP)
+    with pytest.raises(CheckpointError, match="holds other weights"):
+        load(solo, make_state(0), is_right=False)
+    os.truncate(solo.directory / f"step-{STEP}" / "rank-00000.bin", 100)
+    with pytest.raises(CheckpointError, match="has 100 bytes"):
+        load(solo, make_state(0))
+    assert f"step-{STEP}" in solo.names(), "nothing is set aside"

@@ -1,0 +1,84 @@
+"""Loading a checkpoint to be measured: one that is gone, and a volume that refuses for a moment."""
+
+import errno
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from evergrad_trainer.checkpoint.layout import Version
+from evergrad_trainer.checkpoint.manifest import Candidate, InvalidCheckpointError
+from evergrad_trainer.checkpoint.reader import Reader
+from evergrad_trainer.checkpoint.store import open_store
+from evergrad_trainer.errors import CheckpointError, VolumeError
+from evergrad_trainer.evaluation import measuring
+from evergrad_trainer.evaluation.measuring import Evaluator
+
+MANIFEST: Any = SimpleNamespace(checksum="aa", version=Version(8, 1, 1))
+CANDIDATE = Candidate("step-8", MANIFEST.version, MANIFEST)
+EIO = OSError(errno.EIO, "Input/output error")
+
+
+class LoadedError(Exception):
+    """The checkpoint is read."""
+
+
+@pytest.fixture
+def evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluator:
+    def load(*_: Any, **__: Any) -> None:
+        raise LoadedError
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(measuring, "load_newest", load)
+    opened = SimpleNamespace(
+        session=SimpleNamespace(identity=None, world=None),
+        machinery=SimpleNamespace(state=dict),
+    )
+    return Evaluator(cast(Any, opened), open_store(tmp_path), lambda: False, lambda *_: None)
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
+    """Let a manifest be read with these answers, the last one for good."""
+    left = list(answers)
+
+    def read_manifest(self: Reader, name: str, **_: Any) -> Any:
+        one = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    monkeypatch.setattr(Reader, "read_manifest", read_manifest)
+
+
+def test_a_volume_that_refuses_for_a_moment_is_tried_again(
+    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, EIO, EIO, MANIFEST)
+    with pytest.raises(LoadedError):
+        evaluator._load(CANDIDATE)
+
+
+def test_a_volume_that_refuses_for_long_does_not_say_that_the_checkpoint_is_gone(
+    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, EIO)
+    with pytest.raises(VolumeError, match="step-8: the checkpoint cannot be read; Input"):
+        evaluator._load(CANDIDATE)
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        InvalidCheckpointError("file manifest.json: is missing"),
+        SimpleNamespace(checksum="bb", version=MANIFEST.version),
+    ],
+    ids=["removed", "another one of its name"],
+)
+def test_a_checkpoint_that_is_gone_or_another_by_now_is_refused(
+    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch, now: Any
+) -> None:
+    answer(monkeypatch, now)
+    with pytest.raises(CheckpointError, match="step-8: is not there any more; retention has"):
+        evaluator._load(CANDIDATE)

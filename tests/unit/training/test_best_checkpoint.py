@@ -1,0 +1,191 @@
+"""The best checkpoint keeps its mark, whatever ends between an evaluation and the save that belongs to it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from loop_run import STEPS, evaluator_of, make_run
+
+from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.training.loop import train
+from evergrad_trainer.training.progress import Progress, adopt, describe_rank
+from evergrad_trainer.training.run import Best, Run
+from evergrad_trainer.training.tally import Tally
+from evergrad_trainer.world import World
+
+LOSSES = {3: 2.0, STEPS: 1.0}
+
+
+class Checkpoints:
+    """Saves under way until they are waited for; ``ends`` says how: published, failed, or with the world."""
+
+    is_saving = False
+
+    def __init__(self, **ends: str) -> None:
+        self.ends = {int(name.removeprefix("step_")): end for name, end in ends.items()}
+        self.published: Any = None
+        self.failures = 0
+        self.marked: list[int] = []
+        self.under_way: tuple[int, bool] | None = None
+
+    def save(self, step: int, tensors: Any, *, best: bool, wait: bool, **options: Any) -> None:
+        self.wait()
+        self.under_way = (step, best)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        if self.under_way is None:
+            return
+        (step, best), self.under_way = self.under_way, None
+        end = self.ends.pop(step, "published")
+        if end == "lost":
+            raise PeerLostError("a rank is gone")
+        if end == "published":
+            self.published = SimpleNamespace(step=step)
+            if best:
+                self.marked.append(step)
+
+    def mark_best(self, step: int) -> None:
+        self.wait()
+        if self.published is not None and self.published.step == step:
+            self.marked.append(step)
+
+    def poll(self) -> None:
+        """Find nothing: a save is as long as its test needs it to be."""
+
+    def is_fenced(self) -> bool:
+        return False
+
+
+def make(checkpoints: Checkpoints, *, saves_before: bool) -> Run:
+    run = make_run(BaseObserver(), [])
+
+    def evaluate(one: Any, world: World, tally: Tally, **options: Any) -> Any:
+        loss = LOSSES[run.progress.finished_steps]
+        return SimpleNamespace(loss=loss, metrics={}, weight=1, seconds=0.0)
+
+    return replace(
+        run,
+        best=Best("heldOut/loss", "min"),
+        checkpoints=cast(Any, checkpoints),
+        evaluator=evaluator_of(evaluate),
+        limits=replace(
+            run.limits,
+            evaluate_every=3,
+            saves_before_evaluation=saves_before,
+        ),
+    )
+
+
+def meet_again(run: Run) -> None:
+    """Let what this process holds be the state of the next world, as its ranks agree on it."""
+    progress, checkpoints = run.progress, run.checkpoints
+    row = describe_rank(progress, checkpoints, held_step=progress.finished_steps)
+    progress.load_values(dict(progress.values()))
+    adopt(progress, [row])
+
+
+@pytest.mark.parametrize("saves_before", [True, False])
+def test_a_best_whose_save_ended_with_its_world_is_saved_as_the_best_by_the_next_one(
+    saves_before: bool,
+) -> None:
+    checkpoints = Checkpoints(step_6="lost")
+    run = make(checkpoints, saves_before=saves_before)
+    with pytest.raises(PeerLostError):
+        train(run)
+        checkpoints.wait()
+    assert run.progress.best is not None and run.progress.best["step"] == STEPS
+    meet_again(run)
+    assert train(run) == "complete"
+    checkpoints.wait()
+    assert checkpoints.marked == [3, STEPS]
+
+
+class EndsAtTheMark(Checkpoints):
+    """The world ends between the publication of the first best checkpoint and its mark."""
+
+    has_ended = False
+
+    def mark_best(self, step: int) -> None:
+        self.wait()
+        if not self.has_ended:
+            self.has_ended = True
+            raise PeerLostError("a rank is gone")
+        super().mark_best(step)
+
+
+def test_a_best_that_was_published_before_its_mark_is_marked_by_the_next_world() -> None:
+    checkpoints = EndsAtTheMark()
+    run = make(checkpoints, saves_before=True)
+    with pytest.raises(PeerLostError):
+        train(run)
+    assert checkpoints.marked == [] and run.progress.finished_steps == 3
+    meet_again(run)
+    assert train(run) == "complete"
+    assert checkpoints.marked == [3, STEPS]
+
+
+def test_a_best_whose_first_save_has_failed_is_saved_again() -> None:
+    checkpoints = Checkpoints(step_3="failed")
+    run = make(checkpoints, saves_before=True)
+    train(run)
+    assert checkpoints.marked == [3, STEPS]
+
+
+def test_the_one_before_belongs_to_the_state() -> None:
+    checkpoints = Checkpoints()
+    run = make(checkpoints, saves_before=False)
+    train(run)
+    progress = Progress()
+    progress.load_values(dict(run.progress.values()))
+    assert progress.best is not None and progress.best["step"] == STEPS
+    assert progress.best_before is not None and progress.best_before["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "is_compared"),
+    [
+        ({"metric": "heldOut/loss", "mode": "min"}, True),
+        ({"metric": "heldOut/loss"}, True),
+        ({"metric": "heldOut/accuracy", "mode": "min"}, False),
+        ({"metric": "heldOut/loss", "mode": "max"}, False),
+    ],
+    ids=["the same", "of an older version", "another metric", "the other mode"],
+)
+def test_only_values_of_the_metric_that_decides_now_are_compared(
+    before: dict[str, Any], is_compared: bool
+) -> None:
+    checkpoints = Checkpoints()
+    run = make(checkpoints, saves_before=True)
+    run.progress.best = {**before, "value": 0.5, "step": 1}
+    train(run)
+    assert checkpoints.marked == ([] if is_compared else [3, STEPS])
+    if not is_compared:
+        found = {"metric": "heldOut/loss", "mode": "min", "value": 1.0, "step": STEPS}
+        assert run.progress.best == found
+
+
+@pytest.mark.parametrize(
+    ("best_step", "steps_here", "is_marked"),
+    [(2, 0, True), (2, 5, False), (3, 5, True), (4, 0, False)],
+    ids=["a start", "another group", "of the newest step", "not saved"],
+)
+def test_a_start_marks_the_best_again_since_the_mark_may_be_of_one_that_was_set_aside(
+    best_step: int, steps_here: int, is_marked: bool
+) -> None:
+    run = make(Checkpoints(), saves_before=True)
+    done: list[int] = []
+    checkpoints = SimpleNamespace(
+        mark_best=done.append, poll=lambda: None, published=None, is_saving=False
+    )
+    progress = run.progress
+    progress.finished_steps = progress.saved_step = progress.evaluated_step = 3
+    progress.steps_here = steps_here
+    progress.best = {"metric": "heldOut/loss", "mode": "min", "value": 0.5, "step": best_step}
+    limits = replace(run.limits, after_step=3)
+    run = replace(run, checkpoints=cast(Any, checkpoints), limits=limits)
+    assert train(run) == "after_step"
+    assert done == ([best_step] if is_marked else [])
