@@ -124,7 +124,7 @@ def _prepare_own(
     base_directory: Path,
     prepared_directory: Path,
 ) -> Prepared:
-    """Let the task prepare its data, in a folder of this content of its files and options, or of its recipe."""
+    """Let the task prepare its data, in a folder of the content of its files and options or of its recipe."""
     prepare = getattr(task, "prepare", None)
     if prepare is None:
         # A task that derives from none of ours may have been written before there was one.
