@@ -131,7 +131,8 @@ class Encoder:
         settings = self.settings
         filling = b"A" * (-len(sequence) % settings.pad_to)
         text = f"{settings.prefix}{(sequence + filling).decode()}{settings.suffix}"
-        ids, starts = self.tokenizer.encode_with_starts(text)
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        starts = [start for start, _ in offsets]
         begin = len(settings.prefix)
         first = _token_of(starts, begin)
         last = _token_of(starts, begin + len(sequence) - 1) + 1
