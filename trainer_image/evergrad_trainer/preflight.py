@@ -108,8 +108,7 @@ def examine(
         findings += [Finding("error", problem) for problem in error.problems]
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
-        fewest = max(num_workers, min(sizes))
-        sharing = {"num_workers": num_workers, "world_size": fewest}
+        sharing = {"num_workers": num_workers, "world_size": max(num_workers, min(sizes))}
         findings += check_model(training, facts)
         findings += check_memory(training, facts, machine, **sharing)
         size = checkpoint_bytes(facts, training)

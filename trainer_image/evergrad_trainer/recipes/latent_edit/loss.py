@@ -95,4 +95,5 @@ def gaussian_kl(states: Tensor, mask: Tensor) -> Tensor:
     ridge = RIDGE * torch.eye(product.shape[0], dtype=product.dtype, device=product.device)
     determinant = torch.linalg.slogdet(product + ridge).logabsdet
     determinant = determinant + rest * torch.log(torch.full_like(determinant, RIDGE))
-    return 0.5 * (mean.square().sum() + centred.square().sum() - determinant - width)
+    found: Tensor = mean.square().sum() + centred.square().sum() - determinant - width
+    return 0.5 * found

@@ -47,7 +47,8 @@ class Attention(nn.Module):
         return torch.as_tensor(self.out(found.transpose(1, 2).flatten(2)))
 
     def _split(self, values: Tensor) -> Tensor:
-        return values.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        heads: Tensor = values.unflatten(-1, (self.heads, -1))
+        return heads.transpose(1, 2)
 
 
 def _feed_forward(width: int) -> nn.Sequential:
@@ -158,7 +159,7 @@ class Predictor(nn.Module):
         allowed = (causal & (mask[:, None, :] | own))[:, None]
         for block in self.blocks:
             values, edits = block(values, edits, allowed)
-        predicted = state[:, None].float() + self.out(self.norm(values)).float()
+        predicted: Tensor = state[:, None].float() + self.out(self.norm(values)).float()
         if normalize:
             predicted = functional.normalize(predicted, dim=-1)
         return predicted * mask[..., None]

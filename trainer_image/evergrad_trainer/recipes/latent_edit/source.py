@@ -58,7 +58,8 @@ def mers_of(digits: npt.NDArray[np.uint8]) -> npt.NDArray[np.int16]:
     """Digits [..., 18] as groups of six bases [..., 3]: each a number to the base of 5."""
     groups = digits.reshape(*digits.shape[:-1], MERS, MER).astype(np.int32)
     powers = (NO_BASE + 1) ** np.arange(MER - 1, -1, -1, dtype=np.int32)
-    return (groups * powers).sum(-1).astype(np.int16)
+    found: npt.NDArray[np.int16] = (groups * powers).sum(-1).astype(np.int16)
+    return found
 
 
 def types_of(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> npt.NDArray[Any]:
