@@ -5,6 +5,7 @@ trained."""
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -63,11 +64,12 @@ def test_it_trains_and_is_measured_beside_the_trivial_baselines(whole: Experimen
     directory = whole.at("undisturbed")
     rows = curve(directory)
     assert sorted(rows) == list(range(1, STEPS + 1)) and checkpoints(directory)[-1] == STEPS
-    first, last = rows[1], rows[STEPS]
-    # The predictor begins as the first baseline, and is better than it soon.
-    assert first["loss"] == pytest.approx(first["metrics"]["unchanged_loss"], rel=1e-4)
-    assert last["loss"] < 0.97 * last["metrics"]["unchanged_loss"]
-    assert last["metrics"].keys() == {
+    # The predictor begins as the first baseline, and is better than it soon: on the items of each of the last
+    # steps, and by 7 % of their loss, many times what is left of the first four.
+    gains = [1 - row["loss"] / row["metrics"]["unchanged_loss"] for row in rows.values()]
+    assert gains[0] == pytest.approx(0, abs=1e-4)
+    assert min(gains[8:]) > 0 and mean(gains[8:]) > 0.07 and abs(mean(gains[:4])) < 0.03
+    assert rows[STEPS]["metrics"].keys() == {
         "cosine",
         "squared_distance",
         "target_variance",
@@ -89,6 +91,7 @@ def test_it_trains_and_is_measured_beside_the_trivial_baselines(whole: Experimen
     assert record["prepared"]["facts"]["snapshotId"] == "toy-snap-1"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "place", ["step", "save", "published", "batch"], ids=lambda place: f"at_{place}"
 )
@@ -101,12 +104,14 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(whole: Experiment, place:
     assert_same_run(whole.at("undisturbed"), whole.at(name))
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(whole: Experiment) -> None:
     whole.run("--stop-after-steps", "7", directory="stopped", expect=STOPPED_SAVED)
     whole.run(directory="stopped")
     assert_same_run(whole.at("undisturbed"), whole.at("stopped"))
 
 
+@pytest.mark.long
 @pytest.mark.capability("G-74")
 def test_states_that_are_made_in_each_step_give_the_bits_of_those_that_are_kept(
     whole: Experiment,
@@ -127,6 +132,7 @@ def test_states_that_are_made_in_each_step_give_the_bits_of_those_that_are_kept(
     assert frozen.keys() == {"encoder"}, "the encoder is known by its hash, and not saved"
 
 
+@pytest.mark.long
 @pytest.mark.capability("G-83", "G-86", "G-91")
 def test_a_collapse_is_told_and_training_goes_on(whole: Experiment) -> None:
     monitors = [
@@ -146,6 +152,7 @@ def test_a_collapse_is_told_and_training_goes_on(whole: Experiment) -> None:
     assert_same_curve(whole.at("undisturbed"), directory)
 
 
+@pytest.mark.long
 def test_a_finished_run_is_evaluated_again_with_the_same_numbers(whole: Experiment) -> None:
     ended = whole.command("evaluate", str(whole.at("undisturbed")), "--json")
     ended.expect(0)
@@ -154,6 +161,7 @@ def test_a_finished_run_is_evaluated_again_with_the_same_numbers(whole: Experime
     assert repr(loss) in text and repr(metrics["gain"]) in text
 
 
+@pytest.mark.long
 @pytest.mark.capability("G-26", "G-64")
 def test_another_corpus_is_refused_and_nothing_is_overwritten(experiment: Experiment) -> None:
     write(experiment)
@@ -175,6 +183,7 @@ def test_another_corpus_is_refused_and_nothing_is_overwritten(experiment: Experi
     experiment.run()
 
 
+@pytest.mark.long
 @pytest.mark.capability("G-49", "G-100")
 def test_wrong_corpora_are_refused_before_anything_is_trained(experiment: Experiment) -> None:
     def refused(said: str, section: dict[str, Any] | None = None, **changes: Any) -> None:
@@ -223,6 +232,7 @@ def test_wrong_corpora_are_refused_before_anything_is_trained(experiment: Experi
     )
 
 
+@pytest.mark.long
 def test_what_was_prepared_beforehand_is_what_the_run_reads(experiment: Experiment) -> None:
     write(experiment)
     prepared = experiment.path / "runs/.prepared"
@@ -234,3 +244,28 @@ def test_what_was_prepared_beforehand_is_what_the_run_reads(experiment: Experime
     experiment.run("--stop-after-steps", "1", expect=STOPPED_SAVED)
     after = {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
     assert after == before
+
+
+SHARDED = ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("features", ["cached", "live"])
+def test_a_predictor_that_is_cut_learns_what_a_whole_one_does(
+    make_experiment: Callable[[], Experiment], features: str
+) -> None:
+    experiment = make_experiment()
+    write(experiment, {"features": features}, reproducibility={"elastic": "fast"})
+    experiment.run(directory="alone")
+    experiment.run(*SHARDED, directory="cut")
+    one, other = experiment.at("alone"), experiment.at("cut")
+    assert_same_curve(one, other, exact=False, tolerance=1e-5)
+    for step, row in curve(one).items():
+        assert curve(other)[step]["metrics"] == pytest.approx(
+            row["metrics"], rel=1e-3, abs=1e-5
+        )
+    killed = fault("step", call=8, action="SIGKILL", to="command")
+    experiment.run(*SHARDED, directory="killed", faults=[killed], expect=-9)
+    experiment.run(*SHARDED, directory="killed")
+    assert_same_curve(other, experiment.at("killed"))
+    assert_same_state(other, experiment.at("killed"))

@@ -9,6 +9,7 @@ from latent_corpus import training, write_corpus
 from run_helpers import Experiment, curve
 
 MakeCluster = Callable[..., Cluster]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module", params=["cached", "live"])
@@ -63,3 +64,21 @@ def test_a_newcomer_in_the_middle_trains_the_same_bits(
     check(cluster, edits)
     first = cluster.steps(1)[0]
     assert first > 1 and cluster.steps(1) == list(range(first, STEPS + 1))
+
+
+def test_a_node_with_another_corpus_is_refused_and_the_run_goes_on(
+    make_elastic: MakeCluster, edits: Experiment
+) -> None:
+    write_corpus(edits.path / "other", train=5)
+    held = fault("hold", "report", node=0, step=2, name="held")
+    cluster = make_elastic(edits, expect=1).start(faults=[held])
+    cluster.until_held()
+    other = cluster.start_node(1, sets=["spec.training.latentEdit.corpus=other"])
+    try:
+        assert other.wait() != 0, cluster.describe()
+        assert "data" in other.said(), other.said()
+    finally:
+        cluster.release("held")
+    cluster.finish(nodes=[0])
+    check(cluster, edits)
+    assert {row["size"] for row in cluster.trace()} == {1}

@@ -10,7 +10,7 @@ from latent_corpus import LENGTH, bases, seal, window_row, write_corpus, write_l
 
 from evergrad_manifest.training.latent_edit import HoldOut
 from evergrad_trainer.errors import DataError
-from evergrad_trainer.recipes.latent_edit.corpus import public_path, read_corpus, why_unsafe
+from evergrad_trainer.recipes.latent_edit.corpus import read_corpus, why_unsafe
 from evergrad_trainer.recipes.latent_edit.edits import Edit
 from evergrad_trainer.recipes.latent_edit.tables import read_tables
 from evergrad_trainer.recipes.latent_edit.windows import HoldOutPolicy, read_windows
@@ -65,6 +65,8 @@ def test_a_corpus_is_known_by_its_snapshot_and_the_content_of_its_files(tmp_path
         (first_file(size_bytes=1), "bytes; "),
         (first_file(records=True), "files[0].records: is no count"),
         (first_file(split=""), "files[0].split: is no text"),
+        (first_file(split="../x"), "files[0].split: '../x' is no name; an evaluation set"),
+        (first_file(split="heldout"), "files[0].split: 'heldout' is taken; it is the set of"),
         (lambda raw: raw["files"].append(raw["files"][0]), "is listed twice"),
     ],
 )
@@ -152,7 +154,7 @@ def test_windows_are_read_with_their_place_and_in_upper_case(tmp_path: Path) -> 
     assert not set(second.sequence) - set(b"ACGTN") and len(second.id) == 64
 
 
-@pytest.mark.capability("G-35", "G-99")
+@pytest.mark.capability("G-35")
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -174,6 +176,7 @@ def test_a_wrong_window_is_named_by_file_and_line(tmp_path: Path, line: str, sai
     assert said in str(caught.value)
 
 
+@pytest.mark.capability("G-99")
 def test_no_message_shows_a_sequence(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
     secret = "ACGT" * 10
@@ -303,20 +306,6 @@ def test_a_wrong_row_of_edits_is_named_by_file_and_line(
     with pytest.raises(DataError) as caught:
         read_tables(corpus.tables("clinical"), "clinical", split="train", policy=None)
     assert f"clinvar/train.jsonl:2: {said}" in str(caught.value)
-
-
-@pytest.mark.capability("G-97")
-@pytest.mark.parametrize(
-    ("path", "public"),
-    [
-        ("/home/me/secret/run.json", "run.json"),
-        ("../x/run.json", "run.json"),
-        ("runs/a/run.json", "runs/a/run.json"),
-        ("", ""),
-    ],
-)
-def test_a_public_path_has_no_folder_of_this_machine(path: str, public: str) -> None:
-    assert public_path(path) == public
 
 
 def test_plain_relative_names_are_safe() -> None:

@@ -2,6 +2,7 @@
 begins at the trivial baseline, and what is measured."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -324,10 +325,88 @@ def test_damage_of_what_was_prepared_is_named(corpus: Path) -> None:
         DataError, match=r"the prepared items are damaged; states.npy .* Delete"
     ):
         Opened(corpus)
-    states = next((corpus / "prepared").glob("states-*/states-*.npz"))
-    states.write_bytes(states.read_bytes()[:-40])
-    with pytest.raises(DataError, match="cannot be read"):
-        FeatureCache(states.parent).load([b"x"])
+
+
+@pytest.mark.parametrize("name", ["states.npy", "mean.npy", "items-*.npz", "facts.json"])
+def test_a_changed_bit_of_what_was_prepared_is_found_at_the_next_start(
+    corpus: Path, name: str
+) -> None:
+    """By content: nodes are compared by what the folder says of itself, and train what it holds."""
+    opened = Opened(corpus)
+    path = next((corpus / "prepared" / opened.facts["folder"]).glob(name))
+    content = bytearray(path.read_bytes())
+    # Of facts.json a digit of the manifest's hash, of the others a byte of what they hold.
+    at = content.index(b'"manifestHash": "') + 17 if name == "facts.json" else len(content) // 2
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"the prepared items are damaged; .*Delete"):
+        Opened(corpus)
+
+
+@pytest.mark.capability("G-74")
+@pytest.mark.parametrize("damage", ["short", "empty", "bit"])
+def test_a_damaged_file_of_the_cache_is_refused_and_made_again_once_it_is_deleted(
+    corpus: Path, damage: str
+) -> None:
+    first = Opened(corpus)
+    path = next((corpus / "prepared").glob("states-*/states-*.npz"))
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(
+        {
+            "short": content[:-40],
+            "empty": b"",
+            "bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        }[damage]
+    )
+    shutil.rmtree(corpus / "prepared" / first.facts["folder"])
+    with pytest.raises(DataError, match=r"states-\w+.npz: cannot be read; .* Delete it"):
+        Opened(corpus)
+    path.unlink()
+    assert Opened(corpus).facts == first.facts
+
+
+@pytest.mark.capability("G-74")
+def test_states_of_another_encoder_are_refused_wherever_they_were_copied_to(
+    corpus: Path,
+) -> None:
+    first = Opened(corpus)
+    path = next((corpus / "prepared").glob("states-*/states-*.npz"))
+    other = FeatureCache(corpus / "prepared", "f" * 64)
+    other.folder.mkdir()
+    shutil.copy(path, other.folder)
+    with pytest.raises(DataError, match=r"holds states of another encoder; its folder is of f"):
+        other.load([])
+    assert FeatureCache(corpus / "prepared", first.facts["encoder"]).load([]) == {}
+
+
+def test_nodes_with_other_weights_of_the_encoder_are_no_peers_either_way(corpus: Path) -> None:
+    """What nodes are compared by depends on the states, or on what makes them in each step."""
+    found = {
+        Opened(
+            corpus, features=features, encoder={"radius": 3, "layer": layer}
+        ).source.fingerprint
+        for features in ("cached", "live")
+        for layer in (1, 2)
+    }
+    assert len(found) == 4
+
+
+def test_what_is_in_two_sets_is_said_at_every_start(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        json.loads(line)
+        for line in (corpus / "corpus/placed/train.jsonl").read_text("utf-8").splitlines()
+    ]
+    lines = [*rows[1:], {**rows[1], "record_id": "again"}]
+    write_lines(corpus / "corpus/placed/train.jsonl", [rows[0], *lines])
+    seal(corpus / "corpus")
+    for _ in range(2):
+        opened = Opened(corpus, holdOut={"records": ["again"]})
+        assert opened.facts["leaks"] == {"heldOut": {"sameSequence": 1, "overlapping": 1}}
+        said = capsys.readouterr().err
+        assert "warning: heldOut: of 1 windows 1 have the sequence of, 1 overlap one" in said
 
 
 def test_windows_of_other_numbers_of_tokens_are_refused_where_states_are_made_anew(

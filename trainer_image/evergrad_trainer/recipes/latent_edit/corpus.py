@@ -3,7 +3,6 @@ SHA-256."""
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
 from evergrad_manifest.errors import Problem, raise_if
+from evergrad_manifest.training.pretrain import HELD_OUT, NAME_PATTERN
 from evergrad_trainer.errors import DataError
 
 MANIFEST: Final = "dataset_manifest.json"
@@ -18,6 +18,7 @@ TRAIN: Final = "train"
 _CORPUS: Final = "spec.training.latentEdit.corpus"
 _WINDOWS: Final = "spec.training.latentEdit.windows"
 _MOST_PROBLEMS: Final = 20
+_LONGEST_SPLIT: Final = 63
 _BLOCK: Final = 2**20
 _HASH: Final = re.compile(r"(sha256:)?([0-9a-f]{64})")
 
@@ -179,10 +180,8 @@ def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
         return Problem(f"{where}.path", f"{name!r} {reason}", why, "Write a relative path")
     if not isinstance(name, str) or not name:
         return Problem(f"{where}.path", "is no text", "it names a file", "Add it")
-    if split is not None and (not isinstance(split, str) or not split):
-        return Problem(
-            f"{where}.split", "is no text", "it names a part", "Write one, or remove it"
-        )
+    if split is not None and (problem := _check_split(split, f"{where}.split")):
+        return problem
     is_count = isinstance(records, int) and not isinstance(records, bool) and records >= 0
     if records is not None and not is_count:
         return Problem(f"{where}.records", "is no count", "", "Correct it, or remove it")
@@ -196,10 +195,30 @@ def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
     if not path.resolve().is_relative_to(folder.resolve()):
         why = "a corpus consists of files of its own folder"
         return Problem(str(path), "leads out of the folder", why, "Copy the file to its place")
-    if problem := _compare(entry, path, where):
+    try:
+        problem = _compare(entry, path, where)
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+        problem = Problem(
+            str(path), what, f"{where} lists it", "Check its rights, and the disk"
+        )
+    if problem is not None:
         return problem
     kind = _KINDS.get(PurePosixPath(name).parts[0])
     return CorpusFile(name, path, kind, split, records, str(entry["sha256"])[-64:])
+
+
+def _check_split(split: Any, where: str) -> Problem | None:
+    """What is wrong with a split's name, which becomes that of an evaluation set, and so of metrics."""
+    if not isinstance(split, str) or not split:
+        return Problem(where, "is no text", "it names a part", "Write one, or remove it")
+    if len(split) > _LONGEST_SPLIT or not re.fullmatch(NAME_PATTERN, split):
+        why = "an evaluation set gets this name: letters, digits, '-', '_' and '.'"
+        return Problem(where, f"{split[:80]!r} is no name", why, "Rename the split")
+    if split.casefold() == HELD_OUT.casefold():
+        why = "it is the set of what latentEdit.holdOut meets"
+        return Problem(where, f"{split!r} is taken", why, "Rename the split")
+    return None
 
 
 def why_unsafe(name: str) -> str:
@@ -241,12 +260,3 @@ def hash_file(path: Path) -> str:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def public_path(path: str | os.PathLike[str]) -> str:
-    """``path`` as others may see it: relative as it is, without its folders where it is absolute or leads
-    up."""
-    pure = PurePosixPath(os.fspath(path))
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-        return pure.name
-    return pure.as_posix()

@@ -24,6 +24,7 @@ from evergrad_trainer.recipes.latent_edit.encoder import Encoder, Tokens, encode
 States = npt.NDArray[np.float32]
 _STATES_A_FILE: Final = 4096
 """At most so many are computed again after a kill."""
+_REMEDY: Final = "Delete it: its states are computed again"
 
 
 def key_of(tokens: Tokens) -> bytes:
@@ -34,13 +35,17 @@ def key_of(tokens: Tokens) -> bytes:
 
 
 class FeatureCache:
-    """States of one encoder, in ``folder``, which is named by its identity."""
+    """States of the encoder ``identity``, in a folder of its own below ``folder``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder = folder / f"states-{identity[:16]}"
+        self._identity = identity
 
     def load(self, wanted: Iterable[bytes]) -> dict[bytes, States]:
-        """Those states of ``wanted`` that are there. Raises DataError for a file that is damaged."""
+        """Those states of ``wanted`` that are there.
+
+        Raises DataError for a file that is damaged, and for one of another encoder, which was copied here.
+        """
         missing = set(wanted)
         found: dict[bytes, States] = {}
         for path in sorted(self.folder.glob("states-*.npz")):
@@ -48,10 +53,16 @@ class FeatureCache:
                 # Opened here: of a damaged file the library would leave that to the collector.
                 with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                     keys, states = file["keys"], file["states"]
-            except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+                    encoder = str(file["encoder"])
+            except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
                 why = " ".join(str(error).split())[:200]
-                remedy = "Delete it: its states are computed again"
-                raise DataError(Problem(str(path), "cannot be read", why, remedy)) from error
+                raise DataError(Problem(str(path), "cannot be read", why, _REMEDY)) from error
+            if encoder != self._identity:
+                what, why = (
+                    "holds states of another encoder",
+                    f"its folder is of {self._identity}",
+                )
+                raise DataError(Problem(str(path), what, why, _REMEDY))
             pairs = zip(map(bytes, keys), states, strict=True)
             found |= {key: state for key, state in pairs if key in missing}
         return found
@@ -63,7 +74,8 @@ class FeatureCache:
         unfinished = self.folder / f".states-{token}.tmp"
         with unfinished.open("wb") as file:
             keys = np.array([list(key) for key in states], dtype=np.uint8)
-            np.savez(file, keys=keys, states=np.stack(list(states.values())))
+            all_states = np.stack(list(states.values()))
+            np.savez(file, keys=keys, states=all_states, encoder=np.array(self._identity))
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, self.folder / f"states-{token}.npz")

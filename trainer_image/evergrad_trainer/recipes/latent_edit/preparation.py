@@ -19,9 +19,16 @@ import numpy.typing as npt
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training.latent_edit import HoldOut, LatentEdit, published_mixture
+from evergrad_manifest.training.pretrain import HELD_OUT
 from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.errors import DataError
-from evergrad_trainer.recipes.latent_edit.corpus import MANIFEST, Corpus, read_corpus
+from evergrad_trainer.recipes.latent_edit.corpus import (
+    MANIFEST,
+    TRAIN,
+    Corpus,
+    hash_file,
+    read_corpus,
+)
 from evergrad_trainer.recipes.latent_edit.edits import Applied, apply_edits
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder, Tokens
 from evergrad_trainer.recipes.latent_edit.features import (
@@ -31,9 +38,9 @@ from evergrad_trainer.recipes.latent_edit.features import (
     key_of,
 )
 from evergrad_trainer.recipes.latent_edit.items import FAMILIES, Item, Items, Table
+from evergrad_trainer.recipes.latent_edit.leaks import describe_leaks, find_leaks
 from evergrad_trainer.recipes.latent_edit.tables import read_tables
 from evergrad_trainer.recipes.latent_edit.windows import (
-    HELD_OUT,
     HoldOutPolicy,
     Window,
     read_windows,
@@ -43,7 +50,6 @@ from evergrad_trainer.task import Setup
 FACTS: Final = "facts.json"
 STATES: Final = "states.npy"
 MEAN: Final = "mean.npy"
-TRAIN: Final = "train"
 _FORMAT: Final = 1
 _SECONDS_BETWEEN_LINES: Final = 5.0
 
@@ -80,7 +86,7 @@ def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
     text = json.dumps(facts, sort_keys=True)
     final = folder / f"items-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if (final / FACTS).is_file():
-        found = _read_facts(final)
+        found = _read_facts(final, facts)
     else:
         unfinished = folder / f".tmp-{secrets.token_hex(8)}"
         try:
@@ -89,16 +95,18 @@ def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
                 found = {**facts, **made, "folder": final.name}
                 (unfinished / FACTS).write_text(json.dumps(found, indent=2), "utf-8")
                 shutil.copy2(corpus.folder / MANIFEST, unfinished / MANIFEST)
-                found = _publish(unfinished, final, found)
+                found = _publish(unfinished, final, found, facts)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    for line in _describe_fallbacks(found):
-        # At every start: what takes the place of something else is never silent.
+    for line in _describe_doubts(found):
+        # At every start: what takes the place of something else, or is in two sets, is never silent.
         print(f"warning: {line}", file=sys.stderr, flush=True)
     return found
 
 
-def _publish(unfinished: Path, final: Path, facts: dict[str, Any]) -> dict[str, Any]:
+def _publish(
+    unfinished: Path, final: Path, found: dict[str, Any], facts: Mapping[str, Any]
+) -> dict[str, Any]:
     """Give a finished folder its name, by one rename: what has it is whole. What it says of itself."""
     try:
         os.rename(unfinished, final)
@@ -106,8 +114,8 @@ def _publish(unfinished: Path, final: Path, facts: dict[str, Any]) -> dict[str, 
         # Without locks another node may have made the same meanwhile.
         if not (final / FACTS).is_file():
             raise
-        return _read_facts(final)
-    return facts
+        return _read_facts(final, facts)
+    return found
 
 
 def _describe(
@@ -145,26 +153,38 @@ def _probe_width(section: LatentEdit, encoder: Encoder) -> int:
     return width
 
 
-def _read_facts(folder: Path) -> dict[str, Any]:
-    """What a finished folder says of itself, once its files are what it says. Raises DataError."""
+def _read_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a finished folder says of itself, once its files are what it says and it is of ``facts``.
+
+    By content, as the corpus: nodes are compared by what the folder says, and train what it holds. Raises
+    DataError.
+    """
     remedy = f"Delete the folder {folder}: it is made again"
     try:
-        facts: dict[str, Any] = json.loads((folder / FACTS).read_text("utf-8"))
-        for name, size in facts["sizes"].items():
-            if (folder / name).stat().st_size != size:
-                raise ValueError(f"{name} does not have {size} bytes")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found: dict[str, Any] = json.loads((folder / FACTS).read_text("utf-8"))
+        for name, digest in found["made"].items():
+            if hash_file(folder / name) != digest:
+                raise ValueError(f"{name} does not have the SHA-256 {digest}")
+        if {key: found[key] for key in facts} != json.loads(json.dumps(facts)):
+            raise ValueError(f"{FACTS} is of other settings")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = "the prepared items are damaged"
         raise DataError(Problem(str(folder), what, str(error), remedy)) from error
-    return facts
+    return found
 
 
-def _describe_fallbacks(facts: Mapping[str, Any]) -> list[str]:
-    return [
+def _describe_doubts(facts: Mapping[str, Any]) -> list[str]:
+    """What a reader of the run's numbers has to know of its items."""
+    lines = [
         f"{name}: {count} of {split['items']} items are {pair.replace('>', ' replaced by ')}"
         for name, split in facts["splits"].items()
         for pair, count in split["fallbacks"].items()
     ]
+    lines += [
+        describe_leaks(name, facts["splits"][name]["windows"], leaks)
+        for name, leaks in facts["leaks"].items()
+    ]
+    return lines
 
 
 @dataclass(frozen=True)
@@ -203,12 +223,20 @@ class _Maker:
             if states is not None:
                 np.save(unfinished / STATES, states)
                 np.save(unfinished / MEAN, _mean_target(splits[0], states))
-            sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
-        content = "" if states is None else hashlib.sha256(states.tobytes()).hexdigest()
+            hashes = {path.name: hash_file(path) for path in sorted(unfinished.iterdir())}
+        # States that each step makes are known by what makes them: nodes with other weights are no peers.
+        content = self.encoder.identity
+        if states is not None:
+            content = hashlib.sha256(states.tobytes()).hexdigest()
         return {
-            "sizes": sizes,
+            "made": hashes,
             "tokens": tokens,
             "passedOver": passed_over,
+            "leaks": {
+                name: leaks
+                for name, own in windows.items()
+                if name != TRAIN and (leaks := find_leaks(windows[TRAIN], own))
+            },
             "splits": {one.name: _summarize(one, content) for one in splits},
         }
 
@@ -277,7 +305,7 @@ class _Maker:
         return max(lengths)
 
     def _states(self, folder: Path, wanted: Mapping[bytes, Tokens]) -> States:
-        cache = FeatureCache(folder / f"states-{self.encoder.identity[:16]}")
+        cache = FeatureCache(folder, self.encoder.identity)
         last = time.monotonic()
 
         def show(done: int, total: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.errors import DataError
-from evergrad_trainer.recipes.latent_edit.corpus import CorpusFile
+from evergrad_trainer.recipes.latent_edit.corpus import TRAIN, CorpusFile
 from evergrad_trainer.recipes.latent_edit.edits import Edit, EditError, EditType, type_of
 from evergrad_trainer.recipes.latent_edit.windows import HoldOutPolicy
 
@@ -45,7 +45,7 @@ def read_tables(
     table = EditTable()
     problems: list[Problem] = []
     for file in files:
-        own = "train" if file.is_train else file.split
+        own = TRAIN if file.is_train else file.split
         if file.split is not None and own != split:
             continue
         count, known = 0, len(problems)

@@ -15,10 +15,11 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import LatentEdit as EditSection
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import ModelError
+from evergrad_trainer.recipes.latent_edit.corpus import TRAIN
 from evergrad_trainer.recipes.latent_edit.encoder import Encoder, encode
 from evergrad_trainer.recipes.latent_edit.loss import measure_spread, prediction_losses
 from evergrad_trainer.recipes.latent_edit.modules import ActionEncoder, MeanTarget, Predictor
-from evergrad_trainer.recipes.latent_edit.preparation import MEAN, TRAIN, prepare
+from evergrad_trainer.recipes.latent_edit.preparation import MEAN, prepare
 from evergrad_trainer.recipes.latent_edit.source import (
     AFTER,
     AFTER_SPAN,

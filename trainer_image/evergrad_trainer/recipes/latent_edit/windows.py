@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training.latent_edit import HoldOut
+from evergrad_manifest.training.pretrain import HELD_OUT
 from evergrad_trainer.errors import DataError
-from evergrad_trainer.recipes.latent_edit.corpus import CorpusFile
+from evergrad_trainer.recipes.latent_edit.corpus import TRAIN, CorpusFile
 from evergrad_trainer.recipes.latent_edit.edits import Edit
 
-HELD_OUT: Final = "heldOut"
 _MOST_PROBLEMS: Final = 20
 _ALPHABET: Final = frozenset("ACGTN")
 
@@ -100,7 +100,7 @@ def read_windows(files: Sequence[CorpusFile], policy: HoldOutPolicy) -> dict[str
     Those that ``policy`` holds out of what is trained on are the split ``heldOut``. Raises DataError with
     all that is wrong in them.
     """
-    found: dict[str, list[Window]] = {"train": []}
+    found: dict[str, list[Window]] = {TRAIN: []}
     problems: list[Problem] = []
     seen: dict[str, str] = {}
     length: tuple[int, str] | None = None
@@ -124,7 +124,7 @@ def read_windows(files: Sequence[CorpusFile], policy: HoldOutPolicy) -> dict[str
                 remedy = "Cut all windows of a corpus to one length"
                 problems.append(Problem(one.place, what, why, remedy))
             seen[one.record_id] = one.place
-            split = "train" if file.is_train else str(file.split)
+            split = TRAIN if file.is_train else str(file.split)
             if file.is_train and policy.meets(one):
                 split = HELD_OUT
             found.setdefault(split, []).append(one)
@@ -133,7 +133,7 @@ def read_windows(files: Sequence[CorpusFile], policy: HoldOutPolicy) -> dict[str
         if file.records is not None and count != file.records and len(problems) == known:
             what, why = f"has {count} windows", f"the corpus's manifest says {file.records}"
             problems.append(Problem(str(file.path), what, why, "Make the manifest anew"))
-    if not problems and not found["train"]:
+    if not problems and not found[TRAIN]:
         what = "have no window to train on"
         why = "a split whose name begins with train is trained on, but for what is held out"
         names = ", ".join(file.name for file in files)
