@@ -206,6 +206,13 @@ def check_phase(view: View) -> Iterator[Problem]:
         )
 
 
+def check_loss(view: View) -> Iterator[Problem]:
+    """One of both terms counts."""
+    if _is_here(view) and view.get(f"{_SECTION}.alpha") == view.get(f"{_SECTION}.beta") == 0:
+        what, why = "0, and beta is 0 as well", "the loss would be 0 whatever is predicted"
+        yield Problem(f"{_SECTION}.alpha", what, why, "Raise one of both")
+
+
 def check_pooling(view: View) -> Iterator[Problem]:
     """A mean of all tokens has no radius."""
     radius = f"{_ENCODER}.radius"
@@ -277,6 +284,7 @@ RULES: Final = (
     check_is_given,
     check_unused,
     check_phase,
+    check_loss,
     check_pooling,
     check_mixture,
     check_micro_batch,

@@ -1,5 +1,6 @@
 """Edits and their application, and items as a function of their index alone."""
 
+import dataclasses
 import itertools
 from collections import Counter
 from typing import Any
@@ -218,6 +219,23 @@ def test_synthetic_edits_keep_off_the_margins_and_off_unknown_bases() -> None:
     assert kinds[EditType.SNV] == kinds[EditType.MNV] == 60
     assert kinds[EditType.INSERTION] + kinds[EditType.DELETION] == 60
     assert min(kinds[EditType.INSERTION], kinds[EditType.DELETION]) > 5
+
+
+@pytest.mark.capability("G-50")
+def test_an_edit_that_is_held_out_is_not_drawn_either() -> None:
+    mixture = [{"family": "syntheticSnv", "count": 60}]
+    own = windows(1)
+    free = items(own, mixture=mixture)
+    drawn = [own[0].key_of(free.item(place).edits[0]) for place in range(60)]
+    held = frozenset(drawn[:20])
+    rest = dataclasses.replace(free, held_out=held)
+    keys = [own[0].key_of(rest.item(place).edits[0]) for place in range(60)]
+    assert not held & set(keys)
+    # Every other item stays as it was.
+    assert all(one == other for one, other in zip(drawn, keys, strict=True) if one not in held)
+    assert own[0].key_of(edit(4, "A", "C")) == "chr1:5:A:C"
+    # A window without coordinates has no edit that a hold-out could name.
+    assert windows(1, is_placed=False)[0].key_of(edit(4, "A", "C")) == ""
 
 
 @pytest.mark.capability("G-48")

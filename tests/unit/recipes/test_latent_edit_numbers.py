@@ -1,6 +1,7 @@
 """The loss of predicted states and the numbers that tell a collapse, against hand-made cases."""
 
 import math
+import resource
 from typing import Any
 
 import pytest
@@ -54,6 +55,18 @@ def test_places_without_an_edit_change_none_of_the_numbers() -> None:
     one, other = measure_spread(PREDICTED, TARGET, ALL), measure_spread(*wide, mask)
     for name, value in vars(one).items():
         assert vars(other)[name].item() == pytest.approx(value.item(), abs=1e-12), name
+
+
+@pytest.mark.capability("G-84")
+def test_distances_of_many_edits_need_no_memory_for_all_their_differences() -> None:
+    states = torch.randn(1024, 1, 512)
+    mask = torch.ones(1024, 1, dtype=torch.bool)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    spread = measure_spread(states, states, mask)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 2**20, "in KiB; the differences would be 4 GiB"
+    # Of standard normal numbers: √(2 · 512) but for little.
+    assert spread.pairwise_distance.item() == pytest.approx(32, rel=0.01)
 
 
 @pytest.mark.parametrize(

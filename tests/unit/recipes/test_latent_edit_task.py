@@ -19,9 +19,9 @@ from evergrad_trainer.errors import DataError, ModelError
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes import load_task
-from evergrad_trainer.recipes.latent_edit import LatentEdit
+from evergrad_trainer.recipes.latent_edit import LatentEdit, features
 from evergrad_trainer.recipes.latent_edit.edits import type_of
-from evergrad_trainer.recipes.latent_edit.encoder import Encoder
+from evergrad_trainer.recipes.latent_edit.encoder import Encoder, encode
 from evergrad_trainer.recipes.latent_edit.features import FeatureCache
 from evergrad_trainer.recipes.latent_edit.modules import ActionEncoder, Predictor
 from evergrad_trainer.recipes.latent_edit.source import (
@@ -378,6 +378,34 @@ def test_states_of_another_encoder_are_refused_wherever_they_were_copied_to(
     with pytest.raises(DataError, match=r"holds states of another encoder; its folder is of f"):
         other.load([])
     assert FeatureCache(corpus / "prepared", first.facts["encoder"]).load([]) == {}
+
+
+@pytest.mark.capability("G-74")
+def test_a_kill_while_states_are_computed_costs_the_newest_of_them_alone(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Opened(corpus)
+    shutil.rmtree(corpus / "prepared")
+    calls = 0
+
+    def count_and_die(*args: Any, **options: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == dies_at:
+            raise KeyboardInterrupt
+        return encode(*args, **options)
+
+    monkeypatch.setattr(features, "encode", count_and_die)
+    monkeypatch.setattr(features, "_STATES_A_FILE", 8)
+    dies_at = 21
+    with pytest.raises(KeyboardInterrupt):
+        Opened(corpus)
+    dies_at = -1
+    again = Opened(corpus)
+    assert again.facts == whole.facts
+    # The states of the test split are encoded in the same pass.
+    states = np.load(corpus / "prepared" / again.facts["folder"] / "states.npy")
+    assert calls == 21 + len(states) - 16
 
 
 def test_nodes_with_other_weights_of_the_encoder_are_no_peers_either_way(corpus: Path) -> None:

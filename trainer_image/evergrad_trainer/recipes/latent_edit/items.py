@@ -86,7 +86,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Items:
-    """All items of some windows: each window, draw by draw, with the mixture in its order."""
+    """All items of some windows: each window, draw by draw, with the mixture in its order.
+
+    ``held_out``: keys of edits that are not drawn either.
+    """
 
     windows: Sequence[Window]
     mixture: Sequence[EditQuota]
@@ -94,6 +97,7 @@ class Items:
     draws: int
     margin: int
     seed: int
+    held_out: frozenset[str] = frozenset()
 
     @property
     def per_draw(self) -> int:
@@ -170,8 +174,11 @@ class Items:
         chosen: list[RelativeEdit] = []
         for _ in range(_MOST_TRIES * count):
             one = _DRAWN[family](window.sequence, self.margin, draws)
-            if one is not None and not any(one.overlaps(other) for other in chosen):
-                chosen.append(one)
+            if one is None or any(one.overlaps(other) for other in chosen):
+                continue
+            if self.held_out and window.key_of(one) in self.held_out:
+                continue
+            chosen.append(one)
             if len(chosen) == count:
                 return tuple(chosen)
         why = f"{family} found no place for {count} between margins of {self.margin} bases"

@@ -64,7 +64,8 @@ def measure_spread(predicted: Tensor, target: Tensor, mask: Tensor) -> Spread:
     one_all, other_all = ((states - states.sum() / numbers) * weight for states in (one, other))
     spread = (one_all.square().sum() * other_all.square().sum()).sqrt()
     pairs = (valid[:, None] * valid[None, :]).triu(1)
-    gaps = (one[:, None] - one[None, :]).square().sum(-1).sqrt()
+    # Not of all differences, which would be as many numbers as pairs and dimensions.
+    gaps = torch.cdist(one, one, compute_mode="donot_use_mm_for_euclid_dist")
     return Spread(
         cosine=cosines.sum() / count,
         squared_distance=distances.sum() / count,

@@ -263,6 +263,7 @@ class _Maker:
             draws=self.section.draws,
             margin=self.section.margin,
             seed=self.setup.training.reproducibility.seed,
+            held_out=self.policy.edits if name == TRAIN else frozenset(),
         )
 
     def _split(self, name: str, items: Items, wanted: dict[bytes, Tokens]) -> Split:

@@ -12,7 +12,7 @@ from evergrad_manifest.training.latent_edit import HoldOut
 from evergrad_manifest.training.pretrain import HELD_OUT
 from evergrad_trainer.errors import DataError
 from evergrad_trainer.recipes.latent_edit.corpus import TRAIN, CorpusFile
-from evergrad_trainer.recipes.latent_edit.edits import Edit
+from evergrad_trainer.recipes.latent_edit.edits import Edit, RelativeEdit
 
 _MOST_PROBLEMS: Final = 20
 _ALPHABET: Final = frozenset("ACGTN")
@@ -41,6 +41,13 @@ class Window:
     def end(self) -> int:
         """Behind its last base on the chromosome, from 0."""
         return self.start + len(self.sequence)
+
+    def key_of(self, edit: RelativeEdit) -> str:
+        """An edit of it as a hold-out names it; empty without coordinates."""
+        if self.chromosome is None:
+            return ""
+        reference, alternate = edit.reference.decode(), edit.alternate.decode()
+        return Edit(self.chromosome, self.start + edit.position + 1, reference, alternate).key
 
 
 @dataclass(frozen=True)
