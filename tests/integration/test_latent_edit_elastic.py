@@ -1,5 +1,6 @@
 """The recipe of edits while nodes are lost and come: every group computes the same items and the same bits."""
 
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 
@@ -69,15 +70,20 @@ def test_a_newcomer_in_the_middle_trains_the_same_bits(
 def test_a_node_with_another_corpus_is_refused_and_the_run_goes_on(
     make_elastic: MakeCluster, edits: Experiment
 ) -> None:
-    write_corpus(edits.path / "other", train=5)
     held = fault("hold", "report", node=0, step=2, name="held")
     cluster = make_elastic(edits, expect=1).start(faults=[held])
     cluster.until_held()
-    other = cluster.start_node(1, sets=["spec.training.latentEdit.corpus=other"])
+    # At the same path, so that nothing but the content differs: as on a host with a disk of its own.
+    corpus, aside = edits.path / "corpus", edits.path / "aside"
+    corpus.rename(aside)
     try:
+        write_corpus(corpus, train=5)
+        other = cluster.start_node(1)
         assert other.wait() != 0, cluster.describe()
-        assert "data" in other.said(), other.said()
+        assert "fingerprint.data" in other.said(), other.said()
     finally:
+        shutil.rmtree(corpus)
+        aside.rename(corpus)
         cluster.release("held")
     cluster.finish(nodes=[0])
     check(cluster, edits)
