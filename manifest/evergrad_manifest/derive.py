@@ -113,6 +113,11 @@ def num_logits(training: Training) -> int:
     return 1 if training.two_stage_kl is None else 1 + num_references(training)
 
 
+def is_model_trained(training: Training) -> bool:
+    """Whether the file's model is what the run trains; else it is a part that stays as it is."""
+    return training.latent_edit is None
+
+
 def loss_chunk(training: Training) -> int | None:
     """Tokens whose logits exist at a time; None: those of the whole micro-batch."""
     if training.two_stage_kl is not None:

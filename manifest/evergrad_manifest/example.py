@@ -91,6 +91,20 @@ PAIRS: Final[dict[str, Any]] = {
     "preference": {"beta": 0.1, "loss": "sigmoid", "reference": "/data/docs-chat"},
 }
 """Sections of ``spec.training`` for pairs."""
+
+EDITS: Final[dict[str, Any]] = {
+    "recipe": "latent_edit",
+    "latentEdit": {
+        "corpus": "/data/corpus",
+        "mixture": [
+            {"family": "population", "count": 3, "fallback": "syntheticSnv"},
+            {"family": "syntheticIndel"},
+        ],
+        "encoder": {"layer": 20, "radius": 8},
+        "predictor": {"stateWidth": 512},
+    },
+}
+"""Sections of ``spec.training`` for edits."""
 SCRIPT: Final[dict[str, Any]] = {
     "command": ["train.py", "--epochs", "3"],
     "env": {"TOKENIZERS_PARALLELISM": "false"},

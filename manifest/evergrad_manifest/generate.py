@@ -15,7 +15,7 @@ from evergrad_coordinator.metrics import fill_tables
 from evergrad_manifest.crd.definition import build_definition_text
 from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.example import EXAMPLE, OWN_TASK, PAIRS, SCRIPT, SFT, TWO_STAGES
+from evergrad_manifest.example import EDITS, EXAMPLE, OWN_TASK, PAIRS, SCRIPT, SFT, TWO_STAGES
 from evergrad_manifest.fields import Field, walk_fields
 
 REFERENCE: Final = "docs/reference/configuration.md"
@@ -121,7 +121,7 @@ def _chapters() -> Iterator[tuple[str, list[Field], Mapping[str, Any]]]:
                 for field in own
                 if field.path == start or field.path.startswith((f"{start}.", f"{start}[]"))
             ],
-            {section: {**SFT, **PAIRS, **TWO_STAGES, **OWN_TASK, **training}[section]},
+            {section: {**SFT, **PAIRS, **TWO_STAGES, **EDITS, **OWN_TASK, **training}[section]},
         )
     own = [field for field in fields if field.path.startswith(script)]
     yield "`spec.script`", own, {"script": SCRIPT}

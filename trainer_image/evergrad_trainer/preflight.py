@@ -15,6 +15,7 @@ from evergrad_coordinator.contract import RunFile
 from evergrad_coordinator.text import size
 from evergrad_manifest.derive import (
     HorizonNumbers,
+    is_model_trained,
     loss_chunk,
     slots_per_step,
     stage_ends,
@@ -96,6 +97,7 @@ def examine(
     # A model that cannot be read ends none of the other checks: all problems are found at once.
     plan: ModelPlan | None = None
     facts: ModelFacts | None = None
+    size: int | None = None
     try:
         tokenizer = load_tokenizer(training.tokenizer, base_directory)
         plan = plan_model(
@@ -104,12 +106,12 @@ def examine(
         facts = None if plan.config is None else model_facts(plan)
     except InputError as error:
         findings += [Finding("error", problem) for problem in error.problems]
-    if facts is not None:
+    if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
-        fewest = max(num_workers, min(sizes))
-        sharing = {"num_workers": num_workers, "world_size": fewest}
+        sharing = {"num_workers": num_workers, "world_size": max(num_workers, min(sizes))}
         findings += check_model(training, facts)
         findings += check_memory(training, facts, machine, **sharing)
+        size = checkpoint_bytes(facts, training)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     has_begun = (run_directory / RunFile.RESOLVED).exists()
     findings += [
@@ -117,7 +119,6 @@ def examine(
         for problem in find_traps(training, plan, machine=machine)
     ]
     # Last, since it writes. Checkpoints of boundaries between stages are kept besides.
-    size = None if facts is None else checkpoint_bytes(facts, training)
     keep = training.checkpoint.keep + len(stage_ends(training))
     findings += check_run_directory(run_directory, size, keep=keep)
     return Examination(tuple(findings), plan)
@@ -188,6 +189,8 @@ def describe_size(training: Training, base_directory: Path) -> str:
     if plan.config is None:
         return "a model that the task makes itself"
     facts = model_facts(plan)
+    if not is_model_trained(training):
+        return f"{facts.parameters:,} parameters, none of which is trained"
     need = memory_of(facts, training, world_size=1, on_accelerator=False, compiles=False)
     memory = size(need.total)
     return f"{facts.parameters:,} parameters, about {memory} to train them on each worker"
@@ -398,7 +401,8 @@ def find_traps(
             has_pairs=training.pair_settings is not None,
         )
     # A model that cannot be built is named by another check; that of a task is known to the task alone.
-    if plan is not None and training.optimizer.groups and training.recipe in RECIPES:
+    has_known_model = training.recipe in RECIPES and is_model_trained(training)
+    if plan is not None and training.optimizer.groups and has_known_model:
         with contextlib.suppress(ModelError):
             model = build_empty_model(plan, precision="fp32")
             yield from unmatched_patterns(model, training.optimizer.groups)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _HORIZON = "spec.training.horizon"
 _DECIDED_BY_CONTENT = re.compile(
-    r"spec\.training\.(data\.sources\[\d+\]|tokenizer|model)\.path"
+    r"spec\.training\.((data\.sources\[\d+\]|tokenizer|model)\.path|latentEdit\.corpus)"
 )
 """Fields that may differ in a run that has begun: what lies there is compared, as soon as it is read."""
 

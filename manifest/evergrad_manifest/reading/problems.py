@@ -24,6 +24,12 @@ from evergrad_manifest.fields import (
 )
 from evergrad_manifest.reading.foreign import say_foreign
 from evergrad_manifest.spelling import fold, nearest
+from evergrad_manifest.training.latent_edit import (
+    CHROMOSOME,
+    EDIT_KEY,
+    INTERVAL,
+    WEIGHT_HASH,
+)
 from evergrad_manifest.training.pretrain import NAME_PATTERN
 from evergrad_manifest.values.numbers import NumberError, show
 from evergrad_manifest.values.quantities import DNS_LABEL, RUN_NAME
@@ -48,6 +54,21 @@ _PATTERNS: Final = {
     DNS_LABEL: "lower-case letters, digits and '-' are allowed, a letter or digit first and last",
     NAME_PATTERN: "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last",
 }
+_FORMS: Final = {
+    CHROMOSOME: ("is no name of a chromosome", "it has neither blanks nor colons", "Rename it"),
+    INTERVAL: (
+        "is no interval",
+        "it is a chromosome with its first and its last base",
+        "Write it as chr1:100-200",
+    ),
+    EDIT_KEY: (
+        "is no edit",
+        "it is a chromosome, a position, a reference and an alternate",
+        "Write it as chr1:100:A:G",
+    ),
+    WEIGHT_HASH: ("is no SHA-256", "it has 64 hex digits", "Write what sha256sum prints"),
+}
+"""Patterns of values that are no names."""
 _REFUSED_IN_TEMPLATE: Final = {
     "serviceAccountName": "the pods of a run talk to no API server and have no account",
     "serviceAccount": "the pods of a run talk to no API server and have no account",
@@ -343,6 +364,8 @@ def _say_text_length(finding: _Finding) -> Sentence:
 
 def _say_pattern(finding: _Finding) -> Sentence:
     # A pattern is hard to read, so that those of the names that users choose have words.
+    if form := _FORMS.get(finding.context["pattern"]):
+        return (f"{finding.shown} {form[0]}", *form[1:])
     rule = _PATTERNS.get(
         finding.context["pattern"], f"it must match {finding.context['pattern']}"
     )

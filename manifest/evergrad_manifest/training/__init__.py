@@ -22,6 +22,8 @@ from evergrad_manifest.training.common import (
     Runtime,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
+from evergrad_manifest.training.latent_edit import RULES as RULES_OF_LATENT_EDIT
+from evergrad_manifest.training.latent_edit import LatentEdit
 from evergrad_manifest.training.observing import RULES as RULES_OF_OBSERVING
 from evergrad_manifest.training.observing import (
     Logging,
@@ -87,6 +89,7 @@ __all__ = [
     "Horizon",
     "InitFrom",
     "KlStage",
+    "LatentEdit",
     "Logging",
     "Metrics",
     "Model",
@@ -115,8 +118,8 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, ``preference``, or a task of your own as
-    ``module:attr``, a name in a Python file that lies beside this one or can be imported."""
+    """Recipe to train by: ``pretrain``, ``sft``, ``two_stage_kl``, ``preference``, ``latent_edit``, or a task
+    of your own as ``module:attr``, a name in a Python file that lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
     first step."""
@@ -173,6 +176,8 @@ class Training(Section):
     """Stages and penalty of ``recipe: two_stage_kl``."""
     preference: Preference | None = None
     """Loss, reference and keys of ``recipe: preference``, and of tasks of your own that derive from it."""
+    latent_edit: LatentEdit | None = None
+    """Corpus, encoder and loss of ``recipe: latent_edit``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -227,6 +232,7 @@ RULES: Final = (
     *RULES_OF_SFT,
     *RULES_OF_TWO_STAGE_KL,
     *RULES_OF_PREFERENCE,
+    *RULES_OF_LATENT_EDIT,
     *RULES_OF_OBSERVING,
     *RULES_OF_ALL,
 )

@@ -16,8 +16,11 @@ from evergrad_manifest.view import UNKNOWN, View
 TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""
 PREFERENCE: Final = "preference"
-RECIPES: Final = ("pretrain", "sft", "two_stage_kl", PREFERENCE)
+RECIPES: Final = ("pretrain", "sft", "two_stage_kl", PREFERENCE, "latent_edit")
 """Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
+OF_TEXT: Final = ("pretrain", "sft", "two_stage_kl", PREFERENCE)
+"""Those that train the file's model on text; the others prepare data of their own, as a task of the user's
+own may."""
 
 ROWS_A_PAIR: Final = 2
 """Rows of ``data.sequenceLength`` tokens that a pair takes."""

@@ -11,6 +11,7 @@ from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.training.common import (
     LENGTH_WITHOUT_DATA,
+    OF_TEXT,
     PREFERENCE,
     RECIPES,
     TRAINING,
@@ -60,15 +61,15 @@ class Model(Section):
 
 
 def check_required(view: View) -> Iterator[Problem]:
-    """A recipe that has a name trains a language model on text; a task of the user's own may do neither."""
-    if view.get(f"{TRAINING}.recipe") not in RECIPES or not isinstance(
-        view.raw("spec", "training"), Mapping
-    ):
+    """A recipe that has a name computes with a model, and most train it on text; a task of the user's own may
+    do neither."""
+    recipe = view.get(f"{TRAINING}.recipe")
+    if recipe not in RECIPES or not isinstance(view.raw("spec", "training"), Mapping):
         return
-    for key, meaning in (
-        ("model", "the model: exactly one of a configuration and a directory"),
-        ("data", "the data to train on"),
-    ):
+    needed = [("model", "the model: exactly one of a configuration and a directory")]
+    if recipe in OF_TEXT:
+        needed.append(("data", "the data to train on"))
+    for key, meaning in needed:
         if not view.is_given(f"{TRAINING}.{key}"):
             why = "it has no default"
             yield Problem(f"{TRAINING}.{key}", "missing", why, f"Add `{key}` ({meaning})")
@@ -361,9 +362,9 @@ class Evaluation(Section):
 
 def check_evaluation(view: View) -> Iterator[Problem]:
     """Settings of the evaluation need something to evaluate on."""
-    # A task of the user's own may have evaluators that need neither sources nor held-out documents.
+    # What reads no text may have evaluators that need neither sources nor held-out documents.
     has_sources = view.raw("spec", "training", "evaluation", "sources") not in (None, [])
-    if view.get(f"{TRAINING}.recipe") not in RECIPES:
+    if view.get(f"{TRAINING}.recipe") not in OF_TEXT:
         return
     if view.get(_EVALUATION) is UNKNOWN or has_sources or view.is_given(_HELD_OUT):
         return
@@ -410,10 +411,11 @@ def set_names(view: View) -> list[str] | None:
     """Names of all evaluation sets; None where the file alone does not say them."""
     sources = view.items(f"{_EVALUATION}.sources")
     names = [item["name"] for _, item in sources]
-    # A set without a valid name may be the one that is meant; those of a task's own are known to it alone.
+    # A set without a valid name may be the one that is meant; those of a task that prepares its own data are
+    # known to it alone.
     recipe = view.get(f"{TRAINING}.recipe")
     is_known = UNKNOWN not in names and view.get(f"{_EVALUATION}.sources") is not UNKNOWN
-    if not is_known or recipe not in RECIPES:
+    if not is_known or recipe not in OF_TEXT:
         return None
     if view.is_given(_HELD_OUT):
         names += HELD_OUT_SETS.get(recipe, (HELD_OUT,))

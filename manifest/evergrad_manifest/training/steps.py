@@ -12,7 +12,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import format_path
 from evergrad_manifest.training.common import (
     LENGTH_WITHOUT_DATA,
-    RECIPES,
+    OF_TEXT,
     ROWS_A_PAIR,
     TRAINING,
     reads_pairs,
@@ -134,10 +134,10 @@ def total_steps_of(view: View) -> int | None:
     if given != ["tokens"] or found is None:
         return None
 
-    # A task that prepares its own data names none; where a named recipe lacks them, that is the problem.
+    # A task that prepares its own data names none; where a recipe of text lacks them, that is the problem.
     length = view.get(_LENGTH)
     if not view.is_given(f"{TRAINING}.data"):
-        is_own = view.get(f"{TRAINING}.recipe") not in (*RECIPES, UNKNOWN)
+        is_own = view.get(f"{TRAINING}.recipe") not in (*OF_TEXT, UNKNOWN)
         length = LENGTH_WITHOUT_DATA if is_own else UNKNOWN
     if length is UNKNOWN:
         return None

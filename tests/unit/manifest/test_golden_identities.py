@@ -79,7 +79,7 @@ class LaterOptimizer(Optimizer):
 class LaterTraining(Training):
     """A recipe of a later version."""
 
-    data: LaterData
+    data: LaterData = LaterData.model_construct(set(), sources=(), sequence_length=1)
     optimizer: LaterOptimizer
 
 

@@ -8,7 +8,7 @@ import torch
 from evergrad_trainer.models.randomness import Purpose, keyed_seed, seed_generators
 
 
-@pytest.mark.capability("G-22")
+@pytest.mark.capability("G-22", "G-60")
 def test_every_key_has_a_seed_of_its_own() -> None:
     keys = itertools.product((0, 1, 2**63 - 1), range(20), range(20), Purpose)
     seeds = [keyed_seed(*key) for key in keys]

@@ -87,11 +87,11 @@ def execute(args: argparse.Namespace) -> int:
         )
         return int(ExitCode.STOPPED_SAVED)
 
-    # A task of the user's own prepares more than token files: opening it does that now, and not in the run.
+    # A task may prepare other data than token files: opening it does that now, and not in the run.
     directory = resolve_prepared_directory(
         training, base_directory=base_directory, default=args.prepared_directory
     )
-    if training.recipe not in RECIPES:
+    if training.recipe not in RECIPES or not training.data.sources:
         from evergrad_trainer.recipes.opening import open_recipe
 
         open_recipe(training, prepared, base_directory, prepared_directory=directory)
@@ -164,7 +164,7 @@ def prepare_with_progress(
 def describe_prepared(prepared: Prepared) -> list[str]:
     """Describe each source in one line."""
     sources = (*prepared.sources, *prepared.evaluation)
-    width = max(len(source.name) for source in sources)
+    width = max((len(source.name) for source in sources), default=0)
     lines = []
     for source in sources:
         # Token files have no documents: their counts are left out, not 0.

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import TextIO
 
+from evergrad_trainer.bases import hide_bases
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
 from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, record_row
@@ -63,7 +64,7 @@ def setup_logging(
     prefix = (
         f"%(asctime)s.%(msecs)03d node {node} rank {rank} %(levelname)s %(name)s: %(message)s"
     )
-    file.setFormatter(logging.Formatter(prefix, datefmt="%Y-%m-%dT%H:%M:%S"))
+    file.setFormatter(_FileFormatter(prefix, datefmt="%Y-%m-%dT%H:%M:%S"))
     handlers: list[logging.Handler] = [file]
     # One voice on the terminal: with many ranks the same warning would come many times.
     if rank == 0 if on_terminal is None else on_terminal:
@@ -81,11 +82,18 @@ def setup_logging(
     return logs
 
 
+class _FileFormatter(logging.Formatter):
+    """Formatter without sequences of bases, which a library's error may quote, its traceback too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide_bases(super().format(record))
+
+
 class _TerminalFormatter(logging.Formatter):
     """Formatter to ``warning: message``; tracebacks stay in the file."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"{record.levelname.lower()}: {record.getMessage().rstrip()}"
+        return hide_bases(f"{record.levelname.lower()}: {record.getMessage().rstrip()}")
 
 
 class EventLog(BaseObserver):

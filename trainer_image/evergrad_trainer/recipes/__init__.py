@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.recipes.latent_edit import LatentEdit
 from evergrad_trainer.recipes.own import Code, load_own
 from evergrad_trainer.recipes.preference import Preference
 from evergrad_trainer.recipes.pretrain import Pretrain
@@ -17,6 +18,7 @@ RECIPES: dict[str, type[Task]] = {
     "sft": Sft,
     "two_stage_kl": TwoStageKl,
     "preference": Preference,
+    "latent_edit": LatentEdit,
 }
 """By the name that stands in ``spec.training.recipe``; any other is a task of the user's own."""
 

@@ -39,7 +39,7 @@ class Opened:
     evaluators: Mapping[str, Evaluator]
     observers: Lasting = field(default_factory=lambda: Lasting(()))
     prepared: Prepared | None = None
-    """What the sources read; with what a task of the user's own has prepared."""
+    """What the sources read; with what the task itself has prepared."""
 
 
 def open_recipe(
@@ -54,11 +54,11 @@ def open_recipe(
     """The recipe of ``training`` over prepared data.
 
     ``has_trained``: the run has made steps, so that its code is known to work. ``prepared_directory``: where
-    a task of the user's own prepares its data, once a node; None where that is done. ``run_directory``: for
+    a task that prepares data of its own does so, once a node; None where that is done. ``run_directory``: for
     observers that write on every rank. Raises DataError, ConfigurationError, TaskInputError, TaskError.
     """
     task, code = load_task(training, base_directory, has_trained=has_trained)
-    if prepared_directory is not None and code.is_own:
+    if prepared_directory is not None and (code.is_own or not training.data.sources):
         prepared = _prepare_own(
             task, code, training, prepared, base_directory, prepared_directory
         )
@@ -124,15 +124,17 @@ def _prepare_own(
     base_directory: Path,
     prepared_directory: Path,
 ) -> Prepared:
-    """Let the task prepare its data, in a folder for this content of its files and options."""
+    """Let the task prepare its data, in a folder of the content of its files and options or of its recipe."""
     prepare = getattr(task, "prepare", None)
     if prepare is None:
         # A task that derives from none of ours may have been written before there was one.
         return prepared
-    content = [hash_task(training, base_directory), dict(training.options)]
-    text = json.dumps(content, sort_keys=True)
-    name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    folder = prepared_directory.absolute() / f"task-{name}"
+    name = f"recipe-{training.recipe}"
+    if code.is_own:
+        content = [hash_task(training, base_directory), dict(training.options)]
+        text = json.dumps(content, sort_keys=True)
+        name = f"task-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    folder = prepared_directory.absolute() / name
     waiting: list[str] = []
 
     def note_wait() -> None:

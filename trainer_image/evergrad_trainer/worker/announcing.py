@@ -10,6 +10,7 @@ from typing import Any
 
 from evergrad_coordinator.metrics import declare
 from evergrad_coordinator.wire import to_camel
+from evergrad_manifest.derive import is_model_trained
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import ABSENT, Change, changed_settings, from_wire
 from evergrad_trainer.models.compilation import should_compile
@@ -193,7 +194,9 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
 def _flops_per_step(session: Session, machinery: Machinery) -> float | None:
     plan = session.plan
     length = plan.run.training.data.sequence_length
-    per_token = flops_per_token(machinery.model, plan.model.config, sequence_length=length)
+    # The formula is of a language model that is trained.
+    config = plan.model.config if is_model_trained(plan.run.training) else None
+    per_token = flops_per_token(machinery.model, config, sequence_length=length)
     return None if per_token is None else per_token * plan.numbers.tokens_per_step
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_manifest.errors import EvergradError, InputError
+from evergrad_trainer.bases import hide_bases
 from evergrad_trainer.distributed import read_launch
 from evergrad_trainer.errors import is_agreed
 from evergrad_trainer.host_trouble import describe_host_trouble
@@ -30,7 +31,8 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
     )
     if session is not None:
         name = type(error).__name__
-        facts = {"error": name, "message": str(error)[:4000], "exit_code": int(code)}
+        message = hide_bases(str(error))[:4000]
+        facts = {"error": name, "message": message, "exit_code": int(code)}
         last_calls: tuple[Callable[[], None], ...] = (
             session.release_events,
             lambda: session.emit(EventType.FAILED, facts),
@@ -48,15 +50,16 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
     where = f"rank {rank}: " if rank else ""
     if isinstance(error, InputError):
         for problem in error.problems:
-            print(f"error: {where}{problem}", file=sys.stderr)
+            print(hide_bases(f"error: {where}{problem}"), file=sys.stderr)
     elif isinstance(error, EvergradError):
-        print(f"error: {where}{error}", file=sys.stderr)
+        print(hide_bases(f"error: {where}{error}"), file=sys.stderr)
     elif is_peer_error(error, world_size=read_launch().world_size):
         # A consequence, whose cause another rank reports.
         print(f"error: rank {rank}: {FAILURE_WORDS}", file=sys.stderr)
     else:
-        print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        traceback.print_exception(error)
+        said = f"error: rank {rank}: {type(error).__name__}: {error}\n"
+        said += "".join(traceback.format_exception(error))
+        print(hide_bases(said), end="", file=sys.stderr)
     return code
 
 
@@ -85,7 +88,7 @@ def build_last_words(
         step=session.progress.finished_steps if session is not None else -1,
         exit_code=int(code),
         error=type(error).__name__,
-        text=fit_text(f"{error}\n{notes}".strip()),
+        text=fit_text(hide_bases(f"{error}\n{notes}".strip())),
         is_final=isinstance(error, InputError),
         is_agreed=is_agreed,
         kind=kind,

@@ -1,0 +1,262 @@
+"""Reads what a corpus says of itself: its snapshot, and its files with their splits, checked by size and
+SHA-256."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, Literal
+
+from evergrad_manifest.errors import Problem, raise_if
+from evergrad_manifest.training.pretrain import HELD_OUT, NAME_PATTERN
+from evergrad_trainer.errors import DataError
+
+MANIFEST: Final = "dataset_manifest.json"
+TRAIN: Final = "train"
+_CORPUS: Final = "spec.training.latentEdit.corpus"
+_WINDOWS: Final = "spec.training.latentEdit.windows"
+_MOST_PROBLEMS: Final = 20
+_LONGEST_SPLIT: Final = 63
+_BLOCK: Final = 2**20
+_HASH: Final = re.compile(r"(sha256:)?([0-9a-f]{64})")
+
+Kind = Literal["placed", "carbon", "population", "clinical"]
+_KINDS: Final[dict[str, Kind]] = {
+    "placed": "placed",
+    "carbon": "carbon",
+    "gnomad": "population",
+    "clinvar": "clinical",
+}
+"""Folder of a file → what it holds. Files of other folders are checked, and not read."""
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """A file that the manifest lists. ``name``: from the corpus's folder, the form in which it is shown.
+
+    ``split``: None where the file belongs to all of them. ``records``: None where none is said.
+    """
+
+    name: str
+    path: Path
+    kind: Kind | None
+    split: str | None
+    records: int | None
+    sha256: str
+
+    @property
+    def is_train(self) -> bool:
+        """Whether it is trained on: by its split, whose name begins with train."""
+        return self.split is None or self.split.startswith(TRAIN)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus whose files are what its manifest says. ``hash``: of the manifest itself."""
+
+    folder: Path
+    snapshot_id: str
+    hash: str
+    files: tuple[CorpusFile, ...]
+
+    def windows(self) -> list[CorpusFile]:
+        """The files of windows."""
+        return [one for one in self.files if one.kind in ("placed", "carbon")]
+
+    def tables(self, family: str) -> list[CorpusFile]:
+        """The files with the edits of a family."""
+        return [one for one in self.files if one.kind == family]
+
+
+def read_corpus(folder: Path, *, windows: str | None) -> Corpus:
+    """The corpus in ``folder``, each of its files checked. ``windows``: the folder of windows to read.
+
+    Raises DataError with all that is wrong with it.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+        why = f"{_CORPUS} names a folder with this file"
+        raise DataError(Problem(str(path), what, why, "Check the path")) from None
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise DataError(
+            Problem(str(path), "is no JSON", str(error), "Write it again")
+        ) from None
+    if not isinstance(raw, Mapping):
+        why = "it is an object with snapshot_id and files"
+        raise DataError(Problem(str(path), "holds no object", why, "Write it again"))
+
+    problems: list[Problem] = []
+    snapshot = raw.get("snapshot_id")
+    if not isinstance(snapshot, str) or not snapshot.strip():
+        why = "it names the state of the corpus that a run was trained on"
+        what = "snapshot_id is missing" if snapshot is None else "snapshot_id is no text"
+        problems.append(Problem(str(path), what, why, "Add it, such as corpus-2026-05-01"))
+    files: list[CorpusFile] = []
+    for found in _read_entries(raw.get("files"), folder, path):
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            files.append(found)
+    problems += _unlisted(folder, path, {one.name for one in files} if not problems else None)
+    raise_if(problems[:_MOST_PROBLEMS], DataError)
+    chosen = _choose_windows(files, windows, path)
+    return Corpus(folder, str(snapshot), hashlib.sha256(text).hexdigest(), tuple(chosen))
+
+
+def _unlisted(folder: Path, manifest: Path, names: set[str] | None) -> Iterator[Problem]:
+    """Files that look like a part of the corpus, and that its manifest does not know. ``names``: those that
+    it lists; None where it is wrong itself."""
+    for kind in _KINDS if names is not None else ():
+        for path in sorted((folder / kind).rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.suffix in (".jsonl", ".parquet") and name not in (names or ()):
+                why = f"{manifest.name} does not list it, and it would not be read"
+                yield Problem(
+                    str(path), "is not a part of the corpus", why, "List it, or move it"
+                )
+
+
+def _choose_windows(
+    files: list[CorpusFile], windows: str | None, path: Path
+) -> list[CorpusFile]:
+    """Without the windows of the other folder.
+
+    Which are read is said, and does not follow from what is there.
+    """
+    there = {one.kind for one in files if one.kind in ("placed", "carbon")}
+    if windows is None and len(there) == 2:
+        why = "windows with coordinates and windows without are two data sets"
+        remedy = "Set it to placed or carbon"
+        what = f"missing, and {path} lists files of placed/ and of carbon/"
+        raise DataError(Problem(_WINDOWS, what, why, remedy))
+    if not there or (windows is not None and windows not in there):
+        wanted = f"{windows}/" if windows else "placed/ or carbon/"
+        why = "windows are what is edited"
+        raise DataError(
+            Problem(str(path), f"lists no file of {wanted}", why, "Add JSON Lines files there")
+        )
+    unused = {"placed", "carbon"} - ({windows} if windows else there)
+    return [one for one in files if one.kind not in unused]
+
+
+def _read_entries(entries: Any, folder: Path, manifest: Path) -> Iterator[CorpusFile | Problem]:
+    if not isinstance(entries, list) or not entries:
+        what = "files is no list with an entry"
+        yield Problem(
+            str(manifest), what, "it lists what the corpus consists of", "List its files"
+        )
+        return
+    names: set[str] = set()
+    for index, entry in enumerate(entries):
+        where = f"{manifest}: files[{index}]"
+        found = _read_entry(entry, folder, where)
+        if isinstance(found, CorpusFile):
+            if found.name in names:
+                why = "each file has one entry, with one checksum"
+                yield Problem(
+                    f"{where}.path", f"{found.name} is listed twice", why, "Remove one"
+                )
+                continue
+            names.add(found.name)
+        yield found
+
+
+def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
+    """One file as it lies there, compared with its entry."""
+    if not isinstance(entry, Mapping):
+        return Problem(
+            where, "is no object", "an entry has at least path and sha256", "Write one"
+        )
+    name, split, records = (entry.get(key) for key in ("path", "split", "records"))
+    if isinstance(name, str) and (reason := why_unsafe(name)):
+        why = "a corpus consists of files of its own folder"
+        return Problem(f"{where}.path", f"{name!r} {reason}", why, "Write a relative path")
+    if not isinstance(name, str) or not name:
+        return Problem(f"{where}.path", "is no text", "it names a file", "Add it")
+    if split is not None and (problem := _check_split(split, f"{where}.split")):
+        return problem
+    is_count = isinstance(records, int) and not isinstance(records, bool) and records >= 0
+    if records is not None and not is_count:
+        return Problem(f"{where}.records", "is no count", "", "Correct it, or remove it")
+
+    # By the place it really has: a link may lead out of the folder.
+    path = folder / name
+    if not path.is_file():
+        return Problem(
+            str(path), "does not exist", f"{where} lists it", "Copy the corpus again"
+        )
+    if not path.resolve().is_relative_to(folder.resolve()):
+        why = "a corpus consists of files of its own folder"
+        return Problem(str(path), "leads out of the folder", why, "Copy the file to its place")
+    try:
+        problem = _compare(entry, path, where)
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+        problem = Problem(
+            str(path), what, f"{where} lists it", "Check its rights, and the disk"
+        )
+    if problem is not None:
+        return problem
+    kind = _KINDS.get(PurePosixPath(name).parts[0])
+    return CorpusFile(name, path, kind, split, records, str(entry["sha256"])[-64:])
+
+
+def _check_split(split: Any, where: str) -> Problem | None:
+    """What is wrong with a split's name, which becomes that of an evaluation set, and so of metrics."""
+    if not isinstance(split, str) or not split:
+        return Problem(where, "is no text", "it names a part", "Write one, or remove it")
+    if len(split) > _LONGEST_SPLIT or not re.fullmatch(NAME_PATTERN, split):
+        why = "an evaluation set gets this name: letters, digits, '-', '_' and '.'"
+        return Problem(where, f"{split[:80]!r} is no name", why, "Rename the split")
+    if split.casefold() == HELD_OUT.casefold():
+        why = "it is the set of what latentEdit.holdOut meets"
+        return Problem(where, f"{split!r} is taken", why, "Rename the split")
+    return None
+
+
+def why_unsafe(name: str) -> str:
+    """What keeps ``name`` from being a path within a folder; empty if nothing does."""
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or "\\" in name or ":" in name.partition("/")[0]:
+        return "is not relative"
+    if ".." in pure.parts:
+        return "has a parent segment"
+    if pure.as_posix() != name or any(ord(one) < 32 for one in name):
+        return "is not written in its plain form"
+    return ""
+
+
+def _compare(entry: Mapping[str, Any], path: Path, where: str) -> Problem | None:
+    """What differs between a file and its entry."""
+    claimed = entry.get("sha256")
+    match = _HASH.fullmatch(claimed) if isinstance(claimed, str) else None
+    if match is None:
+        why = "what was trained on is known by its content"
+        what = "is missing" if claimed is None else "is no SHA-256"
+        return Problem(
+            f"{where}.sha256", what, why, "Write its 64 hex digits, as sha256sum does"
+        )
+    size, real = entry.get("size_bytes"), path.stat().st_size
+    remedy = "Copy the file again, or make the corpus's manifest anew"
+    if size is not None and size != real:
+        return Problem(str(path), f"has {real:,} bytes", f"{where} says {size}", remedy)
+    if (found := hash_file(path)) != match[2]:
+        what = f"has the SHA-256 {found}"
+        return Problem(str(path), what, f"{where} says {match[2]}", remedy)
+    return None
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, as 64 hex digits. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

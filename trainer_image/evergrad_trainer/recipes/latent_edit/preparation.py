@@ -1,0 +1,380 @@
+"""Prepares a corpus for training: its items, and their states where these are kept, in one folder for each
+content."""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training.latent_edit import HoldOut, LatentEdit, published_mixture
+from evergrad_manifest.training.pretrain import HELD_OUT
+from evergrad_trainer.data.preparation.disk_errors import disk_errors
+from evergrad_trainer.errors import DataError
+from evergrad_trainer.recipes.latent_edit.corpus import (
+    MANIFEST,
+    TRAIN,
+    Corpus,
+    hash_file,
+    read_corpus,
+)
+from evergrad_trainer.recipes.latent_edit.edits import Applied, apply_edits
+from evergrad_trainer.recipes.latent_edit.encoder import Encoder, Tokens
+from evergrad_trainer.recipes.latent_edit.features import (
+    FeatureCache,
+    States,
+    compute_states,
+    key_of,
+)
+from evergrad_trainer.recipes.latent_edit.items import FAMILIES, Item, Items, Table
+from evergrad_trainer.recipes.latent_edit.leaks import describe_leaks, find_leaks
+from evergrad_trainer.recipes.latent_edit.tables import read_tables
+from evergrad_trainer.recipes.latent_edit.windows import (
+    HoldOutPolicy,
+    Window,
+    read_windows,
+)
+from evergrad_trainer.task import Setup
+
+FACTS: Final = "facts.json"
+STATES: Final = "states.npy"
+MEAN: Final = "mean.npy"
+_FORMAT: Final = 1
+_SECONDS_BETWEEN_LINES: Final = 5.0
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The items of one split, made from a corpus. ``arrays``: one row an item."""
+
+    name: str
+    arrays: Arrays
+    families: Counter[str]
+    """Items of each family."""
+    fallbacks: Counter[str]
+    """Items whose family took another one's place."""
+
+
+def array_path(folder: Path, split: str) -> Path:
+    """The file with the items of one split."""
+    # A split's name comes from the corpus, and is no name of a file.
+    return folder / f"items-{hashlib.sha256(split.encode()).hexdigest()[:16]}.npz"
+
+
+def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
+    """Make a folder for this content below ``folder``, or find it whole. Returns what it says of itself.
+
+    Raises DataError and ModelError.
+    """
+    encoder = Encoder(setup)
+    corpus = read_corpus(setup.base_directory / section.corpus, windows=section.windows)
+    policy = HoldOutPolicy(section.hold_out or HoldOut.model_validate({}))
+    facts = _describe(setup, section, corpus, policy, encoder)
+    text = json.dumps(facts, sort_keys=True)
+    final = folder / f"items-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if (final / FACTS).is_file():
+        found = _read_facts(final, facts)
+    else:
+        unfinished = folder / f".tmp-{secrets.token_hex(8)}"
+        try:
+            made = _Maker(setup, section, corpus, policy, encoder).make(folder, unfinished)
+            with disk_errors(folder):
+                found = {**facts, **made, "folder": final.name}
+                (unfinished / FACTS).write_text(json.dumps(found, indent=2), "utf-8")
+                shutil.copy2(corpus.folder / MANIFEST, unfinished / MANIFEST)
+                found = _publish(unfinished, final, found, facts)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    for line in _describe_doubts(found):
+        # At every start: what takes the place of something else, or is in two sets, is never silent.
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+    return found
+
+
+def _publish(
+    unfinished: Path, final: Path, found: dict[str, Any], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Give a finished folder its name, by one rename: what has it is whole. What it says of itself."""
+    try:
+        os.rename(unfinished, final)
+    except OSError:
+        # Without locks another node may have made the same meanwhile.
+        if not (final / FACTS).is_file():
+            raise
+        return _read_facts(final, facts)
+    return found
+
+
+def _describe(
+    setup: Setup, section: LatentEdit, corpus: Corpus, policy: HoldOutPolicy, encoder: Encoder
+) -> dict[str, Any]:
+    """What decides the items and their states, as JSON values; no path of this machine."""
+    mixture = section.mixture or published_mixture()
+    return {
+        "format": _FORMAT,
+        "snapshotId": corpus.snapshot_id,
+        "manifestHash": corpus.hash,
+        "files": {one.name: one.sha256 for one in corpus.files},
+        "holdOutHash": policy.hash,
+        "mixture": [one.model_dump(mode="json", by_alias=True) for one in mixture],
+        "draws": section.draws,
+        "margin": section.margin,
+        "seed": setup.training.reproducibility.seed,
+        "features": section.features,
+        "encoder": encoder.identity,
+        "stateWidth": _probe_width(section, encoder),
+    }
+
+
+def _probe_width(section: LatentEdit, encoder: Encoder) -> int:
+    """The width of a state. Raises ModelError where the predictor is for another one."""
+    wanted, width = section.predictor.state_width, encoder.width
+    if wanted is not None and wanted != width:
+        where = "spec.training.latentEdit.predictor.stateWidth"
+        what, why = (
+            f"{wanted} is not the width of a state",
+            f"the encoder's states have {width}",
+        )
+        remedy = f"Set it to {width}, leave it out, or use another encoder"
+        raise DataError(Problem(where, what, why, remedy))
+    return width
+
+
+def _read_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a finished folder says of itself, once its files are what it says and it is of ``facts``.
+
+    By content, as the corpus: nodes are compared by what the folder says, and train what it holds. Raises
+    DataError.
+    """
+    remedy = f"Delete the folder {folder}: it is made again"
+    try:
+        found: dict[str, Any] = json.loads((folder / FACTS).read_text("utf-8"))
+        for name, digest in found["made"].items():
+            if hash_file(folder / name) != digest:
+                raise ValueError(f"{name} does not have the SHA-256 {digest}")
+        if {key: found[key] for key in facts} != json.loads(json.dumps(facts)):
+            raise ValueError(f"{FACTS} is of other settings")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = "the prepared items are damaged"
+        raise DataError(Problem(str(folder), what, str(error), remedy)) from error
+    return found
+
+
+def _describe_doubts(facts: Mapping[str, Any]) -> list[str]:
+    """What a reader of the run's numbers has to know of its items."""
+    lines = [
+        f"{name}: {count} of {split['items']} items are {pair.replace('>', ' replaced by ')}"
+        for name, split in facts["splits"].items()
+        for pair, count in split["fallbacks"].items()
+    ]
+    lines += [
+        describe_leaks(name, facts["splits"][name]["windows"], leaks)
+        for name, leaks in facts["leaks"].items()
+    ]
+    return lines
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the folder of one content."""
+
+    setup: Setup
+    section: LatentEdit
+    corpus: Corpus
+    policy: HoldOutPolicy
+    encoder: Encoder
+
+    def make(self, folder: Path, unfinished: Path) -> dict[str, Any]:
+        """Write everything but the facts into ``unfinished``; what is still to be said of it."""
+        windows = read_windows(self.corpus.windows(), self.policy)
+        wanted: dict[bytes, Tokens] = {}
+        passed_over: dict[str, dict[str, int]] = {}
+        splits = []
+        for name, own in windows.items():
+            items = self._items(name, own, passed_over)
+            splits.append(self._split(name, items, wanted))
+        tokens = self._check_lengths(wanted)
+
+        states: States | None = None
+        if self.section.features == "cached":
+            states = self._states(folder, wanted)
+        with disk_errors(folder):
+            unfinished.mkdir(parents=True)
+            for split in splits:
+                path = array_path(unfinished, split.name)
+                arrays = split.arrays
+                if states is None:
+                    arrays = {key: value for key, value in arrays.items() if key != "rows"}
+                save: Any = np.savez
+                save(path, **arrays)
+            if states is not None:
+                np.save(unfinished / STATES, states)
+                np.save(unfinished / MEAN, _mean_target(splits[0], states))
+            hashes = {path.name: hash_file(path) for path in sorted(unfinished.iterdir())}
+        # States that each step makes are known by what makes them: nodes with other weights are no peers.
+        content = self.encoder.identity
+        if states is not None:
+            content = hashlib.sha256(states.tobytes()).hexdigest()
+        return {
+            "made": hashes,
+            "tokens": tokens,
+            "passedOver": passed_over,
+            "leaks": {
+                name: leaks
+                for name, own in windows.items()
+                if name != TRAIN and (leaks := find_leaks(windows[TRAIN], own))
+            },
+            "splits": {one.name: _summarize(one, content) for one in splits},
+        }
+
+    def _items(
+        self, name: str, windows: Sequence[Window], passed_over: dict[str, dict[str, int]]
+    ) -> Items:
+        mixture = self.section.mixture or published_mixture()
+        tables = {}
+        for family in ("population", "clinical"):
+            if not any(quota.family == family for quota in mixture):
+                continue
+            # Only what is trained on lacks what is held out; windows that are held out have their rows.
+            policy = self.policy if name == TRAIN else None
+            files = self.corpus.tables(family)
+            split = TRAIN if name == HELD_OUT else name
+            table = read_tables(files, family, split=split, policy=policy)
+            tables[family] = Table.of(table.edits)
+            if table.passed_over:
+                passed_over[f"{name}/{family}"] = dict(table.passed_over)
+        return Items(
+            windows,
+            mixture,
+            tables,
+            draws=self.section.draws,
+            margin=self.section.margin,
+            seed=self.setup.training.reproducibility.seed,
+            held_out=self.policy.edits if name == TRAIN else frozenset(),
+        )
+
+    def _split(self, name: str, items: Items, wanted: dict[bytes, Tokens]) -> Split:
+        """All items of a split; the sequences that the encoder has to read are added to ``wanted``."""
+        numbers = {key: number for number, key in enumerate(wanted)}
+        most = max(quota.edits for quota in items.mixture)
+        arrays = _empty(len(items), most, items.windows)
+        families, fallbacks = Counter[str](), Counter[str]()
+
+        def number_of(sequence: bytes, focus: int | None) -> int:
+            tokens = self.encoder.tokenize(sequence, focus)
+            key = key_of(tokens)
+            wanted.setdefault(key, tokens)
+            return numbers.setdefault(key, len(numbers))
+
+        before = [number_of(window.sequence, None) for window in items.windows]
+        for index in range(len(items)):
+            item = items.item(index)
+            families[item.family] += 1
+            if item.family != item.asked:
+                fallbacks[f"{item.asked}>{item.family}"] += 1
+            fill_row(arrays, index, item)
+            arrays["rows"][index, 0] = before[item.window]
+            for place, one in enumerate(after_edits(items.windows[item.window].sequence, item)):
+                arrays["rows"][index, 1 + place] = number_of(one.sequence, one.places[-1])
+        return Split(name, arrays, families, fallbacks)
+
+    def _check_lengths(self, wanted: Mapping[bytes, Tokens]) -> int:
+        """How many tokens the longest sequence has.
+
+        Raises DataError where they differ and are encoded in each step, whose batches have one shape.
+        """
+        lengths = {len(one.ids) for one in wanted.values()}
+        if self.section.features == "live" and len(lengths) > 1:
+            what = f"windows have {min(lengths)} to {max(lengths)} tokens"
+            why = "states that are computed in each step need sequences of one length"
+            remedy = "Set features: cached, or use a tokenizer of bases or fixed groups of them"
+            where = "spec.training.latentEdit.features"
+            raise DataError(Problem(where, what, why, remedy))
+        return max(lengths)
+
+    def _states(self, folder: Path, wanted: Mapping[bytes, Tokens]) -> States:
+        cache = FeatureCache(folder, self.encoder.identity)
+        last = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES or (
+                done == total and total > 1000
+            ):
+                last = time.monotonic()
+                print(f"encoding: {done:,} of {total:,} states", file=sys.stderr, flush=True)
+
+        found = compute_states(self.encoder, wanted, cache, on_progress=show)
+        return np.stack([found[key] for key in wanted])
+
+
+def after_edits(sequence: bytes, item: Item) -> list[Applied]:
+    """The sequence after the first edit of an item, after the first two, and so on."""
+    return [
+        apply_edits(sequence, item.edits[: number + 1]) for number in range(len(item.edits))
+    ]
+
+
+def _empty(num_items: int, most: int, windows: Sequence[Window]) -> Arrays:
+    length = len(windows[0].sequence)
+    sequences = b"".join(window.sequence for window in windows)
+    return {
+        "sequences": np.frombuffer(sequences, dtype=np.uint8).reshape(-1, length).copy(),
+        "places": np.array([window.place.encode() for window in windows], dtype=np.bytes_),
+        "windows": np.zeros(num_items, dtype=np.int32),
+        "families": np.zeros(num_items, dtype=np.int8),
+        "counts": np.zeros(num_items, dtype=np.int8),
+        "positions": np.zeros((num_items, most), dtype=np.int32),
+        "references": np.zeros((num_items, most), dtype="S16"),
+        "alternates": np.zeros((num_items, most), dtype="S16"),
+        "rows": np.full((num_items, 1 + most), -1, dtype=np.int64),
+    }
+
+
+def fill_row(arrays: Arrays, index: int, item: Item) -> None:
+    """Write an item into its row."""
+    arrays["windows"][index] = item.window
+    arrays["families"][index] = FAMILIES.index(item.family)
+    arrays["counts"][index] = len(item.edits)
+    for place, edit in enumerate(item.edits):
+        arrays["positions"][index, place] = edit.position
+        arrays["references"][index, place] = edit.reference
+        arrays["alternates"][index, place] = edit.alternate
+
+
+def _mean_target(split: Split, states: States) -> States:
+    """The mean of all states after edits of what is trained on: the second trivial baseline."""
+    rows = split.arrays["rows"][:, 1:]
+    counts = np.bincount(rows[rows >= 0], minlength=len(states)).astype(np.float64)
+    # Without a library of matrices, whose sums depend on its threads.
+    total = np.einsum("i,ij->j", counts, states.astype(np.float64), optimize=False)
+    mean: States = (total / counts.sum()).astype(np.float32)
+    return mean
+
+
+def _summarize(split: Split, states: str) -> dict[str, Any]:
+    digest = hashlib.sha256(states.encode())
+    for name in sorted(split.arrays):
+        array = split.arrays[name]
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return {
+        "sha256": digest.hexdigest(),
+        "windows": len(split.arrays["sequences"]),
+        "items": len(split.arrays["windows"]),
+        "families": dict(split.families),
+        "fallbacks": dict(split.fallbacks),
+    }
