@@ -197,6 +197,15 @@ def explore(
     chosen(given(events=events)(judge))()
 
 
+def running_group(**changes: Any) -> Cluster:
+    """Three nodes that train together."""
+    cluster = Cluster(make_settings(max_failures_without_progress=1000, **changes))
+    for name in NAMES[:3]:
+        cluster.start(name)
+    cluster.run_until_running()
+    return cluster
+
+
 def check_any_order(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
     play(cluster, events)
     for node in [one for one in cluster.nodes if one.is_alive]:
@@ -232,11 +241,7 @@ def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wai
     examples: int,
 ) -> None:
     def judge(events: list[tuple[str, Any]]) -> None:
-        cluster = Cluster(make_settings(max_failures_without_progress=1000, max_nodes=3))
-        for name in NAMES[:3]:
-            cluster.start(name)
-        cluster.run_until_running()
-        check_any_order(cluster, events)
+        check_any_order(running_group(max_nodes=3), events)
 
     explore(judge, EVENTS, examples)
 
@@ -248,14 +253,7 @@ def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wai
     examples: int,
 ) -> None:
     def judge(events: list[tuple[str, Any]]) -> None:
-        chosen = make_settings(
-            max_failures_without_progress=1000, recovery="fresh", hold_joins=True
-        )
-        cluster = Cluster(chosen)
-        for name in NAMES[:3]:
-            cluster.start(name)
-        cluster.run_until_running()
-        check_any_order(cluster, events)
+        check_any_order(running_group(recovery="fresh", hold_joins=True), events)
 
     explore(judge, EVENTS, examples)
 
