@@ -68,8 +68,8 @@ OTHERS_COMMANDS = {
     "tokenize": "Use `evergrad prepare`",
     "pretokenize": "Use `evergrad prepare`",
     "export": "Use `evergrad checkpoint export`",
-    "serve": "Evergrad trains models and serves none. Export one by `evergrad checkpoint export`, and give the "
-    "directory to a server that reads models of transformers, such as vLLM",
+    "serve": "Evergrad trains models and serves none. Export one by `evergrad checkpoint export`, and give "
+    "the directory to a server that reads models of transformers, such as vLLM",
 }
 """Names that commands have in other trainers, with what to do here."""
 _OWN_PACKAGES = (

@@ -1,5 +1,4 @@
-"""Names and values that options have in other trainers: what to write here instead, or why there is nothing to
-write.
+"""Names and values that options have in other trainers: what to write here instead, or why there is none.
 
 Compared without case, dashes and underscores. A name that a section of ours has too is not looked up here.
 """

@@ -83,7 +83,7 @@ class Profiler(BaseObserver):
             # The run ends or leaves in the middle of it: what there is of it is worth having.
             self._end()
         elif self._trace is not None:
-            # Without a whole step there is no trace; what a step that ran out of memory had allocated is kept.
+            # Without a whole step there is no trace; what one that ran out of memory had allocated is kept.
             self._trace.stop()
             self._trace = None
             self._dump_memory()
