@@ -1,0 +1,30 @@
+"""A run that is started from Python, to its end and on from a stop."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run_helpers import Experiment, recipe
+
+from evergrad_trainer import api
+
+
+@pytest.mark.capability("G-1", "G-96")
+def test_a_run_from_python_returns_a_typed_report_and_goes_on_where_it_stopped(
+    make_experiment: Callable[[], Experiment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = make_experiment()
+    manifest = experiment.write(recipe())
+    monkeypatch.chdir(experiment.path)
+    before = dict(os.environ)
+    stopped = api.run(manifest=manifest, arguments=("--stop-after-steps", "3"))
+    assert (stopped.completed_steps, stopped.is_complete) == (3, False)
+    found = api.run(manifest=manifest)
+    assert found.is_complete and found.completed_steps == found.requested_steps > 3
+    assert found.resumed_from == 3 and found.directory == Path("runs/tiny")
+    assert found.loss is not None and found.samples > stopped.samples > 0
+    assert found.data and found.data == stopped.data
+    for path in (found.checkpoint, found.configuration, found.provenance, found.preflight):
+        assert path is not None and path.exists()
+    assert dict(os.environ) == before
