@@ -139,6 +139,15 @@ FOREIGN: Final = (
     Foreign(("load_best_model_at_end", "metric_for_best_model"), (f"{_T}.checkpoint.best",)),
     Foreign(("eval_steps", "eval_freq", "eval_interval"), (f"{_T}.evaluation.every.steps",)),
     Foreign(("validation_interval", "val_check_interval"), (f"{_T}.evaluation.every.steps",)),
+    Foreign(
+        ("eval_log_iter_interval", "eval_log_interval"),
+        (f"{_T}.evaluation.every.steps",),
+        "each evaluation is written down, since each has taken its time",
+    ),
+    Foreign(
+        ("log_level", "print_output_ranks", "file_output_ranks"),
+        why="each rank writes a file of its own with all lines from INFO on, and the terminal has warnings",
+    ),
     Foreign(("logging_steps", "log_freq", "report_interval"), (f"{_T}.logging.every.steps",)),
     Foreign(
         ("report_to", "wandb", "wandb_project", "aim", "mlflow"), (f"{_T}.logging.trackers",)

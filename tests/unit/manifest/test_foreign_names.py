@@ -68,7 +68,7 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
 
 @pytest.mark.capability(
     *("A-18", "A-19", "A-22", "A-23", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"),
-    *("A-34", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"),
+    *("A-7", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"),
 )
 @pytest.mark.parametrize(
     ("key", "said"),
@@ -87,6 +87,11 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
         ("oracle", "a search that calls a model is a program around its runs"),
         ("model_transforms", "each of them is a field there, and their order is fixed"),
         ("mem_profiler", "from step 1 at the earliest"),
+        ("eval_log_iter_interval", "each evaluation is written down"),
+        (
+            "print_output_ranks",
+            "each rank writes a file of its own with all lines from INFO on",
+        ),
         ("eval_amp", "computes as the training does, so that both losses can be compared"),
         ("callbacks", "nothing replaces the values of others unseen"),
         ("loss_reduction", "each token of a step counts the same; the mean of the means"),
