@@ -30,8 +30,8 @@ def test_a_run_from_python_returns_a_typed_report_and_goes_on_where_it_stopped(
     starts = [row for row in read_lines(found.events) if row["type"] == "phases"]
     assert len(starts) == 2
     for row in starts:
-        assert {"imports", "model", "first_step"} <= set(row)
-        assert all(row[name] >= 0 for name in ("imports", "model", "first_step"))
+        assert {"data", "model", "first_step"} <= set(row)
+        assert all(row[name] >= 0 for name in ("data", "model", "first_step"))
     for path in (found.checkpoint, found.configuration, found.provenance, found.preflight):
         assert path is not None and path.exists()
     assert dict(os.environ) == before
