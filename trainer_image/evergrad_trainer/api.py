@@ -1,4 +1,4 @@
-"""Runs from Python: :func:`run` trains a file as ``evergrad run`` does, :func:`report` says what came of it.
+"""Runs from Python: a file is trained as by ``evergrad run``, and a typed report says what came of it.
 
 ::
 
