@@ -67,8 +67,10 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
 
 
 @pytest.mark.capability(
-    *("A-18", "A-19", "A-22", "A-23", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"),
-    *("A-7", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"),
+    "A-18", "A-19", "A-22", "A-23", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"
+)
+@pytest.mark.capability(
+    "A-7", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
 )
 @pytest.mark.parametrize(
     ("key", "said"),
