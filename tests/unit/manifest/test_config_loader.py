@@ -408,9 +408,9 @@ def test_a_value_is_written_once_and_referred_to(manifest: Path) -> None:
     over = overlay(
         manifest.parent,
         "metadata: {annotations: {description: a first try}}\n"
-        "spec: {training: {batching: {globalBatchSize: &rows 64, microBatchSize: *rows}}}\n",
+        "spec: {training: {checkpoint: {every: &every {steps: 64}}, logging: {every: *every}}}\n",
     )
     run = load_manifest(manifest, overlays=[over]).run
     assert run.metadata.annotations == {"description": "a first try"}
-    assert run.training.batching.micro_batch_size == 64
-    assert run.training.batching.global_batch_size == 64
+    assert run.training.checkpoint.every.steps == 64
+    assert run.training.logging.every.steps == 64
