@@ -237,8 +237,10 @@ def test_an_evaluation_at_the_end_only_is_said_where_there_is_something_to_evalu
         ]
 
     assert said({"sources": sources})[:-1] == [
-        "spec.training.evaluation.every: Evaluation happens at the end only; there is something to "
-        "evaluate on, and evaluation.every is not set."
+        (
+            "spec.training.evaluation.every: Evaluation happens at the end only; there is something to "
+            "evaluate on, and evaluation.every is not set."
+        )
     ]
     sets = [{"name": "other", "every": {"steps": 10}}]
     assert len(said({"sources": sources, "sets": sets})) == 1
