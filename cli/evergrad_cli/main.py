@@ -60,6 +60,18 @@ CLUSTER_COMMANDS = {
     "doctor": "check whether runs can work on this cluster, in this namespace, for you",
 }
 """Commands for a cluster, by module of ``cluster/``."""
+OTHERS_COMMANDS = {
+    "train": "Use `evergrad run`",
+    "fit": "Use `evergrad run`",
+    "eval": "Use `evergrad evaluate`",
+    "test": "Use `evergrad evaluate`",
+    "tokenize": "Use `evergrad prepare`",
+    "pretokenize": "Use `evergrad prepare`",
+    "export": "Use `evergrad checkpoint export`",
+    "serve": "Evergrad trains models and serves none. Export one by `evergrad checkpoint export`, and give "
+    "the directory to a server that reads models of transformers, such as vLLM",
+}
+"""Names that commands have in other trainers, with what to do here."""
 _OWN_PACKAGES = (
     "evergrad",
     "evergrad_cli",
@@ -89,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
     )
     _add_commands(parser, {**COMMANDS, **CLUSTER_COMMANDS}, arguments)
+    if arguments and arguments[0] in OTHERS_COMMANDS:
+        parser.error(f"{arguments[0]} is no command here. {OTHERS_COMMANDS[arguments[0]]}.")
     return _execute(parser.parse_args(arguments))
 
 

@@ -72,12 +72,18 @@ def results_of(ended: Ended) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.capability("O-39", "C-22", "O-80")
+@pytest.mark.capability("O-39", "C-22", "C-27", "C-34", "C-44", "O-80")
 def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     trained: Experiment, finished: Path
 ) -> None:
     run = f"runs/{finished.name}"
-    results = results_of(trained.command("evaluate", run, "--json"))
+    ended = trained.command("evaluate", run, "--json", "--compare", "--tolerance", "0")
+    results = results_of(ended)
+    # The reloaded weights give the loss that the live ones gave when they were saved.
+    assert {(one["name"], one["is_equal"]) for one in json.loads(ended.out)["comparison"]} == {
+        ("heldOut", True),
+        ("other", True),
+    }
     own = [row for row in own_rows(finished) if row[0] == 8]
     assert found_rows(results) == own and len(own) == 2
     assert [row["is_new"] for row in results] == [True, True]

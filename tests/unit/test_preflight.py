@@ -12,6 +12,7 @@ import torch
 from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.training import Model, Training
+from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes
@@ -26,7 +27,7 @@ from evergrad_trainer.preflight import (
     examine,
     find_traps,
 )
-from evergrad_trainer.preflight_memory import Finding, check_memory
+from evergrad_trainer.preflight_memory import Finding, check_memory, hidden_size_of
 
 MACHINE = Machine(
     cores=2,
@@ -219,6 +220,40 @@ def test_things_that_never_happen_are_warned_of() -> None:
     fine = training(checkpoint={"every": {"steps": 10}})
     finding = only(check_schedule(fine, derive_steps(fine, num_samples=50)))
     assert "100 steps, 51,200 tokens, 16.00 epochs; warm-up 0" in str(finding.problem)
+
+
+@pytest.mark.capability("A-56")
+def test_an_evaluation_at_the_end_only_is_said_where_there_is_something_to_evaluate_on() -> (
+    None
+):
+    sources = [{"name": "other", "path": "other.jsonl"}]
+    saves = {"every": {"steps": 10}}
+
+    def said(evaluation: dict[str, Any]) -> list[str]:
+        given = training(evaluation=evaluation, checkpoint=saves)
+        return [
+            str(one.problem)
+            for one in check_schedule(given, derive_steps(given, num_samples=50))
+        ]
+
+    assert said({"sources": sources})[:-1] == [
+        (
+            "spec.training.evaluation.every: Evaluation happens at the end only; there is something to "
+            "evaluate on, and evaluation.every is not set."
+        )
+    ]
+    sets = [{"name": "other", "every": {"steps": 10}}]
+    assert len(said({"sources": sources, "sets": sets})) == 1
+
+
+@pytest.mark.capability("A-59")
+def test_the_width_of_a_model_is_that_of_its_widest_layer_or_its_configuration_is_refused() -> (
+    None
+):
+    assert hidden_size_of(SimpleNamespace(hidden_size=64, hidden_sizes=[128])) == 64
+    assert hidden_size_of(SimpleNamespace(hidden_sizes=[32, 256, 128])) == 256
+    with pytest.raises(ModelError, match="has neither hidden_size nor hidden_sizes"):
+        hidden_size_of(SimpleNamespace())
 
 
 def test_a_run_directory_is_probed_and_left_as_it_was(tmp_path: Path) -> None:

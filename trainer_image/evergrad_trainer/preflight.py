@@ -471,6 +471,12 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
                     consequence,
                 ),
             )
+    has_data = bool(evaluation.sources) or training.data.held_out is not None
+    cadences = (evaluation.every, *(one.every for one in evaluation.sets))
+    is_measured = any(every is not None for every in cadences)
+    if has_data and not is_measured:
+        why = "there is something to evaluate on, and evaluation.every is not set"
+        yield Finding("ok", Problem("spec.training.evaluation.every", at_end, why))
     text = (
         f"{total:,} steps, {numbers.tokens:,} tokens, {numbers.epochs:.2f} epochs; warm-up "
         f"{numbers.warmup_steps}"

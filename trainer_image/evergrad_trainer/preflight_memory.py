@@ -7,6 +7,7 @@ from typing import Any, Literal
 from evergrad_coordinator.text import size
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
+from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.build import ModelPlan, count_parameters
 from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
@@ -27,10 +28,30 @@ def model_facts(plan: ModelPlan) -> ModelFacts:
     config = plan.require_config().get_text_config()
     return ModelFacts(
         parameters=count_parameters(plan),
-        hidden_size=int(config.hidden_size),
+        hidden_size=hidden_size_of(config),
         num_layers=int(config.num_hidden_layers),
         vocab_size=int(config.vocab_size),
         max_positions=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def hidden_size_of(config: Any) -> int:
+    """Return the width of a model; of one whose layers differ, the largest.
+
+    Raises ModelError where the configuration has neither ``hidden_size`` nor ``hidden_sizes``.
+    """
+    one, several = (getattr(config, name, None) for name in ("hidden_size", "hidden_sizes"))
+    if one is not None:
+        return int(one)
+    if several:
+        return max(int(size) for size in several)
+    raise ModelError(
+        Problem(
+            "spec.training.model",
+            f"{type(config).__name__} has neither hidden_size nor hidden_sizes",
+            "the memory that it needs is reckoned by them",
+            "Add one of them to the model's configuration",
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""Names that options have in other trainers: what to write here instead, or why there is nothing to write.
+"""Names and values that options have in other trainers: what to write here instead, or why there is none.
 
 Compared without case, dashes and underscores. A name that a section of ours has too is not looked up here.
 """
@@ -60,7 +60,38 @@ FOREIGN: Final = (
         why="the kernels belong to a vendor; transformers' own models of experts train",
     ),
     Foreign(
-        ("launcher", "slurm_eval", "slurm"),
+        ("enable_routing_replay", "routing_replay", "moe_routing_replay"),
+        (f"{_T}.runtime.activationCheckpointing",),
+        "what is recomputed has the inputs and random numbers of the first time, and so the same routes",
+    ),
+    Foreign(
+        (
+            *(
+                "activation_checkpoint_cpu_offload",
+                "activation_offloading",
+                "offload_activations",
+            ),
+            *("tiled_mlp_compute", "tiled_mlp"),
+        ),
+        (f"{_T}.runtime.activationCheckpointing", f"{_T}.runtime.lossChunk"),
+        "memory is saved by recomputation, which leaves nothing on the host and cuts no model's layers up",
+    ),
+    Foreign(
+        ("tiled_logits_compute", "use_liger_kernel", "fused_linear_cross_entropy"),
+        (f"{_T}.runtime.lossChunk",),
+    ),
+    Foreign(
+        ("offload_optimizer", "offload_param", "cpu_offload"),
+        (f"{_T}.runtime.parallelism",),
+        "what does not fit on one device is sharded by fsdp2",
+    ),
+    Foreign(
+        ("model_transforms", "transforms"),
+        (f"{_T}.runtime",),
+        "each of them is a field there, and their order is fixed",
+    ),
+    Foreign(
+        ("launcher", "slurm_eval", "slurm", "ray", "num_ray_workers"),
         why="the operator starts the pods of a run, and no other scheduler is used",
     ),
     # How long, how much, how often.
@@ -83,18 +114,57 @@ FOREIGN: Final = (
         (f"{_T}.batching.globalBatchSize", f"{_T}.batching.microBatchSize"),
         _ACCUMULATION,
     ),
+    Foreign(
+        (
+            *("grad_accumulation_scheduler", "gradient_accumulation_scheduler"),
+            *(
+                "grad_accumulation_patience",
+                "grad_accumulation_max",
+                "dynamic_grad_accumulation",
+            ),
+            *("rampup_batch_size", "batch_size_rampup", "batch_size_schedule"),
+        ),
+        (f"{_T}.schedule",),
+        "a step has one size throughout, so that its samples follow from its number; a falling learning rate "
+        "does the duty of a growing batch",
+    ),
+    Foreign(
+        ("loss_reduction", "average_tokens_across_devices", "mean_of_means"),
+        why="each token of a step counts the same; the mean of the means of micro-batches would give more "
+        "weight to short rows, and another loss with another microBatchSize",
+    ),
     Foreign(("save_steps", "save_freq", "save_interval"), (f"{_T}.checkpoint.every.steps",)),
     Foreign(("checkpoint_interval", "save_every_n_steps"), (f"{_T}.checkpoint.every.steps",)),
     Foreign(("save_total_limit", "keep_last_n"), (f"{_T}.checkpoint.keep",)),
     Foreign(("load_best_model_at_end", "metric_for_best_model"), (f"{_T}.checkpoint.best",)),
     Foreign(("eval_steps", "eval_freq", "eval_interval"), (f"{_T}.evaluation.every.steps",)),
     Foreign(("validation_interval", "val_check_interval"), (f"{_T}.evaluation.every.steps",)),
+    Foreign(
+        ("eval_log_iter_interval", "eval_log_interval"),
+        (f"{_T}.evaluation.every.steps",),
+        "each evaluation is written down, since each has taken its time",
+    ),
+    Foreign(
+        ("log_level", "print_output_ranks", "file_output_ranks"),
+        why="each rank writes a file of its own with all lines from INFO on, and the terminal has warnings",
+    ),
     Foreign(("logging_steps", "log_freq", "report_interval"), (f"{_T}.logging.every.steps",)),
     Foreign(
         ("report_to", "wandb", "wandb_project", "aim", "mlflow"), (f"{_T}.logging.trackers",)
     ),
     Foreign(("tensorboard_dir", "track", "track_dir"), (f"{_T}.logging.trackers",)),
-    Foreign(("mem_profiler", "profile_dir", "mem_profiler_dir"), (f"{_T}.logging.profile",)),
+    Foreign(
+        ("mem_profiler", "profile_dir", "mem_profiler_dir"),
+        (f"{_T}.logging.profile",),
+        "memory is recorded by steps, from step 1 at the earliest; what a start takes is in `evergrad "
+        "preflight`",
+    ),
+    Foreign(
+        ("python_profile", "python_profiler", "cprofile"),
+        (f"{_T}.logging.profile",),
+        "torch's profiler records the host, too, on a schedule and into the run directory",
+    ),
+    Foreign(("loggers", "logger"), (f"{_T}.logging",)),
     Foreign(("early_stopping", "early_stopping_patience"), (f"{_T}.stop.early",)),
     Foreign(("collapse_log_every_steps",), (f"{_T}.monitors",)),
     # Optimizer and schedule.
@@ -130,6 +200,35 @@ FOREIGN: Final = (
         ("sync_ref_model", "ref_model_sync_steps", "precompute_ref_log_probs"),
         (f"{_T}.preference.reference",),
         "the reference stays as it is, and is computed in each step",
+    ),
+    # What other systems do around a run.
+    Foreign(
+        ("rejection_sampling", "num_rounds", "rs_config", "iterative_sft"),
+        (f"{_T}.initFrom.path",),
+        "the data of a run are fixed before its first step: each round is a run of its own that begins with "
+        "the weights of the one before",
+    ),
+    Foreign(
+        ("molecule_optimization", "oracle", "max_oracle_calls"),
+        (f"{_T}.initFrom.path",),
+        "a search that calls a model is a program around its runs",
+    ),
+    Foreign(
+        ("separate_perplexity", "per_property_perplexity", "property_perplexity"),
+        (f"{_T}.recipe",),
+        "what is measured on spans of tokens is an evaluator of a task of your own",
+    ),
+    # Decided once for the whole run.
+    Foreign(
+        ("bf16_full_eval", "fp16_full_eval", "eval_precision", "eval_amp"),
+        (f"{_T}.runtime.precision",),
+        "an evaluation computes as the training does, so that both losses can be compared",
+    ),
+    Foreign(
+        ("callbacks", "hooks"),
+        (f"{_T}.recipe",),
+        "a task of your own has observers, its own loss and its own data; nothing replaces the values of "
+        "others unseen",
     ),
     # The machine.
     Foreign(("bf16", "fp16", "mixed_precision", "amp"), (f"{_T}.runtime.precision",)),
@@ -218,3 +317,46 @@ def say_foreign(key: str) -> tuple[str, str, str] | None:
         return None
     remedy = f"Write {' and '.join(foreign.fields)}" if foreign.fields else "Remove it"
     return "is an option of other trainers", foreign.why, remedy
+
+
+@dataclass(frozen=True)
+class ForeignValue:
+    """A value that a choice has in other trainers: why it is none here, and what to write."""
+
+    key: str
+    values: tuple[str, ...]
+    why: str
+    remedy: str
+
+
+FOREIGN_VALUES: Final = (
+    ForeignValue(
+        "device",
+        ("mps", "metal"),
+        "torch.distributed exchanges no tensors of Apple's GPUs, and a run must be able to grow beyond one "
+        "process",
+        "Write cpu on such a machine, or leave it out",
+    ),
+    ForeignValue(
+        "precision",
+        ("fp8", "float8", "fp8-hybrid"),
+        "training in fp8 needs kernels of a package beside torch, which the trainer does not have",
+        "Write bf16-autocast",
+    ),
+    ForeignValue(
+        "precision",
+        ("fp16", "float16", "half", "fp16-autocast"),
+        "its range ends at 65504, so that gradients vanish or overflow without a scale of the loss, which "
+        "bf16 does without",
+        "Write bf16-autocast",
+    ),
+)
+
+
+def say_foreign_value(key: str, value: str) -> tuple[str, str] | None:
+    """Why ``value`` is no choice of the field ``key``, and what to write: for one of other trainers, else
+    None."""
+    for one in FOREIGN_VALUES:
+        if one.key == key and fold(value) in map(fold, one.values):
+            return one.why, one.remedy
+    return None

@@ -22,7 +22,7 @@ from evergrad_manifest.fields import (
     value_at,
     walk_fields,
 )
-from evergrad_manifest.reading.foreign import say_foreign
+from evergrad_manifest.reading.foreign import say_foreign, say_foreign_value
 from evergrad_manifest.spelling import fold, nearest
 from evergrad_manifest.training.latent_edit import (
     CHROMOSOME,
@@ -308,6 +308,8 @@ def _say_choice(finding: _Finding) -> Sentence:
         return f"{finding.shown} is not supported", "", f"Write {listed}"
     near = None
     if isinstance(finding.value, str):
+        if (foreign := say_foreign_value(finding.key, finding.value)) is not None:
+            return f"{finding.shown} is not one of {listed}", *foreign
         # Others' names are often one of ours with something behind it: adamw_torch, constant_with_warmup.
         begun = [one for one in choices if fold(finding.value).startswith(fold(one))]
         near = nearest(finding.value, choices) or max(begun, key=len, default=None)

@@ -29,6 +29,7 @@ _NUMBER_PATTERN = (
     rf"[+-]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][+-]?[0-9]{{1,4}})?"
 )
 _NUMBER = re.compile(rf"({_NUMBER_PATTERN})\s*([A-Za-z%]*)")
+_POWER = re.compile(r"([0-9]{1,5})\s*(?:\^|\*\*)\s*(-?[0-9]{1,2})")
 # No number that fits needs more: a longer text or exponent is refused before any arithmetic, which it would
 # slow.
 _LONGEST_TEXT = 64
@@ -112,6 +113,11 @@ def _exact_text(text: str, units: dict[str, Any]) -> Ratio:
             point = text.strip().replace(",", ".")
             remedy = f"Write {plain}, or {point} if the comma is a decimal point"
             raise NumberError(what, "a number has no comma", remedy)
+        if (power := _POWER.fullmatch(text.strip())) is not None:
+            base, exponent = int(power[1]), int(power[2])
+            value = f"1e{exponent}" if base == 10 else str(base ** max(0, exponent))
+            remedy = f"Write {value}" if base == 10 or exponent >= 0 else "Write its value"
+            raise NumberError(what, "a power is not worked out", remedy)
         raise NumberError(what, "", remedy)
     digits, unit = match[1], match[2]
     if unit and unit not in units:

@@ -533,6 +533,7 @@ def test_a_checkpoint_that_was_set_aside_no_longer_counts_as_published(
     assert make_solo().restore() == 40
 
 
+@pytest.mark.capability("O-37")
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)
 def test_if_none_validates_the_run_stops_and_nothing_is_moved(
     make_solo: MakeSolo, damage: Callable[[Path], None], reason: str

@@ -1,12 +1,13 @@
 """The command line as a whole: what is imported when, and what a wrong command line ends with."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from evergrad_cli.main import CLUSTER_COMMANDS, COMMANDS, main
+from evergrad_cli.main import CLUSTER_COMMANDS, COMMANDS, OTHERS_COMMANDS, main
 
 _HEAVY = ("torch", "transformers", "matplotlib")
 
@@ -154,3 +155,31 @@ def test_the_completion_of_bash_offers_every_command_and_the_options_of_the_one_
         name.replace("_", "-") for name in (*COMMANDS, *CLUSTER_COMMANDS)
     }
     assert set(options.split()) == {"--nodes", "--no-preflight"}
+
+
+@pytest.mark.capability("O-80")
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "serve",
+            "serves none. Export one by `evergrad checkpoint export`, and give the directory",
+        ),
+        ("train", "error: evergrad: train is no command here. Use `evergrad run`."),
+        ("pretokenize", "Use `evergrad prepare`."),
+    ],
+)
+def test_a_command_of_other_trainers_is_refused_with_what_to_do(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "run.yaml"])
+    assert ended.value.code == 64
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_said_of_others_commands_names_commands_that_there_are() -> None:
+    for name, remedy in OTHERS_COMMANDS.items():
+        assert name not in {*COMMANDS, *CLUSTER_COMMANDS}
+        for command in re.findall(r"`evergrad (\w+)", remedy):
+            assert command in COMMANDS

@@ -391,3 +391,26 @@ def test_a_path_is_parsed_or_refused() -> None:
     assert parse_path("a[12]") == ("a", 12)
     assert parse_path("") is None
     assert parse_path("a]") is None
+
+
+@pytest.mark.capability("O-8")
+def test_a_run_without_a_name_is_refused_and_gets_none_made_up(manifest: Path) -> None:
+    """A name from the configuration's hash would make a new run of each change."""
+    manifest.write_text(
+        BASE.replace("metadata: {name: ", "metadata: {annotations: {}} # {name: ")
+    )
+    [said] = problems(manifest)
+    assert said.startswith("metadata.name: missing; it has no default. Add `name`")
+
+
+@pytest.mark.capability("O-27")
+def test_a_value_is_written_once_and_referred_to(manifest: Path) -> None:
+    over = overlay(
+        manifest.parent,
+        "metadata: {annotations: {description: a first try}}\n"
+        "spec: {training: {checkpoint: {every: &every {steps: 64}}, logging: {every: *every}}}\n",
+    )
+    run = load_manifest(manifest, overlays=[over]).run
+    assert run.metadata.annotations == {"description": "a first try"}
+    assert run.training.checkpoint.every.steps == 64
+    assert run.training.logging.every.steps == 64

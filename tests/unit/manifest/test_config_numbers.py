@@ -115,6 +115,11 @@ REFUSED: list[tuple[Parser, Any, str]] = [
             "decimal point"
         ),
     ),
+    (parse_count, "10^6", "'10^6' is not a number; a power is not worked out. Write 1e6"),
+    (parse_real, "10^-3", "'10^-3' is not a number; a power is not worked out. Write 1e-3"),
+    (parse_count, "2**20", "'2**20' is not a number; a power is not worked out. Write 1048576"),
+    (parse_real, "2^-3", "a power is not worked out. Write its value"),
+    (parse_count, "2^999", "'2^999' is not a number"),
     (parse_count, "0x10", "'0x10' is not a number"),
     (parse_count, "1__0", "'1__0' is not a number"),
     (parse_count, "_1", "'_1' is not a number"),
@@ -222,7 +227,7 @@ REFUSED: list[tuple[Parser, Any, str]] = [
 ]
 
 
-@pytest.mark.capability("G-6")
+@pytest.mark.capability("A-67", "G-6")
 @pytest.mark.parametrize(
     ("parse", "written", "said"),
     REFUSED,

@@ -10,7 +10,7 @@ from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.fields import find_field, walk_fields
-from evergrad_manifest.reading.foreign import FOREIGN
+from evergrad_manifest.reading.foreign import FOREIGN, FOREIGN_VALUES
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.problems import problems_of
 from evergrad_manifest.spelling import fold
@@ -70,6 +70,86 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
         load_manifest(BASE, overrides=[f"{key}=2"])
     [problem] = [one for one in refused.value.problems if one.path == key]
     assert said in str(problem)
+
+
+@pytest.mark.capability(
+    "A-18", "A-19", "A-22", "A-23", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"
+)
+@pytest.mark.capability(
+    "A-7", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
+)
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("sequence_parallel_size", "runtime.activationCheckpointing"),
+        ("tensor_parallel_size", "Write spec.training.runtime.parallelism"),
+        ("expert_parallel_size", "experts are sharded with the rest of the model by fsdp2"),
+        ("enable_routing_replay", "and so the same routes. Write spec.training.runtime"),
+        ("activation_checkpoint_cpu_offload", "leaves nothing on the host"),
+        ("tiled_mlp_compute", "cuts no model's layers up"),
+        ("launcher", "and no other scheduler is used. Remove it."),
+        ("python_profile", "Write spec.training.logging.profile."),
+        ("grad_accumulation_scheduler", "so that its samples follow from its number"),
+        ("separate_perplexity", "is an evaluator of a task of your own"),
+        ("rejection_sampling", "each round is a run of its own that begins with the weights"),
+        ("oracle", "a search that calls a model is a program around its runs"),
+        ("model_transforms", "each of them is a field there, and their order is fixed"),
+        ("mem_profiler", "from step 1 at the earliest"),
+        ("eval_log_iter_interval", "each evaluation is written down"),
+        (
+            "print_output_ranks",
+            "each rank writes a file of its own with all lines from INFO on",
+        ),
+        ("eval_amp", "computes as the training does, so that both losses can be compared"),
+        ("callbacks", "nothing replaces the values of others unseen"),
+        ("loss_reduction", "each token of a step counts the same; the mean of the means"),
+    ],
+)
+def test_what_is_not_built_is_refused_with_its_reason(key: str, said: str) -> None:
+    path = f"spec.training.{key}"
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=[f"{path}=2"])
+    [problem] = [one for one in refused.value.problems if one.path == path]
+    assert said in str(problem)
+
+
+@pytest.mark.capability("G-21", "O-79")
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (
+            "spec.training.runtime.device",
+            "mps",
+            (
+                "'mps' is not one of auto, cpu, cuda (--set); torch.distributed exchanges no tensors of "
+                "Apple's GPUs, and a run must be able to grow beyond one process. Write cpu on such a "
+                "machine, or leave it out."
+            ),
+        ),
+        (
+            "spec.training.runtime.precision",
+            "FP8",
+            (
+                "'FP8' is not one of fp32, bf16-autocast, bf16 (--set); training in fp8 needs kernels of a "
+                "package beside torch, which the trainer does not have. Write bf16-autocast."
+            ),
+        ),
+    ],
+)
+def test_a_value_of_other_trainers_is_refused_with_its_reason(
+    path: str, value: str, said: str
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=[f"{path}={value}"])
+    assert [str(one) for one in refused.value.problems] == [f"{path}: {said}"]
+
+
+def test_each_foreign_value_is_one_of_a_choice_that_has_other_values() -> None:
+    choices = {field.key: field for field in walk_fields(TrainingRun)}
+    for one in FOREIGN_VALUES:
+        assert one.key in choices
+        assert one.why
+        assert one.remedy
 
 
 def test_each_foreign_name_leads_to_fields_that_exist_and_stands_once() -> None:

@@ -58,12 +58,14 @@ def test_attention_that_the_device_does_not_have_is_refused(attention: str) -> N
     assert choose() == "flash"
 
 
+@pytest.mark.capability("O-7")
 def test_tf32_on_a_cpu_is_refused() -> None:
     with pytest.raises(ModelError, match="only accelerators have TF32"):
         choose(matmulPrecision="high")
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+@pytest.mark.capability("O-7")
 @pytest.mark.parametrize(("capability", "is_refused"), [((7, 5), True), ((8, 0), False)])
 def test_tf32_needs_an_accelerator_that_has_it(
     capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
@@ -76,6 +78,10 @@ def test_tf32_needs_an_accelerator_that_has_it(
     else:
         assert choose(device, matmulPrecision="high", shape=None) == "auto"
         assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cudnn.allow_tf32
+    # Convolutions go with the matrix products: torch alone makes them in TF32.
+    choose()
+    assert not torch.backends.cudnn.allow_tf32
 
 
 def test_every_choice_of_the_file_has_a_switch() -> None:

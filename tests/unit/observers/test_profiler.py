@@ -125,6 +125,26 @@ def test_the_history_of_device_memory_is_a_file_beside_the_trace(
     assert kinds == [["memory", "pickle"], ["trace", "json", "gz"]]
 
 
+@pytest.mark.capability("A-79")
+def test_what_a_failed_first_step_had_allocated_is_kept_without_a_trace(
+    synthetic: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int | None] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch_private, "record_memory", told.append)
+    monkeypatch.setattr(torch_private, "dump_memory", lambda path: Path(path).touch())
+    given = settings(steps=1, firstStep=2, memory=True)
+    profiler = Profiler(given, tmp_path, begin=lambda _: FakeTrace([]))
+    profiler.step_end(synthetic.step_record(1))
+    # Step 2 has run out of memory: the process closes its observers and ends.
+    profiler.close()
+    assert told[-1] is None
+    assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["step-2"]
+    assert [path.name.rsplit(".", 2)[1:] for path in tmp_path.iterdir()] == [
+        ["memory", "pickle"]
+    ]
+
+
 def make_file(folder: Path, name: str, *, at: float) -> None:
     (folder / name).touch()
     os.utime(folder / name, (at, at))

@@ -350,3 +350,15 @@ def test_no_weights_are_made_for_a_snapshot(with_weights: bool) -> None:
     assert used == made
     has_weights = [one.weights is not None for one in (model, reference, teacher)]
     assert has_weights == [with_weights, False, True]
+
+
+@pytest.mark.capability("G-29")
+def test_a_module_that_cannot_be_moved_to_its_device_is_named() -> None:
+    class Stuck(nn.Linear):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            raise torch.OutOfMemoryError("out of memory")
+
+    given = Modules(trained={"encoder": nn.Linear(1, 1), "predictor": Stuck(1, 1)})
+    with pytest.raises(torch.OutOfMemoryError) as failed:
+        build._move_to(torch.device("cpu"), given, (), cast(Any, None))
+    assert failed.value.__notes__ == ["while the module predictor was moved to cpu"]

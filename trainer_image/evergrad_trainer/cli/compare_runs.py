@@ -1,4 +1,4 @@
-"""``evergrad compare-runs``: were two runs trained on the same samples, with the same losses?"""
+"""``evergrad compare-runs``: had two runs the same samples and losses, and do they end in the same state?"""
 
 import argparse
 import math
@@ -10,6 +10,7 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import InputError, Problem
 
 if TYPE_CHECKING:
+    from evergrad_trainer.checkpoint.compare import StateComparison
     from evergrad_trainer.observers.history import History
     from evergrad_trainer.report.compare import Comparison, Difference, Rules
 
@@ -18,6 +19,7 @@ EXAMPLES = """\
   evergrad compare-runs runs/a runs/b                     # losses within 1e-5 of each other
   evergrad compare-runs runs/a runs/b --exact             # bit by bit, gradient norms too
   evergrad compare-runs runs/a runs/b --steps 100:200 --tolerance 1e-3
+  evergrad compare-runs runs/a runs/b --exact --state     # and the newest checkpoint of A, tensor by tensor
   evergrad compare-runs runs/a runs/b --json
 
 The last row of a step counts. Exit codes: 0 the same steps, on equal samples, with agreeing values;
@@ -48,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare only these steps, both included; either may be left out",
     )
     parser.add_argument(
+        "--state",
+        action="store_true",
+        help="also compare weights and optimizer bit by bit: A's newest checkpoint with B's of that step",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the comparison as one JSON document"
     )
 
@@ -73,11 +80,26 @@ def execute(args: argparse.Namespace) -> int:
                 "Compare runs that have trained these steps",
             )
         )
+    state = None
+    if args.state:
+        from evergrad_trainer.checkpoint.compare import compare_states
+
+        state = compare_states(args.a, args.b)
     if args.json:
-        print(dumps_strict(_as_json((args.a, args.b), rules, comparison), indent=2))
+        document = _as_json((args.a, args.b), rules, comparison)
+        if state is not None:
+            document["state"] = {
+                "equal": state.is_equal,
+                "step": state.step,
+                "tensors": state.num_tensors,
+                "differences": [one.__dict__ for one in state.differences],
+            }
+        print(dumps_strict(document, indent=2))
     else:
-        print("\n".join(_as_text((args.a, args.b), rules, comparison)))
-    return int(ExitCode.DONE) if comparison.is_equal else DIFFERENT
+        lines = [*_as_text((args.a, args.b), rules, comparison)]
+        print("\n".join([*lines, *(_state_as_text(state) if state is not None else ())]))
+    is_equal = comparison.is_equal and (state is None or state.is_equal)
+    return int(ExitCode.DONE) if is_equal else DIFFERENT
 
 
 def _rules(tolerance: float, steps: str | None, *, exact: bool) -> "Rules":
@@ -219,6 +241,20 @@ def _as_text(
         yield f"The runs agree: equal samples in every step, losses equal {how}."
     else:
         yield "The runs differ."
+
+
+def _state_as_text(state: "StateComparison") -> Iterable[str]:
+    if state.is_equal:
+        tensors = _number(state.num_tensors, "tensor")
+        yield f"The states after step {state.step:,} are equal bit by bit: {tensors}."
+        return
+    many = f"{len(state.differences):,} of {_number(state.num_tensors, 'tensor')}"
+    yield f"The states after step {state.step:,} differ in {many}:"
+    for one in state.differences[:_MOST_SHOWN]:
+        size = "" if one.largest is None else f", by at most {one.largest:.3g}"
+        yield f"differs  {one.name}: {one.what}{size}"
+    if len(state.differences) > _MOST_SHOWN:
+        yield f"         and {len(state.differences) - _MOST_SHOWN:,} more"
 
 
 def _difference(difference: "Difference") -> str:

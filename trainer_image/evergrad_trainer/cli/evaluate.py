@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from evergrad_coordinator.contract import ExitCode, RunFile
 from evergrad_coordinator.text import count, duration
+from evergrad_manifest.errors import InputError, Problem
 from evergrad_trainer.checkpoint.store import Store, open_store
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict
 
@@ -22,9 +23,11 @@ EXAMPLES = """\
   evergrad evaluate runs/docs-lm
   evergrad evaluate runs/docs-lm --checkpoint best --set heldOut --set wiki
   evergrad evaluate runs/docs-lm --checkpoint 1200 --json | jq '.results[].loss'
+  evergrad evaluate runs/docs-lm --checkpoint 1200 --compare    # with what the run measured at that step
   evergrad evaluate runs/docs-lm --watch      # each new checkpoint, until the run is complete"""
 POLL_SECONDS: Final = 1.0
 """How often --watch looks for a new checkpoint."""
+DIFFERENT: Final = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only this evaluation set; may be given several times (default: all)",
     )
     parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="exit 1 unless the reloaded checkpoint gives each loss that the run measured at this step",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        help="largest relative difference of losses with --compare (default: 1e-5; 0: bit by bit)",
+    )
+    parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON document; with --watch one object a line",
@@ -58,15 +72,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Evaluate; the exit code is 0, or 75 where a stop cut it: what was measured is kept then.
+    """Evaluate; the exit code is 0, 1 where --compare has found a difference, or 75 where a stop cut it: what
+    was measured is kept then.
 
-    Raises RunDirectoryError, CheckpointError and ConfigurationError.
+    Raises InputError, RunDirectoryError, CheckpointError and ConfigurationError.
     """
     from evergrad_trainer.evaluation.choice import choose_checkpoint
+    from evergrad_trainer.evaluation.comparing import Compared, compare_with_run
     from evergrad_trainer.evaluation.measuring import CutError, held
     from evergrad_trainer.evaluation.opening import read_recorded
     from evergrad_trainer.worker.signals import StopSignals
 
+    if args.compare and (args.watch or not args.tolerance >= 0):
+        what = "--watch" if args.watch else f"--tolerance {args.tolerance}"
+        why = "one checkpoint is compared, within a difference of at least 0"
+        raise InputError(
+            Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
+        )
     recorded = read_recorded(args.run)
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
     with contextlib.ExitStack() as stack:
@@ -85,16 +107,24 @@ def execute(args: argparse.Namespace) -> int:
         except CutError:
             print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
             return int(ExitCode.STOPPED_SAVED)
+    compared: list[Compared] = []
+    if args.compare:
+        rows = [one.values for one in measured]
+        compared = compare_with_run(recorded.directory, rows, tolerance=args.tolerance)
     if args.json:
         document = {
             "checkpoint": candidate.name,
             "step": candidate.version.step,
             "results": [_row(one) for one in measured],
         }
+        if args.compare:
+            document["comparison"] = [one.__dict__ for one in compared]
         print(dumps_strict(document, indent=1))
     else:
         _print_table(measured)
-    return int(ExitCode.DONE)
+        for one in compared:
+            print(f"{one.name}: {one.verdict}")
+    return int(ExitCode.DONE) if all(one.is_equal for one in compared) else DIFFERENT
 
 
 def _open(

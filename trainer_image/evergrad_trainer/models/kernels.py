@@ -79,6 +79,8 @@ def choose_kernels(
         )
     # torch has one switch for the process. The default is set, too: a process may serve another run later.
     torch.set_float32_matmul_precision(runtime.matmul_precision)
+    # Convolutions are products, too, and torch makes them in TF32 unless it is told otherwise.
+    torch.backends.cudnn.allow_tf32 = runtime.matmul_precision == "high"
     # Switches of the process and not a context around the forward pass: what is computed again in the
     # backward pass must take the same backend.
     _switch_on(attention)

@@ -83,8 +83,10 @@ class Profiler(BaseObserver):
             # The run ends or leaves in the middle of it: what there is of it is worth having.
             self._end()
         elif self._trace is not None:
+            # Without a whole step there is no trace; what one that ran out of memory had allocated is kept.
             self._trace.stop()
             self._trace = None
+            self._dump_memory()
         if self._writing is not None:
             self._writing.join(WRITING_SECONDS)
 
@@ -105,15 +107,24 @@ class Profiler(BaseObserver):
             return
         trace.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        name = f"step-{self._first}.{socket.gethostname()}.{os.getpid()}"
-        if self._settings.memory and torch.cuda.is_initialized():
-            torch_private.dump_memory(str(self._folder / f"{name}.memory.pickle"))
-            torch_private.record_memory(None)
+        name = self._file_name()
+        self._dump_memory()
         # Beside the training: writing a long one takes seconds.
         self._writing = threading.Thread(
             target=self._write, args=(trace, name), name="evergrad-trace", daemon=True
         )
         self._writing.start()
+
+    def _file_name(self) -> str:
+        return f"step-{self._first}.{socket.gethostname()}.{os.getpid()}"
+
+    def _dump_memory(self) -> None:
+        """Write the snapshot of the device's memory, where one was asked for, and stop recording."""
+        if not (self._settings.memory and torch.cuda.is_initialized()):
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        torch_private.dump_memory(str(self._folder / f"{self._file_name()}.memory.pickle"))
+        torch_private.record_memory(None)
 
     def _write(self, trace: Trace, name: str) -> None:
         try:

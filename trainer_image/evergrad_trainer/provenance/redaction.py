@@ -6,7 +6,7 @@ Pure but for the home directory's name.
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from evergrad_manifest.values.urls import REDACTED, hide_credentials
 
@@ -61,6 +61,15 @@ def redact_command(words: Sequence[str]) -> list[str]:
             redacted.append(hide_home(hide_credentials(word)))
         is_value_secret = word.startswith("-") and not equals and is_secret(word)
     return redacted
+
+
+def public_path(path: Path | str) -> str:
+    """Return ``path`` as it may be published: relative ones with ``/``; of absolute ones, and of those that
+    lead upwards, the name alone."""
+    pure = PurePath(path)
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+        return pure.name if pure.name != ".." else ""
+    return pure.as_posix()
 
 
 def hide_home(text: str) -> str:

@@ -211,8 +211,13 @@ def _move_to(
     for one in deferred:
         # No process holds a sharded model whole, not even at the start.
         one.materialise(device, on_whole=whole_hashes.add)
-    for module in (*modules.trained.values(), *modules.frozen.values()):
-        module.to(device)
+    for name, module in (*modules.trained.items(), *modules.frozen.items()):
+        try:
+            module.to(device)
+        except Exception as error:
+            # torch names neither in most of its errors.
+            error.add_note(f"while the module {name} was moved to {device}")
+            raise
     # Detached: a parameter that the task keeps is no parameter of anything.
     modules.kept = {name: one.detach().to(device) for name, one in modules.kept.items()}
 

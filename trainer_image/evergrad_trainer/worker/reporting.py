@@ -38,6 +38,8 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
             lambda: session.emit(EventType.FAILED, facts),
             lambda: session.emit(EventType.END, {"exit_code": int(code)}),
             session.observers.close,
+            # On rank 0 the one above closes the run's own alone; elsewhere this is the second call, for none.
+            session.opened.observers.close,
         )
         for call in last_calls:
             try:

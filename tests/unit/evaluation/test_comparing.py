@@ -1,0 +1,62 @@
+"""Whether a reloaded checkpoint gives what the run has measured: the verdicts."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_trainer.evaluation.comparing import compare_with_run
+from evergrad_trainer.observers.jsonl import RunLog
+from evergrad_trainer.records import EvaluationRecord
+from evergrad_trainer.run_directory import RunDirectory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    """A run that has measured the set heldOut at step 10, the second time with another loss, and the set
+    broken without one."""
+    found = RunDirectory(tmp_path / "run")
+    found.create()
+    log = RunLog(found)
+    for name, loss in (("heldOut", 9.0), ("heldOut", 2.5), ("broken", math.nan)):
+        log.evaluation_end(EvaluationRecord(10, 1, name, loss, 12.0, 4096, 1.0, 1e9))
+    log.close()
+    return found
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {"name": "heldOut", "step": 10, "loss": 2.5, "tokens": 4096, **changes}
+
+
+@pytest.mark.capability("C-44")
+@pytest.mark.parametrize(
+    ("changes", "tolerance", "verdict"),
+    [
+        ({}, 0.0, "as the run measured it, bit by bit"),
+        ({"loss": 2.5 * (1 + 1e-7)}, 1e-5, "as the run measured it, within 1e-05 relative"),
+        ({"loss": 2.5000001}, 0.0, "differs: 2.5000001 over 4,096 tokens, and the run"),
+        ({"loss": 2.6}, 1e-5, "differs: 2.6 over 4,096 tokens, and the run measured 2.5"),
+        (
+            {"tokens": 4095},
+            1e-5,
+            "differs: 2.5 over 4,095 tokens, and the run measured 2.5 over",
+        ),
+        ({"loss": None}, 1e-5, "differs: None over"),
+        ({"name": "broken", "loss": None}, 1e-5, "as the run measured it"),
+        ({"name": "broken"}, 1e-5, "differs: 2.5 over 4,096 tokens, and the run measured nan"),
+        (
+            {"step": 20},
+            1e-5,
+            "the run itself has not measured it at step 20; nothing to compare",
+        ),
+        ({"name": "wiki"}, 1e-5, "the run itself has not measured it at step 10"),
+    ],
+)
+def test_each_result_has_a_verdict(
+    directory: RunDirectory, changes: dict[str, Any], tolerance: float, verdict: str
+) -> None:
+    [one] = compare_with_run(directory, [row(**changes)], tolerance=tolerance)
+    assert one.verdict.startswith(verdict)
+    # Only an agreement is one: a set that was not compared is no proof.
+    assert one.is_equal == verdict.startswith("as the run measured it")

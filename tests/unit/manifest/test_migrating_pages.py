@@ -1,0 +1,85 @@
+"""Pages for users of three other trainers: fields that they name exist, and the converted files mean the same."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.fields import find_field
+from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.training import Training
+
+FOLDER = Path(__file__).resolve().parents[3] / "docs" / "migrating"
+PAGES = ("chemlactica", "optimus-dl", "theseus")
+
+
+def read(name: str, folder: Path) -> tuple[dict[str, Any], Training]:
+    """The first example of a page, and the one that it was converted to."""
+    text = (FOLDER / f"{name}.md").read_text("utf-8")
+    theirs, ours = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    path = folder / "converted.yaml"
+    path.write_text(ours, "utf-8")
+    return yaml.safe_load(theirs), load_manifest(path).run.training
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_field_that_stands_for_an_option_exists(page: str) -> None:
+    text = (FOLDER / f"{page}.md").read_text("utf-8")
+    cells = re.findall(r"^\| `.*?\| (.*?) \|", text, re.MULTILINE)
+    fields = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(fields) > 20
+    for name in fields:
+        full = name if name.startswith(("spec.", "metadata.")) else f"spec.training.{name}"
+        path = tuple(part for part in re.split(r"\.|\[\]", full) if part)
+        assert find_field(TrainingRun, path) is not None, name
+
+
+def test_a_file_of_chemlactica_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
+    theirs, ours = read("chemlactica", tmp_path)
+    overlay = theirs["train_config"]
+    assert ours.optimizer.learning_rate == float(overlay["max_learning_rate"])
+    assert ours.schedule.warmup == overlay["warmup_steps"]
+    assert ours.data.sequence_length == theirs["model_config"]["block_size"]
+    # The horizon of the schedule and the stop are two numbers.
+    assert (ours.horizon.steps, ours.stop.after_step) == (120_000, 40_000)
+    assert ours.batching.global_batch_size == 16 * 8 * 4
+
+
+def test_a_file_of_optimus_dl_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
+    theirs, ours = read("optimus-dl", tmp_path)
+    common, optimization = theirs["common"], theirs["optimization"]
+    assert ours.horizon.steps == optimization["iterations"]
+    assert ours.optimizer.clip_norm == optimization["clip_grad_norm"]
+    assert ours.optimizer.learning_rate == float(optimization["optimizer"]["lr"])
+    assert ours.checkpoint.every.steps == common["save_freq"]
+    assert ours.evaluation.every is not None
+    assert ours.evaluation.every.steps == common["eval_freq"]
+    assert ours.logging.every.steps == common["log_freq"]
+    assert ours.reproducibility.seed == common["seed"]
+    iterations = theirs["data"]["eval_datasets"]["val"]["eval_iterations"]
+    assert ours.evaluation.sets[0].samples == iterations * 16 * 2
+    assert ours.batching.global_batch_size == 16 * optimization["acc_steps"] * 2
+
+
+def test_a_file_of_theseus_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
+    theirs, ours = read("theseus", tmp_path)
+    training, logging = theirs["training"], theirs["logging"]
+    assert ours.batching.global_batch_size == training["batch_size"]
+    assert ours.batching.micro_batch_size == training["per_device_batch_size"]
+    assert ours.horizon.tokens == sum(training["tokens"])
+    assert ours.two_stage_kl is not None
+    first, second = ours.two_stage_kl.stages
+    assert first.tokens == training["tokens"][0]
+    for stage, mixture in zip((first, second), training["dataset"], strict=True):
+        assert stage.mixture == {one["name"]: one["rate"] for one in mixture}
+    assert second.beta == theirs["optimization"]["kl"]["beta"]
+    assert ours.two_stage_kl.estimator == "nll_difference"
+    assert ours.evaluation.samples == training["validation_steps"]
+    assert ours.evaluation.every is not None
+    assert ours.evaluation.every.steps == logging["validation_interval"]
+    assert ours.checkpoint.every.steps == logging["checkpoint_interval"]
+    assert ours.logging.every.steps == logging["report_interval"]
+    assert ours.data.sequence_length == theirs["architecture"]["block_size"]

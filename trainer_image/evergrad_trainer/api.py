@@ -1,0 +1,157 @@
+"""Runs from Python: a file is trained as by ``evergrad run``, and a typed report says what came of it.
+
+::
+
+    from evergrad_trainer.api import run
+
+    found = run(manifest="trainingrun.yaml", overrides=["spec.training.optimizer.learningRate=3e-4"])
+    print(found.loss, found.checkpoint)
+
+The training is a process of its own, whose lines are printed as they come: threads, devices and signals of
+the caller stay as they are.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.errors import EvergradError, InputError, Problem
+from evergrad_manifest.reading.loader import load_manifest
+from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
+from evergrad_trainer.checkpoint.store import open_store
+from evergrad_trainer.provenance.redaction import public_path
+from evergrad_trainer.records import EventType
+from evergrad_trainer.report.facts import gather_facts
+from evergrad_trainer.report.summary import summarise
+from evergrad_trainer.run_directory import RunDirectory
+
+STOPPED_WELL: Final = (ExitCode.DONE, ExitCode.STOPPED_SAVED)
+"""Exit codes of a run that ended as it was asked to."""
+
+
+class RunFailedError(EvergradError):
+    """A run ended otherwise than by its end or a stop; ``exit_code`` says how, its own output why."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = ExitCode(exit_code)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What came of a run so far. Paths are None where there is no such file.
+
+    ``samples`` and ``loss``: of the whole run, and of its newest step. ``resumed_from``: the step that its
+    newest process went on from, 0 for a fresh one. ``data``: the fingerprint of what it is trained on.
+    """
+
+    run: str
+    directory: Path
+    data: str
+    is_complete: bool
+    requested_steps: int
+    completed_steps: int
+    resumed_from: int
+    samples: int
+    loss: float | None
+    checkpoint: Path | None
+    resumed_checkpoint: Path | None
+    requested: Path | None
+    configuration: Path | None
+    preflight: Path | None
+    provenance: Path | None
+    metrics: Path | None
+    evaluation: Path | None
+    events: Path | None
+
+    def to_dict(self, *, is_public: bool = True) -> dict[str, Any]:
+        """The report as JSON values, paths as texts.
+
+        ``is_public``: paths are relative to the run directory, of which the name alone is told.
+        """
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Path) and is_public:
+                is_inside = value != self.directory and value.is_relative_to(self.directory)
+                value = public_path(value.relative_to(self.directory) if is_inside else value)
+            values[field.name] = str(value) if isinstance(value, Path) else value
+        return values
+
+
+def run(
+    *,
+    manifest: Path | str,
+    overrides: Sequence[str] = (),
+    run_directory: Path | str | None = None,
+    arguments: Sequence[str] = (),
+) -> RunReport:
+    """Train ``manifest`` to its end, or to a stop, and report.
+
+    ``overrides``: as behind ``--set``; ``arguments``: further ones of ``evergrad run``, such as
+    ``("--nodes", "2")``. Raises ConfigurationError before anything is started, and RunFailedError with the
+    exit code.
+    """
+    loaded = load_manifest(Path(manifest), overrides=list(overrides)).run
+    where = (
+        Path("runs") / loaded.metadata.name if run_directory is None else Path(run_directory)
+    )
+    if loaded.spec.script is not None:
+        what = "is a script, whose steps and losses are known to the script alone"
+        raise InputError(Problem(str(manifest), what, "", "Start it with `evergrad run`"))
+    command = [sys.executable, "-m", "evergrad_cli", "run", str(manifest)]
+    command += [word for one in overrides for word in ("--set", one)]
+    command += ["--run-directory", str(where), *arguments]
+    code = subprocess.run(command, check=False).returncode
+    if code not in STOPPED_WELL:
+        known = code if code in tuple(ExitCode) else ExitCode.INTERNAL
+        raise RunFailedError(f"{loaded.metadata.name} ended with exit code {code}", known)
+    return report(where)
+
+
+def report(run_directory: Path | str) -> RunReport:
+    """Report on a run from its directory, finished or not. Raises RunDirectoryError for what is no run."""
+    directory = RunDirectory(Path(run_directory))
+    facts = gather_facts(directory)
+    figures = summarise(facts)
+    resolved = directory.read_resolved() or {}
+    starts = [event for event in facts.history.events if event.type == EventType.START]
+    resumed_from = int(starts[-1].fields.get("resumed_from") or 0) if starts else 0
+
+    # The newest one that can be read is what a resume would take.
+    found = open_store(directory.checkpoints).catalog.scan()
+    names = [one.name for one in found if one.manifest is not None]
+    versions = {name: parse_checkpoint_name(name) for name in names}
+    resumed = [
+        name
+        for name, version in versions.items()
+        if resumed_from and version is not None and version.step == resumed_from
+    ]
+    return RunReport(
+        run=facts.name,
+        directory=directory.path,
+        data=str(resolved.get("dataFingerprint", "")),
+        is_complete=directory.is_complete(),
+        requested_steps=int((resolved.get("derived") or {}).get("totalSteps") or 0),
+        completed_steps=int(figures["step"]),
+        resumed_from=resumed_from,
+        samples=int(figures["samples"]),
+        loss=figures["loss"],
+        checkpoint=directory.checkpoints / names[0] if names else None,
+        resumed_checkpoint=directory.checkpoints / resumed[0] if resumed else None,
+        requested=_there(directory.requested),
+        configuration=_there(directory.resolved),
+        preflight=_there(directory.preflight),
+        provenance=_there(directory.provenance),
+        metrics=_there(directory.metrics),
+        evaluation=_there(directory.evaluation),
+        events=_there(directory.events),
+    )
+
+
+def _there(path: Path) -> Path | None:
+    return path if path.exists() else None

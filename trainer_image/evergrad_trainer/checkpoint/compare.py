@@ -1,0 +1,80 @@
+"""Compares the states of two runs at one step, tensor by tensor and bit by bit."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
+from evergrad_trainer.checkpoint.weights import StoredTensors, find_checkpoint, open_tensors
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that two states do not have alike.
+
+    ``largest``: largest absolute difference of its values; None where they cannot be subtracted.
+    """
+
+    name: str
+    what: str
+    largest: float | None = None
+
+
+@dataclass(frozen=True)
+class StateComparison:
+    """The states of two runs at ``step``."""
+
+    step: int
+    num_tensors: int
+    differences: tuple[TensorDifference, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every tensor has the same bits in both."""
+        return not self.differences
+
+
+def compare_states(a: Path, b: Path, *, step: int | None = None) -> StateComparison:
+    """Compare weights, moments of the optimizer and all other tensors of two runs.
+
+    ``step``: default the newest of ``a``. One tensor of each is in memory at a time. Raises CheckpointError
+    where a run has no checkpoint of that step that validates.
+    """
+    first = find_checkpoint(a, step=step)
+    version = parse_checkpoint_name(first.name)
+    found = step if version is None else version.step
+    second = find_checkpoint(b, step=found)
+    pair = tuple(open_tensors(one, checksums=False) for one in (first, second))
+    names = sorted({*pair[0].table, *pair[1].table})
+    differences = tuple(_differences(pair[0], pair[1], names))
+    return StateComparison(found or 0, len(names), differences)
+
+
+def _differences(
+    a: StoredTensors, b: StoredTensors, names: list[str]
+) -> Iterator[TensorDifference]:
+    for name in names:
+        one, other = a.table.get(name), b.table.get(name)
+        if one is None or other is None:
+            yield TensorDifference(name, f"only in {'A' if other is None else 'B'}")
+            continue
+        forms = [f"{tuple(it.shape)} {str(it.dtype)[6:]}" for it in (one, other)]
+        if forms[0] != forms[1]:
+            yield TensorDifference(name, f"{forms[0]} in A, {forms[1]} in B")
+            continue
+
+        # By their bytes: equal numbers of other bits (a zero's sign) are no equal states.
+        left, right = a.read(name), b.read(name)
+        if torch.equal(*(it.reshape(-1).view(torch.uint8) for it in (left, right))):
+            continue
+        distances = (left.double() - right.double()).abs()
+        count = int((left != right).sum())
+        largest = float(distances.max())
+        yield TensorDifference(
+            name,
+            f"{count:,} of {left.numel():,} values differ",
+            largest if math.isfinite(largest) else None,
+        )
