@@ -100,11 +100,16 @@ class Checkpoint(Section):
 
 
 class InitFrom(Section):
-    """Weights of another run."""
+    """State of another run to begin with."""
 
     path: LocalPath = Field(min_length=1)
-    """A transformers directory, a run directory (its newest valid checkpoint) or one checkpoint: weights
-    only."""
+    """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory, which has
+    weights only."""
+    step: int | None = Field(default=None, ge=1, le=10**12, strict=True)
+    """The step whose checkpoint is taken of a run directory; default: the newest."""
+    load: Literal["weights", "optimizer", "everything"] = "weights"
+    """``weights``; ``optimizer``: also its state; ``everything``: also the position, so that training goes on
+    with the checkpoint's next step."""
 
 
 RECOMPUTATION_BY_SWITCH: Final = {True: "full", False: "none"}
