@@ -447,27 +447,33 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
     """Check that saves and evaluations happen at least once. Where the horizon is derived, warm-up and decay
     are checked."""
     total = numbers.total_steps
-    at_end = "Evaluation happens at the end only"
     evaluation = training.evaluation
     rhythms = [
-        ("checkpoint", training.checkpoint.every, "State is saved at the end only"),
-        ("evaluation", evaluation.every, at_end),
-    ]
-    rhythms += [
-        (f"evaluation.sets[{index}]", one.every, at_end)
+        (f"evaluation.sets[{index}].every", one.every)
         for index, one in enumerate(evaluation.sets)
     ]
-    for section, rhythm, consequence in rhythms:
-        if rhythm is not None and (every := rhythm.steps) > total:
-            yield Finding(
-                "warning",
-                Problem(
-                    f"spec.training.{section}.every.steps",
-                    f"{every} is beyond the last step {total}",
-                    "",
-                    consequence,
-                ),
-            )
+    rhythms = [("evaluation.every", evaluation.every), *rhythms]
+    firsts = [
+        (f"{where}.steps", rhythm.steps, rhythm.steps, "Evaluation happens at the end only")
+        for where, rhythm in rhythms
+        if rhythm is not None
+    ]
+    saves = training.checkpoint
+    for where, every in (("every", saves.every), ("keepEvery", saves.keep_every)):
+        end = (
+            "State is saved at the end only"
+            if where == "every"
+            else "No checkpoint is kept for ever"
+        )
+        if every is not None and every.steps is not None:
+            firsts.append((f"checkpoint.{where}.steps", every.steps, every.steps, end))
+        if every is not None and every.tokens is not None:
+            first = -(-every.tokens // numbers.tokens_per_step)
+            firsts.append((f"checkpoint.{where}.tokens", every.tokens, first, end))
+    for where, written, first, consequence in firsts:
+        if first > total:
+            what = f"{written} is beyond the last step {total}"
+            yield Finding("warning", Problem(f"spec.training.{where}", what, "", consequence))
     text = (
         f"{total:,} steps, {numbers.tokens:,} tokens, {numbers.epochs:.2f} epochs; warm-up "
         f"{numbers.warmup_steps}"

@@ -18,6 +18,7 @@ from evergrad_manifest.training.common import (
     Metrics,
     Reproducibility,
     Runtime,
+    SaveEvery,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
 from evergrad_manifest.training.observing import RULES as RULES_OF_OBSERVING
@@ -95,6 +96,7 @@ __all__ = [
     "Reproducibility",
     "RowSettings",
     "Runtime",
+    "SaveEvery",
     "Schedule",
     "Source",
     "StepOverride",

@@ -11,7 +11,7 @@ from evergrad_manifest.base import LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.values.numbers import Bytes, Count, Whole
-from evergrad_manifest.view import View
+from evergrad_manifest.view import UNKNOWN, View
 
 TRAINING: Final = "spec.training"
 """Path of the typed recipe in the file."""
@@ -81,13 +81,26 @@ class Best(Section):
     """Whether smaller or larger is better."""
 
 
+class SaveEvery(Section):
+    """A rhythm of saves: exactly one of the three."""
+
+    steps: Count | None = Field(default=None, ge=1, le=10**12)
+    """Optimizer steps between two."""
+    tokens: Count | None = Field(default=None, ge=1, le=10**18)
+    """Tokens trained on between two (rounded up to whole steps)."""
+    seconds: Whole | None = Field(default=None, ge=1, le=10**7)
+    """Seconds between two (``every`` only)."""
+
+
 class Checkpoint(Section):
     """When state is saved and what is kept."""
 
-    every: Every = Every.model_validate({"steps": 500})
+    every: SaveEvery = SaveEvery.model_validate({"steps": 500})
     """How often state is saved while training; it is always saved at the end and on a stop."""
     keep: Count = Field(default=3, ge=1)
-    """How many validated checkpoints are kept; the best and the newest always are."""
+    """How many validated checkpoints are kept; the best, the newest and those of ``keepEvery`` always are."""
+    keep_every: SaveEvery | None = None
+    """Steps or tokens between two further checkpoints that are never removed."""
     best: Best | None = None
     """Also keep the checkpoint with the best value of a named evaluation metric."""
     asynchronous: Switch = True
@@ -97,6 +110,23 @@ class Checkpoint(Section):
     max_failures: Count = Field(default=3, ge=1)
     """Failed saves in a row after which training ends; it begins again at the newest checkpoint if volume or
     host is to blame."""
+
+
+def check_rhythms(view: View) -> Iterator[Problem]:
+    """A rhythm of saves is in one unit; which checkpoints are never removed follows from their steps."""
+    for key in ("every", "keepEvery"):
+        path = f"{TRAINING}.checkpoint.{key}"
+        if not view.is_given(path) or view.get(path) is UNKNOWN:
+            continue
+        units = ("steps", "tokens", "seconds")
+        given = [unit for unit in units if view.is_given(f"{path}.{unit}")]
+        if len(given) != 1:
+            what = f"{' and '.join(given)} are set" if given else "has no length"
+            why = "a rhythm is exactly one of steps, tokens and seconds"
+            yield Problem(path, what, why, "Keep one, remove the rest" if given else "Add one")
+        elif given == ["seconds"] and key == "keepEvery":
+            why = "which checkpoints are never removed follows from their steps, and not from a clock"
+            yield Problem(f"{path}.seconds", "has no meaning here", why, "Use steps or tokens")
 
 
 class InitFrom(Section):
@@ -221,4 +251,4 @@ def check_endpoint(view: View, section: str) -> Iterator[Problem]:
         )
 
 
-RULES: Final = (check_runtime, check_metrics)
+RULES: Final = (check_rhythms, check_runtime, check_metrics)

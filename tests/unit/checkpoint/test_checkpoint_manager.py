@@ -357,6 +357,22 @@ def test_only_the_newest_checkpoints_are_kept(make_solo: MakeSolo) -> None:
     assert os.listdir(solo.directory / ".trash") == []
 
 
+@pytest.mark.capability("O-20", "O-54", "O-56")
+def test_a_permanent_checkpoint_outlives_all_others_whatever_a_later_start_is_told(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
+    solo = make_solo(keep=1)
+    for step in (10, 20, 30):
+        extra = {"step": step, **({"permanent": True} if step == 20 else {})}
+        solo.manager.save(step, make_state(step), extra=extra, wait=True)
+    assert solo.names() == ["step-20", "step-30"]
+    # The mark is in the checkpoint: another file, another process and a lost pointer do not take it away.
+    again = make_solo(keep=1)
+    again.save(40)
+    again.save(50)
+    assert again.names() == ["step-20", "step-50"]
+
+
 @pytest.mark.capability("T-48")
 def test_the_best_checkpoint_is_kept_until_there_is_a_better_one(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=1)
