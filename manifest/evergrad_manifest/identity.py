@@ -88,6 +88,7 @@ _LATER_SETTINGS: Final = frozenset(
     {
         "training.checkpoint.every.seconds",
         "training.checkpoint.every.tokens",
+        "training.checkpoint.exportAtEnd",
         "training.checkpoint.keepEvery",
         "training.checkpoint.keepEvery.seconds",
         "training.checkpoint.keepEvery.steps",

@@ -103,6 +103,8 @@ class Checkpoint(Section):
     """Steps or tokens between two further checkpoints that are never removed."""
     best: Best | None = None
     """Also keep the checkpoint with the best value of a named evaluation metric."""
+    export_at_end: Switch = False
+    """Whether the final weights are also written as a transformers directory, ``exports/step-N``."""
     asynchronous: Switch = True
     """Write in the background while training goes on."""
     verify: Literal["always", "sizes"] = "always"
@@ -127,6 +129,14 @@ def check_rhythms(view: View) -> Iterator[Problem]:
         elif given == ["seconds"] and key == "keepEvery":
             why = "which checkpoints are never removed follows from their steps, and not from a clock"
             yield Problem(f"{path}.seconds", "has no meaning here", why, "Use steps or tokens")
+
+
+def check_export(view: View) -> Iterator[Problem]:
+    """Only a model that the file describes can be a transformers directory."""
+    path = f"{TRAINING}.checkpoint.exportAtEnd"
+    if view.get(path) is True and not view.is_given(f"{TRAINING}.model"):
+        why = "the file describes no model of transformers"
+        yield Problem(path, "there is nothing to export", why, "Remove it, or add `model`")
 
 
 class InitFrom(Section):
@@ -251,4 +261,4 @@ def check_endpoint(view: View, section: str) -> Iterator[Problem]:
         )
 
 
-RULES: Final = (check_rhythms, check_runtime, check_metrics)
+RULES: Final = (check_rhythms, check_export, check_runtime, check_metrics)
