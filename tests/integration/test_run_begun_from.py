@@ -78,8 +78,7 @@ def test_rolling_and_permanent_checkpoints_stand_beside_one_another_and_the_end_
 @pytest.mark.long
 def test_a_run_that_is_killed_in_its_export_makes_it_again(experiment: Experiment) -> None:
     experiment.write(recipe(checkpoint={"exportAtEnd": True}))
-    killed = [fault("export", call=1, action="SIGKILL", to="command")]
-    experiment.run(expect=None, faults=killed)
+    experiment.run(expect=-9, faults=[fault("export", call=1, action="SIGKILL")])
     assert not (experiment.at() / "complete.json").exists()
     experiment.run()
     assert [one.name for one in (experiment.at() / "exports").iterdir()] == ["step-8"]

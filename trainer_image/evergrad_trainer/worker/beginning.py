@@ -184,7 +184,7 @@ def _check_position(session: Session, loaded: Restored, values: Mapping[str, Val
         changes = [
             (field, old, new)
             for field, old, new in changed_fields(stored, own)
-            if field.split(".")[2].split("[")[0] in _POSITION
+            if stored and own and field.split(".")[2].split("[")[0] in _POSITION
         ]
         problems += [
             Problem(
