@@ -182,6 +182,7 @@ def test_saving_the_same_state_of_a_step_twice_leaves_one_checkpoint(
     assert os.listdir(solo.directory / ".tmp") == []
 
 
+@pytest.mark.capability("O-58")
 def test_another_state_of_a_published_step_gets_a_name_of_its_own_and_the_newest_generation_loads(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:

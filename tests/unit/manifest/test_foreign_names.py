@@ -18,6 +18,7 @@ from evergrad_manifest.spelling import fold
 BASE = Path(__file__).parent / "base_manifest.yaml"
 
 
+@pytest.mark.capability("A-26", "A-31", "A-52", "A-60")
 @pytest.mark.parametrize(
     ("key", "said"),
     [
