@@ -47,6 +47,7 @@ def test_a_run_goes_on_from_an_older_step_of_another_directory_with_the_same_bit
     begun = events(experiment.at("fork"), "begun_from")
     record = json.loads((experiment.at("fork") / "run.json").read_text())["begunFrom"]
     assert [(one["checkpoint"], one["load"]) for one in begun] == [("step-3", "everything")]
+    assert begun[0]["from_step"] == record.pop("step") == 3
     assert record == {key: begun[0][key] for key in record}
     assert {path: path.stat().st_mtime_ns for path in experiment.at().rglob("*")} == before
 

@@ -66,7 +66,9 @@ def begin(session: Session, machinery: Machinery) -> None:
     facts = {"path": str(path), **source, "load": wanted.load}
     session.begun_from = facts
     seconds = round(time.monotonic() - started, 6)
-    session.emit(EventType.BEGUN_FROM, {**facts, "seconds": seconds})
+    # Every event has a step of its own: this run's.
+    fields = {("from_step" if key == "step" else key): value for key, value in facts.items()}
+    session.emit(EventType.BEGUN_FROM, {**fields, "seconds": seconds})
 
 
 def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | None:
