@@ -8,7 +8,7 @@ import torch
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.training.exchange import NUM_FLAGS
 from evergrad_trainer.training.progress import Progress
-from evergrad_trainer.training.run import Limits, Run
+from evergrad_trainer.training.run import Limits, Rhythm, Run
 from evergrad_trainer.training.step_parts import StepOutcome
 from evergrad_trainer.training.tally import Tally
 from evergrad_trainer.world import Membership, World
@@ -57,7 +57,7 @@ def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> Run:
     )
     world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
     parts: dict[str, Any] = {
-        "limits": Limits(total_steps=STEPS, save_every=100, evaluate_every=None),
+        "limits": Limits(total_steps=STEPS, save_every=Rhythm(100), evaluate_every=None),
         "membership": Membership(world),
         "stepper": Steps(),
         "stream": SimpleNamespace(entered_after=lambda step: None, stage=lambda step: None),

@@ -158,6 +158,7 @@ class RunFile:
     EVALUATIONS = "evaluations"
     """Results of ``evergrad evaluate``, one file for each checkpoint and set."""
     CHECKPOINTS = "checkpoints"
+    EXPORTS = "exports"
     LOGS = "logs"
     COMPILED = "compiled"
     """Kernels that were compiled for the run, one file for each kind of device."""

@@ -38,6 +38,7 @@ EXAMPLE: Final[dict[str, Any]] = {
             "checkpoint": {
                 "every": {"steps": 500},
                 "keep": 3,
+                "keepEvery": {"tokens": "1G"},
                 "best": {"metric": "heldOut/loss"},
             },
             "evaluation": {"every": {"steps": 1000}, "samples": 512},

@@ -88,6 +88,13 @@ SETTINGS_OF_LOGGING: Final = ("trackers", "profile")
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
 _LATER_SETTINGS: Final = frozenset(
     {
+        "training.checkpoint.every.seconds",
+        "training.checkpoint.every.tokens",
+        "training.checkpoint.exportAtEnd",
+        "training.checkpoint.keepEvery",
+        "training.checkpoint.keepEvery.seconds",
+        "training.checkpoint.keepEvery.steps",
+        "training.checkpoint.keepEvery.tokens",
         "training.data.packing",
         "training.data.sources[].document",
         "training.evaluation.generation",

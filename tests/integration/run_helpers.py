@@ -105,6 +105,7 @@ POINTS = {
     "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
     "published": ("evergrad_trainer.checkpoint.saving", "_settle"),
     "snapshot": ("evergrad_trainer.training.snapshots", "Snapshots.take"),
+    "export": ("evergrad_trainer.export", "export_checkpoint"),
     "receive": ("evergrad_trainer.world", "World.receive"),
     "track": ("evergrad_trainer.observers.trackers.tensorboard", "TensorBoard.write"),
 }

@@ -62,7 +62,9 @@ class KillAt:
         processes.wait_until_dead(self._pids[self._victim])
 
 
-def save_two_steps(world: World, directory: Path, point: str, victim: int) -> dict[str, Any]:
+def save_two_steps(
+    world: World, directory: Path, point: str, victim: int, permanent: bool = False
+) -> dict[str, Any]:
     """Publish step 100, then die (or lose a peer) at ``point`` of saving step 200."""
     hook = KillAt(point, victim, world.gather_json(os.getpid()))
     events: list[Any] = []
@@ -74,7 +76,8 @@ def save_two_steps(world: World, directory: Path, point: str, victim: int) -> di
         on_event=lambda type_, fields: events.append([type_, fields]),
         store=open_store(directory, medium=Medium(faults=hook, block_bytes=mmap.PAGESIZE)),
     )
-    manager.save(100, state_of(100), extra={"step": 100}, wait=True)
+    mark = {"permanent": True} if permanent else {}
+    manager.save(100, state_of(100), extra={"step": 100, **mark}, wait=True)
     hook.is_armed = True
     manager.save(200, state_of(200), extra={"step": 200})
     manager.wait()
@@ -130,6 +133,20 @@ def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads_bit_for_bit
     ) == ["step-300"]
     assert list((directory / ".tmp").iterdir()) == []
     assert list((directory / ".trash").iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", faults.POINTS)
+def test_a_permanent_checkpoint_survives_a_kill_at_any_point_of_later_saves(
+    tmp_path: Path, point: str, victim: int
+) -> None:
+    options: Any = {"directory": tmp_path / "checkpoints", "point": point, "victim": victim}
+    ended = processes.run_world(save_two_steps, size=2, permanent=True, **options)
+    assert ended[victim].status == -signal.SIGKILL, ended[victim].errors
+    processes.values(processes.run_world(restart, size=2, directory=options["directory"]))
+    names = sorted(path.name for path in options["directory"].glob("step-*"))
+    assert names == ["step-100", "step-300"]
 
 
 @pytest.mark.parametrize("point", [faults.MID_SHARD, faults.BEFORE_FSYNC])

@@ -453,24 +453,31 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
     at_end = "Evaluation happens at the end only"
     evaluation = training.evaluation
     rhythms = [
-        ("checkpoint", training.checkpoint.every, "State is saved at the end only"),
-        ("evaluation", evaluation.every, at_end),
-    ]
-    rhythms += [
-        (f"evaluation.sets[{index}]", one.every, at_end)
+        (f"evaluation.sets[{index}].every", one.every)
         for index, one in enumerate(evaluation.sets)
     ]
-    for section, rhythm, consequence in rhythms:
-        if rhythm is not None and (every := rhythm.steps) > total:
-            yield Finding(
-                "warning",
-                Problem(
-                    f"spec.training.{section}.every.steps",
-                    f"{every} is beyond the last step {total}",
-                    "",
-                    consequence,
-                ),
-            )
+    rhythms = [("evaluation.every", evaluation.every), *rhythms]
+    firsts = [
+        (f"{where}.steps", rhythm.steps, rhythm.steps, at_end)
+        for where, rhythm in rhythms
+        if rhythm is not None
+    ]
+    saves = training.checkpoint
+    for where, every in (("every", saves.every), ("keepEvery", saves.keep_every)):
+        end = (
+            "State is saved at the end only"
+            if where == "every"
+            else "No checkpoint is kept for ever"
+        )
+        if every is not None and every.steps is not None:
+            firsts.append((f"checkpoint.{where}.steps", every.steps, every.steps, end))
+        if every is not None and every.tokens is not None:
+            first = -(-every.tokens // numbers.tokens_per_step)
+            firsts.append((f"checkpoint.{where}.tokens", every.tokens, first, end))
+    for where, written, first, consequence in firsts:
+        if first > total:
+            what = f"{written} is beyond the last step {total}"
+            yield Finding("warning", Problem(f"spec.training.{where}", what, "", consequence))
     has_data = bool(evaluation.sources) or training.data.held_out is not None
     cadences = (evaluation.every, *(one.every for one in evaluation.sets))
     is_measured = any(every is not None for every in cadences)

@@ -99,6 +99,9 @@ class EventType:
     """A checkpoint did not validate. fields: checkpoint, reason, quarantined_as."""
     RESTORED = "restored"
     """fields: checkpoint, seconds."""
+    BEGUN_FROM = "begun_from"
+    """A fresh run begins with the state of another. fields: path, checkpoint, from_step, hash, load,
+    seconds."""
     SNAPSHOT = "snapshot"
     """A frozen module got its weights, those of a trained one after this step, whose checkpoint is kept.
     fields: name, hash."""

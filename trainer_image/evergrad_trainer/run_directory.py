@@ -283,6 +283,7 @@ class RunDirectory:
         self.evaluation = self.path / RunFile.EVALUATION
         self.evaluations = self.path / RunFile.EVALUATIONS
         self.checkpoints = self.path / RunFile.CHECKPOINTS
+        self.exports = self.path / RunFile.EXPORTS
         self.logs = self.path / RunFile.LOGS
         self.compiled = self.path / RunFile.COMPILED
         self.profiles = self.path / RunFile.PROFILES

@@ -286,9 +286,35 @@ FOREIGN: Final = (
     ),
     # Control.
     Foreign(
-        ("resume_from_checkpoint", "auto_resume"),
+        ("resume_from_checkpoint", "resume_from", "auto_resume"),
         (f"{_T}.initFrom.path",),
-        "a run resumes by itself; weights of another run begin a fresh one",
+        "a run resumes by itself; a fresh one goes on from another run's checkpoint with `load: everything`",
+    ),
+    Foreign(
+        ("load_checkpoint_strategy", "load_optimizer", "load_weights_only"),
+        (f"{_T}.initFrom.load",),
+    ),
+    Foreign(
+        ("last_save_freq", "persistent_save_freq"),
+        (f"{_T}.checkpoint.every", f"{_T}.checkpoint.keepEvery"),
+        "`every` is of those that `keep` counts, `keepEvery` of those that are never removed",
+    ),
+    Foreign(
+        ("save_every_n_epochs", "save_strategy"),
+        (f"{_T}.checkpoint.every",),
+        "sources repeat each in its own epochs; a rhythm is in steps, tokens or seconds",
+    ),
+    Foreign(("save_end_of_training", "save_last"), why="state is saved at the end in any case"),
+    Foreign(
+        ("checkpoint_engines", "checkpoint_engine"),
+        why="all checkpoints have one format, and can be resumed; `evergrad checkpoint export` makes "
+        "a transformers directory of any of them, beside the run",
+    ),
+    Foreign(
+        ("exit_iteration_this_run", "max_steps_this_run"),
+        (f"{_T}.stop.afterStep",),
+        "a start is no part of a run whose nodes come and go; for one start by hand there is "
+        "`evergrad run --stop-after-steps`",
     ),
     Foreign(("load_checkpoint", "init_checkpoint"), (f"{_T}.initFrom.path",)),
     Foreign(

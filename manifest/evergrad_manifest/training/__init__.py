@@ -20,6 +20,7 @@ from evergrad_manifest.training.common import (
     Metrics,
     Reproducibility,
     Runtime,
+    SaveEvery,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
 from evergrad_manifest.training.latent_edit import RULES as RULES_OF_LATENT_EDIT
@@ -103,6 +104,7 @@ __all__ = [
     "Reproducibility",
     "RowSettings",
     "Runtime",
+    "SaveEvery",
     "Schedule",
     "Source",
     "StepOverride",

@@ -96,15 +96,30 @@ class Best(Section):
     """Whether smaller or larger is better."""
 
 
+class SaveEvery(Section):
+    """A rhythm of saves: exactly one of the three."""
+
+    steps: Count | None = Field(default=None, ge=1, le=10**12)
+    """Optimizer steps between two."""
+    tokens: Count | None = Field(default=None, ge=1, le=10**18)
+    """Tokens trained on between two (rounded up to whole steps)."""
+    seconds: Whole | None = Field(default=None, ge=1, le=10**7)
+    """Seconds between two (``every`` only)."""
+
+
 class Checkpoint(Section):
     """When state is saved and what is kept."""
 
-    every: Every = Every.model_validate({"steps": 500})
+    every: SaveEvery = SaveEvery.model_validate({"steps": 500})
     """How often state is saved while training; it is always saved at the end and on a stop."""
     keep: Count = Field(default=3, ge=1)
-    """How many validated checkpoints are kept; the best and the newest always are."""
+    """How many validated checkpoints are kept; the best, the newest and those of ``keepEvery`` always are."""
+    keep_every: SaveEvery | None = None
+    """Steps or tokens between two further checkpoints that are never removed."""
     best: Best | None = None
     """Also keep the checkpoint with the best value of a named evaluation metric."""
+    export_at_end: Switch = False
+    """Whether the final weights are also written as a transformers directory, ``exports/step-N``."""
     asynchronous: Switch = True
     """Write in the background while training goes on."""
     verify: Literal["always", "sizes"] = "always"
@@ -114,12 +129,42 @@ class Checkpoint(Section):
     host is to blame."""
 
 
+def check_rhythms(view: View) -> Iterator[Problem]:
+    """A rhythm of saves is in one unit; which checkpoints are never removed follows from their steps."""
+    for key in ("every", "keepEvery"):
+        path = f"{TRAINING}.checkpoint.{key}"
+        if not view.is_given(path) or view.get(path) is UNKNOWN:
+            continue
+        units = ("steps", "tokens", "seconds")
+        given = [unit for unit in units if view.is_given(f"{path}.{unit}")]
+        if len(given) != 1:
+            what = f"{' and '.join(given)} are set" if given else "has no length"
+            why = "a rhythm is exactly one of steps, tokens and seconds"
+            yield Problem(path, what, why, "Keep one, remove the rest" if given else "Add one")
+        elif given == ["seconds"] and key == "keepEvery":
+            why = "which checkpoints are never removed follows from their steps, and not from a clock"
+            yield Problem(f"{path}.seconds", "has no meaning here", why, "Use steps or tokens")
+
+
+def check_export(view: View) -> Iterator[Problem]:
+    """Only a model that the file describes can be a transformers directory."""
+    path = f"{TRAINING}.checkpoint.exportAtEnd"
+    if view.get(path) is True and not view.is_given(f"{TRAINING}.model"):
+        why = "the file describes no model of transformers"
+        yield Problem(path, "there is nothing to export", why, "Remove it, or add `model`")
+
+
 class InitFrom(Section):
-    """Weights of another run."""
+    """State of another run to begin with."""
 
     path: LocalPath = Field(min_length=1)
-    """A transformers directory, a run directory (its newest valid checkpoint) or one checkpoint: weights
-    only."""
+    """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory, which has
+    weights only."""
+    step: int | None = Field(default=None, ge=1, le=10**12, strict=True)
+    """The step whose checkpoint is taken of a run directory; default: the newest."""
+    load: Literal["weights", "optimizer", "everything"] = "weights"
+    """``weights``; ``optimizer``: also its state; ``everything``: also the position, so that training goes on
+    with the checkpoint's next step."""
 
 
 RECOMPUTATION_BY_SWITCH: Final = {True: "full", False: "none"}
@@ -231,4 +276,4 @@ def check_endpoint(view: View, section: str) -> Iterator[Problem]:
         )
 
 
-RULES: Final = (check_runtime, check_metrics)
+RULES: Final = (check_rhythms, check_export, check_runtime, check_metrics)

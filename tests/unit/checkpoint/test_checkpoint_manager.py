@@ -182,6 +182,7 @@ def test_saving_the_same_state_of_a_step_twice_leaves_one_checkpoint(
     assert os.listdir(solo.directory / ".tmp") == []
 
 
+@pytest.mark.capability("O-58")
 def test_another_state_of_a_published_step_gets_a_name_of_its_own_and_the_newest_generation_loads(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
@@ -355,6 +356,22 @@ def test_only_the_newest_checkpoints_are_kept(make_solo: MakeSolo) -> None:
     assert solo.names() == ["step-30", "step-40"]
     assert [fields["kept"] for _, fields in solo.events] == [1, 2, 2, 2]
     assert os.listdir(solo.directory / ".trash") == []
+
+
+@pytest.mark.capability("O-20", "O-54", "O-56")
+def test_a_permanent_checkpoint_outlives_all_others_whatever_a_later_start_is_told(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
+    solo = make_solo(keep=1)
+    for step in (10, 20, 30):
+        extra = {"step": step, **({"permanent": True} if step == 20 else {})}
+        solo.manager.save(step, make_state(step), extra=extra, wait=True)
+    assert solo.names() == ["step-20", "step-30"]
+    # The mark is in the checkpoint: another file, another process and a lost pointer do not take it away.
+    again = make_solo(keep=1)
+    again.save(40)
+    again.save(50)
+    assert again.names() == ["step-20", "step-50"]
 
 
 @pytest.mark.capability("T-48")

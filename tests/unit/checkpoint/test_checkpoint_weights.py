@@ -46,6 +46,28 @@ def test_weights_load_from_a_run_its_checkpoints_or_one_checkpoint(
         assert torch.equal(value, make_state(step if key.startswith("model.") else 0)[key])
 
 
+@pytest.mark.capability("G-11")
+def test_the_checkpoint_of_a_step_is_loaded_and_one_that_is_not_there_is_named(
+    run: Path, make_state: MakeState
+) -> None:
+    state = make_state(0)
+    assert load_weights(run, state, step=10, prefix="").step == 10
+    assert all(torch.equal(value, make_state(10)[key]) for key, value in state.items())
+    for where, known in ((run, "20, 10"), (run / "checkpoints" / "step-20", "20")):
+        with pytest.raises(CheckpointError) as error:
+            load_weights(where, make_state(0), step=15)
+        assert f"holds no checkpoint of step 15; there are those of {known}" in str(error.value)
+
+
+@pytest.mark.capability("O-61")
+def test_an_optimizer_of_another_kind_is_named_with_what_helps(
+    run: Path, make_state: MakeState
+) -> None:
+    state = {**make_state(0), "optimizer.other": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=r"optimizer\.other.*Use the same optimizer"):
+        load_weights(run, state, prefix=("model.", "optimizer."))
+
+
 def test_a_relative_path_and_a_renamed_copy_of_a_checkpoint_work(
     run: Path, make_state: MakeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from evergrad_manifest.spelling import fold
 BASE = Path(__file__).parent / "base_manifest.yaml"
 
 
-@pytest.mark.capability("A-81")
+@pytest.mark.capability("A-26", "A-31", "A-52", "A-60", "A-81")
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -63,6 +63,21 @@ BASE = Path(__file__).parent / "base_manifest.yaml"
             "the prompt of a pair is the same in both of its rows. Write spec.training.rows.tooLong.",
         ),
         ("spec.launcher", "no other scheduler is used. Remove it."),
+        (
+            "spec.training.checkpoint.resume_from",
+            "with `load: everything`. Write spec.training.initFrom.path.",
+        ),
+        ("spec.training.load_checkpoint_strategy", "Write spec.training.initFrom.load."),
+        (
+            "spec.training.checkpoint.last_save_freq",
+            "`keepEvery` of those that are never removed. Write spec.training.checkpoint.every and",
+        ),
+        (
+            "spec.training.checkpoint_engines",
+            "`evergrad checkpoint export` makes a transformers directory of any of them",
+        ),
+        ("spec.training.checkpoint.save_end_of_training", "saved at the end in any case"),
+        ("spec.training.exit_iteration_this_run", "`evergrad run --stop-after-steps`"),
     ],
 )
 def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, said: str) -> None:

@@ -46,4 +46,5 @@ def test_the_examples_manifest_is_valid_and_evaluates_when_it_saves(root: Path) 
     training = TrainingRun.model_validate(document).spec.training
     assert training.checkpoint.best is not None
     assert training.checkpoint.best.metric == "heldOut/loss"
-    assert training.evaluation.every == training.checkpoint.every
+    assert training.evaluation.every is not None
+    assert training.evaluation.every.steps == training.checkpoint.every.steps

@@ -58,6 +58,9 @@ def run_of(saves: Saves, told: Told, *, interrupt: Interrupt | None = None) -> R
         "membership": SimpleNamespace(world=world),
         "state": SimpleNamespace(tensors=dict, values=dict),
         "is_comparing": False,
+        "limits": SimpleNamespace(keep_every=None),
+        "tokens_per_step": 4,
+        "clock": lambda: 0.0,
     }
     return cast(Run, SimpleNamespace(**parts))
 

@@ -14,6 +14,7 @@ from evergrad_trainer.records import EvaluationRecord, Wish
 from evergrad_trainer.training.exchange import FLAG_FENCED, FLAG_OBSERVER_OFF, NUM_FLAGS
 from evergrad_trainer.training.loop import train
 from evergrad_trainer.training.progress import MOST_TALLIES_BYTES, Progress
+from evergrad_trainer.training.run import Rhythm
 from evergrad_trainer.training.step_parts import StepOutcome
 from evergrad_trainer.training.tally import Tally
 from evergrad_trainer.world import World
@@ -136,7 +137,9 @@ def test_each_set_is_evaluated_at_its_own_cadence_and_all_of_them_at_the_end() -
 def test_state_is_saved_before_each_evaluation_where_that_is_asked_for_and_only_once() -> None:
     done: list[tuple[str, int]] = []
     run = make_run(BaseObserver(), done)
-    limits = replace(run.limits, save_every=3, evaluate_every=3, saves_before_evaluation=True)
+    limits = replace(
+        run.limits, save_every=Rhythm(3), evaluate_every=3, saves_before_evaluation=True
+    )
     train(replace(run, limits=limits))
     assert done == [("save", 3), ("evaluate", 3), ("save", STEPS), ("evaluate", STEPS)]
 

@@ -16,6 +16,10 @@ FORMAT = 1
 """Grows when an older program could not read what a newer one writes."""
 
 
+PERMANENT = "permanent"
+"""Key of ``extra`` that retention looks at: a checkpoint that has it is never removed. A program that does
+not know it takes it for one more counter."""
+
 _IDENTITY = ("run", "config_hash", "data_fingerprint")
 """Fields of an identity that are written to a manifest. Never more: an older program would not know them."""
 
@@ -75,6 +79,11 @@ class Manifest:
     def bytes(self) -> int:
         """Length of all files together, in bytes."""
         return sum(file.bytes for file in self.files)
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether retention leaves it for ever."""
+        return self.extra.get(PERMANENT) is True
 
     @property
     def checksum(self) -> str:

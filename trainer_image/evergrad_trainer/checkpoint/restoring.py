@@ -33,6 +33,7 @@ from evergrad_trainer.checkpoint.search import Choice, Rejected, Search, choose_
 from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
 from evergrad_trainer.errors import CheckpointError, VolumeError
+from evergrad_trainer.state.registry import OPTIMIZER
 from evergrad_trainer.state.transfer import pass_along
 from evergrad_trainer.volume import retry
 from evergrad_trainer.world import World
@@ -63,13 +64,16 @@ _REFUSALS = (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError)
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was loaded. ``extra`` are the values that the save was given."""
+    """A checkpoint that was loaded. ``extra`` are the values that the save was given; ``checksum`` covers all
+    of it, by way of its manifest."""
 
     step: int
     generation: int
     path: Path
     extra: dict[str, Any]
     seconds: float
+    checksum: str = ""
+    data_fingerprint: str = ""
 
 
 def load_newest(
@@ -109,6 +113,8 @@ def load_newest(
         path=Path(search.store.reader.locate(choice.checkpoint)),
         extra=choice.extra,
         seconds=time.monotonic() - started,
+        checksum=choice.checksum,
+        data_fingerprint=choice.data_fingerprint,
     )
     return restored, rejected
 
@@ -255,7 +261,11 @@ def compare_tensors(
         if names:
             rest = len(names) - NAMED_TENSORS
             why = ", ".join(names[:NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")
-            problems.append(Problem(where, what, why, "Use a checkpoint of the same model"))
+            remedy = "Use a checkpoint of the same model"
+            if all(name.startswith(f"{OPTIMIZER}.") for name in names):
+                # Its state follows from its type and from what it trains.
+                remedy = "Use the same optimizer, or load the weights alone"
+            problems.append(Problem(where, what, why, remedy))
     return problems
 
 

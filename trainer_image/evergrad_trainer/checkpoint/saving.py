@@ -259,7 +259,12 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
     pinned = {name, *store.catalog.leased()}
     if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
         pinned.add(best)
-    pinned |= {one.name for one in valid if one.version.step in order.anchors}
+    pinned |= {
+        one.name
+        for one in valid
+        if one.version.step in order.anchors
+        or (one.manifest is not None and one.manifest.is_permanent)
+    }
     removals = choose_removals(valid, keep=order.keep, pinned=pinned)
     for one in removals:
         store.catalog.remove(one)

@@ -34,6 +34,9 @@ STALL_SECONDS = 600.0
 """How long rank 0 may validate without one more byte read, or one more checkpoint looked at, before all give
 up."""
 
+_NAMED_STEPS = 8
+"""How many steps an error lists of those that there are."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +63,8 @@ class Search:
     """Only tensors whose keys begin so, or in one of these ways, are wanted."""
     only: str | None = None
     """Consider this name alone."""
+    step: int | None = None
+    """Consider checkpoints of this step alone."""
     may_quarantine: bool = False
     """The directory is ours: set damaged checkpoints aside."""
     meter: Meter = field(default_factory=Meter)
@@ -79,6 +84,7 @@ class Choice:
     step: int = 0
     generation: int = 0
     checksum: str = ""
+    data_fingerprint: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     problems: list[dict[str, str]] = field(default_factory=list)
@@ -148,6 +154,8 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
     candidates = (
         store.catalog.scan() if search.only is None else [store.catalog.describe(search.only)]
     )
+    if search.step is not None and (problem := _pick(search, candidates)) is not None:
+        return _refuse([problem])
     for candidate in candidates:
         if candidate.name in names:
             continue
@@ -176,6 +184,7 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
             version.step,
             version.generation,
             manifest.checksum,
+            manifest.identity.data_fingerprint,
             manifest.extra,
             passed,
         )
@@ -199,6 +208,22 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
             for name, why in lost.items()
         ]
     )
+
+
+def _pick(search: Search, candidates: list[Candidate]) -> Problem | None:
+    """Leave the candidates of the wanted step alone; the problem, where there is none."""
+    there = sorted({one.version.step for one in candidates}, reverse=True)
+    candidates[:] = [one for one in candidates if one.version.step == search.step]
+    if candidates or not there:
+        return None
+    where, what = (
+        search.store.reader.locate(search.only or ""),
+        f"no checkpoint of step {search.step}",
+    )
+    some = ", ".join(map(str, there[:_NAMED_STEPS])) + (
+        " and older ones" if there[_NAMED_STEPS:] else ""
+    )
+    return Problem(where, f"holds {what}", f"there are those of {some}", "Name one of them")
 
 
 def _refuse(problems: list[Problem]) -> Choice:

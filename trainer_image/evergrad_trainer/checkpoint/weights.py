@@ -28,22 +28,25 @@ def load_weights(
     *,
     world: World | None = None,
     checksums: bool = True,
+    step: int | None = None,
+    prefix: str | tuple[str, ...] = WEIGHTS,
 ) -> Restored:
-    """Load another run's weights into the ``model.`` tensors of ``state`` in place; floats of another width
-    are converted.
+    """Load another run's tensors into those of ``state`` whose keys begin with ``prefix``, in place; floats
+    of another width are converted.
 
-    ``path`` is a run directory, its ``checkpoints`` (the newest that validates is taken) or one checkpoint.
-    Nothing in it is changed. With a ``world`` every rank calls this. Raises CheckpointError if nothing there
-    can be used or if the tensors are not those of ``state``.
+    ``path`` is a run directory, its ``checkpoints`` (the newest that validates is taken, of ``step`` where
+    one is given) or one checkpoint. Nothing in it is changed. With a ``world`` every rank calls this. Raises
+    CheckpointError if nothing there can be used or if the tensors are not those of ``state``.
     """
-    # Only the weights: optimizer and counters of another run mean nothing here.
     directory, only = _find(path)
-    wanted = {key: value for key, value in state.items() if key.startswith(WEIGHTS)}
-    search = Search(open_store(directory), checksums=checksums, prefix=WEIGHTS, only=only)
+    wanted = {key: value for key, value in state.items() if key.startswith(prefix)}
+    store = open_store(directory)
+    search = Search(store, checksums=checksums, prefix=prefix, only=only, step=step)
     alone = World(generation=0, rank=0, size=1, device=torch.device("cpu"))
     found = load_newest(search, wanted, world=world or alone)
     if found is None:
-        raise CheckpointError(Problem(str(path), "holds no checkpoint"))
+        remedy = "Name a run directory that has one, or one checkpoint"
+        raise CheckpointError(Problem(str(path), "holds no checkpoint", remedy=remedy))
     return found[0]
 
 

@@ -39,6 +39,8 @@ class Row:
     finished: float | None
     is_best: bool
     is_latest: bool
+    is_permanent: bool
+    tokens: int | None
     reason: str
 
 
@@ -112,6 +114,8 @@ def _list(args: argparse.Namespace) -> int:
             finished=manifest.finished if manifest else None,
             is_best=candidate.name == best,
             is_latest=candidate.name == latest,
+            is_permanent=manifest is not None and manifest.is_permanent,
+            tokens=manifest.extra.get("tokens") if manifest else None,
             reason=candidate.reason,
         )
         rows.append(row)
@@ -132,7 +136,11 @@ def _list(args: argparse.Namespace) -> int:
         if row.bytes is None or row.finished is None:
             print(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")
             continue
-        names = (("latest", row.is_latest), ("best", row.is_best))
+        names = (
+            ("latest", row.is_latest),
+            ("best", row.is_best),
+            ("permanent", row.is_permanent),
+        )
         marks = " ".join(name for name, is_marked in names if is_marked)
         finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.finished))
         facts = f"{row.step:>9} {row.generation:>10} {row.world_size:>5} {size(row.bytes):>10}"

@@ -103,6 +103,9 @@ def describe_event(event: Event) -> str | None:
         EventType.RESTORED: lambda: (
             f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}"
         ),
+        EventType.BEGUN_FROM: lambda: (
+            f"path={fields.get('path')} step={fields.get('from_step')} load={fields.get('load')}"
+        ),
         EventType.EXTENDED: lambda: (
             f"from={fields.get('from_steps')} to={fields.get('to_steps')}"
         ),

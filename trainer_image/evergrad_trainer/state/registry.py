@@ -33,7 +33,7 @@ Rules for providers:
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -143,14 +143,17 @@ class Registry:
                 )
         return {name: own for name, own in values.items() if own}
 
-    def load_values(self, values: Mapping[str, Values]) -> None:
-        """Give every provider its values, in the order of registration.
+    def load_values(
+        self, values: Mapping[str, Values], *, only: Container[str] | None = None
+    ) -> None:
+        """Give every provider its values, in the order of registration. ``only``: these alone.
 
         Values of unknown providers are ignored.
         """
         # Those without values, too: an empty mapping says that the state is older than the provider.
         for name, provider in self._providers.items():
-            provider.load_values(values.get(name, {}))
+            if only is None or name in only:
+                provider.load_values(values.get(name, {}))
 
     def reset(self) -> None:
         """Go back to the state before the first step."""

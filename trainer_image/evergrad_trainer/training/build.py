@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.derive import slots_per_step
-from evergrad_manifest.training import Runtime, Training
+from evergrad_manifest.training import Runtime, SaveEvery, Training
 from evergrad_trainer.data.batch import pin
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
@@ -51,7 +51,7 @@ from evergrad_trainer.training.modules import (
     trained_blocks,
 )
 from evergrad_trainer.training.phase_clock import build_clock
-from evergrad_trainer.training.run import Best, Limits
+from evergrad_trainer.training.run import Best, Limits, Rhythm
 from evergrad_trainer.training.snapshots import Snapshots
 from evergrad_trainer.training.step import Stepper
 from evergrad_trainer.training.step_parts import LossOf, StepParts, StepSettings
@@ -423,10 +423,12 @@ def build_limits(
 
     ``anchors``: steps whose checkpoints later steps need.
     """
-    evaluation = training.evaluation
+    evaluation, saves = training.evaluation, training.checkpoint
     return Limits(
         total_steps=total_steps,
-        save_every=training.checkpoint.every.steps,
+        save_every=_build_rhythm(saves.every, training),
+        keep_every=_build_rhythm(saves.keep_every, training),
+        save_seconds=saves.every.seconds,
         compare_every=training.runtime.compare_replicas_every or None,
         evaluate_every=evaluation.every.steps if evaluation.every else None,
         evaluate_sets_every={
@@ -440,6 +442,15 @@ def build_limits(
         skip_steps=frozenset(training.skip_steps),
         anchors=anchors,
     )
+
+
+def _build_rhythm(every: SaveEvery | None, training: Training) -> Rhythm | None:
+    if every is None or every.seconds is not None:
+        return None
+    if every.tokens is None:
+        return Rhythm(every.steps or 1)
+    per_step = training.batching.global_batch_size * training.data.sequence_length
+    return Rhythm(every.tokens, per_step)
 
 
 def build_best(training: Training) -> Best | None:

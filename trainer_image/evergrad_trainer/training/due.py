@@ -91,4 +91,5 @@ def is_save_due(run: Run) -> bool:
         return True
     if progress.is_save_lost:
         return True
-    return is_due(progress.finished_steps, run.limits.save_every)
+    rhythms = (run.limits.save_every, run.limits.keep_every)
+    return any(one is not None and one.is_due(progress.finished_steps) for one in rhythms)

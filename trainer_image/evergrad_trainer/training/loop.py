@@ -5,6 +5,7 @@ import functools
 import time
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.checkpoint.manifest import PERMANENT
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.errors import FencedError
 from evergrad_trainer.records import EvaluationRecord, EventType, StopReason
@@ -178,7 +179,10 @@ def _own_flags(run: Run) -> Flags:
     # Observers with a state run on every rank; what any of them asks for, all ranks do.
     wishes = run.observers.wishes()
     flags[FLAG_STOP] = "stop" in wishes
-    flags[FLAG_SAVE] = "save" in wishes
+    # By the clock of one rank, so that the others need none.
+    seconds = run.limits.save_seconds
+    is_time = is_main and seconds is not None and run.clock() - run.saved_at >= seconds
+    flags[FLAG_SAVE] = is_time or "save" in wishes
     flags[FLAG_EVALUATE] = "evaluate" in wishes
     flags[FLAG_OBSERVER_OFF] = run.lasting.is_disagreeing
     return tuple(flags)
@@ -339,7 +343,10 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     asked = progress.save_asked
     progress.save_asked = -1
     tensors = run.state.tensors()
-    extra = to_extra(run.state.values())
+    extra = {**to_extra(run.state.values()), "tokens": step * run.tokens_per_step}
+    if run.limits.keep_every is not None and run.limits.keep_every.is_due(step):
+        # In the checkpoint itself: no kill and no later change of the file takes it back.
+        extra[PERMANENT] = True
     # Also where a save of the best one has ended with its world, or has failed.
     best = best or (progress.best is not None and progress.best["step"] == step)
     try:
@@ -350,6 +357,7 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
         raise
     progress.saved_step = step
     progress.is_tally_unsaved = False
+    run.saved_at = run.clock()
 
 
 def _anchor(run: Run) -> None:

@@ -24,6 +24,18 @@ from evergrad_trainer.world import Membership
 
 
 @dataclass(frozen=True)
+class Rhythm:
+    """Due after each step with which a count reaches or passes another multiple of ``every``."""
+
+    every: int
+    per_step: int = 1
+    """What each step adds to that count: 1 where steps are counted."""
+
+    def is_due(self, step: int) -> bool:
+        return step * self.per_step // self.every > (step - 1) * self.per_step // self.every
+
+
+@dataclass(frozen=True)
 class Limits:
     """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process.
 
@@ -33,11 +45,16 @@ class Limits:
     """
 
     total_steps: int
-    save_every: int
+    save_every: Rhythm | None
+    """None: by the clock of rank 0."""
     evaluate_every: int | None
     """Of all sets that have no cadence of their own."""
     evaluate_sets_every: Mapping[str, int] = field(default_factory=dict)
     """Cadences of their own, by set."""
+    keep_every: Rhythm | None = None
+    """Of checkpoints that are saved besides and never removed."""
+    save_seconds: int | None = None
+    """Longest time between two saves, by the clock of rank 0."""
     compare_every: int | None = None
     evaluate_at_start: bool = False
     saves_before_evaluation: bool = False
@@ -90,6 +107,9 @@ class Run:
     snapshots: Snapshots
     progress: Progress = field(default_factory=Progress)
     lasting: Lasting = field(default_factory=lambda: Lasting(()))
+    clock: Callable[[], float] = time.monotonic
+    saved_at: float = field(default_factory=time.monotonic)
+    """When this process began its newest save, by ``clock``."""
     is_comparing: bool = False
     """Whether replicas are compared in this world, as its ranks have agreed."""
 

@@ -22,7 +22,7 @@ from evergrad_trainer.provenance.record import read_processes, record_process
 from evergrad_trainer.records import Event, EventType, RunInfo
 from evergrad_trainer.resume import resolved_record
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.worker.session import Session
+from evergrad_trainer.worker.session import BEGUN_FROM, Session
 
 _VERSIONS = ("evergrad", "torch", "transformers")
 """What computes a step: a change of these may change its last bits."""
@@ -48,6 +48,9 @@ def announce(session: Session, machinery: Machinery) -> None:
     record["runId"] = progress.run_id
     # Read before it is written over: what differs from the start before is announced below.
     before = session.directory.read_resolved()
+    begun_from = session.begun_from or (before or {}).get(BEGUN_FROM)
+    if begun_from is not None:
+        record[BEGUN_FROM] = begun_from
     session.directory.write_resolved(record)
     if session.directory.is_complete():
         session.directory.unmark_complete()

@@ -7,11 +7,15 @@ then.
 """
 
 import logging
+import shutil
 import sys
 import time
+from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.durable import fsync_directory
 from evergrad_trainer.records import EventType, StopReason
+from evergrad_trainer.run_directory import reported
 from evergrad_trainer.training.loop import save_together
 from evergrad_trainer.training.run import Run
 from evergrad_trainer.worker.session import Session
@@ -61,6 +65,9 @@ def close_run(
     session.emit(EventType.STOP, {"reason": reason, "saved": is_saved})
     step = session.progress.finished_steps
     if code == ExitCode.DONE:
+        if session.plan.run.training.checkpoint.export_at_end:
+            # Before the run is marked: one that is killed, or finds no space, in here ends again.
+            print(f"exported: {_export(session, step)}", flush=True)
         session.emit(EventType.COMPLETE, {"total_steps": step})
         facts = {"run": session.plan.run.metadata.name, "step": step, "time": time.time()}
         session.directory.mark_complete({**facts, "best": session.progress.best})
@@ -89,3 +96,26 @@ def close_run(
         message = "error: the state of the last steps could not be saved; the newest checkpoint is older"
         print(message, file=sys.stderr)
     return code
+
+
+def _export(session: Session, step: int) -> Path:
+    """Write the final weights as a transformers directory, in the place of an older export of that step.
+
+    Raises VolumeError, RunDirectoryError or CheckpointError.
+    """
+    from evergrad_trainer.export import export_checkpoint
+
+    target = session.directory.exports / f"step-{step}"
+    with reported(target, what="cannot be written"):
+        # What a killed process has left of its own.
+        for rest in session.directory.exports.glob(".*"):
+            shutil.rmtree(rest)
+    fresh, old = (target.with_name(f".{target.name}.{name}") for name in ("new", "old"))
+    export_checkpoint(session.directory.path, step=step, output=fresh, dtype=None)
+    with reported(target, what="cannot be written"):
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+        fsync_directory(target.parent)
+    return target

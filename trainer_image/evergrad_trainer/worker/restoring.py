@@ -10,9 +10,7 @@ from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.restoring import load_of_step
 from evergrad_trainer.checkpoint.search import Search
 from evergrad_trainer.checkpoint.store import open_store
-from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError
-from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.resume import compare_models
 from evergrad_trainer.state.registry import (
     COUNTERS,
@@ -29,7 +27,7 @@ from evergrad_trainer.state.registry import (
 )
 from evergrad_trainer.task import Snapshot
 from evergrad_trainer.training.build import Machinery
-from evergrad_trainer.training.calls import enter_first
+from evergrad_trainer.worker.beginning import begin
 from evergrad_trainer.worker.session import Session
 
 
@@ -69,12 +67,12 @@ def restore(
     has_checkpoints: bool,
     is_initial: bool = True,
 ) -> None:
-    """Load the newest checkpoint, or the weights a fresh run begins with.
+    """Load the newest checkpoint, or the state a fresh run begins with.
 
     ``is_initial``: the tensors have their initial values, which they are given here otherwise where no
     checkpoint is loaded.
     """
-    init_from = session.plan.run.training.init_from
+    session.state_from = ""
     # Collective: all ranks choose one checkpoint, or none.
     restored = checkpoints.restore(machinery.state(), ahead=session.plan.ahead)
     # Built without weights for a checkpoint that is not there, or left dirty by a transfer.
@@ -94,17 +92,9 @@ def restore(
                 "Start again",
             )
         )
-    elif init_from is not None:
-        path = session.plan.base_directory / init_from.path
-        if (path / "config.json").is_file():
-            load_model_directory(
-                path, machinery.state(), config=session.plan.model.require_config()
-            )
-        else:
-            load_weights(path, machinery.state(), world=session.world)
-        # What the task has made of the initial weights was made of others.
-        seed = session.plan.run.training.reproducibility.seed
-        enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
+    else:
+        # Collectives: all ranks begin with one state.
+        begin(session, machinery)
 
 
 def settle_snapshots(session: Session, machinery: Machinery) -> None:
@@ -130,6 +120,10 @@ def settle_snapshots(session: Session, machinery: Machinery) -> None:
     machinery.snapshots.settle(session.progress.finished_steps, session.world, read)
 
 
+def _where(session: Session) -> str:
+    return session.state_from or str(session.directory.checkpoints)
+
+
 def _check_cursor(session: Session, stored: Values) -> None:
     """The cursor is a pure function of the step; a checkpoint that disagrees was written with
     another order."""
@@ -137,7 +131,7 @@ def _check_cursor(session: Session, stored: Values) -> None:
     if stored != expected:
         raise CheckpointError(
             Problem(
-                str(session.directory.checkpoints),
+                _where(session),
                 f"the checkpoint's cursor is {stored} and this version's is {expected}",
                 "the sample order is not the one the run began with",
                 "Go on with the version of Evergrad that began this run",
@@ -147,7 +141,7 @@ def _check_cursor(session: Session, stored: Values) -> None:
 
 def _check_model(session: Session, stored: Values) -> None:
     """The checkpoint's tensors may fit a model that computes something else with them."""
-    where = str(session.directory.checkpoints)
+    where = _where(session)
     raise_if(
         compare_models(stored, session.plan.model.describe(), where=where), CheckpointError
     )
@@ -164,7 +158,7 @@ def _check_frozen(session: Session, machinery: Machinery, stored: Values) -> Non
     if changed:
         raise CheckpointError(
             Problem(
-                str(session.directory.checkpoints),
+                _where(session),
                 f"the frozen modules {', '.join(changed)} are not those the run began with",
                 "a checkpoint has only their hashes, and the task's build makes others now",
                 "Restore what they are made from, or give the changed run a name of its own",

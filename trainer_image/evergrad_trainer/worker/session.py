@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from evergrad_manifest.derive import HorizonNumbers
 from evergrad_manifest.envelope import TrainingRun
@@ -21,6 +21,9 @@ from evergrad_trainer.records import Event
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.progress import Progress
 from evergrad_trainer.world import Membership, World
+
+BEGUN_FROM: Final = "begunFrom"
+"""Key of ``run.json`` under which stands what a fresh run began with."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class Session:
     """Events before the start event, which comes first; None once it is written."""
     task_before: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the task's files that the restored state was trained with; empty without one."""
+    begun_from: Mapping[str, Any] | None = None
+    """What this process has begun a fresh run with: as ``run.json`` has it."""
+    state_from: str = ""
+    """The checkpoint of another run whose whole state it was."""
     is_announced: bool = False
     """This process has written a start event."""
 

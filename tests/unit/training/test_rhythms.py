@@ -1,0 +1,59 @@
+"""When a run saves: steps, tokens and seconds, and which checkpoints stay for ever."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from loop_run import STEPS, make_run
+
+from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.training.loop import train
+from evergrad_trainer.training.run import Rhythm, Run
+
+
+def saves_of(run: Run) -> dict[int, dict[str, Any]]:
+    """The steps that the run saves while it trains, with what is written beside the tensors."""
+    saves: dict[int, dict[str, Any]] = {}
+
+    def save(step: int, tensors: Any, *, extra: dict[str, Any], **options: Any) -> None:
+        assert step not in saves
+        saves[step] = extra
+
+    cast(Any, run.checkpoints).save = save
+    train(run)
+    return saves
+
+
+@pytest.mark.capability("T-45")
+def test_a_rhythm_in_tokens_is_due_with_the_step_that_reaches_each_multiple() -> None:
+    rhythm = Rhythm(10, per_step=4)
+    assert [step for step in range(1, 11) if rhythm.is_due(step)] == [3, 5, 8, 10]
+    assert [step for step in range(1, 7) if Rhythm(3).is_due(step)] == [3, 6]
+    # More than one multiple in a step.
+    assert all(Rhythm(3, per_step=7).is_due(step) for step in range(1, 9))
+
+
+@pytest.mark.capability("O-20", "O-54", "O-56")
+def test_permanent_checkpoints_are_saved_beside_the_others_and_marked() -> None:
+    run = make_run(BaseObserver(), [])
+    run.limits = replace(run.limits, save_every=Rhythm(3), keep_every=Rhythm(8, per_step=4))
+    saves = saves_of(run)
+    assert list(saves) == [2, 3, 4, 6]
+    assert [step for step, extra in saves.items() if extra.get("permanent")] == [2, 4, 6]
+    assert [extra["tokens"] for extra in saves.values()] == [8, 12, 16, 24]
+
+
+def test_a_save_for_another_reason_at_a_permanent_step_is_permanent() -> None:
+    run = make_run(BaseObserver(), [])
+    run.limits = replace(run.limits, save_every=Rhythm(100), keep_every=Rhythm(4))
+    run.progress.finished_steps, run.progress.is_save_lost = 4, True
+    saves = saves_of(run)
+    assert list(saves) == [4] and saves[4]["permanent"] is True
+
+
+def test_a_rhythm_in_seconds_follows_the_clock_of_rank_0() -> None:
+    run = make_run(BaseObserver(), [])
+    run.limits = replace(run.limits, save_every=None, save_seconds=4)
+    run.clock, run.saved_at = lambda: 2.0 * run.progress.finished_steps, 0.0
+    assert list(saves_of(run)) == [3, 6]
+    assert STEPS == 6

@@ -1,0 +1,244 @@
+"""What a fresh run takes of another one, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.training import Checkpoint, InitFrom, Reproducibility
+from evergrad_trainer.checkpoint.manifest import Identity
+from evergrad_trainer.checkpoint.restoring import Restored
+from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.state.registry import COUNTERS, OPTIMIZER, Registry, to_extra
+from evergrad_trainer.training.progress import Progress
+from evergrad_trainer.worker import beginning
+from evergrad_trainer.worker.session import Session
+from evergrad_trainer.world import World
+
+RECIPE = {"data": {"sequenceLength": 16}, "optimizer": {"learningRate": 0.1}}
+COUNTED = {
+    "step": 5,
+    "evaluated_step": 4,
+    "updates": 4,
+    "skipped": 1,
+    "non_finite": 0,
+    "best": {"step": 3},
+    "run_id": "theirs",
+    "save_asked": 5,
+    "stop_asked": 5,
+}
+
+
+class Scalars:
+    """A provider that has values alone."""
+
+    def __init__(self) -> None:
+        self.loaded: Any = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def values(self) -> dict[str, Any]:
+        return {}
+
+    def load_values(self, values: Any) -> None:
+        self.loaded = dict(values)
+
+    def reset(self) -> None:
+        """Keep it."""
+
+
+class Fresh:
+    """A fresh run, as far as ``begin`` looks at it; ``entered`` counts the task's preparations."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+        self.progress, self.optimizer = Progress(run_id="ours"), Scalars()
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.asked: list[dict[str, Any]] = []
+        self.entered = 0
+        self.recorded: dict[str, Any] = {}
+        values = {COUNTERS: COUNTED, OPTIMIZER: {"step": 4.0}, "recipe": RECIPE}
+        self.extra = to_extra(values)
+        self.fingerprint = "data"
+        registry = Registry()
+        registry.register(COUNTERS, self.progress)
+        registry.register(OPTIMIZER, self.optimizer)
+        wanted = {"path": "theirs", **fields}
+        training = SimpleNamespace(
+            init_from=InitFrom.model_validate(wanted),
+            checkpoint=Checkpoint(),
+            reproducibility=Reproducibility(),
+        )
+        self.session = SimpleNamespace(
+            plan=SimpleNamespace(
+                run=SimpleNamespace(training=training),
+                base_directory=path,
+                numbers=SimpleNamespace(total_steps=8),
+            ),
+            directory=SimpleNamespace(read_resolved=lambda: self.recorded),
+            world=World(generation=1, rank=0, size=1, device=torch.device("cpu")),
+            data=SimpleNamespace(fingerprint="data"),
+            identity=Identity("fork", "hash", "data", recipe=RECIPE),
+            emit=lambda type_, fields: self.events.append((type_, fields)),
+            begun_from=None,
+            state_from="",
+        )
+        self.machinery = SimpleNamespace(
+            state=dict,
+            registry=registry,
+            modules=SimpleNamespace(trained={"model": None, "head": None}),
+            opened=None,
+            cut=lambda: (),
+        )
+        monkeypatch.setattr(beginning, "load_weights", self._load)
+        monkeypatch.setattr(beginning, "enter_first", self._enter)
+
+    def begin(self) -> None:
+        beginning.begin(cast(Session, self.session), cast(Any, self.machinery))
+
+    def _load(self, path: Path, state: Any, **options: Any) -> Restored:
+        self.asked.append(options)
+        where = path / "checkpoints" / "step-5"
+        return Restored(5, 1, where, self.extra, 0.1, "abc", self.fingerprint)
+
+    def _enter(self, *args: Any, **options: Any) -> None:
+        self.entered += 1
+
+
+Make = Callable[..., Fresh]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    return lambda **fields: Fresh(tmp_path, monkeypatch, **fields)
+
+
+@pytest.mark.capability("O-22", "O-61")
+def test_weights_come_alone(make: Make) -> None:
+    fresh = make()
+    fresh.begin()
+    assert fresh.asked[0]["prefix"] == "model."
+    assert (fresh.progress.finished_steps, fresh.optimizer.loaded, fresh.entered) == (
+        0,
+        None,
+        1,
+    )
+
+
+@pytest.mark.capability("O-22", "O-61")
+def test_an_optimizers_state_comes_with_all_weights_and_without_the_position(
+    make: Make,
+) -> None:
+    fresh = make(load="optimizer")
+    fresh.begin()
+    assert fresh.asked[0]["prefix"] == ("model.", "head.", "optimizer.")
+    assert fresh.optimizer.loaded == {"step": 4.0}
+    assert (fresh.progress.finished_steps, fresh.entered) == (0, 1)
+
+
+@pytest.mark.capability("O-22", "O-61")
+def test_everything_goes_on_at_the_position_and_leaves_what_belongs_to_the_other_directory(
+    make: Make,
+) -> None:
+    fresh = make(load="everything", step=5)
+    fresh.begin()
+    assert (fresh.asked[0]["prefix"], fresh.asked[0]["step"]) == ("", 5)
+    progress = fresh.progress
+    assert (progress.finished_steps, progress.updates, progress.skipped) == (5, 4, 1)
+    assert (progress.run_id, progress.best, progress.save_asked, progress.stop_asked) == (
+        "ours",
+        None,
+        -1,
+        -1,
+    )
+    # The stage that the step belongs to was entered before it was saved.
+    assert fresh.entered == 0
+    facts = fresh.session.begun_from
+    assert (facts["checkpoint"], facts["step"], facts["hash"]) == ("step-5", 5, "abc")
+    assert fresh.events[0][0] == "begun_from"
+
+
+def refused(fresh: Fresh) -> str:
+    with pytest.raises(CheckpointError) as error:
+        fresh.begin()
+    assert fresh.progress.finished_steps == 0
+    return str(error.value)
+
+
+def test_a_position_in_other_data_is_refused_by_the_fields_that_differ(make: Make) -> None:
+    fresh = make(load="everything")
+    fresh.fingerprint = "other"
+    other = {"data": {"sequenceLength": 32}, "optimizer": {"learningRate": 0.2}}
+    fresh.extra["state"]["recipe"] = other
+    said = refused(fresh)
+    assert "spec.training.data.sequenceLength: 16 here, and 32 in" in said
+    assert "learningRate" not in said
+
+
+def test_other_content_of_the_same_files_is_refused(make: Make) -> None:
+    fresh = make(load="everything")
+    fresh.fingerprint = "other"
+    assert "step-5: was trained on other data" in refused(fresh)
+
+
+def test_a_horizon_that_the_other_run_has_reached_is_refused(make: Make) -> None:
+    fresh = make(load="everything")
+    fresh.session.plan.numbers.total_steps = 5
+    said = refused(fresh)
+    assert "spec.training.horizon: ends at step 5, and step-5 is the state after step 5" in said
+
+
+def test_a_state_that_needs_another_checkpoint_beside_it_is_refused(make: Make) -> None:
+    fresh = make(load="everything")
+    fresh.extra["state"]["snapshots"] = {"reference": {"after": 2, "hash": "x"}}
+    assert "needs the checkpoint of step 2 beside it" in refused(fresh)
+
+
+@pytest.mark.parametrize("names_one", [True, False])
+def test_a_start_before_the_first_checkpoint_begins_with_what_the_run_began_with(
+    make: Make, names_one: bool
+) -> None:
+    fresh = make()
+    fresh.recorded = {
+        "begunFrom": {"checkpoint": "step-3", "path": "first", "step": 3, "hash": "abc"}
+    }
+    fresh.begin()
+    fresh.recorded["begunFrom"]["hash"] = "other"
+    said = "step-5 of"
+    if not names_one:
+        fresh.session.plan.run.training.init_from = None
+        said = "nothing is named now"
+    with pytest.raises(CheckpointError, match="this run began with step-3 of first, and") as e:
+        fresh.begin()
+    assert said in str(e.value)
+
+
+def test_a_transformers_directory_has_weights_alone(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({}))
+    with pytest.raises(ConfigurationError) as error:
+        make(load="everything", step=3).begin()
+    assert [one.path for one in error.value.problems] == [
+        "spec.training.initFrom.load",
+        "spec.training.initFrom.step",
+    ]
+
+
+def test_nodes_that_ask_for_different_states_are_told(make: Make) -> None:
+    fresh = make(load="optimizer")
+
+    class Two:
+        is_main = True
+
+        def gather_json(self, value: Any) -> list[Any]:
+            return [value, [["weights", None], None]]
+
+    fresh.session.world = Two()
+    with pytest.raises(ConfigurationError, match="differs between the nodes"):
+        fresh.begin()
+    assert fresh.asked == []
