@@ -1,9 +1,11 @@
 """The pod of one node: it trains."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from evergrad_coordinator import contract
+from evergrad_manifest.envelope.resources import Resources
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.memory import Memory
@@ -59,7 +61,9 @@ def build_node_pod(
 ) -> JsonObject:
     """Build the pod of one node. ``token``: the run's."""
     template, grace = run.spec.template, grace_seconds(run)
-    shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
+    arguments = _build_arguments(run, config, index=node.index, grace=grace)
+    port = metrics_port(run)
+    ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
     pod: JsonObject = {
         # A node that ends is replaced by a new pod, perhaps on another host: a restart in place would keep
         # it on a broken one.
@@ -76,15 +80,12 @@ def build_node_pod(
             template.tolerations, config.node_loss_toleration_seconds
         ),
         "imagePullSecrets": build_pull_secrets(run, config),
-        "containers": [_build_container(run, memory, config, index=node.index, grace=grace)],
-        "volumes": [
-            {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
-            {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
-            {"name": "evergrad-tmp", "emptyDir": {}},
-            {"name": "evergrad-shm", "emptyDir": shared_memory},
-            build_token_volume(run, token),
-            *template.volumes,
+        "containers": [
+            build_trainer_container(
+                run, memory, config, run.spec.resources, arguments=arguments, ports=ports
+            )
         ],
+        "volumes": build_trainer_volumes(run, config, token=token),
     }
 
     # Ours come last: a template must not take a pod out of its run.
@@ -105,13 +106,32 @@ def build_node_pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(pod)}
 
 
-def _build_container(
-    run: TrainingRun, memory: Memory, config: Config, *, index: int, grace: int
+def build_trainer_volumes(
+    run: TrainingRun, config: Config, *, token: str
+) -> list[Mapping[str, Any]]:
+    """Build the volumes that ``build_trainer_container`` mounts."""
+    shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
+    return [
+        {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
+        {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
+        {"name": "evergrad-tmp", "emptyDir": {}},
+        {"name": "evergrad-shm", "emptyDir": shared_memory},
+        build_token_volume(run, token),
+        *run.spec.template.volumes,
+    ]
+
+
+def build_trainer_container(
+    run: TrainingRun,
+    memory: Memory,
+    config: Config,
+    resources: Resources,
+    *,
+    arguments: list[str],
+    ports: list[JsonObject],
 ) -> JsonObject:
-    """Build the container that trains."""
+    """Build a container of the trainer's image, which runs ``evergrad`` with these arguments."""
     spec = run.spec
-    port = metrics_port(run)
-    ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
     # The root file system cannot be written: everything that libraries cache goes to /tmp.
     env = merge_env(_CACHES, spec.template.env)
     return without_none(
@@ -120,7 +140,7 @@ def _build_container(
             "image": memory.image_pin or memory.image,
             "imagePullPolicy": spec.image_pull_policy or config.image_pull_policy,
             "command": ["evergrad"],
-            "args": _build_arguments(run, config, index=index, grace=grace),
+            "args": arguments,
             "env": [
                 {
                     "name": "EVERGRAD_POD_IP",
@@ -131,8 +151,8 @@ def _build_container(
             "ports": ports,
             "resources": without_none(
                 {
-                    "requests": dict(spec.resources.requests),
-                    "limits": dict(spec.resources.limits),
+                    "requests": dict(resources.requests),
+                    "limits": dict(resources.limits),
                 }
             ),
             "securityContext": build_container_security(),
