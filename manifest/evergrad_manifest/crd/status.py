@@ -181,7 +181,7 @@ STATUS: Final[Schema] = mapping(
         "preparation": mapping(
             "How far the preparation of the data is.",
             {
-                "work": text("scan, tokenize, split, wait or done.", longest=128),
+                "work": text("What it does: scan, tokenize, split, wait or done.", longest=128),
                 "source": text("The source it works on.", longest=128),
                 "bytesDone": integer("Bytes of source files done.", least=0, large=True),
                 "bytesTotal": integer("Bytes of this work.", least=0, large=True),
