@@ -174,6 +174,16 @@ default. Every new field of ``spec.training`` is added here: without that the fi
 existence would have all its pods leave and come again."""
 _SWITCH_OF_RECOMPUTATION: Final = {mode: on for on, mode in RECOMPUTATION_BY_SWITCH.items()}
 
+_OF_PREPARATION: Final = (
+    "recipe",
+    "tokenizer",
+    "data",
+    "rows",
+    "options",
+    "files",
+    "twoStageKl",
+)
+
 ABSENT: Final = "(absent)"
 """Value of a field on the side that does not have it at all."""
 
@@ -340,6 +350,18 @@ def settings_hash(run: TrainingRun) -> str:
     mode = shared["runtime"]["activationCheckpointing"]
     shared["runtime"]["activationCheckpointing"] = _SWITCH_OF_RECOMPUTATION.get(mode, mode)
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def preparation_hash(run: TrainingRun) -> str:
+    """Return a hash of all in a typed run that decides what is prepared for it, 16 hex digits.
+
+    Another version may give another one: a preparation that finds its data only looks at them.
+    """
+    training = _meant(run)
+    parts = {key: training.get(key) for key in _OF_PREPARATION}
+    parts["evaluation"] = training["evaluation"]["sources"]
+    parts["seed"] = training["reproducibility"]["seed"]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:

@@ -17,6 +17,7 @@ _SHORT: Final = 256
 _ON_ITS_WAY: Final = frozenset(
     {
         Phase.PENDING,
+        Phase.PREPARING,
         Phase.STARTING,
         Phase.RESTARTING,
         Phase.SUSPENDING,

@@ -58,6 +58,7 @@ class Decision:
     nodes_to_create: tuple[tuple[int, int], ...] = ()
     pods_to_delete: tuple[PodDeletion, ...] = ()
     coordinator_attempt: int | None = None
+    preparation_attempt: int | None = None
     bounds: Bounds | None = None
     record: Record | None = None
     is_blocked: bool = False

@@ -13,7 +13,9 @@ from evergrad_operator.packing import (
     parse_rate,
     unpack_counts,
     unpack_ranges,
+    without_empty,
 )
+from evergrad_operator.preparation import Preparation, pack_preparation, parse_preparation
 from evergrad_operator.raw import (
     NOTHING,
     get_float,
@@ -187,6 +189,7 @@ class Memory:
     last_failure: LastFailure | None = None
     ends: tuple[EndRecord, ...] = ()
     training: Training = Training()
+    preparation: Preparation = field(default_factory=Preparation)
     gang_size: int = 0
     gang: int = 0
     phase: str = ""
@@ -261,6 +264,9 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         last_failure=_parse_failure(get_map(status, "lastFailure")),
         ends=tuple(ends[-MAX_ENDS:]),
         training=_parse_training(status),
+        preparation=parse_preparation(
+            get_map(status, "preparation"), get_text(notes, "preparation")
+        ),
         gang_size=gang[0] if len(gang) == 2 else 0,
         gang=gang[1] if len(gang) == 2 else 0,
         phase=get_text(status, "phase"),
@@ -466,6 +472,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "coordinatorRestarts": _pack(coordinator.restarts),
         "coordinatorLostSeconds": _pack(coordinator.lost_seconds),
         "finishingTime": _time(memory.finishing_since),
+        "preparation": pack_preparation(memory.preparation),
         "stopped": memory.stop_reason,
         "gang": pack_counts((memory.gang_size, memory.gang)) if memory.gang_size else None,
     }
@@ -475,21 +482,6 @@ def _pack(values: Mapping[str, Any]) -> str:
     # Sorted: the same values give the same text, or each pass would write the status anew.
     kept = without_empty(values)
     return json.dumps(kept, sort_keys=True, separators=(",", ":")) if kept else ""
-
-
-def without_empty(value: Any) -> Any:
-    """Return ``value`` without None and without empty texts, lists and mappings, at any depth."""
-    # A status has little room: a value that equals its default is not written.
-    if isinstance(value, Mapping):
-        cleaned = {key: without_empty(item) for key, item in value.items()}
-        return {
-            key: item
-            for key, item in cleaned.items()
-            if item is not None and item != "" and item != {} and item != []
-        }
-    if isinstance(value, list | tuple):
-        return [without_empty(item) for item in value]
-    return value
 
 
 def _time(seconds: float | None) -> str | None:

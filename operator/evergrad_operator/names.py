@@ -7,6 +7,7 @@ import hashlib
 from enum import StrEnum
 from typing import Final
 
+from evergrad_coordinator import contract
 from evergrad_coordinator.contract import API_VERSION, KIND, LABEL_PREFIX, TOKEN_PATH
 
 __all__ = ["API_VERSION", "KIND", "TOKEN_PATH"]
@@ -23,9 +24,14 @@ LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY: Final = "evergrad"
 ROLE_NODE: Final = "node"
 ROLE_COORDINATOR: Final = "coordinator"
+ROLE_PREPARATION: Final = "preparation"
 ROLE_OPERATOR: Final = "operator"
 """Role of the operator's own pod, as the chart labels it."""
-CONTAINERS: Final = {ROLE_NODE: "trainer", ROLE_COORDINATOR: "coordinator"}
+CONTAINERS: Final = {
+    ROLE_NODE: "trainer",
+    ROLE_COORDINATOR: "coordinator",
+    ROLE_PREPARATION: "trainer",
+}
 """Our container in a pod, by the pod's role. Others in it are not ours."""
 
 ANNOTATION_HASH: Final = f"{LABEL_PREFIX}applied-hash"
@@ -66,6 +72,11 @@ def node_pod_name(run: str, index: int, attempt: int) -> str:
 def coordinator_pod_name(run: str, attempt: int) -> str:
     """Name the pod of the coordinator in one of its attempts, from 0."""
     return f"{run}-coordinator-{attempt}"
+
+
+def preparation_pod_name(run: str, attempt: int) -> str:
+    """Name the pod that prepares the data in one of its attempts, from 0."""
+    return f"{run}-prepare-{attempt}"
 
 
 def coordinator_service_name(run: str) -> str:
@@ -123,6 +134,7 @@ class Phase(StrEnum):
     """A run in one word, for people. Derived; no decision rests on it."""
 
     PENDING = "Pending"
+    PREPARING = contract.PREPARING
     STARTING = "Starting"
     RUNNING = "Running"
     WAITING = "Waiting"
@@ -139,6 +151,8 @@ class Reason(StrEnum):
     # On its way.
     ACCEPTED = "Accepted"
     """Seen, and nothing is wrong with it."""
+    PREPARING = contract.PREPARING
+    """The data are prepared; no node has been asked for."""
     STARTING = "Starting"
     """Pods are on their way, or the group is forming."""
     TRAINING = "Training"

@@ -11,6 +11,7 @@ from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
 from evergrad_operator.memory import LONGEST_CAUSE, MAX_CAUSES, Memory, parse_memory
 from evergrad_operator.pods import MAX_MESSAGE, PodState, judge_image, parse_pod
+from evergrad_operator.preparation import Report
 from evergrad_operator.raw import get_float, get_int, get_map, get_maps, get_natural, get_text
 from evergrad_operator.spec import TrainingRun
 from evergrad_operator.times import parse_time
@@ -208,6 +209,9 @@ class Observation:
     silence: Silence | None = None
     applied: AppliedSettings | None = None
     """None but for a run that has been edited since its last status and whose ConfigMap can be read."""
+    preparations: tuple[PodState, ...] = ()
+    report: Report | None = None
+    """The answer of the pod that prepares the data."""
 
     @property
     def unreachable(self) -> Silence | None:
@@ -278,6 +282,7 @@ def observe(
         hashes=hashes,
         progress=progress,
         failures=tuple(failures),
+        preparations=tuple(pod for pod in states if pod.role == names.ROLE_PREPARATION),
     )
 
 

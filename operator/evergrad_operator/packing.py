@@ -1,6 +1,7 @@
 """Short texts for what the status has little room for: counts by node, ranges of numbers, rates. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from evergrad_operator.raw import get_float
 
@@ -75,3 +76,18 @@ def parse_rate(text: str) -> float | None:
     size = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:], 1.0)
     number = get_float({"": text if size == 1.0 else text[:-1]}, "")
     return None if number is None else number * size
+
+
+def without_empty(value: Any) -> Any:
+    """Return ``value`` without None and without empty texts, lists and mappings, at any depth."""
+    # A status has little room: a value that equals its default is not written.
+    if isinstance(value, Mapping):
+        cleaned = {key: without_empty(item) for key, item in value.items()}
+        return {
+            key: item
+            for key, item in cleaned.items()
+            if item is not None and item != "" and item != {} and item != []
+        }
+    if isinstance(value, list | tuple):
+        return [without_empty(item) for item in value]
+    return value

@@ -153,7 +153,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
     role, attempt = get_text(labels, names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
-    is_of_run = role in (names.ROLE_NODE, names.ROLE_COORDINATOR)
+    is_of_run = role in names.CONTAINERS
     if not is_of_run or attempt is None or index is None:
         return None
 

@@ -32,6 +32,7 @@ _FAST_CHANGES = (
     "etaSeconds",
     "updatedSecondsAgo",
     "lostSeconds",
+    "preparation",
 )
 SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)
 """Seconds of silence at which a run is looked at: its coordinator may be gone, and no watch has shown it."""

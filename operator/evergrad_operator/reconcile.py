@@ -38,6 +38,7 @@ from evergrad_operator.pass_metrics import list_created, note_error, note_result
 from evergrad_operator.passes import Hints, Pass, step_of_list
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import Decision, decide
+from evergrad_operator.preparation import Report, find_report
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.spec import SpecCache
@@ -203,7 +204,10 @@ class Reconciler:
         # An unreadable answer of its coordinator must not keep a run from being looked after.
         answer = self._coordinators.answer(key)
         progress: Progress | None = None
+        report: Report | None = None
         if answer is not None:
+            report = find_report(answer.raw, attempt=answer.attempt)
+        if answer is not None and report is None:
             try:
                 progress = parse_progress(answer.raw, attempt=answer.attempt)
             except OperatorError as error:
@@ -240,6 +244,7 @@ class Reconciler:
             claim_users=frozenset(name for _, name in users),
             silence=self._coordinators.silence(key),
             applied=work.applied,
+            report=report,
         )
 
         decision = decide(seen, self._config, self.clock())
@@ -277,9 +282,11 @@ class Reconciler:
     # ---- the run's coordinator -----------------------------------------------------------------------------
 
     def _follow(self, key: Key, seen: Observation) -> None:
-        running = [
-            pod for pod in seen.coordinators if pod.ip and pod.is_running and pod.is_live
-        ]
+        # Before there is a coordinator, the pod that prepares the data says how far it is, at the same port.
+        pods = seen.preparations
+        if any(pod.is_live for pod in seen.coordinators):
+            pods = seen.coordinators
+        running = [pod for pod in pods if pod.ip and pod.is_running and pod.is_live]
         if not running:
             self._coordinators.leave(key)
             return

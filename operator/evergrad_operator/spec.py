@@ -14,7 +14,12 @@ from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.derive import steps_without_data
 from evergrad_manifest.envelope import Spec
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.identity import RECIPE_SECTIONS, config_hash, settings_hash
+from evergrad_manifest.identity import (
+    RECIPE_SECTIONS,
+    config_hash,
+    preparation_hash,
+    settings_hash,
+)
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.validation import FIXED, manifest_of, with_plain_numbers
@@ -64,6 +69,9 @@ class ParsedSpec:
     settings_hash: str
     """Hash of the settings that nodes must share while they train together; empty for a script, and for a
     recipe that is unreadable."""
+    preparation_hash: str = ""
+    """Hash of all that decides what ``spec.preparation`` makes; empty for a run without the section, for a
+    script, and for a recipe that is unreadable."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,9 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
         recovery="fresh" if run is None else run.recovery,
         metrics_port=None if metrics is None else metrics.port,
         settings_hash="" if run is None or training is None else settings_hash(run),
+        preparation_hash=""
+        if run is None or training is None or spec.preparation is None
+        else preparation_hash(run),
         recipe_hash="" if run is None else config_hash(run),
         total_steps=None if training is None else steps_without_data(training),
         spelling_hash=hash_spelling(

@@ -8,10 +8,11 @@ from typing import Any, Final
 from evergrad_operator import names
 from evergrad_operator.conditions import build_conditions, build_refused_conditions
 from evergrad_operator.decision import Action, Decision
-from evergrad_operator.memory import Coordinator, Memory, Training, build_memory, without_empty
+from evergrad_operator.memory import Coordinator, Memory, Training, build_memory
 from evergrad_operator.observe import Observation
-from evergrad_operator.packing import format_rate
+from evergrad_operator.packing import format_rate, without_empty
 from evergrad_operator.pods import MAX_MESSAGE
+from evergrad_operator.preparation import show_preparation
 from evergrad_operator.problems import LONGEST_LIST
 from evergrad_operator.raw import get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_duration, format_time, parse_time
@@ -22,7 +23,7 @@ COUNTS_SECONDS: Final = 1.0
 """Seconds between two writes in which only counts of pods differ: a run's pods start one after another."""
 PROGRESS_TIMEOUT_SECONDS: Final = 900.0
 """Time without a step after which a training group counts as stalled."""
-_PROGRESS: Final = ("progress", "checkpoint", "lostSeconds")
+_PROGRESS: Final = ("progress", "preparation", "checkpoint", "lostSeconds")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def build_status(
             "running": running,
         },
         "progress": _build_progress(training, is_running=not is_at_rest),
+        "preparation": show_preparation(memory.preparation),
         "checkpoint": {
             "step": training.checkpoint_step,
             "savedAt": None if saved_at is None else format_time(saved_at),
@@ -143,11 +145,16 @@ def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
     attempt = decision.coordinator_attempt
     if attempt is not None and names.coordinator_pod_name(run, attempt) in created:
         coordinator = Coordinator(attempt, coordinator.image)
+    preparation = memory.preparation
+    attempt = decision.preparation_attempt
+    if attempt is not None and names.preparation_pod_name(run, attempt) in created:
+        preparation = replace(preparation, attempt=attempt, is_recorded=False)
     return replace(
         memory,
         attempts=tuple(attempts),
         recorded=frozenset(recorded),
         coordinator=coordinator,
+        preparation=preparation,
     )
 
 

@@ -11,7 +11,14 @@ from typing import Final
 
 from evergrad_cli.cluster.client import Cluster, core_path
 from evergrad_cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
-from evergrad_cli.cluster.runs import COORDINATOR, LABEL_RUN, Pod, newest_of_each, parse_pods
+from evergrad_cli.cluster.runs import (
+    COORDINATOR,
+    LABEL_RUN,
+    NODE,
+    Pod,
+    newest_of_each,
+    parse_pods,
+)
 from evergrad_cli.cluster.waiting import Patience, read_run
 
 _POLL_SECONDS: Final = 1.0
@@ -58,7 +65,8 @@ def choose(
         wanted = older + [
             pod for pod in wanted if pod.name in newest and (pod.role, pod.index) not in covered
         ]
-    found = sorted(newest_of_each(wanted), key=lambda pod: pod.index or 0)
+    # What prepares the data is shown alone only until there are nodes.
+    found = sorted(newest_of_each(wanted), key=lambda pod: (pod.role != NODE, pod.index or 0))
     if selection.is_all or selection.is_coordinator or selection.index is not None:
         return found
     started = [pod for pod in found if pod.has_started]
@@ -114,7 +122,7 @@ def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> st
         return json.dumps({**facts, "line": line.text})
     text = line.text
     if prefix:
-        said = f"[{COORDINATOR}" if pod.index is None else f"[node {pod.index}"
+        said = f"[{pod.role}" if pod.index is None else f"[node {pod.index}"
         attempt = f" #{pod.attempt}" if pod.attempt else ""
         # Lines of the supervisor begin with its node already.
         is_named = text.startswith((f"{said} ", f"{said}]"))
@@ -279,7 +287,7 @@ class Follower:
         elif time.monotonic() - self._leader_missed > _GONE_SECONDS:
             self._remark(f"Node {self._leader} is away. Following node {alive[0]}.")
             self._leader, self._leader_missed = alive[0], 0.0
-        return [pod for pod in pods if pod.index == self._leader]
+        return [pod for pod in pods if pod.index is None or pod.index == self._leader]
 
     def _read(self, pod: Pod) -> None:
         # Each stream begins after the last line that was shown. Failures in a row are bounded: a pod may be

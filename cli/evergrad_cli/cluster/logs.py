@@ -120,7 +120,7 @@ def _show_once(
         elif args.node is not None and pods:
             where, what, why = "--node", f"there is no pod of node {args.node}", ""
             remedy = f"evergrad status {args.name} shows those there are"
-        elif run.phase in ("Pending", "Starting", "Waiting"):
+        elif run.phase in ("Pending", "Preparing", "Starting", "Waiting"):
             what, remedy = "has no pods yet", f"See why: evergrad status {args.name}"
         raise ClusterInputError(Problem(where, what, why, remedy))
 

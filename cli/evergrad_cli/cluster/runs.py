@@ -20,9 +20,11 @@ NON_FINITE: Final = "NonFinite"
 """Reason of a run that is parked before a step whose loss or gradient is not finite."""
 NODE: Final = "node"
 COORDINATOR: Final = "coordinator"
+PREPARATION: Final = "preparation"
 _OWN_CONTAINERS: Final = ("trainer", "coordinator")
 """Names of the containers that the operator builds; whatever else a pod has was injected."""
 _NOTHING: Final[Mapping[str, Any]] = {}
+_ORDER: Final = {NODE: 0, PREPARATION: 1, COORDINATOR: 2}
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ def row_of(run: Run, *, now: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod of a run. ``index`` is None for the coordinator; times are Unix seconds."""
+    """One pod of a run. ``index`` is None for all but nodes; times are Unix seconds."""
 
     name: str
     role: str
@@ -276,12 +278,12 @@ class Pod:
 
 
 def parse_pods(raw: Iterable[Mapping[str, Any]]) -> list[Pod]:
-    """The pods of one run: nodes by index, newest attempt first; then coordinators."""
+    """The pods of one run: nodes by index, newest attempt first; then what prepares, then coordinators."""
     pods = [_parse_pod(item) for item in raw]
     return sorted(
         pods,
         key=lambda pod: (
-            pod.role == COORDINATOR,
+            _ORDER.get(pod.role, 0),
             pod.index if pod.index is not None else -1,
             -pod.attempt,
         ),

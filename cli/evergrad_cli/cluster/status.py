@@ -33,7 +33,6 @@ EXAMPLES = """\
   watch -n 5 evergrad status docs-lm"""
 _NUM_EVENTS: Final = 10
 _LONGEST_POD_LIST: Final = 32
-_COORDINATOR: Final = "coordinator"
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ def _pods(facts: Facts, now: float) -> list[str]:
     shown = newest[:_LONGEST_POD_LIST]
     rows = []
     for pod in shown:
-        place = _COORDINATOR if pod.index is None else str(pod.index)
+        place = pod.role if pod.index is None else str(pod.index)
         seen = age(None if pod.created is None else now - pod.created)
         rows.append(
             (

@@ -132,7 +132,7 @@ def _plain_schema(field: Field) -> Schema:
     if item.get("type") == "string":
         item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
     # Every map needs a bound: the API server multiplies the cost of rules by it.
-    most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
+    most = 10 if ".resources." in field.path else _MOST_ENTRIES
     most = next(
         (found for one in field.info.metadata if (found := getattr(one, "max_length", None))),
         most,

@@ -178,6 +178,18 @@ STATUS: Final[Schema] = mapping(
         ),
         "nodes": _NODES,
         "progress": _PROGRESS,
+        "preparation": mapping(
+            "How far the preparation of the data is.",
+            {
+                "work": text("What it does: scan, tokenize, split, wait or done.", longest=128),
+                "source": text("The source it works on.", longest=128),
+                "bytesDone": integer("Bytes of source files done.", least=0, large=True),
+                "bytesTotal": integer("Bytes of this work.", least=0, large=True),
+                "percent": integer("Share that is done.", least=0, most=100),
+                "documents": integer("Documents made.", least=0, large=True),
+                "tokens": integer("Tokens made.", least=0, large=True),
+            },
+        ),
         "checkpoint": mapping(
             "The newest valid checkpoint.",
             {

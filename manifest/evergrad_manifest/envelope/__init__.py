@@ -10,6 +10,8 @@ from pydantic import ConfigDict, Field
 
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.base import Section, Switch
+from evergrad_manifest.envelope.beside import RULES as RULES_OF_PODS_BESIDE
+from evergrad_manifest.envelope.beside import Preparation
 from evergrad_manifest.envelope.resources import RULES as RULES_OF_RESOURCES
 from evergrad_manifest.envelope.resources import Resources
 from evergrad_manifest.envelope.storage import RULES as RULES_OF_STORAGE
@@ -66,14 +68,14 @@ class Metadata(Section):
 
 
 def check_labels(view: View) -> Iterator[Problem]:
-    """Keys and values of labels and annotations, in the object and in the pods' template."""
+    """Keys and values of labels and annotations, in the object and in what selects a pod's host."""
     # Read from the file itself: a label whose value is wrong hides nothing of its neighbours.
-    for where in ("metadata", "spec.template"):
+    for where in ("metadata", "spec.template", "spec.preparation"):
         # An annotation's value is any text: only labels and what selects by them have a form.
         for kind in (
             "labels",
             "annotations",
-            *(("nodeSelector",) if where == "spec.template" else ()),
+            *(("nodeSelector",) if where != "metadata" else ()),
         ):
             values = view.raw(*where.split("."), kind)
             for key, value in values.items() if isinstance(values, Mapping) else ():
@@ -197,6 +199,8 @@ class Spec(Section):
     """Seconds after the end until what the run made is deleted, but never its volume; default: it stays."""
     failure_policy: FailurePolicy = FailurePolicy()
     """When a failing run is given up."""
+    preparation: Preparation | None = None
+    """Prepare the data in a pod of its own first; default: the nodes do. No meaning for ``evergrad run``."""
     training: Training | None = None
     """The typed recipe. A run has either this or script."""
     script: Script | None = None
@@ -295,6 +299,7 @@ RULES: Final = (
     check_image,
     check_labels,
     *RULES_OF_TEMPLATE,
+    *RULES_OF_PODS_BESIDE,
     check_kind,
     *RULES_OF_SCRIPT,
 )

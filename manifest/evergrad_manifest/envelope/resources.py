@@ -34,22 +34,28 @@ class Resources(Section):
 
 def check_resources(view: View) -> Iterator[Problem]:
     """Names, sizes, and requests within limits, as the API server wants them of a container."""
-    requests, limits = _quantities(view, "requests"), _quantities(view, "limits")
+    yield from check_resources_at(view, "spec", "resources")
+
+
+def check_resources_at(view: View, *where: str) -> Iterator[Problem]:
+    """The same of the resources at the path ``where``."""
+    requests, limits = (
+        _quantities(view, *where, "requests"),
+        _quantities(view, *where, "limits"),
+    )
     for kind, values in (("requests", requests), ("limits", limits)):
         for name, quantity in values.items():
-            yield from _check_resource(
-                format_path(("spec", "resources", kind, name)), name, quantity
-            )
+            yield from _check_resource(format_path((*where, kind, name)), name, quantity)
 
     # Each request against its limit. The API server compares them only in a pod, long after the run is
     # accepted.
     for name, request in requests.items():
-        path = format_path(("spec", "resources", "requests", name))
+        path = format_path((*where, "requests", name))
         limit = limits.get(name)
 
         # Asked of the file: a limit that is there but wrong has its own problem, and must not count as
         # missing.
-        if _is_extended(name) and view.raw("spec", "resources", "limits", name) is None:
+        if _is_extended(name) and view.raw(*where, "limits", name) is None:
             why = "a device is requested by its limit"
             yield Problem(
                 path,
@@ -72,10 +78,10 @@ def check_resources(view: View) -> Iterator[Problem]:
             )
 
 
-def _quantities(view: View, kind: str) -> dict[str, str]:
+def _quantities(view: View, *path: str) -> dict[str, str]:
     """The quantities that could be parsed, by the resource's name."""
     # One by one from the file: a wrong quantity hides nothing of its neighbours.
-    values = view.raw("spec", "resources", kind)
+    values = view.raw(*path)
     found: dict[str, str] = {}
     for name, value in values.items() if isinstance(values, Mapping) else ():
         with suppress(NumberError):

@@ -18,6 +18,7 @@ from evergrad_operator.plan.disruption_budget import (
 )
 from evergrad_operator.plan.network_policy import build_network_policy
 from evergrad_operator.plan.node_pod import Node, build_node_pod
+from evergrad_operator.plan.preparation_pod import build_preparation_pod
 from evergrad_operator.plan.service import build_service
 from evergrad_operator.plan.token import build_token_secret
 
@@ -106,7 +107,11 @@ def plan_children(
     # Secrets are not watched: the Secret is made before pods are, whether it exists or not. A pod that has a
     # host and does not run may wait for it, because somebody has deleted it.
     create = tuple(_plan_pods(observation, decision, config, token))
-    everything = (*observation.nodes, *observation.coordinators)
+    everything = (
+        *observation.nodes,
+        *observation.coordinators,
+        *observation.preparations,
+    )
     waits_for_volumes = is_running and any(
         pod.is_live and pod.node_name and not pod.is_running for pod in everything
     )
@@ -164,7 +169,11 @@ def _plan_pods(
     token: str,
 ) -> Iterator[Object]:
     """Build the pods to create, the coordinator first: nodes look for it."""
-    run, memory, attempt = observation.run, decision.memory, decision.coordinator_attempt
+    run, memory, attempt = observation.run, decision.memory, decision.preparation_attempt
+    if attempt is not None:
+        yield build_preparation_pod(run, memory, config, attempt, token=token)
+
+    attempt = decision.coordinator_attempt
     if attempt is not None:
         # A successor waits for the nodes that run now, and not for all: it takes over a group as it is.
         expect = run.spec.nodes.largest

@@ -1,9 +1,11 @@
 """The pod of one node: it trains."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from evergrad_coordinator import contract
+from evergrad_manifest.envelope.resources import Resources
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.memory import Memory
@@ -59,7 +61,9 @@ def build_node_pod(
 ) -> JsonObject:
     """Build the pod of one node. ``token``: the run's."""
     template, grace = run.spec.template, grace_seconds(run)
-    shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
+    arguments = _build_arguments(run, config, index=node.index, grace=grace)
+    port = metrics_port(run)
+    ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
     pod: JsonObject = {
         # A node that ends is replaced by a new pod, perhaps on another host: a restart in place would keep
         # it on a broken one.
@@ -76,15 +80,12 @@ def build_node_pod(
             template.tolerations, config.node_loss_toleration_seconds
         ),
         "imagePullSecrets": build_pull_secrets(run, config),
-        "containers": [_build_container(run, memory, config, index=node.index, grace=grace)],
-        "volumes": [
-            {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
-            {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
-            {"name": "evergrad-tmp", "emptyDir": {}},
-            {"name": "evergrad-shm", "emptyDir": shared_memory},
-            build_token_volume(run, token),
-            *template.volumes,
+        "containers": [
+            build_trainer_container(
+                run, memory, config, run.spec.resources, arguments=arguments, ports=ports
+            )
         ],
+        "volumes": build_trainer_volumes(run, config, token=token),
     }
 
     # Ours come last: a template must not take a pod out of its run.
@@ -105,37 +106,41 @@ def build_node_pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(pod)}
 
 
-def _build_container(
-    run: TrainingRun, memory: Memory, config: Config, *, index: int, grace: int
+def build_trainer_volumes(
+    run: TrainingRun, config: Config, *, token: str
+) -> list[Mapping[str, Any]]:
+    """Build the volumes that ``build_trainer_container`` mounts."""
+    shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
+    return [
+        {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
+        {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
+        {"name": "evergrad-tmp", "emptyDir": {}},
+        {"name": "evergrad-shm", "emptyDir": shared_memory},
+        build_token_volume(run, token),
+        *run.spec.template.volumes,
+    ]
+
+
+def build_trainer_container(
+    run: TrainingRun,
+    memory: Memory,
+    config: Config,
+    resources: Resources,
+    *,
+    arguments: list[str],
+    ports: list[JsonObject],
 ) -> JsonObject:
-    """Build the container that trains."""
+    """Build a container of the trainer's image, which runs ``evergrad`` with these arguments."""
     spec = run.spec
-    port = metrics_port(run)
-    ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
-    requests, limits = dict(spec.resources.requests), dict(spec.resources.limits)
     # The root file system cannot be written: everything that libraries cache goes to /tmp.
     env = merge_env(_CACHES, spec.template.env)
-    host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
-    # The kubelet would replace ``$(NAME)`` in the folder's name.
-    folder = escape(f"{contract.VOLUME_PATH}/{run.volume_path}")
     return without_none(
         {
             "name": names.CONTAINERS[names.ROLE_NODE],
             "image": memory.image_pin or memory.image,
             "imagePullPolicy": spec.image_pull_policy or config.image_pull_policy,
             "command": ["evergrad"],
-            "args": [
-                "node",
-                f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
-                *("--join", f"{host}:{names.JOIN_PORT}"),
-                *build_token_arguments(),
-                *("--node", str(index)),
-                *("--address", "$(EVERGRAD_POD_IP)"),
-                *("--run-directory", folder),
-                *("--base-directory", folder),
-                *("--grace", str(grace)),
-                *("--termination-log", names.TERMINATION_LOG),
-            ],
+            "args": arguments,
             "env": [
                 {
                     "name": "EVERGRAD_POD_IP",
@@ -144,7 +149,9 @@ def _build_container(
                 *env,
             ],
             "ports": ports,
-            "resources": without_none({"requests": requests, "limits": limits}),
+            "resources": without_none(
+                {"requests": dict(resources.requests), "limits": dict(resources.limits)}
+            ),
             "securityContext": build_container_security(),
             "terminationMessagePath": names.TERMINATION_LOG,
             # A process that was killed leaves no message: the end of its log stands in for it.
@@ -163,6 +170,25 @@ def _build_container(
             ],
         }
     )
+
+
+def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int) -> list[str]:
+    """Build the arguments of ``evergrad``: the node of this index, on the run's volume."""
+    host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
+    # The kubelet would replace ``$(NAME)`` in the folder's name.
+    folder = escape(f"{contract.VOLUME_PATH}/{run.volume_path}")
+    return [
+        "node",
+        f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
+        *("--join", f"{host}:{names.JOIN_PORT}"),
+        *build_token_arguments(),
+        *("--node", str(index)),
+        *("--address", "$(EVERGRAD_POD_IP)"),
+        *("--run-directory", folder),
+        *("--base-directory", folder),
+        *("--grace", str(grace)),
+        *("--termination-log", names.TERMINATION_LOG),
+    ]
 
 
 def _build_queue(

@@ -44,23 +44,7 @@ def build_scheduling(
     ``avoided``: hosts that the pod should keep away from if it can.
     """
     template = run.spec.template
-    affinity: Mapping[str, Any] = template.affinity
-    # A wish and no requirement: where there are no other hosts, the pod runs all the same. By the field,
-    # because a host's label may differ from its name; the API server takes one value of a field at a time.
-    if avoided:
-        nodes = dict(affinity.get("nodeAffinity") or {})
-        wished = nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
-        others = [
-            {
-                "key": "metadata.name",
-                "operator": "NotIn",
-                "values": [host],
-            }
-            for host in avoided
-        ]
-        wish = {"weight": 100, "preference": {"matchFields": others}}
-        nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [*wished, wish]
-        affinity = {**affinity, "nodeAffinity": nodes}
+    affinity = _avoid(template.affinity, avoided)
 
     # A requirement: the host of the run's other pods. The first pod may go anywhere.
     of_run = {
@@ -87,6 +71,38 @@ def build_scheduling(
         "runtimeClassName": template.runtime_class_name,
         "schedulerName": template.scheduler_name,
     }
+
+
+def _avoid(affinity: Mapping[str, Any], avoided: Sequence[str]) -> Mapping[str, Any]:
+    """Return the affinity with the wish for other hosts than those."""
+    # A wish and no requirement: where there are no other hosts, the pod runs all the same. By the field,
+    # because a host's label may differ from its name; the API server takes one value of a field at a time.
+    if not avoided:
+        return affinity
+    nodes = dict(affinity.get("nodeAffinity") or {})
+    wished = nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
+    others = [
+        {
+            "key": "metadata.name",
+            "operator": "NotIn",
+            "values": [host],
+        }
+        for host in avoided
+    ]
+    wish = {"weight": 100, "preference": {"matchFields": others}}
+    nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [*wished, wish]
+    return {**affinity, "nodeAffinity": nodes}
+
+
+def build_placement_beside(
+    run: TrainingRun, selector: Mapping[str, str] | None, *, avoided: Sequence[str]
+) -> dict[str, Any]:
+    """Build the part of a pod's spec that places it beside the nodes: where ``selector`` says, else where the
+    coordinator may run, and away from ``avoided`` hosts if that is possible."""
+    placement = build_coordinator_placement(run)
+    if selector is not None:
+        placement |= {"nodeSelector": dict(selector), "affinity": {}}
+    return {**placement, "affinity": _avoid(placement["affinity"], avoided)}
 
 
 def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:

@@ -68,12 +68,21 @@ class ReconcileContext:
         """Pods of nodes that train or may still come to train."""
         return tuple(pod for pod in self.nodes if pod.is_live)
 
+    @cached_property
+    def preparing(self) -> tuple[PodState, ...]:
+        """Pods that prepare the data, or may still come to, or are being deleted and may still run."""
+        return tuple(
+            pod
+            for pod in self.observation.preparations
+            if pod.is_live or (pod.is_leaving and not self.is_unreachable(pod))
+        )
+
     @property
     def seconds_to_unreachable(self) -> float | None:
         """Seconds until the next leaving pod is given up; None where none is leaving."""
         times = [
             pod.gone_by + UNREACHABLE_POD_SECONDS - self.now
-            for pod in self.leaving
+            for pod in (*self.leaving, *self.preparing)
             if pod.gone_by is not None
         ]
         # A second later: a pod is given up only once its time is over.

@@ -5,8 +5,10 @@ from dataclasses import replace
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Decision
+from evergrad_operator.memory import Memory
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Observation
+from evergrad_operator.pods import PodState
 from evergrad_operator.policies.completion import complete_if_done, complete_if_recorded
 from evergrad_operator.policies.conflict import refuse_if_taken
 from evergrad_operator.policies.context import ReconcileContext
@@ -26,6 +28,7 @@ from evergrad_operator.policies.lifecycle import (
     seconds_to_deadline,
     stop_if_asked,
 )
+from evergrad_operator.policies.preparation import fail_if_unprepared, prepare_first
 from evergrad_operator.policies.record import is_recorded, plan_record
 from evergrad_operator.policies.remember import remember
 from evergrad_operator.policies.scale import Scale, decide_scale
@@ -70,13 +73,11 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
         chosen, known = {pod.name for pod in decision.pods_to_delete}, observation.status
         left = [
             pod
-            for pod in context.nodes
+            for pod in (*context.nodes, *context.observation.preparations)
             if pod.end is not None and pod.has_sidecar and pod.name not in chosen
         ]
         recorded = [
-            pod
-            for pod in left
-            if known.finish is not None or known.has_recorded(pod.index, pod.attempt)
+            pod for pod in left if known.finish is not None or _has_recorded(known, pod)
         ]
         # The pass that follows the status write deletes the others.
         seconds = 1.0 if len(recorded) < len(left) else None
@@ -91,6 +92,16 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
         return decision
     refusal = explain_refusal(observation.failures[0])
     return replace(decision, message=f"{decision.message}; {refusal.message}")
+
+
+def _has_recorded(known: Memory, pod: PodState) -> bool:
+    """Whether the status has the end of this pod."""
+    if pod.role != names.ROLE_PREPARATION:
+        return known.has_recorded(pod.index, pod.attempt)
+    newest = known.preparation
+    return pod.attempt < newest.attempt or (
+        pod.attempt == newest.attempt and newest.is_recorded
+    )
 
 
 def _decide(context: ReconcileContext) -> Decision:
@@ -123,7 +134,7 @@ def _decide(context: ReconcileContext) -> Decision:
             pods_to_delete=remove(pod for pod in done.live if not pod.is_running),
             requeue_after=earliest(since + done.config.finish_grace_seconds - done.now),
         )
-    for end in (fail_if_due, fail_at_deadline):
+    for end in (fail_if_unprepared, fail_if_due, fail_at_deadline):
         if (over := end(context)) is not None:
             return conclude(over)
 
@@ -187,6 +198,10 @@ def _run(context: ReconcileContext) -> Decision:
         is_blocked = person_at is not None and context.now >= person_at
         return replace(held, is_blocked=is_blocked, requeue_after=_CLAIM_RETRY_SECONDS)
 
+    preparing = prepare_first(context)
+    if preparing is not None:
+        return preparing
+
     scale = decide_scale(context)
     memory = context.memory
     if memory.gang_size == 0 and names.LABEL_QUEUE in context.run.labels:
@@ -215,7 +230,7 @@ def _run(context: ReconcileContext) -> Decision:
         message,
         memory,
         nodes_to_create=scale.nodes_to_create,
-        pods_to_delete=scale.pods_to_delete,
+        pods_to_delete=scale.pods_to_delete + remove(context.preparing),
         coordinator_attempt=scale.coordinator_attempt,
         bounds=scale.bounds,
         record=None if has_record else record,

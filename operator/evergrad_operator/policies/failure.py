@@ -70,7 +70,7 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
         # recipe.
         has_no_room = any(words in said for words in _NO_ROOM)
         reason = Reason.VOLUME_FULL if has_no_room else Reason.USER_ERROR
-        return context.finished(Phase.FAILED, reason, f"{_stop(text)} {_REMEDIES[reason]}")
+        return context.finished(Phase.FAILED, reason, f"{stop(text)} {_REMEDIES[reason]}")
 
     # Then the coordinator's outcome: it counts the workers that fail inside the pods.
     progress = context.progress
@@ -90,7 +90,7 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
         where = ""
         if failure is not None and f"node {failure.node}" not in said:
             where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
-        text = _stop(where + (quote(said) or progress.reason))
+        text = stop(where + (quote(said) or progress.reason))
         return context.finished(Phase.FAILED, reason, f"{text} {_REMEDIES[reason]}")
 
     # At last the budget. A status of another version may have a cause that this one has not.
@@ -106,15 +106,20 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
     )
     limit = context.run.spec.resources.limits.get("memory")
     bound = f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
-    return context.finished(Phase.FAILED, reason, f"{_stop(text)}{bound} {_REMEDIES[reason]}")
+    return context.finished(Phase.FAILED, reason, f"{stop(text)}{bound} {_REMEDIES[reason]}")
 
 
 def describe_failure(failure: LastFailure | None) -> str:
     """Return a failure as one line: cause, place, exit code and the process's own words."""
     if failure is None:
         return "unknown"
-    text = f"{failure.cause} on "
-    text += "an unknown node" if failure.node is None else f"node {failure.node}"
+    where = "an unknown node" if failure.node is None else f"node {failure.node}"
+    return describe_end(failure, where=where)
+
+
+def describe_end(failure: LastFailure, *, where: str = "") -> str:
+    """Return a failure of the process at ``where`` as one line."""
+    text = f"{failure.cause} on {where}" if where else failure.cause
     if failure.rank is not None:
         text += f", rank {failure.rank}"
     if failure.exit_code is not None:
@@ -142,7 +147,8 @@ def describe_host_faults(context: ReconcileContext) -> str:
     return f"{text}. Last: {describe_failure(last)}" if last else text
 
 
-def _stop(text: str) -> str:
+def stop(text: str) -> str:
+    """Return the text with a full stop, if it has none."""
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

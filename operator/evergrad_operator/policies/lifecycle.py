@@ -82,7 +82,8 @@ def conclude(context: ReconcileContext) -> Decision:
     ttl = context.run.spec.ttl_seconds_after_finished
     # The last stage: nothing is left but the record on the volume.
     if ttl is not None and now >= finish.at + ttl:
-        everything = (*context.nodes, *context.observation.coordinators)
+        seen = context.observation
+        everything = (*context.nodes, *seen.coordinators, *seen.preparations)
         return Decision(
             Action.CLEAN,
             finish.phase,
@@ -96,6 +97,7 @@ def conclude(context: ReconcileContext) -> Decision:
     grace = finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
     is_due = finish.reason in _AT_ONCE or now >= grace
     chosen = [pod for pod in context.live if is_due or not pod.is_running]
+    chosen += context.preparing
     at_work = [pod for pod in (*context.live, *context.leaving) if pod.is_running]
     # The coordinator goes last: pods that are still at work ask it whether they may end.
     if not at_work:
@@ -190,7 +192,8 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
     """Return the decision by which all nodes leave together, so that the last holder of the state saves it;
     the coordinator serves until then."""
     memory, coordinators = context.memory, context.observation.coordinators
-    working = (*context.live, *context.leaving)
+    preparing, ended = context.preparing, context.observation.preparations
+    working = (*context.live, *context.leaving, *preparing)
     live_coordinators = [pod for pod in coordinators if pod.is_live]
     # The last node has reported its save to the coordinator, which may not have been polled since: its next
     # answer is waited for. A new coordinator may not have been polled since its nodes came.
@@ -204,7 +207,9 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         chosen: tuple[PodState, ...] = ()
         text = "the coordinator leaves"
         if working:
-            chosen, text = context.live, f"{len(working)} nodes save and leave"
+            chosen, text = (*context.live, *preparing), f"{len(working)} nodes save and leave"
+            if preparing:
+                text = "the pod that prepares the data leaves; what it has finished is kept"
         elif not is_stale:
             chosen = (*live_coordinators, *context.nodes)
         return Decision(
@@ -236,7 +241,7 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         reason,
         _describe_pause(context, reason),
         memory,
-        pods_to_delete=remove((*context.nodes, *coordinators)),
+        pods_to_delete=remove((*context.nodes, *coordinators, *ended)),
         # Only a person can say whether the step or the recipe is to blame for a loss that is not finite.
         is_blocked=reason == Reason.NON_FINITE,
     )
@@ -277,11 +282,12 @@ def drain_older(context: ReconcileContext) -> Decision | None:
     coordinators = [
         pod for pod in context.observation.coordinators if pod.is_live and pod.restart < restart
     ]
-    if not (live or leaving or coordinators):
+    preparing = [pod for pod in context.preparing if pod.restart < restart]
+    if not (live or leaving or coordinators or preparing):
         return None
     ended = [pod for pod in context.nodes if not pod.is_live and pod.restart < restart]
     # As in a suspension: nodes first, all together, so that the last holder of the state saves it.
-    chosen = live if live or leaving else (*coordinators, *ended)
+    chosen = (*live, *preparing) if live or leaving or preparing else (*coordinators, *ended)
     return Decision(
         Action.STOP,
         Phase.RESTARTING,

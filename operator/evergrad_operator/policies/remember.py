@@ -25,6 +25,7 @@ from evergrad_operator.observe import Observation, Progress
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.budget import add_short_life, forgive
 from evergrad_operator.policies.ends import is_letting_go, note_nodes
+from evergrad_operator.policies.preparation_ends import note_preparation
 from evergrad_operator.policies.root_cause import CAUSES, note_outcome
 from evergrad_operator.raw import get_int, get_map
 
@@ -53,6 +54,7 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
             now,
         )
     memory = note_nodes(memory, observation, config, now)
+    memory = note_preparation(memory, observation, config, now)
     return _note_coordinators(memory, observation, config, now)
 
 
@@ -75,7 +77,11 @@ def _begin(observation: Observation, config: Config) -> Memory:
     is_complete = memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
     if not memory.is_known:
         # The status is lost, or was never written: pods that are there show how often the run was restarted.
-        everything = (*observation.nodes, *observation.coordinators)
+        everything = (
+            *observation.nodes,
+            *observation.coordinators,
+            *observation.preparations,
+        )
         visible = max((pod.restart for pod in everything), default=0)
         memory = replace(memory, restart_nonce=nonce, restart=max(memory.restart, visible))
     elif nonce != memory.restart_nonce and not is_complete:
@@ -87,6 +93,12 @@ def _begin(observation: Observation, config: Config) -> Memory:
             finishing_since=None,
             stop_reason="",
             start_time=None,
+            # Files may have been corrected where no step shows that they were right.
+            preparation=replace(
+                memory.preparation,
+                is_recorded=True,
+                prepared="" if memory.training.step is None else memory.preparation.prepared,
+            ),
             image="",
             image_id="",
             image_pin="",
@@ -105,6 +117,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
             memory,
             restart=memory.restart + 1,
             coordinator=replace(memory.coordinator, is_recorded=True),
+            preparation=replace(memory.preparation, is_recorded=True),
             has_formed=False,
             gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),

@@ -94,6 +94,11 @@ def decide_scale(context: ReconcileContext) -> Scale:
     )
 
 
+def find_epoch(context: ReconcileContext) -> int:
+    """Return the epoch of the coordinator that serves, or of the next one."""
+    return _find_coordinator(context)[1]
+
+
 def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[PodState]]:
     """Return the newest live pod of each node, and the live pods that are to go."""
     most, memory = context.run.spec.nodes.largest, context.memory

@@ -108,7 +108,8 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
     # Then pods that exist and do not run; the reason that is rarest and most certain counts.
     coordinators = [pod for pod in context.observation.coordinators if pod.is_live]
     obstacles = []
-    for pod in (*coordinators, *context.live):
+    preparing = [pod for pod in context.preparing if pod.is_live]
+    for pod in (*preparing, *coordinators, *context.live):
         found = None if pod.is_running else _explain(pod, context)
         if found is not None:
             obstacles.append(replace(found, since=pod.created_at))
@@ -218,7 +219,14 @@ def _explain_record(failure: ApplyFailure) -> Obstacle:
 
 def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
     """Return why a pod does not run; None where that needs no explanation yet."""
-    who = "the coordinator" if pod.role == names.ROLE_COORDINATOR else f"node {pod.index}"
+    roles = {
+        names.ROLE_COORDINATOR: "the coordinator",
+        names.ROLE_PREPARATION: "the preparation",
+    }
+    who = roles.get(pod.role, f"node {pod.index}")
+    resources = "spec.resources"
+    if pod.role == names.ROLE_PREPARATION:
+        resources = "spec.preparation.resources"
     where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
     reason = pod.waiting_reason
     if pod.is_image_missing:
@@ -248,7 +256,7 @@ def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
         return Obstacle(Reason.VOLUME_PENDING, f"{where}: {said}. {remedy}")
     if reason == "Unschedulable":
         remedy = (
-            "Lower spec.resources, widen spec.template's node selection, or add nodes; the "
+            f"Lower {resources}, widen spec.template's node selection, or add nodes; the "
             "pod waits for them"
         )
         return Obstacle(

@@ -13,7 +13,7 @@ from evergrad_coordinator.contract import ErrorKind, decode_termination
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
-from evergrad_trainer.cli import node
+from evergrad_trainer.cli import node, pod
 from evergrad_trainer.cli.nodes import coordinator_settings
 from evergrad_trainer.host_trouble import describe_host_trouble
 from evergrad_trainer.node.run import choose_start_method
@@ -91,7 +91,7 @@ def start_node(tmp_path: Path, *arguments: str) -> tuple[int, tuple[ErrorKind | 
 def test_a_run_directory_that_cannot_be_written_is_tried_again_and_left_to_another_host(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(node, "_HOST_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(pod, "HOST_PAUSES", (0.0, 0.0))
     # Nobody may make a directory there, not even root.
     code, (kind, text) = start_node(tmp_path, "--run-directory", "/sys/evergrad/run")
     assert (code, kind) == (70, ErrorKind.ENVIRONMENT)
@@ -102,7 +102,7 @@ def test_a_run_directory_that_cannot_be_written_is_tried_again_and_left_to_anoth
 def test_a_mistake_of_the_file_is_wrong_input_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(node, "_HOST_PAUSES", (3600.0,))
+    monkeypatch.setattr(pod, "HOST_PAUSES", (3600.0,))
     directory = str(tmp_path / "run")
     code, (kind, text) = start_node(
         tmp_path,
@@ -116,7 +116,7 @@ def test_a_mistake_of_the_file_is_wrong_input_at_once(
 
 
 def test_a_host_that_recovers_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(node, "_HOST_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(pod, "HOST_PAUSES", (0.0, 0.0))
     troubles = [
         OSError(errno.ESTALE, "stale"),
         InputError(
@@ -163,7 +163,7 @@ def test_one_mistake_of_a_person_among_troubles_of_a_host_makes_wrong_input(
 def test_a_pod_that_sees_none_of_its_accelerators_is_trouble_of_its_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(node, "_HOST_PAUSES", ())
+    monkeypatch.setattr(pod, "HOST_PAUSES", ())
     monkeypatch.setattr("evergrad_trainer.distributed.count_accelerators", lambda: 0)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     limits = (

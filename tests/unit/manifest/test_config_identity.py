@@ -42,6 +42,7 @@ OPERATIONAL = [
     "spec.resources={}",
     "spec.storage={claimName: mine}",
     "spec.template={labels: {a: b}}",
+    "spec.preparation={resources: {requests: {cpu: 2}}, nodeSelector: {pool: cpu}}",
     "spec.suspend=true",
     "spec.image=example.org/trainer:2",
     "spec.imagePullPolicy=Always",

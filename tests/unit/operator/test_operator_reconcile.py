@@ -241,7 +241,28 @@ def story_is_suspended_and_resumed(simulation: Simulation) -> None:
     complete(simulation)
 
 
-STORIES = [story_completes, story_loses_a_pod, story_is_suspended_and_resumed]
+def story_prepares_first(simulation: Simulation) -> None:
+    simulation.create_run(preparation={"resources": {"requests": {"cpu": "2"}}})
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    assert simulation.pods() == simulation.pods("coordinator") == []
+    simulation.end_pod("run-prepare-0", 137)
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    assert simulation.pods() == simulation.pods("coordinator") == []
+    simulation.end_pod("run-prepare-1")
+    begin(simulation)
+    complete(simulation)
+
+
+STORIES = [
+    story_completes,
+    story_loses_a_pod,
+    story_is_suspended_and_resumed,
+    story_prepares_first,
+]
 
 
 def outcome(simulation: Simulation) -> Any:
@@ -328,9 +349,12 @@ def test_a_write_that_fails_once_anywhere_leads_to_the_same_end(
         original = simulation.create_run
 
         def create_run(
-            original: Any = original, simulation: Simulation = simulation, fail: Any = fail
+            original: Any = original,
+            simulation: Simulation = simulation,
+            fail: Any = fail,
+            **spec: Any,
         ) -> None:
-            original()
+            original(**spec)
             simulation.store.before = fail
 
         simulation.create_run = create_run  # type: ignore[method-assign]

@@ -4,20 +4,23 @@ import argparse
 import dataclasses
 import gc
 import os
-import socket
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.secret import read_token
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest, load_from
-from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
+from evergrad_trainer.cli.planning import PlanRequest, plan_session
+from evergrad_trainer.cli.pod import (
+    add_pod_arguments,
+    last_words,
+    sigterm_interrupts,
+    try_patiently,
+)
 from evergrad_trainer.cli.run_arguments import (
     add_run_arguments,
     delay_compiler,
@@ -26,9 +29,8 @@ from evergrad_trainer.cli.run_arguments import (
     world_sizes_of,
 )
 from evergrad_trainer.errors import HostError
-from evergrad_trainer.host_trouble import describe_host_trouble, is_host_trouble
+from evergrad_trainer.host_trouble import is_host_trouble
 from evergrad_trainer.machine import Machine
-from evergrad_trainer.node.failures import write_termination_message
 from evergrad_trainer.resume import RunState, inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -40,9 +42,6 @@ EXAMPLES = """\
   evergrad node trainingrun.yaml --join 127.0.0.1:29400 --token-file FILE   # as `evergrad run --nodes` prints
   evergrad node trainingrun.yaml --join run:29400 --token-file token --node 3 --address 10.0.0.7"""
 
-_HOST_PAUSES = (2.0, 5.0, 10.0)
-"""Seconds before what this host could not do is tried again; then the node leaves its place to
-another host."""
 _ACCELERATOR_PREFIXES = ("nvidia.com/", "amd.com/")
 _FIRST_OWN_INDEX = 1000
 """Nodes that are added without a number get one above those of a launcher or an operator."""
@@ -71,12 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the file with the run's token, its coordinator's",
     )
-    parser.add_argument(
-        "--base-directory",
-        type=Path,
-        metavar="DIR",
-        help="where relative paths of the manifest start (default: its own folder)",
-    )
+    add_pod_arguments(parser)
     parser.add_argument(
         "--grace",
         type=float,
@@ -88,12 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "fork", "forkserver", "spawn"],
         default="auto",
         help="how workers are started (auto)",
-    )
-    parser.add_argument(
-        "--termination-log",
-        type=Path,
-        metavar="FILE",
-        help="gets the root cause of a failure, 4 KiB at most",
     )
 
 
@@ -114,45 +102,14 @@ class NodeRequest:
 
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → serve; the exit code says how this node's part ended (0, 64, 70, 75, 76)."""
-    try:
+    with last_words(args.termination_log):
         try:
             with sigterm_interrupts():
                 # The manifest may lie on the mount that is away: it is read again at each attempt.
-                serve = _prepare_patiently(lambda: _read_request(args))
+                serve = try_patiently(lambda: _prepare(_read_request(args)))
         except KeyboardInterrupt:
             return int(ExitCode.STOPPED_SAVED)
         return serve()
-    except EvergradError as error:
-        write_termination_message(args.termination_log, error.kind, str(error))
-        raise
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        if describe_host_trouble(error) is not None:
-            write_termination_message(args.termination_log, ErrorKind.ENVIRONMENT, text)
-            raise HostError(f"host {socket.gethostname()}: {text}") from error
-        write_termination_message(args.termination_log, ErrorKind.INTERNAL, text)
-        raise
-
-
-def _prepare_patiently(read: Callable[[], NodeRequest]) -> Callable[[], int]:
-    """Prepare, again after a pause where this host is in trouble: a mount or a device may come back.
-
-    Raises HostError.
-    """
-    for pause in (*_HOST_PAUSES, None):
-        try:
-            return _prepare(read())
-        except (EvergradError, OSError) as error:
-            trouble = describe_host_trouble(error)
-            if trouble is None:
-                raise
-
-            text = f"host {socket.gethostname()}: {trouble}"
-            if pause is None:
-                raise HostError(text) from error
-            print(f"warning: {text} Tried again in {pause:g} s.", file=sys.stderr, flush=True)
-        time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _prepare(request: NodeRequest) -> Callable[[], int]:

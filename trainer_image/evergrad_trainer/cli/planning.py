@@ -1,13 +1,13 @@
 """From a manifest to a session plan: preflight, preparation, and what follows from them."""
 
 import contextlib
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from evergrad_coordinator.contract import PREPARED_FOLDER
 from evergrad_manifest.errors import InputError
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from evergrad_trainer.worker.session import SessionPlan
 
 _UNWRITABLE = (RunDirectoryError, VolumeError)
-
-
-@contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """End the process on SIGTERM as on Ctrl-C while it prepares.
-
-    The exception lets helpers and files be cleaned up.
-    """
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @dataclass(frozen=True)
@@ -130,7 +117,7 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     from evergrad_trainer.worker.opening import has_steps
 
     training, base = request.loaded.run.training, request.loaded.base_directory
-    shared = request.directory.path.parent / ".prepared"
+    shared = request.directory.path.parent / PREPARED_FOLDER
     if request.run_state.recorded is not None:
         check_unchanged(
             request.run_state.recorded,

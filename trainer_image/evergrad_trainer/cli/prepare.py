@@ -2,19 +2,30 @@
 ``run`` does it."""
 
 import argparse
+import functools
 import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final, Protocol, TextIO
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import PREPARED_FOLDER, PREPARING, ExitCode
+from evergrad_coordinator.secret import read_token
 from evergrad_coordinator.text import count, duration, short_count, size
+from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.reading.loader import add_manifest_arguments, load_from
 from evergrad_manifest.training import RECIPES, Training
+from evergrad_trainer.cli.pod import (
+    StatusPage,
+    add_pod_arguments,
+    last_words,
+    sigterm_interrupts,
+    try_patiently,
+)
 from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, Reason
+from evergrad_trainer.data.preparation.progress import OnProgress
 from evergrad_trainer.data.prepare import PrepareProgress, prepare, resolve_prepared_directory
 from evergrad_trainer.data.prepared import Prepared, PreparedSource
 
@@ -25,7 +36,7 @@ EXAMPLES = """\
   evergrad prepare trainingrun.yaml --set spec.training.data.malformed=skip
   evergrad prepare trainingrun.yaml --json | jq '.sources[].tokens'"""
 
-DEFAULT_DIRECTORY: Final = Path("runs") / ".prepared"
+DEFAULT_DIRECTORY: Final = Path("runs") / PREPARED_FOLDER
 _SECONDS_BETWEEN_LINES: Final = 5.0
 _VERBS: Final = {
     "scan": "reading",
@@ -53,13 +64,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print one JSON document: what was prepared, and where",
     )
+    add_pod_arguments(parser)
+    parser.add_argument(
+        "--status-port",
+        type=int,
+        metavar="PORT",
+        help="show progress at /status of this port, to whoever has the token of --token-file",
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="the file with the run's token"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Prepare everything; exit 0, or 75 after Ctrl-C: what is finished is kept.
+    """Prepare everything; exit 0, or 75 after Ctrl-C or SIGTERM: what is finished is kept.
 
-    Raises DataError, ConfigurationError.
+    In a pod, trouble of its host is tried again for a while. Raises DataError, ConfigurationError, HostError.
     """
+    with ExitStack() as stack:
+        # A person sees an error at once, and mends it; a pod's host may recover by itself.
+        is_in_pod = args.termination_log is not None
+        if is_in_pod:
+            stack.enter_context(last_words(args.termination_log))
+        work = functools.partial(_execute, args, _open_page(args, stack))
+
+        # Chunks that are finished stay, so that an interruption costs one chunk of each helper.
+        try:
+            with sigterm_interrupts():
+                return try_patiently(work) if is_in_pod else work()
+        except KeyboardInterrupt:
+            print(
+                "interrupted; finished chunks are kept, and the next prepare goes on from there",
+                file=sys.stderr,
+            )
+            return int(ExitCode.STOPPED_SAVED)
+
+
+def _open_page(args: argparse.Namespace, stack: ExitStack) -> OnProgress | None:
+    """Serve the page of the preparation's progress, if it was asked for. Raises ConfigurationError."""
+    if args.status_port is None:
+        return None
+    if args.token_file is None:
+        why, remedy = "progress is shown to the run alone", "Name the file with its token"
+        raise ConfigurationError(Problem("--token-file", "is missing", why, remedy))
+    # What shows progress must not end what makes it.
+    try:
+        token = read_token(args.token_file)
+    except (OSError, ValueError) as error:
+        text = f"progress is not shown: {args.token_file} cannot be read: {error}"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+        return None
+    page = StatusPage(token, port=args.status_port)
+    stack.callback(page.close)
+    page.show(describe_progress(None))
+    return lambda progress: page.show(describe_progress(progress))
+
+
+def describe_progress(progress: PrepareProgress | None) -> dict[str, Any]:
+    """Describe how far the preparation is, as the operator reads it; None before it has begun."""
+    shown: dict[str, Any] = {}
+    if progress is not None:
+        shown = {
+            "work": progress.phase,
+            "source": progress.source,
+            "bytesDone": progress.bytes_done,
+            "bytesTotal": progress.bytes_total,
+            "documents": progress.documents,
+            "tokens": progress.tokens,
+        }
+    return {"phase": PREPARING, "preparation": shown}
+
+
+def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
     loaded = load_from(args)
     if loaded.run.spec.script is not None:
         name = loaded.run.metadata.name
@@ -70,22 +146,18 @@ def execute(args: argparse.Namespace) -> int:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
         return int(ExitCode.DONE)
 
-    # Chunks that are finished stay, so that an interruption costs one chunk of each helper.
-    training, base_directory = loaded.run.training, loaded.base_directory
+    training = loaded.run.training
+    base_directory = loaded.base_directory
+    if args.base_directory is not None:
+        base_directory = args.base_directory.absolute()
     begun = time.monotonic()
-    try:
-        prepared = prepare_with_progress(
-            training,
-            base_directory=base_directory,
-            prepared_directory=args.prepared_directory,
-            workers=args.workers,
-        )
-    except KeyboardInterrupt:
-        print(
-            "interrupted; finished chunks are kept, and the next prepare goes on from there",
-            file=sys.stderr,
-        )
-        return int(ExitCode.STOPPED_SAVED)
+    prepared = prepare_with_progress(
+        training,
+        base_directory=base_directory,
+        prepared_directory=args.prepared_directory,
+        workers=args.workers,
+        on_progress=on_progress,
+    )
 
     # A task may prepare other data than token files: opening it does that now, and not in the run.
     directory = resolve_prepared_directory(
@@ -118,9 +190,10 @@ def prepare_with_progress(
     prepared_directory: Path,
     workers: int | None = None,
     stream: TextIO | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Prepared:
     """Run ``prepare`` with a bar where ``stream`` (default: stderr) is a terminal, else with a line every few
-    seconds.
+    seconds. ``on_progress`` is called beside it.
 
     Says nothing when there is nothing to do, but for lines that were skipped as malformed and rows that were
     left out or cut: those are named at every start.
@@ -128,12 +201,18 @@ def prepare_with_progress(
     shown = sys.stderr if stream is None else stream
     chosen: _Display = _Bar(shown) if shown.isatty() else _Lines(shown)
     with closing(chosen) as display:
+
+        def show(progress: PrepareProgress) -> None:
+            display.show(progress)
+            if on_progress is not None:
+                on_progress(progress)
+
         prepared = prepare(
             training,
             base_directory=base_directory,
             prepared_directory=prepared_directory,
             workers=workers,
-            on_progress=display.show,
+            on_progress=show,
         )
     for source in (*prepared.sources, *prepared.evaluation):
         # At every start, not only at the first: lines that are passed over are missing from the run.

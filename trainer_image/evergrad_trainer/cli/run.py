@@ -13,7 +13,8 @@ from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest, load_from
 from evergrad_trainer.checkpoint.ahead import read_ahead
 from evergrad_trainer.checkpoint.held import HeldFiles
-from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
+from evergrad_trainer.cli.planning import PlanRequest, plan_session
+from evergrad_trainer.cli.pod import sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
     add_run_arguments,
     delay_compiler,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from evergrad_coordinator.contract import PREPARED_FOLDER
 from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
@@ -117,7 +118,7 @@ def open_run(
     run, base, prepared = recorded.run, recorded.base_directory, recorded.prepared
     training, path = run.training, recorded.directory.path
     run_state = inspect_directory(recorded.directory, run, extend=True)
-    shared = path.absolute().parent / ".prepared"
+    shared = path.absolute().parent / PREPARED_FOLDER
     if _is_missing(prepared):
         # What is prepared now must be what the run was trained on.
         check_unchanged(prepared, training, base_directory=base, prepared_directory=shared)

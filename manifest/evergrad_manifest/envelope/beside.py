@@ -1,0 +1,31 @@
+"""``spec.preparation`` and ``spec.evaluation``: pods beside the nodes, with resources of their own."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from evergrad_manifest.base import Section
+from evergrad_manifest.envelope.resources import Resources, check_resources_at
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.view import View
+
+
+class Preparation(Section):
+    """Preparation of the data in a pod of its own, before any node is asked for."""
+
+    resources: Resources = Resources()
+    """Resources of its pod; it has a helper process a CPU."""
+    node_selector: dict[str, str] | None = None
+    """Labels of its host; default: node selector and node affinity of the template."""
+
+
+def check_preparation(view: View) -> Iterator[Problem]:
+    """Resources as in any container, and data that Evergrad prepares."""
+    if not view.is_given("spec.preparation"):
+        return
+    yield from check_resources_at(view, "spec", "preparation", "resources")
+    if view.is_given("spec.script"):
+        why = "a script reads its data itself"
+        yield Problem("spec.preparation", "has no meaning with script", why, "Remove it")
+
+
+RULES: Final = (check_preparation,)

@@ -1,0 +1,50 @@
+"""The data of a run are prepared by a pod of its own, before any node, and shared with another run of the
+same volume."""
+
+import json
+
+import pytest
+from cluster_runs import Runs
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+SECTION = {"resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
+
+
+def test_a_pod_prepares_then_nodes_train_and_a_second_run_finds_the_same_data(
+    runs: Runs,
+) -> None:
+    first = runs.start("prepared-one", steps=20, preparation=SECTION)
+    first.wait_for_phase("Complete", seconds=600)
+    (pod,) = first.pods(role="preparation")
+    assert pod["status"]["phase"] == "Succeeded"
+    made = pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"]
+    for node in first.pods():
+        assert node["metadata"]["creationTimestamp"] >= made
+    assert first.status()["preparation"]["work"] == "done"
+
+    claim = {"size": None, "claimName": "prepared-one"}
+    second = runs.start("prepared-two", steps=20, preparation=SECTION, storage=claim)
+    second.wait_for_phase("Complete", seconds=600)
+    (pod,) = second.pods(role="preparation")
+    said = runs.kubectl("logs", pod["metadata"]["name"])
+    assert "(prepared before)" in said
+    shared = [
+        one
+        for one in (runs.volume("prepared-one") / ".prepared").iterdir()
+        if one.name[0] != "."
+    ]
+    assert len(shared) == 1, [one.name for one in shared]
+
+
+def test_a_mistake_in_the_data_fails_the_run_before_a_node_is_asked_for(runs: Runs) -> None:
+    sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
+    run = runs.start(
+        "unprepared", steps=20, preparation=SECTION, training={"data": {"sources": sources}}
+    )
+    run.wait_for_phase("Failed", seconds=600)
+    condition = run.condition("Failed")
+    assert condition["reason"] == "UserError"
+    assert "exit code 64" in condition["message"]
+    assert "/documents/nowhere.jsonl" in condition["message"]
+    events = json.dumps(runs.list("events"))
+    assert "unprepared-0-0" not in events and "unprepared-coordinator" not in events

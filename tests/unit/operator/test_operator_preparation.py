@@ -1,0 +1,351 @@
+"""The data of a run with ``spec.preparation`` are prepared by a pod of its own, before any node is asked
+for."""
+
+import json
+from typing import Any
+
+import pytest
+from fake_kubernetes.simulation import CONFIG, KEY, Simulation
+from pod_security import violations
+
+from evergrad_coordinator.contract import ErrorKind, encode_termination
+from evergrad_operator.preparation import Preparation, pack_preparation, parse_preparation
+
+SECTION = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"memory": "2Gi"}}}
+REPORT = {
+    "phase": "Preparing",
+    "preparation": {
+        "work": "tokenize",
+        "source": "docs",
+        "bytesDone": 250,
+        "bytesTotal": 1000,
+        "documents": 7,
+        "tokens": 99,
+    },
+}
+
+
+@pytest.fixture
+def simulation() -> Simulation:
+    simulation = Simulation()
+    simulation.create_run(preparation=SECTION)
+    simulation.settle()
+    return simulation
+
+
+def start(simulation: Simulation) -> None:
+    simulation.start_pods()
+    simulation.settle()
+
+
+def suspend(simulation: Simulation) -> None:
+    """All pods leave, as the coordinator confirms."""
+    edit(simulation, suspend=True)
+    simulation.settle()
+    simulation.reap()
+    nodes = {"min": 1, "max": 2, "ready": 0, "connected": 0, "members": []}
+    simulation.train(nodes=nodes)
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.status["phase"] == "Suspended"
+
+
+def said(kind: ErrorKind, text: str) -> str:
+    return encode_termination(kind, text).decode()
+
+
+def pod(simulation: Simulation, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = simulation.store.get("pods", "ns", name)
+    return found
+
+
+def edit(simulation: Simulation, **spec: Any) -> None:
+    simulation.store.change("trainingruns", *KEY, {"spec": spec})
+
+
+def test_no_node_and_no_coordinator_is_made_before_the_data_are_prepared(
+    simulation: Simulation,
+) -> None:
+    assert simulation.pods("preparation") == ["run-prepare-0"]
+    start(simulation)
+    assert simulation.pods("preparation") == ["run-prepare-0"]
+    assert simulation.pods() == [] and simulation.pods("coordinator") == []
+    assert (simulation.status["phase"], simulation.status["reason"]) == ("Preparing",) * 2
+    ready = {one["type"]: one["status"] for one in simulation.status["conditions"]}
+    assert (ready["Ready"], ready["Reconciling"], ready["Stalled"]) == (
+        "False",
+        "True",
+        "False",
+    )
+
+    simulation.end_pod("run-prepare-0")
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+    assert simulation.pods("coordinator") == ["run-coordinator-0"]
+    assert simulation.pods("preparation") == ["run-prepare-0"]
+    assert simulation.status["restarts"]["total"] == 0
+
+
+def test_the_pod_has_its_own_resources_and_looks_where_the_nodes_will(
+    simulation: Simulation,
+) -> None:
+    raw = pod(simulation, "run-prepare-0")
+    (container,) = raw["spec"]["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "1500m"},
+        "limits": {"memory": "2Gi"},
+    }
+    text = " ".join(container["args"])
+    assert text.startswith("prepare /etc/evergrad/run/trainingrun.json ")
+    assert "--base-directory /volume/run --prepared-directory /volume/.prepared" in text
+    assert "--workers 2 --status-port 29401" in text, "a helper a CPU, rounded up"
+    assert container["image"] == CONFIG.trainer_image
+    assert raw["metadata"]["labels"]["evergrad.dev/role"] == "preparation"
+    assert violations(raw) == []
+    assert raw["spec"]["automountServiceAccountToken"] is False
+
+
+def test_it_runs_where_its_own_selector_says_else_where_the_run_may() -> None:
+    template = {"nodeSelector": {"pool": "gpu"}}
+    for section, expected in (
+        (SECTION, {"pool": "gpu"}),
+        ({**SECTION, "nodeSelector": {"pool": "cpu"}}, {"pool": "cpu"}),
+        ({**SECTION, "nodeSelector": {}}, None),
+    ):
+        simulation = Simulation()
+        simulation.create_run(preparation=section, template=template)
+        simulation.settle()
+        assert pod(simulation, "run-prepare-0")["spec"].get("nodeSelector") == expected
+
+
+def test_how_far_it_is_stands_in_the_status(simulation: Simulation) -> None:
+    start(simulation)
+    simulation.coordinators.answers[KEY] = REPORT
+    simulation.now += 30
+    simulation.settle()
+    assert simulation.status["preparation"] == {**REPORT["preparation"], "percent": 25}  # type: ignore[dict-item]
+    simulation.end_pod("run-prepare-0")
+    simulation.settle()
+    shown = simulation.status["preparation"]
+    assert (shown["work"], shown["percent"], shown["bytesDone"]) == ("done", 100, 1000)
+    assert simulation.status.get("progress", {}).get("step") is None
+
+
+def test_its_progress_alone_is_written_every_ten_seconds_at_most(
+    simulation: Simulation,
+) -> None:
+    start(simulation)
+    before = len(simulation.store.writes)
+    for done in range(40):
+        values = {**REPORT["preparation"], "bytesDone": done}  # type: ignore[dict-item]
+        simulation.coordinators.answers[KEY] = {"phase": "Preparing", "preparation": values}
+        simulation.now += 1.0
+        simulation.reconcile()
+    assert 3 <= len(simulation.store.writes) - before <= 5
+
+
+@pytest.mark.parametrize("how", ["killed", "deleted", "vanished"])
+def test_a_pod_that_is_lost_is_followed_by_another_that_goes_on(
+    simulation: Simulation, how: str
+) -> None:
+    start(simulation)
+    if how == "killed":
+        simulation.end_pod("run-prepare-0", 137)
+    elif how == "deleted":
+        with simulation.by_others():
+            simulation.store.delete("pods", "ns", "run-prepare-0")
+    else:
+        simulation.store.remove("pods", "ns", "run-prepare-0")
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+    assert "run-prepare-1" in simulation.pods("preparation")
+    assert simulation.pods() == []
+    assert simulation.status["restarts"]["total"] == 1
+    start(simulation)
+    simulation.end_pod("run-prepare-1")
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_a_mistake_in_the_data_fails_the_run_with_the_commands_own_words(
+    simulation: Simulation,
+) -> None:
+    start(simulation)
+    words = "docs.jsonl:7: is not valid JSON; a brace is missing. Correct the line."
+    simulation.end_pod("run-prepare-0", 64, message=said(ErrorKind.INPUT, words))
+    simulation.settle()
+    assert (simulation.status["phase"], simulation.status["reason"]) == ("Failed", "UserError")
+    assert (
+        f"(pod run-prepare-0) ended with exit code 64: {words}" in simulation.status["message"]
+    )
+    assert simulation.pods() == [] and simulation.pods("coordinator") == []
+    assert simulation.pods("preparation") == ["run-prepare-0"], "it was tried again"
+
+    # The file was corrected: the same run tries again.
+    edit(simulation, restartNonce="again")
+    simulation.settle()
+    start(simulation)
+    assert simulation.status["phase"] == "Preparing"
+    simulation.end_pod("run-prepare-1")
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_a_preparation_that_fails_too_often_ends_the_run_and_names_its_own_limit(
+    simulation: Simulation,
+) -> None:
+    for attempt in range(4):
+        start(simulation)
+        simulation.end_pod(f"run-prepare-{attempt}", 137, reason="OOMKilled")
+        simulation.now += 1
+        simulation.settle()
+        assert simulation.pods() == []
+        if attempt == 2:
+            assert simulation.status["reason"] == "BackingOff"
+        simulation.now += 120
+        simulation.settle()
+    assert simulation.status["phase"] == "Failed"
+    assert simulation.status["reason"] == "OutOfMemory"
+    assert "spec.preparation.resources.limits.memory" in simulation.status["message"]
+    assert simulation.pods("preparation") and "run-prepare-4" not in simulation.pods(
+        "preparation"
+    )
+
+
+def test_trouble_of_a_host_costs_no_failure_and_the_next_pod_keeps_away_from_it(
+    simulation: Simulation,
+) -> None:
+    start(simulation)
+    text = said(ErrorKind.ENVIRONMENT, "host n1: /volume: stale file handle")
+    for attempt in range(5):
+        simulation.end_pod(f"run-prepare-{attempt}", 70, message=text)
+        simulation.settle()
+        simulation.now += 400
+        simulation.settle()
+        start(simulation)
+    assert simulation.status["failures"].get("withoutProgress", 0) == 0
+    assert simulation.status["phase"] == "Preparing"
+    assert simulation.status["restarts"]["byCause"] == {"HostFault": 5}
+    placed = json.dumps(pod(simulation, "run-prepare-5")["spec"]["affinity"])
+    assert '"NotIn"' in placed and '"n1"' in placed
+    assert len(simulation.pods("preparation")) == 2, "older pods that ended are left"
+
+    simulation.end_pod("run-prepare-5")
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_suspension_deletes_the_pod_and_the_resumed_run_goes_on_where_it_was(
+    simulation: Simulation,
+) -> None:
+    start(simulation)
+    edit(simulation, suspend=True)
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspending"
+    simulation.reap()
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspended"
+    assert simulation.pods("preparation") == []
+    assert simulation.status["restarts"]["total"] == 0
+    edit(simulation, suspend=False)
+    simulation.settle()
+    assert simulation.pods("preparation") == ["run-prepare-1"] and simulation.pods() == []
+
+
+@pytest.mark.parametrize("change", ["suspend", "restart"])
+def test_a_run_whose_data_are_prepared_makes_no_such_pod_again(
+    simulation: Simulation, change: str
+) -> None:
+    start(simulation)
+    simulation.end_pod("run-prepare-0")
+    simulation.settle()
+    start(simulation)
+    simulation.train()
+    simulation.settle()
+    if change == "restart":
+        edit(simulation, restartNonce="b")
+        for _ in range(5):
+            simulation.settle()
+            simulation.reap()
+    else:
+        suspend(simulation)
+        assert simulation.pods("preparation") == []
+        edit(simulation, suspend=False)
+        simulation.settle()
+    assert simulation.pods() == ["run-0-1", "run-1-1"]
+    assert set(simulation.pods("preparation")) <= {"run-prepare-0"}
+
+
+def test_evaluation_sources_that_are_new_are_prepared_once_no_node_is_there(
+    simulation: Simulation,
+) -> None:
+    start(simulation)
+    simulation.end_pod("run-prepare-0")
+    simulation.settle()
+    start(simulation)
+    simulation.train()
+    simulation.settle()
+    suspend(simulation)
+    raw = simulation.store.get("trainingruns", *KEY)
+    sources = [{"name": "wiki", "path": "/data/wiki.jsonl"}]
+    training = {**raw["spec"]["training"], "evaluation": {"sources": sources}}
+    edit(simulation, suspend=False, training=training)
+    simulation.settle()
+    assert simulation.pods("preparation") == ["run-prepare-1"] and simulation.pods() == []
+
+
+def test_without_the_section_a_pod_that_prepares_leaves_and_nodes_come(
+    simulation: Simulation,
+) -> None:
+    start(simulation)
+    edit(simulation, preparation=None)
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+    assert simulation.pods("preparation") == []
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_a_deadline_ends_the_preparation_too() -> None:
+    simulation = Simulation()
+    simulation.create_run(preparation=SECTION, activeDeadlineSeconds=100)
+    simulation.settle()
+    start(simulation)
+    simulation.now += 101
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+    assert simulation.status["reason"] == "DeadlineExceeded"
+    assert simulation.pods("preparation") == []
+
+
+def test_a_pod_that_finds_no_place_is_explained_with_its_own_field(
+    simulation: Simulation,
+) -> None:
+    condition = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "0/3 nodes are available: insufficient cpu",
+    }
+    simulation.store.change(
+        "pods", "ns", "run-prepare-0", {"status": {"conditions": [condition]}}
+    )
+    simulation.settle()
+    assert (simulation.status["phase"], simulation.status["reason"]) == (
+        "Waiting",
+        "Unschedulable",
+    )
+    message = simulation.status["message"]
+    assert "the preparation (pod run-prepare-0): no node fits" in message
+    assert "Lower spec.preparation.resources" in message
+
+
+def test_what_is_remembered_of_a_preparation_is_read_back_and_bounded() -> None:
+    known = Preparation(attempt=3, is_recorded=True, prepared="abc")
+    assert parse_preparation({}, pack_preparation(known)) == known
+    assert parse_preparation({}, "") == parse_preparation({}, "{[") == Preparation()
+    long = parse_preparation({"work": "x" * 9999, "bytesDone": -1, "tokens": "no"}, "[]")
+    assert len(long.work) <= 128 and (long.bytes_done, long.tokens) == (0, 0)
