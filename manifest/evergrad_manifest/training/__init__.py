@@ -20,6 +20,7 @@ from evergrad_manifest.training.common import (
     Runtime,
 )
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
+from evergrad_manifest.training.model import Lora, Model, ResizeEmbeddings
 from evergrad_manifest.training.observing import RULES as RULES_OF_OBSERVING
 from evergrad_manifest.training.observing import (
     Logging,
@@ -28,7 +29,13 @@ from evergrad_manifest.training.observing import (
     Tracker,
 )
 from evergrad_manifest.training.optimization import RULES as RULES_OF_OPTIMIZATION
-from evergrad_manifest.training.optimization import Optimizer, ParameterGroup, Piece, Schedule
+from evergrad_manifest.training.optimization import (
+    Ema,
+    Optimizer,
+    ParameterGroup,
+    Piece,
+    Schedule,
+)
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
 from evergrad_manifest.training.own_task import check_recipe
 from evergrad_manifest.training.pretrain import (
@@ -41,7 +48,6 @@ from evergrad_manifest.training.pretrain import (
     EvaluationSetting,
     EvaluationSource,
     HeldOut,
-    Model,
     Source,
     Tokenizer,
 )
@@ -74,6 +80,7 @@ __all__ = [
     "Checkpoint",
     "Data",
     "EarlyStop",
+    "Ema",
     "Evaluation",
     "EvaluationSetting",
     "EvaluationSource",
@@ -84,6 +91,7 @@ __all__ = [
     "InitFrom",
     "KlStage",
     "Logging",
+    "Lora",
     "Metrics",
     "Model",
     "Monitor",
@@ -93,6 +101,7 @@ __all__ = [
     "Piece",
     "Profile",
     "Reproducibility",
+    "ResizeEmbeddings",
     "RowSettings",
     "Runtime",
     "Schedule",
@@ -132,6 +141,8 @@ class Training(Section):
     """The update rule."""
     schedule: Schedule = Schedule()
     """Learning rate over the horizon."""
+    ema: Ema | None = None
+    """An average of the weights over the updates."""
     horizon: Horizon
     """How long the run is: exactly one of steps, epochs and tokens."""
     stop: Stop = Stop()

@@ -2,6 +2,7 @@
 the seed."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from evergrad_trainer.checkpoint.search import Search
 from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.models.adapters import INITIAL_FIELD, check_initial
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.resume import compare_models
 from evergrad_trainer.state.registry import (
@@ -19,6 +21,7 @@ from evergrad_trainer.state.registry import (
     CURSOR,
     DESCRIPTION,
     FROZEN,
+    MODEL,
     OBSERVERS,
     RECIPE,
     SNAPSHOTS,
@@ -96,12 +99,14 @@ def restore(
         )
     elif init_from is not None:
         path = session.plan.base_directory / init_from.path
+        raise_if(check_initial(path, session.plan.run.training.model.lora), CheckpointError)
         if (path / "config.json").is_file():
             load_model_directory(
                 path, machinery.state(), config=session.plan.model.require_config()
             )
         else:
-            load_weights(path, machinery.state(), world=session.world)
+            found = load_weights(path, machinery.state(), world=session.world)
+            _check_other_base(path, machinery, from_extra(found.extra).get(FROZEN, {}))
         # What the task has made of the initial weights was made of others.
         seed = session.plan.run.training.reproducibility.seed
         enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
@@ -128,6 +133,18 @@ def settle_snapshots(session: Session, machinery: Machinery) -> None:
         )
 
     machinery.snapshots.settle(session.progress.finished_steps, session.world, read)
+
+
+def _check_other_base(path: Path, machinery: Machinery, stored: Values) -> None:
+    """Adapters of another run were trained beside the weights that they stand beside here."""
+    name = f"{MODEL}.base"
+    own = machinery.frozen.get(name)
+    if own is None or stored.get(name) in (None, own):
+        return
+    what = f"the adapters in {path} were trained beside other frozen weights"
+    why = "what they add would mean nothing beside these"
+    remedy = "Use the model that they were trained with, or leave initFrom out"
+    raise CheckpointError(Problem(INITIAL_FIELD, what, why, remedy))
 
 
 def _check_cursor(session: Session, stored: Values) -> None:
