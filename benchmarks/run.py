@@ -61,6 +61,7 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "sharded-memory": _simple("sharded_memory"),
     "overhead": _simple("overhead"),
     "two-stage-kl": _simple("two_stage_kl"),
+    "lora": _simple("lora"),
     "data-reading": _simple("data_reading"),
     "prepare": _simple("prepare"),
     "coordinator": _simple("coordinator"),

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from evergrad_coordinator.text import size
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.adapters import check_initial
-from evergrad_trainer.models.build import ModelPlan, count_parameters
+from evergrad_trainer.models.build import ModelPlan, build_empty_model, count_parameters
 from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
 
 Level = Literal["ok", "warning", "error"]
@@ -103,10 +105,21 @@ def check_memory(
 def check_base(
     training: Training, base_directory: Path, plan: ModelPlan | None
 ) -> Iterator[Finding]:
-    """Check that adapters stand beside weights that have learned something."""
+    """Check that adapters stand beside weights that have learned something, and that the loss can be made."""
     lora = training.model.lora
     if lora is None or plan is None:
         return
+    head = build_empty_model(plan, precision="fp32").get_output_embeddings()
+    if training.runtime.loss_chunk is not None and not isinstance(head, nn.Linear):
+        yield Finding(
+            "error",
+            Problem(
+                "spec.training.runtime.lossChunk",
+                "cannot be combined with an adapter beside the output head",
+                "logits are made in chunks of one layer's weights",
+                "Leave lossChunk out, or the head out of model.lora.targetModules",
+            ),
+        )
     if training.init_from is not None:
         path = base_directory / training.init_from.path
         yield from (Finding("error", problem) for problem in check_initial(path, lora))

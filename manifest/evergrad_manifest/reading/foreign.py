@@ -131,7 +131,7 @@ FOREIGN: Final = (
     Foreign(("use_gpu", "no_cuda", "use_cpu", "accelerator"), (f"{_T}.runtime.device",)),
     # Data and model.
     Foreign(
-        ("peft_config", "lora_config", "use_lora", "lora", "adapter", "use_peft"),
+        ("peft_config", "lora_config", "use_lora", "adapter", "use_peft"),
         (f"{_T}.model.lora",),
         "adapters are a part of the model",
     ),

@@ -30,7 +30,7 @@ class WholeHashes:
         adapters stand beside, by the names of :func:`find_bases`. ``without``: names of modules that get
         their weights later."""
         self._modules = {name: one for name, one in modules.items() if name not in without}
-        whole = {name: module_tensors(one) for name, one in self._modules.items()}
+        whole = {name: _tensors(one) for name, one in self._modules.items()}
         self._sums = {
             name: {
                 own: int(sum_words(tensor))
@@ -67,7 +67,7 @@ def hash_frozen(modules: Modules, names: Collection[str] | None = None) -> dict[
 
     ``names``: by default all that ``build`` gives its weights.
     """
-    frozen = {name: module_tensors(module) for name, module in modules.frozen.items()}
+    frozen = {name: _tensors(module) for name, module in modules.frozen.items()}
     frozen |= find_bases(modules)
     if names is None:
         names = frozen.keys() - modules.snapshots.keys()
@@ -83,6 +83,11 @@ def hash_frozen(modules: Modules, names: Collection[str] | None = None) -> dict[
         for name, tensors in frozen.items()
         if name in names
     }
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All of a frozen module, which may have adapters too."""
+    return {**module_tensors(module), **base_tensors(module)}
 
 
 def require_unchanged(modules: Modules, built: Mapping[str, str], *, code: Code) -> None:
