@@ -118,6 +118,22 @@ def test_a_loss_and_a_newcomer_leave_the_bits_as_they_are(
 
 
 @pytest.mark.long
+def test_a_checkpoint_is_evaluated_by_its_average_or_by_its_weights(
+    adapted: Experiment,
+) -> None:
+    directory = adapted.at("undisturbed")
+    losses = []
+    for more in ([], ["--weights", "average"], ["--weights", "trained"]):
+        ended = adapted.command("evaluate", str(directory), "--json", *more).expect(DONE)
+        [row] = json.loads(ended.out)["results"]
+        losses.append(row["loss"])
+    rows = [
+        json.loads(line) for line in (directory / "evaluation.jsonl").read_text().splitlines()
+    ]
+    assert losses[0] == losses[1] == rows[-1]["loss"] != losses[2]
+
+
+@pytest.mark.long
 def test_rows_are_learned_by_adapters_too(experiment: Experiment) -> None:
     rows = [{"prompt": f"{one}+1=", "completion": str(one + 1)} for one in range(80)]
     (experiment.path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -56,12 +56,6 @@ def test_a_failed_set_up_leaves_the_counter_raised_and_nothing_to_destroy(
     assert torch_private.group_state()[0] == 0
 
 
-def test_tensors_are_mixed_in_place_by_a_share() -> None:
-    tensors, others = [torch.tensor([4.0, 8.0])], [torch.tensor([8.0, 0.0])]
-    torch_private.mix(tensors, others, share=0.75)
-    assert tensors[0].tolist() == [5.0, 6.0] and others[0].tolist() == [8.0, 0.0]
-
-
 def cut(group: dist.ProcessGroup) -> Any:
     module = torch.nn.Linear(2, 2)
     return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))

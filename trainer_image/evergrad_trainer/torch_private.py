@@ -56,13 +56,6 @@ def scale(tensors: list[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def mix(tensors: list[torch.Tensor], others: list[torch.Tensor], *, share: float) -> None:
-    """Make each of ``tensors`` ``share`` · itself + (1 - ``share``) · the one of ``others``, in place: two
-    passes in all, as :func:`scale`."""
-    torch._foreach_mul_(tensors, share)
-    torch._foreach_add_(tensors, others, alpha=1.0 - share)
-
-
 def record_memory(max_entries: int | None) -> None:
     """Begin to keep the newest allocations of the accelerator's memory; None: stop, and forget them."""
     if max_entries is None:

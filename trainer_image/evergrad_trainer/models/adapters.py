@@ -151,7 +151,6 @@ def merge_adapters(model: "PreTrainedModel") -> None:
     """Add what the adapters have learned to the weights beside them, in fp32, and remove them, in place."""
     from peft.tuners.lora import LoraLayer
 
-    dtypes = {name: one.dtype for name, one in model.named_parameters()}
     with torch.no_grad():
         for path, layer in [*model.named_modules()]:
             if not isinstance(layer, LoraLayer):
@@ -162,8 +161,7 @@ def merge_adapters(model: "PreTrainedModel") -> None:
             if not isinstance(plain, nn.Linear):
                 # GPT-2's layers hold their weights the other way round.
                 added = added.T
-            merged = plain.weight.float() + added
-            plain.weight.copy_(merged.to(dtypes[f"{path}.base_layer.weight"]))
+            plain.weight.copy_(plain.weight.float() + added)
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, plain)
     mark_base(model, ())

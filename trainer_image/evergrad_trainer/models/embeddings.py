@@ -31,7 +31,7 @@ def resize_embeddings(model: "PreTrainedModel", rows: int) -> None:
     with torch.no_grad():
         for tensor in tensors:
             # By numpy, in one thread: torch's threads would add in an order that their number decides.
-            mean = tensor[:before].double().numpy().sum(axis=0) / before
+            mean = tensor[:before].detach().double().numpy().sum(axis=0) / before
             tensor[before:] = torch.as_tensor(mean).to(tensor.dtype)
 
 

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Ema, Training
-from evergrad_trainer import torch_private
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.state.registry import Values
 
@@ -64,10 +63,12 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights after an update."""
-        average = [_local(one) for one in self._average.values()]
-        weights = [_local(one.detach()).float() for one in self._weights.values()]
         decay = self.decay_after(self._updates)
-        torch_private.mix(average, weights, share=decay)
+        for name, weight in self._weights.items():
+            # Operations that round once each: a fused one may compute the end of a tensor otherwise than its
+            # middle, and an element would depend on where its tensor is cut.
+            share = _local(weight.detach()).float() * (1.0 - decay)
+            _local(self._average[name]).mul_(decay).add_(share)
         self._updates += 1
 
     def decay_after(self, updates: int) -> float:
