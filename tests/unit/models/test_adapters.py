@@ -1,5 +1,6 @@
 """Adapters beside frozen weights: what they compute, what of them is state, what is refused, and their merge."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch.nn import functional
 
 from evergrad_manifest.training import Lora, Model
 from evergrad_trainer.errors import ModelError
-from evergrad_trainer.models import adapters
 from evergrad_trainer.models.adapters import adapter_key, check_initial, merge_adapters
 from evergrad_trainer.models.build import build_empty_model, build_model, plan_model
 from evergrad_trainer.models.deferred import defer_model
@@ -199,10 +199,7 @@ def test_all_wrong_names_are_told_at_once() -> None:
 def test_without_peft_adapters_are_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(adapters.importlib, "import_module", missing)
+    monkeypatch.setitem(sys.modules, "peft", None)
     assert "the package peft is not installed. Install evergrad-trainer[lora]" in refusal()
 
 

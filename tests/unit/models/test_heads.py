@@ -54,7 +54,7 @@ def test_the_loss_and_its_gradients_are_those_of_such_logits(chunk_tokens: int |
         loss.backward()
         found.append((loss.detach(), model.lm_head.weight.grad))
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_without_a_linear_head_is_refused() -> None:

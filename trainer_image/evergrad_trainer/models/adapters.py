@@ -64,9 +64,11 @@ def add_adapters(
             parameter.data = parameter.data.to(dtype)
 
 
-def choose_targets(model: "PreTrainedModel", lora: Lora) -> dict[str, nn.Module]:
+def choose_targets(model: "PreTrainedModel", lora: Lora) -> dict[str, Any]:
     """The layers that get an adapter, by their whole names. Raises ModelError with all problems."""
-    layers = {name: one for name, one in model.named_modules() if _is_linear(one)}
+    layers: dict[str, Any] = {
+        name: one for name, one in model.named_modules() if _is_linear(one)
+    }
     head: Any = model.get_output_embeddings()
     if not lora.target_modules:
         chosen = {name: one for name, one in layers.items() if one is not head}
@@ -93,7 +95,8 @@ def _target_problems(model: "PreTrainedModel", targets: Sequence[str]) -> Iterat
     modules = {name: one for name, one in model.named_modules() if name}
     linear = [name for name, one in modules.items() if _is_linear(one)]
     endings = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    table: Any = model.get_input_embeddings()
     for index, target in enumerate(targets):
         where = f"{_FIELD}.targetModules[{index}]"
         found = [name for name in modules if _is_meant(name, [target])]
@@ -152,10 +155,11 @@ def merge_adapters(model: "PreTrainedModel") -> None:
     from peft.tuners.lora import LoraLayer
 
     with torch.no_grad():
-        for path, layer in [*model.named_modules()]:
-            if not isinstance(layer, LoraLayer):
-                continue
-            plain: Any = layer.get_base_layer()
+        layers: list[tuple[str, Any]] = [
+            (path, one) for path, one in model.named_modules() if isinstance(one, LoraLayer)
+        ]
+        for path, layer in layers:
+            plain = layer.get_base_layer()
             down, up = layer.lora_A[_NAME].weight.float(), layer.lora_B[_NAME].weight.float()
             added = up @ down * float(layer.scaling[_NAME])
             if not isinstance(plain, nn.Linear):

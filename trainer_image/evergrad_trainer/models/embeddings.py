@@ -18,12 +18,13 @@ def padded_size(rows: int, *, multiple_of: int) -> int:
 def resize_embeddings(model: "PreTrainedModel", rows: int) -> None:
     """Give the tables of ``model`` that many rows, in place; a new row is the mean of those before.
 
-    The same bits in every process: no random number is drawn, and the means are sums in one order.
+    The same bits in every process: no random number is left, and the means are sums in one order.
     """
-    before = model.get_input_embeddings().weight.shape[0]
+    table: Any = model.get_input_embeddings()
+    before = table.weight.shape[0]
     model.resize_token_embeddings(rows, mean_resizing=False)
-    head: Any = model.get_output_embeddings()
-    tensors = [model.get_input_embeddings().weight]
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tensors = [table.weight]
     if head is not None and head.weight is not tensors[0]:
         tensors.append(head.weight)
     if head is not None and getattr(head, "bias", None) is not None:
