@@ -146,7 +146,8 @@ def check_stored(view: View) -> Iterator[Problem]:
     if view.get(MODEL) is UNKNOWN or not view.is_given(MODEL):
         return
     for key in _OF_STORED:
-        if view.is_given(f"{MODEL}.{key}") and not view.is_given(f"{MODEL}.path"):
+        # A run that was written out has the empty default.
+        if view.raw(*MODEL.split("."), key) and not view.is_given(f"{MODEL}.path"):
             why = "it changes what a directory holds, and there is none"
             remedy = "Write the values into model.config"
             if key == "resizeEmbeddings":
