@@ -62,6 +62,7 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "overhead": _simple("overhead"),
     "two-stage-kl": _simple("two_stage_kl"),
     "latent-edit": _simple("latent_edit"),
+    "lora": _simple("lora"),
     "data-reading": _simple("data_reading"),
     "prepare": _simple("prepare"),
     "coordinator": _simple("coordinator"),

@@ -26,7 +26,8 @@ def main() -> int:
     is_check = parser.parse_args().check
     # Those of people, without the ones that would make the file too large for kubectl apply.
     left_out = {
-        ROOT / "docs" / name for name in ("reference", "capabilities.md", "runbooks", "migrating")
+        ROOT / "docs" / name
+        for name in ("reference", "capabilities.md", "runbooks", "migrating")
     }
     pages = sorted(
         page for page in ROOT.glob("docs/**/*.md") if not left_out & {page, *page.parents}

@@ -58,6 +58,7 @@ OWN_TASK: Final[dict[str, Any]] = {
 }
 """Sections of ``spec.training`` for a task of the user's own."""
 SFT: Final[dict[str, Any]] = {
+    "ema": {"decay": 0.999},
     "recipe": "sft",
     "data": {
         "sources": [{"name": "chats", "path": "/data/chats.jsonl"}],

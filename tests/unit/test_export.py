@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from evergrad_manifest.identity import from_wire, to_wire
+from evergrad_manifest.training import Model
 from evergrad_trainer import export
 from evergrad_trainer.checkpoint.attempts import Medium
 from evergrad_trainer.checkpoint.generations import claim_generation
@@ -27,6 +28,8 @@ from evergrad_trainer.models import safetensors_files
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.state.providers import module_tensors
+from evergrad_trainer.task import Modules
+from evergrad_trainer.training.frozen import hash_frozen
 
 LLAMA = {
     "model_type": "llama",
@@ -46,7 +49,13 @@ MIXTRAL = {
 MakeRun = Callable[..., tuple[Path, Any]]
 
 
-def save_sharded(directory: Path, state: dict[str, torch.Tensor], *, ranks: int) -> None:
+def save_sharded(
+    directory: Path,
+    state: dict[str, torch.Tensor],
+    *,
+    ranks: int,
+    frozen: dict[str, str] | None = None,
+) -> None:
     """Write a checkpoint whose tensors are cut along their first dimension, as fsdp2's are."""
     generation = claim_generation(directory)
     attempts = open_store(directory, medium=Medium(stale_seconds=0.0)).attempts
@@ -74,7 +83,8 @@ def save_sharded(directory: Path, state: dict[str, torch.Tensor], *, ranks: int)
     entries.append(attempts.write_document(attempt, TENSORS, encode_table(table)))
     identity = Identity("one", "recipe", "data")
     version = Version(10, generation, 1)
-    manifest = Manifest(version, ranks, identity, {}, False, tuple(entries), {}, 0.0)
+    extra = {"state": {"frozen": frozen or {}}}
+    manifest = Manifest(version, ranks, identity, extra, False, tuple(entries), {}, 0.0)
     attempts.publish(attempt, manifest)
 
 
@@ -82,9 +92,12 @@ def save_sharded(directory: Path, state: dict[str, torch.Tensor], *, ranks: int)
 def make_run(tmp_path: Path) -> MakeRun:
     """``make_run(config, ranks=3)``: a run's directory with one checkpoint, and the model that it holds."""
 
-    def make(config: dict[str, Any], *, ranks: int = 3) -> tuple[Path, Any]:
+    def make(
+        config: dict[str, Any], *, ranks: int = 3, ema: Any = None, **model_settings: Any
+    ) -> tuple[Path, Any]:
         training = {
-            "model": {"config": config},
+            "model": {"config": config, **model_settings},
+            "ema": ema,
             "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
             "batching": {"globalBatchSize": 2, "microBatchSize": 1},
             "optimizer": {"learningRate": 0.1},
@@ -103,8 +116,16 @@ def make_run(tmp_path: Path) -> MakeRun:
         directory.write_resolved({"manifest": to_wire(run), "baseDirectory": "."})
         plan = plan_model(run.training.model, base_directory=tmp_path, vocab_size=257)
         model = build_model(plan, seed=0, precision="fp32")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.randn_like(parameter))
         state = {f"model.{name}": tensor for name, tensor in module_tensors(model).items()}
-        save_sharded(directory.checkpoints, state, ranks=ranks)
+        if ema is not None:
+            # Twice the weights, so that the two are told apart.
+            state |= {f"ema.{name}": 2 * tensor.float() for name, tensor in state.items()}
+        frozen = hash_frozen(Modules({"model": model}))
+        save_sharded(directory.checkpoints, state, ranks=ranks, frozen=frozen)
         return directory.path, model
 
     return make
@@ -254,3 +275,79 @@ def test_a_type_that_the_files_do_not_have_is_named_before_anything_is_written(
             tmp_path, forms, lambda name: torch.zeros(2), num_parameters=4, max_file_bytes=8
         )
     assert list(tmp_path.iterdir()) == []
+
+
+IDS = torch.arange(12).view(1, 12)
+
+
+@pytest.mark.capability("A-40")
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_adapters_are_merged_into_a_model_that_any_tool_reads(
+    make_run: MakeRun, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run, model = make_run(config, lora={"rank": 2, "alpha": 0.5})
+    result = export.export_checkpoint(run, step=None, output=tmp_path / "ours", dtype=None)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto").eval()
+    assert not [name for name in read_directory(tmp_path / "ours") if "lora" in name]
+    assert result.parameters == sum(one.numel() for one in merged.parameters())
+    torch.testing.assert_close(
+        merged(IDS).logits, model.eval()(IDS).logits, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_adapters_alone_are_what_peft_reads_beside_their_base(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    run, model = make_run(LLAMA, lora={"rank": 2, "targetModules": ["q_proj", "up_proj"]})
+    base_plan = plan_model(
+        Model.model_validate({"config": LLAMA}), base_directory=tmp_path, vocab_size=257
+    )
+    base = build_model(base_plan, seed=0, precision="fp32")
+    result = export.export_checkpoint(
+        run, step=10, output=tmp_path / "ours", dtype=None, is_adapter=True
+    )
+    loaded = PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    assert torch.equal(loaded(input_ids=IDS).logits, model.eval()(IDS).logits)
+    assert result.parameters == sum(
+        one.numel() for one in model.parameters() if one.requires_grad
+    )
+    assert not (tmp_path / "ours" / "model.safetensors").exists()
+
+
+def test_a_merge_with_another_base_than_it_was_trained_beside_is_refused(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    run, _ = make_run(LLAMA, lora={"rank": 2})
+    resolved = json.loads((run / "run.json").read_text())
+    resolved["manifest"]["spec"]["training"]["reproducibility"]["seed"] = 1
+    (run / "run.json").write_text(json.dumps(resolved))
+    with pytest.raises(CheckpointError, match="trained beside other weights"):
+        export.export_checkpoint(run, step=None, output=tmp_path / "ours", dtype=None)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_the_average_is_exported_where_it_is_asked_for(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    run, model = make_run(LLAMA, ema={"decay": 0.5})
+    for weights, factor in (("trained", 1), ("average", 2)):
+        output = tmp_path / weights
+        export.export_checkpoint(run, step=None, output=output, dtype=None, weights=weights)
+        found = read_directory(output)
+        tensors = module_tensors(model)
+        assert all(torch.equal(found[name], factor * tensors[name]) for name in found)
+
+
+def test_what_a_run_does_not_have_is_not_exported(make_run: MakeRun, tmp_path: Path) -> None:
+    run, _ = make_run(LLAMA)
+    options: dict[str, Any] = {"step": None, "output": tmp_path / "ours", "dtype": None}
+    with pytest.raises(
+        RunDirectoryError, match=r"model\.lora is not set\. Leave --adapter out"
+    ):
+        export.export_checkpoint(run, **options, is_adapter=True)
+    with pytest.raises(RunDirectoryError, match=r"ema is not set\. Use --weights trained"):
+        export.export_checkpoint(run, **options, weights="average")

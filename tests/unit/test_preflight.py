@@ -397,6 +397,7 @@ def test_two_stages_need_a_model_whose_logits_can_be_made_in_chunks() -> None:
         assert [one.path for one in find_traps(staged, plan, machine=MACHINE)] == found
 
 
+@pytest.mark.capability("A-5", "A-57")
 def test_a_pretrained_model_is_not_trained_on_bytes_by_default() -> None:
     assert traps(model={"path": "pretrained"}) == ["spec.training.tokenizer"]
     assert traps(model={"path": "pretrained"}, tokenizer={"type": "byte"}) == []

@@ -1,10 +1,11 @@
 """A checkpoint as a transformers directory: safetensors, configuration and tokenizer, for any tool that reads
-those."""
+those; or its adapters alone, as peft reads them."""
 
 import logging
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,15 +17,29 @@ from evergrad_manifest.identity import from_wire
 from evergrad_manifest.training import Training
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.checkpoint.restoring import compare_tensors
-from evergrad_trainer.checkpoint.weights import StoredTensors, find_checkpoint, open_tensors
+from evergrad_trainer.checkpoint.weights import (
+    StoredTensors,
+    find_checkpoint,
+    open_tensors,
+    read_extra,
+)
 from evergrad_trainer.data.chat_template import TEMPLATE_FILE
 from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
+from evergrad_trainer.models.adapters import (
+    ADAPTER_FILE,
+    adapter_key,
+    merge_adapters,
+    write_adapter_config,
+)
 from evergrad_trainer.models.build import ModelPlan, build_empty_model, build_model, plan_model
 from evergrad_trainer.models.safetensors_files import TensorForm, write_weights
+from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
 from evergrad_trainer.run_directory import RunDirectory, reported
 from evergrad_trainer.state.providers import module_tensors
-from evergrad_trainer.state.registry import MODEL
+from evergrad_trainer.state.registry import EMA, FROZEN, MODEL, from_extra
+from evergrad_trainer.task import Modules
+from evergrad_trainer.training.frozen import hash_frozen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,14 +66,43 @@ class ExportResult:
     dtype: str
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """The trained weights of one checkpoint, or their average where that is asked for."""
+
+    stored: StoredTensors
+    average: StoredTensors | None
+    where: str
+
+    def check(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Raises CheckpointError unless the checkpoint has tensors of these names and shapes."""
+        keyed = {f"{MODEL}.{name}": tensor for name, tensor in wanted.items()}
+        raise_if(compare_tensors(self.stored.table, keyed, where=self.where), CheckpointError)
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One whole tensor; what is not averaged, such as a buffer, as it is."""
+        key = f"{EMA}.{MODEL}.{name}"
+        if self.average is not None and key in self.average.table:
+            return self.average.read(key, dtype)
+        return self.stored.read(f"{MODEL}.{name}", dtype)
+
+
 def export_checkpoint(
-    run_directory: Path, *, step: int | None, output: Path, dtype: str | None
+    run_directory: Path,
+    *,
+    step: int | None,
+    output: Path,
+    dtype: str | None,
+    weights: str = TRAINED,
+    is_adapter: bool = False,
 ) -> ExportResult:
     """Write the newest valid checkpoint (or that of ``step``) to ``output``, which must not exist yet.
 
-    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``output``
-    appears whole or not at all. One tensor at a time is in memory, converted as it is read. Raises
-    RunDirectoryError, VolumeError (no space), CheckpointError, ModelError or DataError.
+    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``weights``:
+    ``trained`` or ``average``. ``is_adapter``: adapters alone, as peft has them; without it they are merged
+    into the weights beside them. ``output`` appears whole or not at all. One tensor at a time is in memory,
+    converted as it is read, where nothing is merged. Raises RunDirectoryError, VolumeError (no space),
+    CheckpointError, ModelError or DataError.
     """
     directory = RunDirectory(run_directory)
     resolved = directory.read_resolved()
@@ -85,6 +129,11 @@ def export_checkpoint(
     # Mistakes of the run's files show before the checkpoint is hashed, which may take minutes.
     run = from_wire(resolved["manifest"])
     training, base = run.training, run_directory / resolved["baseDirectory"]
+    lora = training.model.lora
+    if is_adapter and lora is None:
+        what, why = "has no adapters", "spec.training.model.lora is not set"
+        raise RunDirectoryError(Problem(str(run_directory), what, why, "Leave --adapter out"))
+    check_has_average(training, weights, where=str(run_directory))
     tokenizer = load_tokenizer(training.tokenizer, base)
     plan = plan_model(training.model, base_directory=base, vocab_size=tokenizer.vocab_size)
     model = build_empty_model(plan, precision=training.runtime.precision)
@@ -92,20 +141,39 @@ def export_checkpoint(
     if dtype is not None:
         model.to(_DTYPES[dtype])  # type: ignore[arg-type]
     checkpoint = find_checkpoint(run_directory, step=step)
-    stored = open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False)
+    found = _Weights(
+        open_tensors(checkpoint, prefix=f"{MODEL}.", checksums=False),
+        open_tensors(checkpoint, prefix=f"{EMA}.", checksums=False)
+        if weights == AVERAGE
+        else None,
+        str(checkpoint),
+    )
+    found.check(module_tensors(model))
 
     # Beside the final name, so that the rename is one of the same file system.
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with reported(output, what="cannot be written"):
             temporary.mkdir(parents=True)
-            _write_model(model, stored, temporary, plan=plan, where=str(checkpoint))
+            if is_adapter:
+                _write_adapters(
+                    model,
+                    found,
+                    temporary,
+                    base=str(plan.weights.resolve()) if plan.weights else "",
+                )
+            elif lora is not None:
+                model = _write_merged(model, found, temporary, training=training, plan=plan)
+            else:
+                _write_model(model, found, temporary, plan=plan)
             _write_tokenizer(tokenizer, training, temporary)
             os.rename(temporary, output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(
+        one.numel() for one in model.parameters() if one.requires_grad or not is_adapter
+    )
     name = str(next(model.parameters()).dtype).removeprefix("torch.")
     version = parse_checkpoint_name(checkpoint.name)
     return ExportResult(checkpoint, version.step if version else 0, output, parameters, name)
@@ -120,20 +188,15 @@ def _write_tokenizer(tokenizer: TextTokenizer, training: Training, directory: Pa
 
 def _write_model(
     model: "PreTrainedModel",
-    stored: StoredTensors,
+    found: _Weights,
     directory: Path,
     *,
     plan: ModelPlan,
-    where: str,
 ) -> None:
-    """Write configuration and weights of ``model``, which has no memory for them, from ``stored``."""
+    """Write configuration and weights of ``model``, which has no memory for them."""
     from transformers.core_model_loading import revert_weight_conversion
-    from transformers.utils.logging import disable_progress_bar
 
-    # Before the first file: names or shapes of another model would make an export that loads nowhere.
     tensors = module_tensors(model)
-    wanted = {f"{MODEL}.{name}": tensor for name, tensor in tensors.items()}
-    raise_if(compare_tensors(stored.table, wanted, where=where), CheckpointError)
     model.config.use_cache = True
 
     # A few architectures are saved under other names and shapes than they have in memory (experts in one
@@ -151,10 +214,8 @@ def _write_model(
         torch.nn.Module.to(whole, model.dtype)
         with torch.no_grad():
             for name, tensor in module_tensors(whole).items():
-                tensor.copy_(stored.read(f"{MODEL}.{name}", tensor.dtype))
-        whole.config.use_cache = True
-        disable_progress_bar()
-        whole.save_pretrained(directory, max_shard_size=_MAX_FILE_BYTES)
+                tensor.copy_(found.read(name, tensor.dtype))
+        _save_whole(whole, directory)
         return
 
     # The same files as save_pretrained's, which would want the whole model in memory.
@@ -172,7 +233,60 @@ def _write_model(
     write_weights(
         directory,
         forms,
-        lambda name: stored.read(f"{MODEL}.{name}", forms[name].dtype),
+        lambda name: found.read(name, forms[name].dtype),
         num_parameters=model.num_parameters(),
         max_file_bytes=_MAX_FILE_BYTES,
     )
+
+
+def _write_merged(
+    empty: "PreTrainedModel",
+    found: _Weights,
+    directory: Path,
+    *,
+    training: Training,
+    plan: ModelPlan,
+) -> "PreTrainedModel":
+    """Write the model with its adapters added to the weights beside them; returns what was written.
+
+    ``empty``: of the type that is asked for. Raises CheckpointError where those weights are not the ones that
+    the adapters were trained beside.
+    """
+    seed, precision = training.reproducibility.seed, training.runtime.precision
+    model = build_model(plan, seed=seed, precision=precision)
+    recorded = from_extra(read_extra(Path(found.where))).get(FROZEN, {})
+    built = hash_frozen(Modules({MODEL: model}))
+    if any(recorded.get(name) != own for name, own in built.items()):
+        what = "its adapters were trained beside other weights than those that are there now"
+        why = f"{plan.weights or 'what the seed makes'} has changed since the run began"
+        remedy = "Restore it, or export the adapters alone: --adapter"
+        raise CheckpointError(Problem(found.where, what, why, remedy))
+    with torch.no_grad():
+        for name, tensor in module_tensors(model).items():
+            tensor.copy_(found.read(name, tensor.dtype))
+    merge_adapters(model)
+    # In place, by the method of torch: the type of transformers' own is not known.
+    torch.nn.Module.to(model, empty.dtype)
+    _save_whole(model, directory)
+    return model
+
+
+def _save_whole(model: "PreTrainedModel", directory: Path) -> None:
+    """Write a model that is in memory, as transformers writes it."""
+    from transformers.utils.logging import disable_progress_bar
+
+    model.config.use_cache = True
+    disable_progress_bar()
+    model.save_pretrained(directory, max_shard_size=_MAX_FILE_BYTES)
+
+
+def _write_adapters(
+    model: "PreTrainedModel", found: _Weights, directory: Path, *, base: str
+) -> None:
+    """Write the adapters of ``model``, which has no memory for them, under the names that peft gives them."""
+    from safetensors.torch import save_file
+
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    tensors = {adapter_key(name): found.read(name, one.dtype) for name, one in trained.items()}
+    save_file(tensors, directory / ADAPTER_FILE, metadata={"format": "pt"})
+    write_adapter_config(model, directory, base=base)

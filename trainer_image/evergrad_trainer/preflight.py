@@ -48,7 +48,7 @@ from evergrad_trainer.models.parallel import problem_of_shards
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
 from evergrad_trainer.observers.trackers.libraries import check_trackers
 from evergrad_trainer.optim.groups import unmatched_patterns
-from evergrad_trainer.preflight_memory import Finding, check_memory, model_facts
+from evergrad_trainer.preflight_memory import Finding, check_base, check_memory, model_facts
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
@@ -110,6 +110,7 @@ def examine(
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
         sharing = {"num_workers": num_workers, "world_size": max(num_workers, min(sizes))}
         findings += check_model(training, facts)
+        findings += check_base(training, base_directory, plan)
         findings += check_memory(training, facts, machine, **sharing)
         size = checkpoint_bytes(facts, training)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
@@ -193,7 +194,10 @@ def describe_size(training: Training, base_directory: Path) -> str:
         return f"{facts.parameters:,} parameters, none of which is trained"
     need = memory_of(facts, training, world_size=1, on_accelerator=False, compiles=False)
     memory = size(need.total)
-    return f"{facts.parameters:,} parameters, about {memory} to train them on each worker"
+    trained = "" if facts.trained is None else f", {facts.trained:,} of them trained"
+    return (
+        f"{facts.parameters:,} parameters{trained}, about {memory} to train them on each worker"
+    )
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:

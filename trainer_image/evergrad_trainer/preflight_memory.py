@@ -1,15 +1,20 @@
-"""The size of a model beside the memory of this machine, one check of preflight."""
+"""Two checks of preflight that look at the model: its size beside the memory of this machine, and what
+adapters stand beside."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+from torch import nn
 
 from evergrad_coordinator.text import size
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine
-from evergrad_trainer.models.build import ModelPlan, count_parameters
+from evergrad_trainer.models.adapters import check_initial
+from evergrad_trainer.models.build import ModelPlan, build_empty_model, count_parameters
 from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
 
 Level = Literal["ok", "warning", "error"]
@@ -26,12 +31,14 @@ class Finding:
 def model_facts(plan: ModelPlan) -> ModelFacts:
     """Return the sizes of the planned model. Raises ModelError if it cannot be built."""
     config = plan.require_config().get_text_config()
+    has_adapters = plan.settings.lora is not None
     return ModelFacts(
         parameters=count_parameters(plan),
         hidden_size=hidden_size_of(config),
         num_layers=int(config.num_hidden_layers),
         vocab_size=int(config.vocab_size),
         max_positions=getattr(config, "max_position_embeddings", None),
+        trained=count_parameters(plan, trained_only=True) if has_adapters else None,
     )
 
 
@@ -81,7 +88,8 @@ def check_memory(
         "compiles": compiles,
     }
     need = memory_of(facts, training, **plan)
-    text = f"{facts.parameters:,} parameters need about {size(need.total * sharers)}"
+    trained = "" if facts.trained is None else f" ({facts.trained:,} of them trained)"
+    text = f"{facts.parameters:,} parameters{trained} need about {size(need.total * sharers)}"
     if available is None:
         yield Finding(
             "warning", Problem("memory", text, "how much this machine has could not be read")
@@ -113,3 +121,37 @@ def check_memory(
             "fsdp2, or a smaller model; docs/model-sizes.md has a table"
         )
         yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
+
+
+def check_base(
+    training: Training, base_directory: Path, plan: ModelPlan | None
+) -> Iterator[Finding]:
+    """Check that adapters stand beside weights that have learned something, and that the loss can be made."""
+    lora = training.model.lora
+    if lora is None or plan is None:
+        return
+    head = build_empty_model(plan, precision="fp32").get_output_embeddings()
+    if training.runtime.loss_chunk is not None and not isinstance(head, nn.Linear):
+        yield Finding(
+            "error",
+            Problem(
+                "spec.training.runtime.lossChunk",
+                "cannot be combined with an adapter beside the output head",
+                "logits are made in chunks of one layer's weights",
+                "Leave lossChunk out, or the head out of model.lora.targetModules",
+            ),
+        )
+    if training.init_from is not None:
+        path = base_directory / training.init_from.path
+        yield from (Finding("error", problem) for problem in check_initial(path, lora))
+    if plan.weights is None:
+        where = "path" if training.model.path is not None else "config"
+        yield Finding(
+            "warning",
+            Problem(
+                f"spec.training.model.{where}",
+                "has no weights, and model.lora freezes what the seed makes",
+                "adapters change little in what a model computes",
+                "Name a directory with weights as model.path",
+            ),
+        )

@@ -230,6 +230,7 @@ FOREIGN: Final = (
         "a task of your own has observers, its own loss and its own data; nothing replaces the values of "
         "others unseen",
     ),
+    Foreign(("ema_decay", "use_ema", "ema_model", "ema_halflife"), (f"{_T}.ema.decay",)),
     # The machine.
     Foreign(("bf16", "fp16", "mixed_precision", "amp"), (f"{_T}.runtime.precision",)),
     Foreign(("tf32", "allow_tf32"), (f"{_T}.runtime.matmulPrecision",)),
@@ -241,6 +242,42 @@ FOREIGN: Final = (
     ),
     Foreign(("use_gpu", "no_cuda", "use_cpu", "accelerator"), (f"{_T}.runtime.device",)),
     # Data and model.
+    Foreign(
+        ("peft_config", "lora_config", "use_lora", "adapter", "use_peft"),
+        (f"{_T}.model.lora",),
+        "adapters are a part of the model",
+    ),
+    Foreign(("lora_r", "lora_rank"), (f"{_T}.model.lora.rank",)),
+    Foreign(("lora_alpha",), (f"{_T}.model.lora.alpha",)),
+    Foreign(("lora_dropout",), (f"{_T}.model.lora.dropout",)),
+    Foreign(("lora_target", "lora_target_modules"), (f"{_T}.model.lora.targetModules",)),
+    Foreign(("use_rslora", "rslora"), (f"{_T}.model.lora.rankStabilized",)),
+    Foreign(
+        ("load_in_4bit", "load_in_8bit", "quantization_config", "qlora", "bnb_config"),
+        (f"{_T}.model.lora.baseDtype",),
+        "frozen weights are kept in bf16 at the least; quantised ones need kernels of one vendor",
+    ),
+    Foreign(
+        ("neftune_noise_alpha", "neftune_alpha", "noisy_embedding_alpha"),
+        (f"{_T}.model.embeddingNoise",),
+    ),
+    Foreign(
+        ("resize_token_embeddings", "resize_vocab", "resize_embedding_layer"),
+        (f"{_T}.model.resizeEmbeddings.multipleOf",),
+    ),
+    Foreign(
+        ("cast_lm_head_to_fp32", "fp32_lm_head", "upcast_lmhead_out", "lm_head_fp32"),
+        (f"{_T}.model.headPrecision",),
+    ),
+    Foreign(
+        ("hf_config_kwargs", "config_kwargs", "model_config_overrides"),
+        (f"{_T}.model.configOverrides",),
+    ),
+    Foreign(
+        ("torch_dtype", "model_dtype"),
+        (f"{_T}.runtime.precision", f"{_T}.model.lora.baseDtype"),
+        "the type of weights that are trained decides what is computed with",
+    ),
     Foreign(("from_pretrained", "model_name_or_path"), (f"{_T}.model.path",)),
     Foreign(("block_size", "max_seq_length", "seq_length"), (f"{_T}.data.sequenceLength",)),
     Foreign(("train_type", "trainer_type", "stage_type"), (f"{_T}.recipe",)),

@@ -25,6 +25,7 @@ from evergrad_manifest.training.common import (
 from evergrad_manifest.training.common import RULES as RULES_OF_ALL
 from evergrad_manifest.training.latent_edit import RULES as RULES_OF_LATENT_EDIT
 from evergrad_manifest.training.latent_edit import LatentEdit
+from evergrad_manifest.training.model import Lora, Model, ResizeEmbeddings
 from evergrad_manifest.training.observing import RULES as RULES_OF_OBSERVING
 from evergrad_manifest.training.observing import (
     Logging,
@@ -33,7 +34,13 @@ from evergrad_manifest.training.observing import (
     Tracker,
 )
 from evergrad_manifest.training.optimization import RULES as RULES_OF_OPTIMIZATION
-from evergrad_manifest.training.optimization import Optimizer, ParameterGroup, Piece, Schedule
+from evergrad_manifest.training.optimization import (
+    Ema,
+    Optimizer,
+    ParameterGroup,
+    Piece,
+    Schedule,
+)
 from evergrad_manifest.training.own_task import RULES as RULES_OF_OWN_TASK
 from evergrad_manifest.training.own_task import check_recipe
 from evergrad_manifest.training.preference import RULES as RULES_OF_PREFERENCE
@@ -48,7 +55,6 @@ from evergrad_manifest.training.pretrain import (
     EvaluationSetting,
     EvaluationSource,
     HeldOut,
-    Model,
     Source,
     Tokenizer,
 )
@@ -81,6 +87,7 @@ __all__ = [
     "Checkpoint",
     "Data",
     "EarlyStop",
+    "Ema",
     "Evaluation",
     "EvaluationSetting",
     "EvaluationSource",
@@ -92,6 +99,7 @@ __all__ = [
     "KlStage",
     "LatentEdit",
     "Logging",
+    "Lora",
     "Metrics",
     "Model",
     "Monitor",
@@ -102,6 +110,7 @@ __all__ = [
     "Preference",
     "Profile",
     "Reproducibility",
+    "ResizeEmbeddings",
     "RowSettings",
     "Runtime",
     "SaveEvery",
@@ -142,6 +151,8 @@ class Training(Section):
     """The update rule."""
     schedule: Schedule = Schedule()
     """Learning rate over the horizon."""
+    ema: Ema | None = None
+    """An average of the weights over the updates."""
     horizon: Horizon
     """How long the run is: exactly one of steps, epochs and tokens."""
     stop: Stop = Stop()

@@ -1,5 +1,5 @@
-"""How weights follow gradients: the optimizer with its groups of parameters, and the schedule of the learning
-rate."""
+"""How weights follow gradients: the optimizer with its groups of parameters, the schedule of the learning
+rate, and the average of the weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -20,6 +20,7 @@ _OPTIMIZER: Final = f"{TRAINING}.optimizer"
 _GROUPS: Final = f"{_OPTIMIZER}.groups"
 _SCHEDULE: Final = f"{TRAINING}.schedule"
 _PIECES: Final = f"{_SCHEDULE}.pieces"
+_EMA: Final = f"{TRAINING}.ema"
 
 OF_WHOLE_TENSORS: Final = ("muon", "adafactor")
 """Optimizers whose update of an element depends on the whole tensor, and so on how it is cut."""
@@ -307,4 +308,27 @@ def check_pieces(
     return problems
 
 
-RULES: Final = (check_optimizer, check_schedule_keys, check_schedule_fits)
+class Ema(Section):
+    """An exponential moving average of the trained weights, in fp32, beside them."""
+
+    decay: Fraction = Field(gt=0, lt=1)
+    """Share of the average that an update leaves, such as 0.999."""
+    warmup: Switch = False
+    """Begin with a smaller share: (1 + n) / (10 + n) after n updates, until ``decay`` is reached."""
+    evaluate: Switch = False
+    """Evaluate the average in the place of the weights."""
+
+
+def check_ema(view: View) -> Iterator[Problem]:
+    """The average takes the weights' place only where a worker holds both whole."""
+    found = view.known(f"{_EMA}.evaluate", f"{TRAINING}.runtime.parallelism")
+    if found is not None and found[0] and found[1] == "fsdp2":
+        yield Problem(
+            f"{_EMA}.evaluate",
+            "true cannot be combined with runtime.parallelism fsdp2",
+            "it gathers weights from shards of its own, whose place an average cannot take",
+            "Set it to false; `evergrad evaluate --weights average` measures checkpoints",
+        )
+
+
+RULES: Final = (check_optimizer, check_schedule_keys, check_schedule_fits, check_ema)

@@ -1,13 +1,13 @@
 """The recipe ``pretrain``: a causal language model, its tokenizer, and its text."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
 from evergrad_manifest.base import LocalPath, Section, Switch
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.fields import format_path
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.training.common import (
     LENGTH_WITHOUT_DATA,
@@ -19,6 +19,8 @@ from evergrad_manifest.training.common import (
     Meaningless,
     meaningless_in,
 )
+from evergrad_manifest.training.model import MODEL as _MODEL
+from evergrad_manifest.training.model import RULES as RULES_OF_MODEL
 from evergrad_manifest.training.preference import METRICS as METRICS_OF_PAIRS
 from evergrad_manifest.training.sft import GENERATED, NUMBERS, Generation
 from evergrad_manifest.training.two_stage_kl import MEASURED as KL_MEASURED
@@ -36,28 +38,11 @@ MEASURED: Final = {KL_RECIPE: KL_MEASURED, PREFERENCE: tuple(METRICS_OF_PAIRS)}
 BYTE_VOCABULARY: Final = 257
 TEXT_TYPES: Final = ("jsonl", "text", "parquet")
 """Types of sources whose documents are tokenised."""
-_MODEL: Final = f"{TRAINING}.model"
 _SOURCES: Final = f"{TRAINING}.data.sources"
 _HELD_OUT: Final = f"{TRAINING}.data.heldOut"
 _EVALUATION: Final = f"{TRAINING}.evaluation"
 METRICS_OF_ALL: Final = ("loss", "perplexity")
 """Metrics that every evaluation set has."""
-_REMOTE_CODE: Final = ("auto_map", "trust_remote_code", "custom_pipelines")
-
-
-class Model(Section):
-    """A transformers causal model. Exactly one of ``config`` and ``path``."""
-
-    config: dict[str, Any] | None = None
-    """A transformers configuration, verbatim, with its ``model_type``; weights are initialised
-    from the seed."""
-    path: LocalPath | None = None
-    """A local transformers directory: configuration and, when present, safetensors weights."""
-
-    @property
-    def is_given(self) -> bool:
-        """Whether there is one: a task of the user's own may make all its modules itself."""
-        return self.config is not None or self.path is not None
 
 
 def check_required(view: View) -> Iterator[Problem]:
@@ -75,65 +60,11 @@ def check_required(view: View) -> Iterator[Problem]:
             yield Problem(f"{TRAINING}.{key}", "missing", why, f"Add `{key}` ({meaning})")
 
 
-def check_model(view: View) -> Iterator[Problem]:
-    """Exactly one of configuration and path; a configuration names its type and runs no foreign code."""
-    if view.get(_MODEL) is UNKNOWN or not view.is_given(_MODEL):
-        return
-    # Counted in the file and not in the values: one that is wrong is given all the same.
-    given = [name for name in ("config", "path") if view.is_given(f"{_MODEL}.{name}")]
-    if not given:
-        yield Problem(
-            _MODEL, "names no model", "one of config and path is needed", "Add one of them"
-        )
-    if len(given) == 2:
-        yield Problem(
-            _MODEL,
-            "config and path are both set",
-            "a model is exactly one of them",
-            "Remove one of them",
-        )
+def check_vocabulary(view: View) -> Iterator[Problem]:
+    """The byte tokenizer's ids have their rows in the table of a model that is configured here."""
     config = view.get(f"{_MODEL}.config")
     if not isinstance(config, Mapping):
         return
-
-    # transformers would name the type only once all of it is imported, on the machine that trains.
-    path, kind = f"{_MODEL}.config.model_type", config.get("model_type")
-    if "model_type" not in config:
-        near = nearest("model_type", config)
-        remedy = (
-            f"Rename `{near}` to `model_type`"
-            if near
-            else "Add it, for example `model_type: llama`"
-        )
-        yield Problem(path, "missing", "it names the transformers architecture", remedy)
-    elif not isinstance(kind, str) or not kind.strip():
-        what = f"{show(kind)} is not the name of an architecture"
-        yield Problem(path, what, "", "Write a text, such as llama")
-    yield from _check_no_remote_code(config, ("spec", "training", "model", "config"))
-    yield from _check_vocabulary(view, config)
-
-
-def _check_no_remote_code(value: Any, path: FieldPath) -> Iterator[Problem]:
-    # At any depth: a part of a model, such as its vision tower, has a configuration of its own.
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            here = (*path, key)
-            if key in _REMOTE_CODE:
-                why = "code that comes with a model is never run"
-                yield Problem(
-                    format_path(here),
-                    "not allowed",
-                    why,
-                    "Remove it; only transformers' own architectures are built",
-                )
-            else:
-                yield from _check_no_remote_code(item, here)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _check_no_remote_code(item, (*path, index))
-
-
-def _check_vocabulary(view: View, config: Mapping[str, Any]) -> Iterator[Problem]:
     # A smaller table would be noticed by the first byte that has no row in it, in the middle of a step.
     size = config.get("vocab_size")
     reads_text = any(
@@ -487,7 +418,8 @@ def check_best(view: View) -> Iterator[Problem]:
 
 RULES: Final = (
     check_required,
-    check_model,
+    *RULES_OF_MODEL,
+    check_vocabulary,
     check_tokenizer,
     check_source_keys,
     check_source_names,

@@ -57,6 +57,22 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
         assert float((one - other).norm() / one.norm()) < tolerance
 
 
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient_and_changes_none(frozen: str) -> None:
+    found = []
+    for is_frozen in (False, True):
+        hidden, weight, labels = leaves()
+        if is_frozen:
+            (hidden if frozen == "hidden" else weight).requires_grad_(False)
+        loss = linear_cross_entropy(
+            hidden, weight, labels, chunk_tokens=7, ignore_index=IGNORE_INDEX
+        )
+        loss.backward()
+        found.append((loss.detach(), weight.grad if frozen == "hidden" else hidden.grad))
+        assert ((hidden if frozen == "hidden" else weight).grad is None) == is_frozen
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
     """Elements of the largest tensor that any operation gives back."""
 

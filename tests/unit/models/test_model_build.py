@@ -274,3 +274,32 @@ def test_the_bytes_of_weights_that_were_read_are_reported(
     assert sum(read) == 2 * sum(parameter.numel() for parameter in made.parameters())
     # One by one, while they are read: a long load is not taken for a hang.
     assert len(read) > len(list(made.parameters()))
+
+
+@pytest.mark.capability("C-49", "A-40")
+def test_keys_of_a_stored_configuration_are_changed_and_its_weights_are_not(
+    tmp_path: Path,
+) -> None:
+    stored = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
+    stored.save_pretrained(tmp_path / "saved")
+    overrides = {"attention_dropout": 0.25, "rms_norm_eps": 1e-5}
+    one = plan(tmp_path, path="saved", configOverrides=overrides)
+    model = build_model(one, seed=0, precision="fp32")
+    attention: Any = model.model.layers[0].self_attn
+    assert attention.attention_dropout == 0.25 and model.config.rms_norm_eps == 1e-5
+    assert all(
+        torch.equal(value, model.state_dict()[name])
+        for name, value in stored.state_dict().items()
+    )
+    assert one.describe()["config"]["attention_dropout"] == 0.25
+
+
+def test_a_changed_configuration_is_checked_as_one_that_is_written_out(tmp_path: Path) -> None:
+    stored = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
+    stored.save_pretrained(tmp_path / "saved")
+    text = message(tmp_path, path="saved", configOverrides={"atention_dropout": 0.1})
+    assert "configOverrides.atention_dropout: unknown name" in text
+    assert "Did you mean 'attention_dropout'?" in text
+    one = plan(tmp_path, path="saved", configOverrides={"intermediate_size": 32})
+    with pytest.raises(ModelError, match="of another shape"):
+        build_model(one, seed=0, precision="fp32")

@@ -159,7 +159,9 @@ def test_the_trainers_extras_are_locked_within_their_bounds(
         normalised(pin.name): pin.version
         for pin in locks.parse_lock((root / "requirements" / "dev.txt").read_text())
     }
-    for wanted in map(Requirement, extras["parquet"] + extras["tensorboard"] + extras["zstd"]):
+    for wanted in map(
+        Requirement, extras["lora"] + extras["parquet"] + extras["tensorboard"] + extras["zstd"]
+    ):
         assert pins[normalised(wanted.name)] in wanted.specifier
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,6 +90,13 @@ def open_tensors(
         manifest = reader.validate(checkpoint.name, checksums=checksums)
         table = open_table(reader, checkpoint.name, manifest, prefix=prefix)
     return StoredTensors(reader, checkpoint.name, table)
+
+
+def read_extra(checkpoint: Path) -> Mapping[str, Any]:
+    """The values that one checkpoint was saved with. Raises CheckpointError."""
+    with _loading(str(checkpoint)):
+        store = open_store(checkpoint.resolve().parent)
+        return store.reader.read_manifest(checkpoint.resolve().name, patient=True).extra
 
 
 @contextlib.contextmanager

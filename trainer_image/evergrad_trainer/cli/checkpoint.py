@@ -21,7 +21,8 @@ NAME = "checkpoint"
 EXAMPLES = """\
   evergrad checkpoint list runs/docs-lm
   evergrad checkpoint verify runs/docs-lm --step 1200
-  evergrad checkpoint export runs/docs-lm --output docs-lm-hf --dtype bfloat16"""
+  evergrad checkpoint export runs/docs-lm --output docs-lm-hf --dtype bfloat16
+  evergrad checkpoint export runs/docs-lora --output docs-lora --adapter"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="convert (default: as trained)",
+    )
+    export.add_argument(
+        "--weights",
+        choices=("trained", "average"),
+        default="trained",
+        help="the average is that of spec.training.ema (default: %(default)s)",
+    )
+    export.add_argument(
+        "--adapter",
+        action="store_true",
+        help="adapters alone, as peft reads them (default: merged into the model)",
     )
 
 
@@ -181,7 +193,12 @@ def _export(args: argparse.Namespace) -> int:
     from evergrad_trainer.export import export_checkpoint
 
     result = export_checkpoint(
-        args.run_directory, step=args.step, output=args.output, dtype=args.dtype
+        args.run_directory,
+        step=args.step,
+        output=args.output,
+        dtype=args.dtype,
+        weights=args.weights,
+        is_adapter=args.adapter,
     )
     # Paths as text, so that both outputs show the same values.
     facts = {

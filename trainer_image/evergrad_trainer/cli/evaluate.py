@@ -65,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest relative difference of losses with --compare (default: 1e-5; 0: bit by bit)",
     )
     parser.add_argument(
+        "--weights",
+        choices=("trained", "average"),
+        help="the average is that of spec.training.ema (default: as the run evaluates itself)",
+    )
+    parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON document; with --watch one object a line",
@@ -140,6 +145,7 @@ def _open(
     opened = open_run(
         recorded,
         args.sets,
+        weights=args.weights,
         prepare_data=lambda run, base, shared: prepare_with_progress(
             run.training, base_directory=base, prepared_directory=shared
         ),

@@ -28,6 +28,7 @@ from evergrad_trainer.evaluation.results import (
     write_cut,
     write_result,
 )
+from evergrad_trainer.optim.average import AVERAGE
 from evergrad_trainer.records import EvaluationRecord, record_row
 from evergrad_trainer.run_directory import RunDirectory, reported
 from evergrad_trainer.state.registry import from_extra
@@ -207,8 +208,10 @@ class Evaluator:
             metrics=result.metrics,
         )
         session = self.opened.session
+        average = {} if self.opened.evaluator.averaging is None else {"weights": AVERAGE}
         return {
             "run": session.plan.run.metadata.name,
+            **average,
             **record_row(record),
             "checkpoint": candidate.name,
             "checkpoint_hash": manifest.checksum,

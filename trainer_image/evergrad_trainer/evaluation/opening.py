@@ -26,6 +26,7 @@ from evergrad_trainer.machine import observe_machine, process_start_time
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import load_compiled
+from evergrad_trainer.optim.average import AVERAGE, TRAINED, check_has_average
 from evergrad_trainer.recipes.opening import Opened, open_recipe
 from evergrad_trainer.resume import check_tokenizer_unchanged, inspect_directory, read_run
 from evergrad_trainer.run_directory import RunDirectory
@@ -108,15 +109,24 @@ def read_recorded(path: Path) -> RecordedRun:
 
 
 def open_run(
-    recorded: RecordedRun, asked_sets: Collection[str], *, prepare_data: PrepareData
+    recorded: RecordedRun,
+    asked_sets: Collection[str],
+    *,
+    prepare_data: PrepareData,
+    weights: str | None = None,
 ) -> OpenedRun:
     """Open a run in one process, as the trainer opens it; ``asked_sets``: as in :func:`choose_sets`.
 
-    ``prepare_data`` is called where the prepared data are gone. Raises as opening the run for training does.
+    ``weights``: ``trained`` or ``average``; None: those that the run itself evaluates. ``prepare_data`` is
+    called where the prepared data are gone. Raises as opening the run for training does.
     """
     begun = time.time()
     run, base, prepared = recorded.run, recorded.base_directory, recorded.prepared
     training, path = run.training, recorded.directory.path
+    if weights is None:
+        is_averaged = training.ema is not None and training.ema.evaluate
+        weights = AVERAGE if is_averaged else TRAINED
+    check_has_average(training, weights, where=str(path))
     run_state = inspect_directory(recorded.directory, run, extend=True)
     shared = path.absolute().parent / PREPARED_FOLDER
     if _is_missing(prepared):
@@ -156,10 +166,12 @@ def open_run(
         task_hash=hash_task(training, base),
         task_files=hash_task_files(training, base),
     )
-    return _build(plan, opened, sets)
+    return _build(plan, opened, sets, weights=weights)
 
 
-def _build(plan: SessionPlan, opened: Opened, sets: tuple[EvaluationSet, ...]) -> OpenedRun:
+def _build(
+    plan: SessionPlan, opened: Opened, sets: tuple[EvaluationSet, ...], *, weights: str
+) -> OpenedRun:
     """Make the modules as training in a world of one makes them, so that they give the same bits."""
     set_threads(plan.threads)
     device = choose_device(plan.run.training.runtime.device, local_rank=0)
@@ -179,9 +191,10 @@ def _build(plan: SessionPlan, opened: Opened, sets: tuple[EvaluationSet, ...]) -
         plan.run.training, opened, plan.model, world, with_weights=False, is_trained=False
     )
     register_state(session, machinery)
-    return OpenedRun(
-        session, machinery, build_evaluations(machinery, code=plan.task_hash), sets
+    evaluator = build_evaluations(
+        machinery, code=plan.task_hash, is_averaged=weights == AVERAGE
     )
+    return OpenedRun(session, machinery, evaluator, sets)
 
 
 def _is_missing(prepared: Prepared) -> bool:

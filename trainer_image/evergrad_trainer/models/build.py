@@ -1,21 +1,25 @@
 """Builds a transformers causal model from a configuration or a local directory: safetensors only, never
 remote code."""
 
+import copy
 import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import Model
 from evergrad_trainer.bytes_moved import MOVED
 from evergrad_trainer.errors import ModelError
+from evergrad_trainer.models.adapters import add_adapters
+from evergrad_trainer.models.embeddings import add_noise, padded_size, resize_embeddings
+from evergrad_trainer.models.heads import make_full_precision
 from evergrad_trainer.models.imports import import_transformers
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 
@@ -36,21 +40,32 @@ _NO_PART_OF_THE_MODEL = (
     "label2id",
 )
 """Keys of a configuration that do not change what is computed, or that this program sets itself."""
+_PLAIN = Model.model_validate({})
+"""Settings that change nothing."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """Plan of a model: a configuration, and the directory of its weights if it has any.
 
-    Without a configuration the file names no model: the task makes all its modules itself.
+    Without a configuration the file names no model: the task makes all its modules itself. ``settings``: what
+    is changed in the model once it is built. ``stored_config``: the one to load the weights with, where
+    that is not the one that their directory has.
     """
 
     config: "PreTrainedConfig | None"
     weights: Path | None
+    settings: Model = _PLAIN
+    stored_config: "PreTrainedConfig | None" = None
 
     @property
     def name(self) -> str:
         return "" if self.config is None else str(self.config.model_type)
+
+    def weight_type(self, precision: str) -> torch.dtype:
+        """The type that weights are built in; adapters have that of the precision."""
+        lora = self.settings.lora
+        return DTYPES[precision if lora is None or not lora.base_dtype else lora.base_dtype]
 
     def require_config(self) -> "PreTrainedConfig":
         """The configuration. Raises ModelError where the file names no model."""
@@ -83,10 +98,19 @@ def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> Mod
         return ModelPlan(None, None)
     if settings.path is not None:
         directory = base_directory / settings.path
-        plan = ModelPlan(_read_directory(directory), find_weights(directory))
+        config = _read_directory(directory, settings.config_overrides)
+        changed = config if settings.config_overrides else None
+        plan = ModelPlan(config, find_weights(directory), settings, changed)
     else:
-        plan = ModelPlan(_read_config(settings.config or {}, vocab_size), None)
-    own = int(plan.require_config().get_text_config().vocab_size)
+        plan = ModelPlan(_read_config(settings.config or {}, vocab_size), None, settings)
+    text = plan.require_config().get_text_config()
+    own = int(text.vocab_size)
+    if settings.resize_embeddings is not None:
+        # Never smaller: a model's own ids stay.
+        multiple_of = settings.resize_embeddings.multiple_of
+        rows = padded_size(max(own, vocab_size), multiple_of=multiple_of)
+        plan = replace(plan, stored_config=copy.deepcopy(plan.require_config()))
+        own = text.vocab_size = rows
     if own < vocab_size:
         where = f"{_FIELD}.config.vocab_size" if settings.path is None else f"{_FIELD}.path"
         raise ModelError(
@@ -94,7 +118,9 @@ def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> Mod
                 where,
                 f"{own} is below the tokenizer's {vocab_size} ids",
                 "tokens would have no embedding",
-                f"Set vocab_size to at least {vocab_size}, or leave it out",
+                f"Set vocab_size to at least {vocab_size}, or leave it out"
+                if settings.path is None
+                else "Use the model's own tokenizer, or model.resizeEmbeddings: {multipleOf: 8}",
             )
         )
     return plan
@@ -105,17 +131,21 @@ def build_model(
 ) -> "PreTrainedModel":
     """Build the model on the CPU, in training mode, its initial weights a function of ``seed`` alone.
 
-    ``with_weights=False`` leaves the weights uninitialised, for a checkpoint that is loaded over them. Raises
-    ModelError.
+    ``with_weights=False`` leaves the weights uninitialised, for a checkpoint that is loaded over them; frozen
+    ones that adapters stand beside have their values all the same. Raises ModelError.
     """
     config = plan.require_config()
     from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    # Stored weights win over the seed, and a checkpoint wins over both.
-    dtype = DTYPES[precision]
+    # Stored weights win over the seed, and a checkpoint wins over both: it has all that is trained.
+    dtype = plan.weight_type(precision)
+    with_weights = with_weights or plan.settings.lora is not None
     if with_weights and plan.weights is not None:
-        model = load_directory(plan.weights, dtype)
+        model = load_directory(plan.weights, dtype, config=plan.stored_config)
+        rows = int(config.get_text_config().vocab_size)
+        if plan.settings.resize_embeddings is not None:
+            resize_embeddings(model, rows)
     else:
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
         # For a checkpoint they are left as they are in memory: it overwrites every one of them.
@@ -126,8 +156,23 @@ def build_model(
             # Skipping the initialisation skips this too; a tied weight is one tensor, and is saved as one.
             model.tie_weights()
     model.config.use_cache = False
+    change_model(model, plan, seed=seed, precision=precision)
     model.train()
     return model
+
+
+def change_model(
+    model: "PreTrainedModel", plan: ModelPlan, *, seed: int, precision: str
+) -> None:
+    """Change a model that was built, or is empty, as the plan says, in place. Raises ModelError."""
+    settings = plan.settings
+    if settings.embedding_noise is not None:
+        add_noise(model, settings.embedding_noise)
+    if settings.head_precision is not None:
+        make_full_precision(model)
+    # Last: an adapter beside the head wraps it.
+    if settings.lora is not None:
+        add_adapters(model, settings.lora, seed=seed, dtype=DTYPES[precision])
 
 
 def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
@@ -143,7 +188,7 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
     def build(device: AbstractContextManager[Any]) -> "PreTrainedModel":
         with device, no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=DTYPES[precision], attn_implementation="sdpa"
+                config, dtype=plan.weight_type(precision), attn_implementation="sdpa"
             )
             model.tie_weights()
             # What a model computes with numbers only.
@@ -152,10 +197,10 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
 
     try:
         try:
-            return build(_WeightsOnMeta())
+            model = build(_WeightsOnMeta())
         except RuntimeError:
             # Some models compute with both, such as gemma4.
-            return build(torch.device("meta"))
+            model = build(torch.device("meta"))
     except Exception as error:
         # Shapes that do not fit show only when the layers are made.
         raise ModelError(
@@ -165,6 +210,8 @@ def build_empty_model(plan: ModelPlan, *, precision: str) -> "PreTrainedModel":
                 f"a {plan.name} model cannot be built from it",
             )
         ) from error
+    change_model(model, plan, seed=0, precision=precision)
+    return model
 
 
 class _WeightsOnMeta(TorchFunctionMode):
@@ -192,10 +239,10 @@ class _WeightsOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def count_parameters(plan: ModelPlan) -> int:
+def count_parameters(plan: ModelPlan, *, trained_only: bool = False) -> int:
     """Count parameters, without allocating any. Raises ModelError if the model cannot be built."""
-    model = build_empty_model(plan, precision="fp32")
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = build_empty_model(plan, precision="fp32").parameters()
+    return sum(one.numel() for one in parameters if one.requires_grad or not trained_only)
 
 
 def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
@@ -242,7 +289,8 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     return config
 
 
-def _read_directory(directory: Path) -> "PreTrainedConfig":
+def _read_directory(directory: Path, overrides: dict[str, Any]) -> "PreTrainedConfig":
+    """The configuration of a transformers directory, with other values for the keys of ``overrides``."""
     import_transformers()
     from transformers.models.auto.configuration_auto import AutoConfig
 
@@ -267,7 +315,27 @@ def _read_directory(directory: Path) -> "PreTrainedConfig":
                 "Use a model that transformers itself has",
             )
         ) from error
-    return config
+    if not overrides:
+        return config
+    known = config.to_dict()
+    # A key that the architecture does not have would be kept, and change nothing.
+    why = f"a {config.model_type} configuration has no such key"
+    raise_if(
+        [
+            _unknown(f"{_FIELD}.configOverrides.{key}", key, sorted(known), why)
+            for key in overrides
+            if key not in known
+        ],
+        ModelError,
+    )
+    try:
+        changed: PreTrainedConfig = type(config).from_dict({**known, **overrides})
+    except Exception as error:
+        # transformers raises whatever its model's own checks raise.
+        what = f"transformers refuses this {config.model_type} configuration"
+        where = f"{_FIELD}.configOverrides"
+        raise ModelError(Problem(where, _one_line(error), what)) from error
+    return changed
 
 
 def find_weights(directory: Path) -> Path | None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from evergrad_trainer.models.build import DTYPES, ModelPlan
+from evergrad_trainer.models.build import DTYPES, ModelPlan, change_model
 from evergrad_trainer.models.randomness import Purpose, keyed_seed
 from evergrad_trainer.torch_private import TorchDispatchMode
 
@@ -202,7 +202,9 @@ def defer_model(
     ``with_weights=False`` is for a checkpoint that is loaded over them: then a model whose values cannot be
     made will do, and its ``weights`` are None.
     """
-    if plan.config is None:
+    # The frozen weights beside adapters are hashed while they are whole, and adapters begin with draws of
+    # their own.
+    if plan.config is None or plan.settings.lora is not None:
         return None
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -220,6 +222,7 @@ def defer_model(
     if not is_replayable or not filled.issuperset(keys):
         return None
     model.config.use_cache = False
+    change_model(model, plan, seed=seed, precision=precision)
     model.train()
     deferred = DeferredModel(model, recorder.fills, seed)
     # Nothing is made or read before somebody asks for the first one.

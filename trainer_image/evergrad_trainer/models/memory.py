@@ -19,6 +19,7 @@ _ACCELERATOR_CONTEXT = int(1.5 * 2**30)
 _MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0}
 """Values of an optimizer for each parameter; adafactor's few for each row and column are left out."""
 _WEIGHT_BYTES = {"fp32": 4, "bf16-autocast": 4, "bf16": 2}
+_AVERAGE_BYTES = 4
 GROUPS_GATHERED = 2
 """Blocks whose weights FSDP2 holds whole at once: the one that is computed and the one that is fetched."""
 
@@ -28,10 +29,18 @@ class ModelFacts:
     """What the calculation needs to know of a model."""
 
     parameters: int
+    """All of them."""
     hidden_size: int
     num_layers: int
     vocab_size: int
     max_positions: int | None
+    trained: int | None = None
+    """Parameters of adapters; None: all parameters are trained."""
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that have gradients and moments."""
+        return self.parameters if self.trained is None else self.trained
 
     def scaled(self, factor: float) -> "ModelFacts":
         """A model of the same depth and vocabulary that is ``factor`` times as wide."""
@@ -39,7 +48,9 @@ class ModelFacts:
         blocks = self.parameters - tables
         hidden = max(1, int(self.hidden_size * factor))
         parameters = int(blocks * factor**2 + tables * factor)
-        return replace(self, parameters=parameters, hidden_size=hidden)
+        # An adapter's matrices are as long as a layer is wide.
+        trained = None if self.trained is None else int(self.trained * factor)
+        return replace(self, parameters=parameters, hidden_size=hidden, trained=trained)
 
 
 @dataclass(frozen=True)
@@ -62,9 +73,10 @@ class Need:
 
 
 def checkpoint_bytes(facts: ModelFacts, training: Training) -> int:
-    """Weights and moments, as saved."""
-    values = facts.parameters + _count_moments(facts, training.optimizer)
-    return values * _WEIGHT_BYTES[training.runtime.precision]
+    """Trained weights, moments and the average, as saved."""
+    values = facts.num_trained + _count_moments(facts, training.optimizer)
+    averaged = 0 if training.ema is None else _AVERAGE_BYTES * facts.num_trained
+    return values * _WEIGHT_BYTES[training.runtime.precision] + averaged
 
 
 def _count_moments(facts: ModelFacts, optimizer: Optimizer) -> int:
@@ -72,8 +84,10 @@ def _count_moments(facts: ModelFacts, optimizer: Optimizer) -> int:
     if optimizer.type == "sgd" and not optimizer.momentum:
         return 0
     # Muon leaves tables to AdamW.
-    further = _count_tables(facts) if optimizer.type == "muon" else 0
-    return _MOMENTS[optimizer.type] * facts.parameters + further
+    further = 0
+    if optimizer.type == "muon" and facts.trained is None:
+        further = _count_tables(facts)
+    return _MOMENTS[optimizer.type] * facts.num_trained + further
 
 
 def _count_tables(facts: ModelFacts) -> int:
@@ -97,10 +111,14 @@ def memory_of(
     tables = _count_tables(facts)
     block = (facts.parameters - tables) // max(1, facts.num_layers)
 
-    # Weights, gradients and moments; a reference has weights alone.
+    # Weights, gradients and moments; a reference has weights alone, and so has what adapters stand beside.
     references = num_references(training)
-    values = (2 + references) * facts.parameters + _count_moments(facts, training.optimizer)
-    state = weight * values
+    values = facts.num_trained + _count_moments(facts, training.optimizer)
+    lora = training.model.lora
+    base = weight if lora is None or lora.base_dtype is None else _WEIGHT_BYTES[lora.base_dtype]
+    state = weight * values + base * (1 + references) * facts.parameters
+    if training.ema is not None:
+        state += _AVERAGE_BYTES * facts.num_trained
     if is_sharded:
         state //= runtime.shards or world_size
         # Gathered in the products' type; a block's gradients are whole until they are reduced, in the
@@ -113,7 +131,7 @@ def memory_of(
     else:
         exact = 8 if training.reproducibility.elastic == "exact" else 0
         casts = 2 if runtime.precision == "bf16-autocast" else 0
-        state += (exact + (1 + references) * casts) * facts.parameters
+        state += exact * facts.num_trained + (1 + references) * casts * facts.parameters
         # A compiled block gives all its gradients at once, beside the buckets that they are added to.
         gathered = block * weight if compiles and world_size > 1 else 0
 

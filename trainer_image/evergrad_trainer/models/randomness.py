@@ -15,6 +15,7 @@ class Purpose(IntEnum):
     INITIAL_WEIGHTS = 1
     FORWARD = 2
     FINISHED_STEP = 3
+    ADAPTERS = 4
 
 
 def keyed_seed(seed: int, step: int, slot: int, purpose: Purpose) -> int:

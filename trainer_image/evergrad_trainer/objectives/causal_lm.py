@@ -10,6 +10,7 @@ from torch.nn import functional
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.models.documents import keep_apart
 from evergrad_trainer.models.experts import has_router_loss, router_coefficient
+from evergrad_trainer.models.heads import head_arithmetic, head_inputs
 from evergrad_trainer.objectives.linear_cross_entropy import (
     find_head,
     linear_cross_entropy,
@@ -55,13 +56,13 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
         with nullcontext() if head is None else without(head):
             outputs = model(input_ids=input_ids, use_cache=False, **apart)
         if head is not None and chunk_tokens is not None:
-            loss = linear_cross_entropy(
-                outputs.logits,
-                head.weight,
-                labels,
-                chunk_tokens=chunk_tokens,
-                ignore_index=IGNORE_INDEX,
-            )
+            with head_arithmetic(head):
+                loss = linear_cross_entropy(
+                    *head_inputs(head, outputs.logits),
+                    labels,
+                    chunk_tokens=chunk_tokens,
+                    ignore_index=IGNORE_INDEX,
+                )
         else:
             logits = outputs.logits.flatten(0, 1).float()
             loss = functional.cross_entropy(

@@ -25,11 +25,12 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int,
         ignore_index: int,
     ) -> torch.Tensor:
-        needs_gradients = hidden.requires_grad or weight.requires_grad
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needs_gradients else None
-        # Summed over chunks in fp32, whatever the products' type is.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradients else None
+        grad_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
+        # Summed over chunks in fp32, whatever the products' type is. A head that is frozen has none.
+        grad_weight = None
+        if weight.requires_grad:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for begin in range(0, len(hidden), chunk_tokens):
             rows = slice(begin, begin + chunk_tokens)
             part, targets = hidden[rows], labels[rows]
@@ -37,7 +38,7 @@ class _ChunkedLoss(torch.autograd.Function):
             total += functional.cross_entropy(
                 logits, targets, ignore_index=ignore_index, reduction="sum"
             )
-            if grad_hidden is None or grad_weight is None:
+            if grad_hidden is None and grad_weight is None:
                 continue
             # d loss / d logits = softmax - one-hot, and zero where no token is asked for.
             is_asked = targets != ignore_index
@@ -47,11 +48,13 @@ class _ChunkedLoss(torch.autograd.Function):
             slope[positions, targets.where(is_asked, 0)] -= 1
             slope *= is_asked[:, None]
             slope = slope.to(hidden.dtype)
-            grad_hidden[rows] = slope @ weight
-            grad_weight += slope.T @ part
-        if grad_hidden is not None and grad_weight is not None:
-            # Two tensors of the size of the inputs, and no logits.
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            if grad_hidden is not None:
+                grad_hidden[rows] = slope @ weight
+            if grad_weight is not None:
+                grad_weight += slope.T @ part
+        # At most two tensors of the size of the inputs, and no logits.
+        sums = None if grad_weight is None else grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, sums)
         return total
 
     @staticmethod
@@ -59,8 +62,11 @@ class _ChunkedLoss(torch.autograd.Function):
         # The loss is a sum: what comes from above scales both.
         (slope,) = gradients
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled_hidden = grad_hidden * slope.to(grad_hidden.dtype)
-        return scaled_hidden, grad_weight * slope, None, None, None
+        scaled_hidden = (
+            None if grad_hidden is None else grad_hidden * slope.to(grad_hidden.dtype)
+        )
+        scaled_weight = None if grad_weight is None else grad_weight * slope
+        return scaled_hidden, scaled_weight, None, None, None
 
 
 def linear_cross_entropy(

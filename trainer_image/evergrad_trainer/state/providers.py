@@ -1,13 +1,16 @@
 """Providers of tensors for the state registry: modules, optimizers, and tensors that a recipe
 keeps besides."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from evergrad_trainer.state.registry import Values
+
+_BASE: Final = "evergrad_base"
+"""Attribute of a module: the names of its parameters that belong to a base."""
 
 
 class ModuleState:
@@ -146,15 +149,47 @@ class KeptTensors:
         _copy_over(self._kept, self._initial())
 
 
+def mark_base(module: nn.Module, names: Collection[str]) -> None:
+    """Note which parameters of ``module`` are a base: frozen weights that adapters stand beside.
+
+    They are no part of the state: every process makes them again, and the state has their hash.
+    """
+    # On the module and not on the parameters, which FSDP2 replaces.
+    setattr(module, _BASE, frozenset(names))
+
+
+def base_names(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters of ``module`` that belong to a base, its own or that of a part."""
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, one in module.named_modules()
+        for name in vars(one).get(_BASE, ())
+    )
+
+
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of ``module``, live and detached, by their names in it."""
+    """Parameters and persistent buffers of ``module``, live and detached, by their names in it.
+
+    Without the weights that adapters stand beside: see :func:`base_tensors`.
+    """
     # Detached, so that loading into them is no step of autograd's graph.
-    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    base = base_names(module)
+    tensors = {
+        name: parameter.detach()
+        for name, parameter in module.named_parameters()
+        if name not in base
+    }
     # Other buffers, such as tables of positions, are computed again by each process.
     persistent = set(module.state_dict(keep_vars=True))
     return tensors | {
         name: buffer for name, buffer in module.named_buffers() if name in persistent
     }
+
+
+def base_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The frozen weights that adapters of ``module`` stand beside, by their names in it; mostly none."""
+    base = base_names(module)
+    return {name: one.detach() for name, one in module.named_parameters() if name in base}
 
 
 def _copy_over(live: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]) -> None:

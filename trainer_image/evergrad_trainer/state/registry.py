@@ -9,6 +9,7 @@ name             tensors, as ``<name>.<its own name>``  values
 ===============  =====================================  ====================================
 ``model``        parameters and persistent buffers
 ``optimizer``    ``<parameter>.<slot>``                 its scalars, such as Adam's ``step``
+``ema``          ``<module>.<parameter>``, averaged     how many updates are in it
 ``counters``                                            finished steps, and what was counted
 ``cursor``                                              next item of each source (compared)
 ``description``                                         the resolved model (compared)
@@ -47,6 +48,7 @@ COUNTERS: Final = "counters"
 CURSOR: Final = "cursor"
 DESCRIPTION: Final = "description"
 OPTIMIZER: Final = "optimizer"
+EMA: Final = "ema"
 MODEL: Final = "model"
 KEPT: Final = "kept"
 OBSERVERS: Final = "observers"
@@ -57,7 +59,8 @@ RECIPE: Final = "recipe"
 RESERVED: Final = frozenset(
     {COUNTERS, CURSOR, DESCRIPTION, OPTIMIZER, KEPT, OBSERVERS, FROZEN, SNAPSHOTS, TASK, RECIPE}
 )
-"""Names that no module of a task may have."""
+"""Names that no module of a task may have. ``ema`` is taken where the file asks for an average alone, because
+tasks are older than it."""
 
 Values = Mapping[str, Any]
 

@@ -28,6 +28,7 @@ from evergrad_trainer.models.parallel import (
 )
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.models.recomputation import recompute
+from evergrad_trainer.optim.average import Average
 from evergrad_trainer.optim.build import build_optimizer
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes.opening import Opened
@@ -37,12 +38,17 @@ from evergrad_trainer.state.providers import (
     OptimizerState,
     module_tensors,
 )
-from evergrad_trainer.state.registry import KEPT, OPTIMIZER, Registry
+from evergrad_trainer.state.registry import EMA, KEPT, OPTIMIZER, Registry
 from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.calls import GuardedStream, build_loss, build_measures
 from evergrad_trainer.training.evaluation import EvaluationRunner
-from evergrad_trainer.training.frozen import WholeHashes, compare_frozen, hash_frozen
+from evergrad_trainer.training.frozen import (
+    WholeHashes,
+    compare_frozen,
+    find_bases,
+    hash_frozen,
+)
 from evergrad_trainer.training.modules import (
     check_modules,
     choose_deferred,
@@ -77,13 +83,16 @@ class Machinery:
     autocast: Callable[[], AbstractContextManager[object]]
     registry: Registry
     frozen: Mapping[str, str]
-    """Hashes of the frozen modules as they were built, the same on every rank."""
+    """Hashes of the frozen modules and of the weights beside adapters as they were built, the same on every
+    rank."""
     held_frozen: Mapping[str, str]
     """The same of what this rank holds of them."""
     cut_frozen: Sequence[nn.Module]
     """The frozen modules of which it holds a part."""
     snapshots: Snapshots
     """The frozen modules that the run makes of trained ones."""
+    average: Average | None
+    """Of the trained weights, where the file asks for one."""
     kernels: Mapping[str, str]
     """What computes here, for the run's provenance: device, matrix products, attention."""
 
@@ -149,6 +158,7 @@ def build_machinery(
     model = modules.root()
     is_whole = is_compiled and not has_blocks and not is_sharded
     optimizer = build_optimizer(model, training.optimizer) if is_trained else None
+    average = None if training.ema is None else Average(modules.trained, training.ema)
     held_frozen = hash_frozen(modules)
 
     def build_again() -> Modules:
@@ -164,11 +174,12 @@ def build_machinery(
         is_sharded=is_sharded,
         shards=(runtime.shards or world.size) if is_sharded else 1,
         autocast=choose_autocast(runtime.precision, device),
-        registry=_register(modules, model, optimizer, build_again),
+        registry=_register(modules, model, optimizer, average, build_again),
         frozen={**held_frozen, **whole_hashes.hashes()},
         held_frozen=held_frozen,
         cut_frozen=tuple(cut_frozen.values()),
         snapshots=Snapshots(modules, is_sharded=is_sharded),
+        average=average,
         kernels=kernels,
     )
 
@@ -193,7 +204,8 @@ def _cut(
     cuts = plan_cuts(modules) if world is not None else {}
     cut_frozen = {name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts}
     # Of what is built: a snapshot is hashed when it is taken.
-    whole_hashes = WholeHashes(cut_frozen, without=modules.snapshots)
+    bases = find_bases(modules) if world is not None else {}
+    whole_hashes = WholeHashes(cut_frozen, bases, without=modules.snapshots)
     if world is not None:
         seconds = float(runtime.collective_timeout_seconds)
         sharding = Sharding(runtime.precision, runtime.shards, seconds)
@@ -226,6 +238,7 @@ def _register(
     modules: Modules,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
+    average: Average | None,
     build_again: Callable[[], Modules],
 ) -> Registry:
     """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept."""
@@ -240,6 +253,8 @@ def _register(
     if optimizer is not None:
         parameters = dict(model.named_parameters())
         registry.register(OPTIMIZER, OptimizerState(optimizer, parameters))
+    if average is not None:
+        registry.register(EMA, average)
     if modules.kept:
         registry.register(KEPT, KeptTensors(modules.kept, initial=lambda: build_again().kept))
     return registry
@@ -399,8 +414,12 @@ def build_stepper(
     return Stepper(parts, settings)
 
 
-def build_evaluations(machinery: Machinery, *, code: str) -> EvaluationRunner:
-    """What evaluates between two steps. ``code``: hash of the task's own files."""
+def build_evaluations(
+    machinery: Machinery, *, code: str, is_averaged: bool
+) -> EvaluationRunner:
+    """What evaluates between two steps. ``code``: hash of the task's own files. ``is_averaged``: with the
+    average in the place of the weights."""
+    average = machinery.average if is_averaged else None
     return EvaluationRunner(
         model=machinery.model,
         measures=build_measures(machinery.opened, machinery.modules, machinery.loss_of),
@@ -409,6 +428,7 @@ def build_evaluations(machinery: Machinery, *, code: str) -> EvaluationRunner:
         reading=functools.partial(machinery.opened.code.guarding, "read of its source"),
         frozen=machinery.cut_frozen,
         code=code,
+        averaging=None if average is None else average.in_place,
     )
 
 

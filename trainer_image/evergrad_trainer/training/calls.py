@@ -12,6 +12,7 @@ from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.models.parallel import reshard
 from evergrad_trainer.models.randomness import Purpose, seed_generators
+from evergrad_trainer.optim.average import Average
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Evaluator, Loss, Modules, Tensors
@@ -114,12 +115,13 @@ def build_finish(
     seed: int,
     frozen: Mapping[str, str],
     cut: Sequence[nn.Module] = (),
+    average: Average | None = None,
 ) -> Finish:
     """What the task does with its modules when a step is finished: after an update, and before
     another stage.
 
     ``frozen``: hashes of what this rank holds of the frozen modules, as they were built. ``cut``: the modules
-    of which it holds a part.
+    of which it holds a part. ``average``: takes in the weights of each update.
     """
     task, code = opened.task, opened.code
 
@@ -128,6 +130,8 @@ def build_finish(
         # The last slot that this rank has computed left its own random numbers; what is kept is everybody's.
         seed_generators(seed, outcome.step, 0, Purpose.FINISHED_STEP)
         if outcome.skipped is None:
+            if average is not None:
+                average.update()
             metrics = {"loss": outcome.loss, **outcome.metrics}
             with code.guarding("after_update"):
                 task.after_update(modules, metrics)

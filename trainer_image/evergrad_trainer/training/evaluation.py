@@ -80,11 +80,15 @@ class EvaluationRunner:
     """Modules that are cut besides the model, and used by measures."""
     code: str = ""
     """Hash of the task's own files: what another version of them has measured is not gone on with."""
+    averaging: Callable[[], AbstractContextManager[object]] | None = None
+    """Puts an average in the place of the weights; None: the weights themselves are evaluated."""
 
     def key(self, evaluation_set: EvaluationSet) -> str:
         """What is measured on what: tallies of one key can be added up, and others cannot."""
         names = self.measures[evaluation_set.name].names
-        text = json.dumps([evaluation_set.fingerprint, list(names), self.code])
+        # Written at the end and only where it is one: tallies of earlier versions have their keys.
+        weights = [] if self.averaging is None else ["average"]
+        text = json.dumps([evaluation_set.fingerprint, list(names), self.code, *weights])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def open_tally(
@@ -124,7 +128,10 @@ class EvaluationRunner:
         was_training = self.model.training
         self.model.eval()
         try:
-            with self._looking(world) if measure.is_own else nullcontext():
+            with (
+                self._looking(world) if measure.is_own else nullcontext(),
+                nullcontext() if self.averaging is None else self.averaging(),
+            ):
                 is_whole = self._count(
                     evaluation_set,
                     world,

@@ -1,5 +1,5 @@
-"""Hashes of frozen modules, which are never saved: a run goes on with the same ones only, and they stay as
-they were built."""
+"""Hashes of what is frozen and never saved: modules, and the weights beside adapters. A run goes on with the
+same ones only, and they stay as they were built."""
 
 from collections.abc import Collection, Mapping
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.recipes.own import Code
-from evergrad_trainer.state.providers import module_tensors
+from evergrad_trainer.state.providers import base_tensors, module_tensors
 from evergrad_trainer.state.replicas import hash_state, hash_sums, sum_words
 from evergrad_trainer.task import Modules
 from evergrad_trainer.world import World
@@ -20,18 +20,24 @@ class WholeHashes:
     """Hashes of modules as they are whole, of which this rank is about to hold a part."""
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], *, without: Collection[str] = ()
+        self,
+        modules: Mapping[str, nn.Module],
+        bases: Mapping[str, Mapping[str, torch.Tensor]],
+        *,
+        without: Collection[str] = (),
     ) -> None:
-        """Before they are cut. Weights that are not made yet come by :meth:`add`. ``without``: names of those
-        that get their weights later."""
+        """Before they are cut. Weights that are not made yet come by :meth:`add`. ``bases``: the weights that
+        adapters stand beside, by the names of :func:`find_bases`. ``without``: names of modules that get
+        their weights later."""
         self._modules = {name: one for name, one in modules.items() if name not in without}
+        whole = {name: _tensors(one) for name, one in self._modules.items()}
         self._sums = {
             name: {
                 own: int(sum_words(tensor))
-                for own, tensor in module_tensors(module).items()
+                for own, tensor in tensors.items()
                 if not tensor.is_meta
             }
-            for name, module in self._modules.items()
+            for name, tensors in {**whole, **bases}.items()
         }
         self._made: dict[nn.Parameter, int] = {}
 
@@ -50,25 +56,38 @@ class WholeHashes:
         return {name: written(hash_sums(sums)) for name, sums in self._sums.items()}
 
 
-def hash_frozen(modules: Modules, names: Collection[str] | None = None) -> dict[str, str]:
-    """The content of frozen modules, as 16 hex digits: what this rank holds of each.
+def find_bases(modules: Modules) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights that adapters of trained modules stand beside, as ``<module>.base``."""
+    found = {f"{name}.base": base_tensors(one) for name, one in modules.trained.items()}
+    return {name: tensors for name, tensors in found.items() if tensors}
 
-    ``names``: by default all those that ``build`` gives their weights.
+
+def hash_frozen(modules: Modules, names: Collection[str] | None = None) -> dict[str, str]:
+    """The content of what is frozen, as 16 hex digits: what this rank holds of each.
+
+    ``names``: by default all that ``build`` gives its weights.
     """
+    frozen = {name: _tensors(module) for name, module in modules.frozen.items()}
+    frozen |= find_bases(modules)
     if names is None:
-        names = modules.frozen.keys() - modules.snapshots.keys()
+        names = frozen.keys() - modules.snapshots.keys()
     return {
         name: written(
             hash_state(
                 {
                     own: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    for own, tensor in module_tensors(module).items()
+                    for own, tensor in tensors.items()
                 }
             )
         )
-        for name, module in modules.frozen.items()
+        for name, tensors in frozen.items()
         if name in names
     }
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All of a frozen module, which may have adapters too."""
+    return {**module_tensors(module), **base_tensors(module)}
 
 
 def require_unchanged(modules: Modules, built: Mapping[str, str], *, code: Code) -> None:

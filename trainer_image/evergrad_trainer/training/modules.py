@@ -13,8 +13,8 @@ from evergrad_trainer.models import parallel
 from evergrad_trainer.models.deferred import DeferredModel
 from evergrad_trainer.models.parallel import Cut, find_shared, transformer_blocks
 from evergrad_trainer.recipes.own import Code
-from evergrad_trainer.state.providers import module_tensors
-from evergrad_trainer.state.registry import RESERVED
+from evergrad_trainer.state.providers import base_tensors, module_tensors
+from evergrad_trainer.state.registry import EMA, RESERVED
 from evergrad_trainer.task import Modules
 
 _RECIPE: Final = "spec.training.recipe"
@@ -42,7 +42,7 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
         why = ""
         if not name or "." in name:
             why = "it is the first part of the names of its tensors, which a dot ends"
-        elif name in RESERVED:
+        elif name in RESERVED or (name == EMA and training.ema is not None):
             why = f"{name} is another part of the run's state"
         elif hasattr(nn.ModuleDict(), name):
             # All trained modules become children of one module, whose own attributes they must not hide.
@@ -90,6 +90,9 @@ def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
         elif snapshot.after < 1:
             why = f"it is taken after step {snapshot.after}, and steps count from 1"
             remedy = "Take it after the last step of a stage, or build it as any frozen module"
+        elif base_tensors(modules.trained[snapshot.of]):
+            why = f"{snapshot.of!r} has adapters, and a checkpoint holds those alone"
+            remedy = "Leave model.lora out"
         else:
             own, other = (
                 {key: (one.shape, one.dtype) for key, one in module_tensors(module).items()}

@@ -12,10 +12,12 @@ from evergrad_trainer.checkpoint.files import hash_bytes, hash_file
 from evergrad_trainer.checkpoint.restoring import Restored
 from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.models.adapters import check_initial
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.records import EventType
 from evergrad_trainer.state.registry import (
     COUNTERS,
+    FROZEN,
     MODEL,
     OPTIMIZER,
     SNAPSHOTS,
@@ -28,7 +30,15 @@ from evergrad_trainer.training.calls import enter_first
 from evergrad_trainer.worker.session import BEGUN_FROM, Session
 
 _FIELD: Final = "spec.training.initFrom"
-_POSITION: Final = ("data", "rows", "tokenizer", "batching", "reproducibility", "twoStageKl")
+_POSITION: Final = (
+    "data",
+    "rows",
+    "tokenizer",
+    "batching",
+    "reproducibility",
+    "twoStageKl",
+    "latentEdit",
+)
 """Sections of a recipe that decide which samples a step has."""
 _COUNTED: Final = ("step", "evaluated_step", "updates", "skipped", "non_finite")
 """Counters that go on in a run which begins with all of another one's state. The others are of its own
@@ -46,6 +56,7 @@ def begin(session: Session, machinery: Machinery) -> None:
         return
     started = time.monotonic()
     path = session.plan.base_directory / wanted.path
+    raise_if(check_initial(path, session.plan.run.training.model.lora), CheckpointError)
     if (path / "config.json").is_file():
         _require_weights_alone(wanted)
         config = session.plan.model.require_config()
@@ -159,6 +170,7 @@ def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) 
         prefix=prefix,
     )
     values = from_extra(loaded.extra)
+    _check_base(path, machinery, values.get(FROZEN, {}))
     if wanted.load == "optimizer":
         machinery.registry.load_values(values, only={OPTIMIZER})
     elif wanted.load == "everything":
@@ -167,6 +179,18 @@ def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) 
         session.state_from = str(loaded.path)
         machinery.registry.load_values({**values, COUNTERS: {**counters, "best": None}})
     return loaded
+
+
+def _check_base(path: Path, machinery: Machinery, stored: Values) -> None:
+    """Adapters of another run were trained beside the weights that they stand beside here."""
+    name = f"{MODEL}.base"
+    own = machinery.frozen.get(name)
+    if own is None or stored.get(name) in (None, own):
+        return
+    what = f"the adapters in {path} were trained beside other frozen weights"
+    why = "what they add would mean nothing beside these"
+    remedy = "Use the model that they were trained with, or leave initFrom out"
+    raise CheckpointError(Problem(f"{_FIELD}.path", what, why, remedy))
 
 
 def _check_position(session: Session, loaded: Restored, values: Mapping[str, Values]) -> None:

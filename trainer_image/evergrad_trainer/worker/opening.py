@@ -87,7 +87,11 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         stream=session.data.train,
         checkpoints=checkpoints,
         state=machinery.registry,
-        evaluator=build_evaluations(machinery, code=session.plan.task_hash),
+        evaluator=build_evaluations(
+            machinery,
+            code=session.plan.task_hash,
+            is_averaged=training.ema is not None and training.ema.evaluate,
+        ),
         evaluation_sets=tuple(
             one for one in session.data.evaluation if one.name not in left_out
         ),
@@ -104,6 +108,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
             seed=training.reproducibility.seed,
             frozen=machinery.held_frozen,
             cut=machinery.cut(),
+            average=machinery.average,
         ),
         snapshots=machinery.snapshots,
         progress=session.progress,

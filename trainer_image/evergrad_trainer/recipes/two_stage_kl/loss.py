@@ -7,6 +7,7 @@ from torch import nn
 
 from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
 from evergrad_trainer.models.experts import router_coefficient
+from evergrad_trainer.models.heads import head_arithmetic, head_inputs
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.objectives.linear_cross_entropy import find_head, without
 from evergrad_trainer.objectives.linear_kl import KlSums, Penalty, linear_kl
@@ -34,14 +35,14 @@ def sum_divergences(
         other: Any = reference(input_ids=batch[INPUT_IDS], use_cache=False)
     with without(head):
         outputs: Any = model(input_ids=batch[INPUT_IDS], use_cache=False)
-    sums = linear_kl(
-        outputs.logits,
-        head.weight,
-        (other.logits, other_head.weight),
-        batch[LABELS],
-        penalty=penalty,
-        chunk_tokens=chunk_tokens,
-    )
+    with head_arithmetic(head):
+        sums = linear_kl(
+            *head_inputs(head, outputs.logits),
+            head_inputs(other_head, other.logits),
+            batch[LABELS],
+            penalty=penalty,
+            chunk_tokens=chunk_tokens,
+        )
     config: Any = getattr(model, "config", None)
     coefficient = 0.0 if config is None else router_coefficient(config)
     if coefficient and model.training:

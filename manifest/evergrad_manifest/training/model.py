@@ -1,0 +1,185 @@
+"""The model: its configuration or directory, what is changed in it, and adapters beside frozen weights."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from evergrad_manifest.base import LocalPath, Section, Switch
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.spelling import nearest
+from evergrad_manifest.training.common import TRAINING
+from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
+from evergrad_manifest.values.numbers import Count, Fraction, Real, show
+from evergrad_manifest.view import UNKNOWN, View
+
+MODEL: Final = f"{TRAINING}.model"
+_REMOTE_CODE: Final = ("auto_map", "trust_remote_code", "custom_pipelines")
+_FIXED: Final = {
+    "model_type": "the stored weights are those of their own architecture",
+    "vocab_size": "it follows from the stored tables, which resizeEmbeddings enlarges",
+}
+"""Keys of a stored configuration that are not changed, each with the reason."""
+_OF_STORED: Final = ("configOverrides", "resizeEmbeddings")
+"""Fields that change what a directory holds."""
+
+ModuleName = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+class Lora(Section):
+    """Low-rank adapters (peft) beside frozen weights; they alone are trained, saved."""
+
+    rank: Count = Field(ge=1, le=4096)
+    """Inner size of the two matrices whose product is added to a layer's weights."""
+    alpha: Real | None = Field(default=None, gt=0, le=1e6)
+    """The product is multiplied by alpha / rank; default: twice the rank."""
+    dropout: Fraction = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are dropped while training."""
+    target_modules: tuple[ModuleName, ...] = Field(default=(), max_length=256)
+    """Linear layers that get an adapter, by the end of their names, such as ``q_proj``; default: all but the
+    output head."""
+    rank_stabilized: Switch = False
+    """Multiply by alpha over the square root of the rank."""
+    base_dtype: Literal["fp32", "bf16"] | None = None
+    """Type of the frozen weights; default: that of ``runtime.precision``, which the adapters have."""
+
+    @property
+    def scale(self) -> float:
+        """The numerator of the adapters' factor."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
+class ResizeEmbeddings(Section):
+    """Enlarges a stored model's tables to the tokenizer's vocabulary; a new row is the mean of the old."""
+
+    multiple_of: Count = Field(ge=1, le=2**16)
+    """Rows are a multiple of this: 1, or 8 to 128 for products that accelerators compute faster."""
+
+
+class Model(Section):
+    """A transformers causal model. Exactly one of ``config`` and ``path``."""
+
+    config: dict[str, Any] | None = None
+    """A transformers configuration, verbatim, with its ``model_type``; weights are initialised
+    from the seed."""
+    path: LocalPath | None = None
+    """A local transformers directory: configuration and, when present, safetensors weights."""
+
+    config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the directory's configuration that are other here, such as ``attention_dropout``."""
+    resize_embeddings: ResizeEmbeddings | None = None
+    """For a directory whose tables are smaller than the tokenizer's vocabulary."""
+    embedding_noise: Real | None = Field(default=None, gt=0, le=1e4)
+    """NEFTune's alpha: while training, embeddings get uniform noise of at most alpha / sqrt(tokens of a
+    sample x their width)."""
+    head_precision: Literal["fp32"] | None = None
+    """Compute the output head in fp32; default: as ``runtime.precision`` says."""
+    lora: Lora | None = None
+    """Adapters to train in the place of the weights."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is one: a task of the user's own may make all its modules itself."""
+        return self.config is not None or self.path is not None
+
+
+def check_model(view: View) -> Iterator[Problem]:
+    """Exactly one of configuration and path; a configuration names its type and runs no foreign code."""
+    if view.get(MODEL) is UNKNOWN or not view.is_given(MODEL):
+        return
+    # Counted in the file and not in the values: one that is wrong is given all the same.
+    given = [name for name in ("config", "path") if view.is_given(f"{MODEL}.{name}")]
+    if not given:
+        yield Problem(
+            MODEL, "names no model", "one of config and path is needed", "Add one of them"
+        )
+    if len(given) == 2:
+        yield Problem(
+            MODEL,
+            "config and path are both set",
+            "a model is exactly one of them",
+            "Remove one of them",
+        )
+    config = view.get(f"{MODEL}.config")
+    if not isinstance(config, Mapping):
+        return
+
+    # transformers would name the type only once all of it is imported, on the machine that trains.
+    path, kind = f"{MODEL}.config.model_type", config.get("model_type")
+    if "model_type" not in config:
+        near = nearest("model_type", config)
+        remedy = (
+            f"Rename `{near}` to `model_type`"
+            if near
+            else "Add it, for example `model_type: llama`"
+        )
+        yield Problem(path, "missing", "it names the transformers architecture", remedy)
+    elif not isinstance(kind, str) or not kind.strip():
+        what = f"{show(kind)} is not the name of an architecture"
+        yield Problem(path, what, "", "Write a text, such as llama")
+    yield from _check_no_remote_code(config, ("spec", "training", "model", "config"))
+
+
+def _check_no_remote_code(value: Any, path: FieldPath) -> Iterator[Problem]:
+    # At any depth: a part of a model, such as its vision tower, has a configuration of its own.
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            here = (*path, key)
+            if key in _REMOTE_CODE:
+                why = "code that comes with a model is never run"
+                yield Problem(
+                    format_path(here),
+                    "not allowed",
+                    why,
+                    "Remove it; only transformers' own architectures are built",
+                )
+            else:
+                yield from _check_no_remote_code(item, here)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _check_no_remote_code(item, (*path, index))
+
+
+def check_stored(view: View) -> Iterator[Problem]:
+    """What changes a stored model needs one, and leaves alone what its weights depend on."""
+    if view.get(MODEL) is UNKNOWN or not view.is_given(MODEL):
+        return
+    for key in _OF_STORED:
+        # A run that was written out has the empty default.
+        if view.raw(*MODEL.split("."), key) and not view.is_given(f"{MODEL}.path"):
+            why = "it changes what a directory holds, and there is none"
+            remedy = "Write the values into model.config"
+            if key == "resizeEmbeddings":
+                remedy = "Remove it; a configuration without vocab_size has the tokenizer's"
+            yield Problem(f"{MODEL}.{key}", "has no meaning without model.path", why, remedy)
+
+    overrides = view.get(f"{MODEL}.configOverrides")
+    if not isinstance(overrides, Mapping):
+        return
+    for key, why in _FIXED.items():
+        if key in overrides:
+            remedy = "Remove it" if key == "model_type" else "Use model.resizeEmbeddings"
+            yield Problem(f"{MODEL}.configOverrides.{key}", "cannot be changed", why, remedy)
+    yield from _check_no_remote_code(
+        overrides, ("spec", "training", "model", "configOverrides")
+    )
+
+
+def check_lora(view: View) -> Iterator[Problem]:
+    """Adapters are for recipes that make no copy of what is trained; each layer is named once."""
+    path = f"{MODEL}.lora"
+    if view.get(MODEL) is UNKNOWN or not view.is_given(path):
+        return
+    if view.get(f"{TRAINING}.recipe") == KL_RECIPE:
+        why = "the reference is taken from a checkpoint, and one of adapters has no whole model"
+        remedy = "Remove it, or train adapters with pretrain or sft"
+        yield Problem(path, f"cannot be combined with recipe {KL_RECIPE}", why, remedy)
+    names = view.get(f"{path}.targetModules")
+    for index, name in enumerate(names if isinstance(names, list | tuple) else ()):
+        if name in names[:index]:
+            where = f"{path}.targetModules[{index}]"
+            yield Problem(where, f"{name!r} is named twice", "", "Remove one of them")
+
+
+RULES: Final = (check_model, check_stored, check_lora)
