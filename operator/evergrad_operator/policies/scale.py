@@ -96,7 +96,7 @@ def decide_scale(context: ReconcileContext) -> Scale:
 
 def find_epoch(context: ReconcileContext) -> int:
     """Return the epoch of the coordinator that serves, or of the next one."""
-    return _find_coordinator(context)[1]
+    return _find_coordinators(context)[1]
 
 
 def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[PodState]]:
