@@ -216,6 +216,24 @@ def test_a_preparation_that_fails_too_often_ends_the_run_and_names_its_own_limit
     )
 
 
+@pytest.mark.parametrize("documents", [0, 7])
+def test_chunks_that_are_finished_are_progress_and_a_long_life_is_none(
+    simulation: Simulation, documents: int
+) -> None:
+    values = {**REPORT["preparation"], "documents": documents}  # type: ignore[dict-item]
+    for attempt in range(4):
+        start(simulation)
+        simulation.coordinators.answers[KEY] = {"phase": "Preparing", "preparation": values}
+        simulation.now += 3600
+        simulation.settle()
+        simulation.end_pod(f"run-prepare-{attempt}", 137, reason="OOMKilled")
+        simulation.coordinators.answers.clear()
+        simulation.settle()
+        simulation.now += 120
+        simulation.settle()
+    assert simulation.status["phase"] == ("Preparing" if documents else "Failed")
+
+
 def test_trouble_of_a_host_costs_no_failure_and_the_next_pod_keeps_away_from_it(
     simulation: Simulation,
 ) -> None:
