@@ -14,6 +14,7 @@ import yaml
 from bed import chart, toolbox
 from bed.shell import BedError
 
+from evergrad_operator import names
 from evergrad_operator.settings import parse_settings
 from evergrad_operator.webhook import PATH, WEBHOOK_NAME
 
@@ -602,3 +603,12 @@ def test_the_test_pods_program_is_given_the_very_rules_of_the_operator() -> None
     assert json.loads(scopes) == [""]
     assert rights_of({"rules": json.loads(rules)}) == RIGHTS
     compile(pod["spec"]["containers"][0]["command"][2], "check", "exec")
+
+
+def test_the_operator_may_ask_every_pod_that_serves_a_runs_status(helm: None) -> None:
+    rendered = chart.render({"networkPolicy": {"enabled": True}})
+    (policy,) = of_kind(rendered, "NetworkPolicy")
+    (rule,) = [one for one in policy["spec"]["egress"] if "to" in one]
+    (role,) = rule["to"][0]["podSelector"]["matchExpressions"]
+    assert sorted(role["values"]) == [names.ROLE_COORDINATOR, names.ROLE_PREPARATION]
+    assert rule["ports"] == [{"protocol": "TCP", "port": names.STATUS_PORT}]
