@@ -1,11 +1,14 @@
 """Whether a reloaded checkpoint gives what the run has measured: the verdicts."""
 
+import argparse
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evergrad_manifest.errors import InputError
+from evergrad_trainer.cli import evaluate
 from evergrad_trainer.evaluation.comparing import compare_with_run
 from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.records import EvaluationRecord
@@ -60,3 +63,23 @@ def test_each_result_has_a_verdict(
     assert one.verdict.startswith(verdict)
     # Only an agreement is one: a set that was not compared is no proof.
     assert one.is_equal == verdict.startswith("as the run measured it")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--watch"], "cannot be combined with --watch; one checkpoint is compared"),
+        (["--weights", "average"], "with --weights average; the run measured its own choice"),
+        (["--tolerance", "nan"], "--tolerance nan; it is a finite number of at least 0"),
+        (["--tolerance", "inf"], "--tolerance inf; it is a finite number"),
+        (["--tolerance=-1"], "--tolerance -1.0; it is a finite number"),
+    ],
+)
+def test_what_a_comparison_has_no_meaning_with_is_refused(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    args = parser.parse_args([str(tmp_path), "--compare", *words])
+    with pytest.raises(InputError, match=said):
+        evaluate.execute(args)
