@@ -66,20 +66,18 @@ def test_each_result_has_a_verdict(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "said"),
     [
-        (["--watch"], "cannot be combined with --watch; one checkpoint is compared"),
-        (["--weights", "average"], "with --weights average; the run measured its own choice"),
-        (["--tolerance", "nan"], "--tolerance nan; it is a finite number of at least 0"),
-        (["--tolerance", "inf"], "--tolerance inf; it is a finite number"),
-        (["--tolerance=-1"], "--tolerance -1.0; it is a finite number"),
+        (["--watch"], "--watch; one checkpoint is compared"),
+        (["--tolerance", "nan"], "--tolerance nan; one checkpoint is compared"),
+        (["--weights", "average"], "--weights; the weights are those that the run itself has"),
     ],
 )
-def test_what_a_comparison_has_no_meaning_with_is_refused(
-    tmp_path: Path, words: list[str], said: str
+def test_what_cannot_be_compared_is_refused_before_anything_is_opened(
+    tmp_path: Path, options: list[str], said: str
 ) -> None:
     parser = argparse.ArgumentParser()
     evaluate.add_arguments(parser)
-    args = parser.parse_args([str(tmp_path), "--compare", *words])
-    with pytest.raises(InputError, match=said):
+    args = parser.parse_args([str(tmp_path / "none"), "--compare", *options])
+    with pytest.raises(InputError, match=f"--compare: cannot be combined with {said}"):
         evaluate.execute(args)

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from evergrad_coordinator.contract import ExitCode, RunFile
 from evergrad_coordinator.text import count, duration
-from evergrad_manifest.errors import InputError, Problem, raise_if
+from evergrad_manifest.errors import InputError, Problem
 from evergrad_trainer.checkpoint.store import Store, open_store
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict
 
@@ -89,8 +88,14 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.evaluation.opening import read_recorded
     from evergrad_trainer.worker.signals import StopSignals
 
-    if args.compare:
-        _check_comparison(args)
+    if args.compare and (args.watch or args.weights or not args.tolerance >= 0):
+        what = "--watch" if args.watch else f"--tolerance {args.tolerance}"
+        why = "one checkpoint is compared, within a difference of at least 0"
+        if args.weights:
+            what, why = "--weights", "the weights are those that the run itself has evaluated"
+        raise InputError(
+            Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
+        )
     recorded = read_recorded(args.run)
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
     with contextlib.ExitStack() as stack:
@@ -127,27 +132,6 @@ def execute(args: argparse.Namespace) -> int:
         for one in compared:
             print(f"{one.name}: {one.verdict}")
     return int(ExitCode.DONE) if all(one.is_equal for one in compared) else DIFFERENT
-
-
-def _check_comparison(args: argparse.Namespace) -> None:
-    """Refuse what --compare has no meaning with. Raises InputError."""
-    # Nothing is within NaN of anything, and everything is within infinity.
-    is_wrong = not (math.isfinite(args.tolerance) and args.tolerance >= 0)
-    refused = [
-        (args.watch, "--watch", "one checkpoint is compared"),
-        (
-            args.weights is not None,
-            f"--weights {args.weights}",
-            "the run measured its own choice",
-        ),
-        (is_wrong, f"--tolerance {args.tolerance}", "it is a finite number of at least 0"),
-    ]
-    problems = [
-        Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
-        for is_given, what, why in refused
-        if is_given
-    ]
-    raise_if(problems, InputError)
 
 
 def _open(
