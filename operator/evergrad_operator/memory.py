@@ -214,7 +214,7 @@ class Memory:
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
     """Return the memory in a run's ``status``. What is missing or not understood counts as unknown."""
-    # A status may be lost. Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
+    # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
     gang = unpack_counts(get_text(notes, "gang"))
