@@ -76,14 +76,12 @@ def examine(
     ``num_workers``: of this machine. ``world_sizes``: every number of workers that may train together as
     nodes come and go, on machines like this one; by default those of this machine alone.
     """
-    # A script is a program that is not looked into: it must be there, and its workers must have devices.
-    if run.spec.script is not None:
-        findings = [
-            *check_script(run.spec.script, base_directory),
-            *check_script_workers(run, machine, num_workers=num_workers),
-            *check_run_directory(run_directory, None, keep=0),
-        ]
-        return Examination(tuple(findings), None)
+    if (script := run.spec.script) is not None:
+        # It is not looked into: it must be there, and its workers must have devices.
+        found = check_script(script, base_directory)
+        workers = check_script_workers(run, machine, num_workers=num_workers)
+        space = check_run_directory(run_directory, None, keep=0)
+        return Examination((*found, *workers, *space), None)
     training = run.training
     sizes = world_sizes or (num_workers,)
     findings = [
@@ -108,10 +106,10 @@ def examine(
         findings += [Finding("error", problem) for problem in error.problems]
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
-        sharing = {"num_workers": num_workers, "world_size": max(num_workers, min(sizes))}
+        bounds = {"world_size": max(num_workers, min(sizes)), "most_workers": max(sizes)}
         findings += check_model(training, facts)
         findings += check_base(training, base_directory, plan)
-        findings += check_memory(training, facts, machine, **sharing)
+        findings += check_memory(training, facts, machine, num_workers=num_workers, **bounds)
         size = checkpoint_bytes(facts, training)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     has_begun = (run_directory / RunFile.RESOLVED).exists()
@@ -420,10 +418,8 @@ def find_traps(
         yield Problem(
             f"{where}.optimizer.{field}",
             f"{slowest} is too close to 1 for runtime.precision bf16",
-            (
-                "bf16 has 8 bits: a moment that should shrink by less than a 256th is rounded back "
-                "to what it was, and never falls"
-            ),
+            "bf16 has 8 bits: a moment that should shrink by less than a 256th is rounded back to what it "
+            "was, and never falls",
             f"Use at most {_SLOWEST_BF16_DECAY:.3f}, or precision: bf16-autocast, whose moments are fp32",
         )
     yield from _check_kernels(training, machine)

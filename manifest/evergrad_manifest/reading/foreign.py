@@ -225,6 +225,19 @@ FOREIGN: Final = (
         "an evaluation computes as the training does, so that both losses can be compared",
     ),
     Foreign(
+        ("meters", "metric_groups", "metric_engine", "derived_metrics"),
+        (f"{_T}.recipe",),
+        "a task of your own has metrics, which are sums over a step, so that their means are the same on any "
+        "number of processes; Evaluator.summarize derives others of those of a set, and nothing is kept from "
+        "one step to the next",
+    ),
+    Foreign(
+        ("log_gpu_memory", "skip_memory_metrics", "log_memory", "log_sm_utilization"),
+        (f"{_T}.logging.profile",),
+        "memory and busy units of a device are the node's, where the vendor's exporter (DCGM) has them; "
+        "a trace has the memory of a step, and forward apart from backward",
+    ),
+    Foreign(
         ("callbacks", "hooks"),
         (f"{_T}.recipe",),
         "a task of your own has observers, its own loss and its own data; nothing replaces the values of "
@@ -384,7 +397,7 @@ def say_foreign(key: str) -> tuple[str, str, str] | None:
 
 @dataclass(frozen=True)
 class ForeignValue:
-    """A value that a choice has in other trainers: why it is none here, and what to write."""
+    """A value that a field has in other trainers: why it has not here, and what to write."""
 
     key: str
     values: tuple[str, ...]
@@ -393,6 +406,13 @@ class ForeignValue:
 
 
 FOREIGN_VALUES: Final = (
+    ForeignValue(
+        "microBatchSize",
+        ("auto", "-1"),
+        "it cuts a step into the slots whose sums make the gradient, and one that each machine found out for "
+        "itself would make a run another one on each",
+        "Write the number that `evergrad preflight` names as the largest one that fits",
+    ),
     ForeignValue(
         "device",
         ("mps", "metal"),
@@ -417,8 +437,7 @@ FOREIGN_VALUES: Final = (
 
 
 def say_foreign_value(key: str, value: str) -> tuple[str, str] | None:
-    """Why ``value`` is no choice of the field ``key``, and what to write: for one of other trainers, else
-    None."""
+    """Why the field ``key`` has no ``value``, and what to write: for one of other trainers, else None."""
     for one in FOREIGN_VALUES:
         if one.key == key and fold(value) in map(fold, one.values):
             return one.why, one.remedy

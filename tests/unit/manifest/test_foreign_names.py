@@ -18,6 +18,13 @@ from evergrad_manifest.spelling import fold
 BASE = Path(__file__).parent / "base_manifest.yaml"
 
 
+_OF_MICRO = (
+    " (--set); it cuts a step into the slots whose sums make the gradient, and one that each machine found out "
+    "for itself would make a run another one on each. Write the number that `evergrad preflight` names as the "
+    "largest one that fits."
+)
+
+
 @pytest.mark.capability("A-26", "A-31", "A-52", "A-60", "A-81")
 @pytest.mark.parametrize(
     ("key", "said"),
@@ -93,6 +100,7 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
 @pytest.mark.capability(
     "A-7", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
 )
+@pytest.mark.capability("O-41", "O-46", "O-70", "O-71", "O-75")
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -116,6 +124,11 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
             "each rank writes a file of its own with all lines from INFO on",
         ),
         ("eval_amp", "computes as the training does, so that both losses can be compared"),
+        (
+            "metric_groups",
+            "nothing is kept from one step to the next. Write spec.training.recipe.",
+        ),
+        ("log_gpu_memory", "where the vendor's exporter (DCGM) has them"),
         ("callbacks", "nothing replaces the values of others unseen"),
         ("loss_reduction", "each token of a step counts the same; the mean of the means"),
     ],
@@ -128,10 +141,12 @@ def test_what_is_not_built_is_refused_with_its_reason(key: str, said: str) -> No
     assert said in str(problem)
 
 
-@pytest.mark.capability("G-21", "O-79")
+@pytest.mark.capability("G-21", "O-79", "T-21", "T-42")
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
+        ("spec.training.batching.microBatchSize", "auto", f"'auto' is not a number{_OF_MICRO}"),
+        ("spec.training.batching.microBatchSize", "-1", f"-1 is too small{_OF_MICRO}"),
         (
             "spec.training.runtime.device",
             "mps",
@@ -159,7 +174,7 @@ def test_a_value_of_other_trainers_is_refused_with_its_reason(
     assert [str(one) for one in refused.value.problems] == [f"{path}: {said}"]
 
 
-def test_each_foreign_value_is_one_of_a_choice_that_has_other_values() -> None:
+def test_each_foreign_value_is_one_of_a_field_that_exists() -> None:
     choices = {field.key: field for field in walk_fields(TrainingRun)}
     for one in FOREIGN_VALUES:
         assert one.key in choices
