@@ -70,12 +70,22 @@ _LOST: Final = increase("lost_seconds_total", "6h", 'cause!="evaluation"')
 _CREATED: Final = metric("operator_run_created_timestamp_seconds")
 _STARTED: Final = metric("operator_run_started_timestamp_seconds")
 _BEGUN: Final = by_run("max", _STARTED)
-_SAVES: Final = f"changes(({_SAVED})[6h:1m])"
+
+
+def _over_six_hours(aggregate: str, function: str, name: str, selector: str = "") -> str:
+    """A function of the last six hours of each pod's series, one value a run."""
+    return by_run(aggregate, f"{function}({metric(name, selector)}[6h])")
+
+
+_SAVE_TIME: Final = "checkpoint_last_success_timestamp_seconds"
 _INTERVAL: Final = (
     # The mean of six hours; where they saw one save or none, the time that the last one took to come.
-    f"(max_over_time(({_SAVED})[6h:1m]) - min_over_time(({_SAVED})[6h:1m])) / ({_SAVES} > 0)"
+    f"({_over_six_hours('max', 'max_over_time', _SAVE_TIME)}"
+    f" - {_over_six_hours('min', 'min_over_time', _SAVE_TIME)})"
+    f" / ({_over_six_hours('sum', 'changes', _SAVE_TIME)} > 0)"
     f" or {_SAVED} - {_BEGUN}"
 )
+_LEAST_LOSS: Final = _over_six_hours("min", "min_over_time", "loss", 'split="train"')
 
 
 def _lines(*lines: str) -> str:
@@ -134,9 +144,9 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "info",
         "15m",
         _lines(
-            f"{_LOSS} > <divergedFactor> * min_over_time(({_LOSS})[6h:1m])",
+            f"{_LOSS} > <divergedFactor> * {_LEAST_LOSS}",
             # Of a loss that may be negative a multiple says nothing.
-            f"and on ({RUN}) min_over_time(({_LOSS})[6h:1m]) > 0",
+            f"and on ({RUN}) {_LEAST_LOSS} > 0",
             _RUNNING,
         ),
         f"The loss of run {_WHO} grows",
