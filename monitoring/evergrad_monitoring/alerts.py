@@ -85,6 +85,9 @@ _INTERVAL: Final = (
     f" / ({_over_six_hours('sum', 'changes', _SAVE_TIME)} > 0)"
     f" or {_SAVED} - {_BEGUN}"
 )
+_SUSPENDED: Final = _over_six_hours(
+    "max", "max_over_time", "operator_run_phase", 'phase="Suspended"'
+)
 _LEAST_LOSS: Final = _over_six_hours("min", "min_over_time", "loss", 'split="train"')
 
 
@@ -202,6 +205,8 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             f"{_KEPT} / ({_KEPT} + {_LOST}) < <goodputShare>",
             # Of a run that has just started, the start is most of it.
             f"and on ({RUN}) {_KEPT} + {_LOST} > <goodputSeconds>",
+            # Time in which somebody had suspended it is downtime to the trainer.
+            f"unless on ({RUN}) {_SUSPENDED}",
             _RUNNING,
         ),
         f"Much of the time of run {_WHO} is lost",

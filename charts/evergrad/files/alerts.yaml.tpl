@@ -112,6 +112,7 @@
       expr: |
         sum by (run_namespace, run) (increase(evergrad_productive_seconds_total[6h])) / (sum by (run_namespace, run) (increase(evergrad_productive_seconds_total[6h])) + sum by (run_namespace, run) (increase(evergrad_lost_seconds_total{cause!="evaluation"}[6h]))) < {{ .Values.metrics.rules.thresholds.goodputShare }}
         and on (run_namespace, run) sum by (run_namespace, run) (increase(evergrad_productive_seconds_total[6h])) + sum by (run_namespace, run) (increase(evergrad_lost_seconds_total{cause!="evaluation"}[6h])) > {{ .Values.metrics.rules.thresholds.goodputSeconds }}
+        unless on (run_namespace, run) max by (run_namespace, run) (max_over_time(evergrad_operator_run_phase{phase="Suspended"}[6h]))
         and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Running"}) == 1
       for: 30m
       labels: {severity: info}

@@ -277,8 +277,5 @@ def test_no_alert_fires_on_a_run_that_loses_a_node_evaluates_and_is_suspended_fo
 def test_a_run_that_stands_still_from_the_seventh_hour_on_is_told_by_its_alerts_and_no_others(
     judge: Any,
 ) -> None:
-    assert judge(stalls_at=400) == {
-        "TrainingRunStalled",
-        "TrainingRunThroughputDrop",
-        "TrainingRunCheckpointStale",
-    }
+    # Its checkpoint becomes stale later: three intervals are not over yet.
+    assert judge(stalls_at=400) == {"TrainingRunStalled", "TrainingRunThroughputDrop"}
