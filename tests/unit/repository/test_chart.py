@@ -390,7 +390,9 @@ def test_two_releases_in_two_namespaces_meet_in_the_crd_only() -> None:
 
 def test_the_longest_names_stay_within_their_bounds() -> None:
     for one in chart.render(
-        {"fullnameOverride": "a" * 200}, release="r" * 53, namespace="n" * 63
+        {"fullnameOverride": "a" * 200, "metrics": {"enabled": True}},
+        release="r" * 53,
+        namespace="n" * 63,
     ):
         assert len(one["metadata"]["name"]) <= (253 if one["kind"] in CLUSTER_SCOPED else 63)
         assert all(len(value) <= 63 for value in one["metadata"]["labels"].values())
@@ -557,6 +559,9 @@ def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> Non
         ({"webhook": {"failurePolicy": "Maybe"}}, "webhook.failurePolicy"),
         ({"webhook": {"port": 443}}, "webhook.port"),
         ({"serviceAccount": {"create": False}}, "serviceAccount.name: missing"),
+        ({"metrics": {"enable": True}}, "enable"),
+        ({"metrics": {"interval": "15x"}}, "metrics.interval"),
+        ({"metrics": {"rules": {"thresholds": {"dataShare": 0}}}}, "thresholds.dataShare"),
         ({"runs": {"userId": 0}}, "runs.userId"),
         ({"runs": {"sharedMemorySize": "much"}}, "runs.sharedMemorySize"),
         ({"podLabels": {"evergrad.dev/role": "other"}}, "podLabels.evergrad"),
