@@ -264,8 +264,10 @@ def _write_merged(
     with torch.no_grad():
         for name, tensor in module_tensors(model).items():
             tensor.copy_(found.read(name, tensor.dtype))
+    # In place, by the method of torch: the type of transformers' own is not known. Wider before the merge and
+    # narrower behind it: what is added is rounded once, to the type that is asked for.
+    torch.nn.Module.to(model, torch.promote_types(model.dtype, empty.dtype))
     merge_adapters(model)
-    # In place, by the method of torch: the type of transformers' own is not known.
     torch.nn.Module.to(model, empty.dtype)
     _save_whole(model, directory)
     return model
