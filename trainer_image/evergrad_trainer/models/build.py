@@ -382,6 +382,8 @@ def load_directory(
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
+                # They are refused below, by name: its own error points to a log.
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
     except Exception as error:
