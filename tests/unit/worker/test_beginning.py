@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.training import Checkpoint, InitFrom, Reproducibility
+from evergrad_manifest.training import Checkpoint, InitFrom, Model, Reproducibility
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restoring import Restored
 from evergrad_trainer.errors import CheckpointError
@@ -71,6 +71,7 @@ class Fresh:
         wanted = {"path": "theirs", **fields}
         training = SimpleNamespace(
             init_from=InitFrom.model_validate(wanted),
+            model=Model(),
             checkpoint=Checkpoint(),
             reproducibility=Reproducibility(),
         )
@@ -92,6 +93,7 @@ class Fresh:
             state=dict,
             registry=registry,
             modules=SimpleNamespace(trained={"model": None, "head": None}),
+            frozen={},
             opened=None,
             cut=lambda: (),
         )
@@ -227,6 +229,26 @@ def test_a_transformers_directory_has_weights_alone(make: Make, tmp_path: Path) 
         "spec.training.initFrom.load",
         "spec.training.initFrom.step",
     ]
+
+
+@pytest.mark.parametrize("load", ["weights", "everything"])
+def test_adapters_that_were_trained_beside_another_base_are_refused(
+    make: Make, load: str
+) -> None:
+    fresh = make(load=load)
+    fresh.machinery.frozen = {"model.base": "1" * 16}
+    fresh.extra["state"]["frozen"] = {"model.base": "2" * 16}
+    assert "theirs were trained beside other frozen weights" in refused(fresh)
+    fresh.extra["state"]["frozen"] = {"model.base": "1" * 16}
+    fresh.begin()
+
+
+def test_whole_weights_are_no_beginning_of_adapters(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({}))
+    fresh = make()
+    fresh.session.plan.run.training.model = Model.model_validate({"lora": {"rank": 2}})
+    assert "spec.training.initFrom.path: names a transformers directory" in refused(fresh)
 
 
 def test_nodes_that_ask_for_different_states_are_told(make: Make) -> None:
