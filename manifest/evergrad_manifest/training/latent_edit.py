@@ -177,9 +177,12 @@ def check_unused(view: View) -> Iterator[Problem]:
         ("evaluation.sources", of_text),
         ("evaluation.generation", of_text),
         ("runtime.lossChunk", "there are no logits"),
+        ("checkpoint.exportAtEnd", "the file's model is the encoder, which stays as it is"),
     ]
     for key, why in unused:
-        if view.is_given(f"{TRAINING}.{key}") and view.get(f"{TRAINING}.{key}") not in ((), []):
+        # What means nothing stands in each run that was written out.
+        is_unset = view.get(f"{TRAINING}.{key}") in ((), [], False)
+        if view.is_given(f"{TRAINING}.{key}") and not is_unset:
             what = f"has no meaning with recipe {RECIPE}"
             yield Problem(f"{TRAINING}.{key}", what, why, "Remove it")
     runtime = f"{TRAINING}.runtime"

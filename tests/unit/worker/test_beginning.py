@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.training import Checkpoint, InitFrom, Reproducibility
+from evergrad_manifest.training import Checkpoint, InitFrom, Model, Reproducibility
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restoring import Restored
 from evergrad_trainer.errors import CheckpointError
@@ -72,6 +72,7 @@ class Fresh:
         training = SimpleNamespace(
             init_from=InitFrom.model_validate(wanted),
             checkpoint=Checkpoint(),
+            model=Model.model_validate({}),
             reproducibility=Reproducibility(),
         )
         self.session = SimpleNamespace(
@@ -91,6 +92,7 @@ class Fresh:
         self.machinery = SimpleNamespace(
             state=dict,
             registry=registry,
+            frozen={},
             modules=SimpleNamespace(trained={"model": None, "head": None}),
             opened=None,
             cut=lambda: (),
@@ -122,12 +124,19 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def test_weights_come_alone(make: Make) -> None:
     fresh = make()
     fresh.begin()
-    assert fresh.asked[0]["prefix"] == "model."
+    assert fresh.asked[0]["prefix"] == ("model.",)
     assert (fresh.progress.finished_steps, fresh.optimizer.loaded, fresh.entered) == (
         0,
         None,
         1,
     )
+
+
+def test_a_task_without_a_model_begins_with_all_weights_that_it_trains(make: Make) -> None:
+    fresh = make()
+    fresh.machinery.modules.trained = {"actions": None, "predictor": None}
+    fresh.begin()
+    assert fresh.asked[0]["prefix"] == ("actions.", "predictor.")
 
 
 @pytest.mark.capability("O-22", "O-61")
@@ -147,7 +156,7 @@ def test_everything_goes_on_at_the_position_and_leaves_what_belongs_to_the_other
 ) -> None:
     fresh = make(load="everything", step=5)
     fresh.begin()
-    assert (fresh.asked[0]["prefix"], fresh.asked[0]["step"]) == ("", 5)
+    assert (fresh.asked[0]["prefix"], fresh.asked[0]["step"]) == (("",), 5)
     progress = fresh.progress
     assert (progress.finished_steps, progress.updates, progress.skipped) == (5, 4, 1)
     assert (progress.run_id, progress.best, progress.save_asked, progress.stop_asked) == (
@@ -227,6 +236,17 @@ def test_a_transformers_directory_has_weights_alone(make: Make, tmp_path: Path) 
         "spec.training.initFrom.load",
         "spec.training.initFrom.step",
     ]
+
+
+def test_a_transformers_directory_is_no_beginning_for_a_task_without_a_model(
+    make: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({}))
+    fresh = make()
+    fresh.machinery.modules.trained = {"predictor": None}
+    with pytest.raises(ConfigurationError, match="and what is trained is predictor"):
+        fresh.begin()
 
 
 def test_nodes_that_ask_for_different_states_are_told(make: Make) -> None:

@@ -469,8 +469,7 @@ def _build_rhythm(every: SaveEvery | None, training: Training) -> Rhythm | None:
         return None
     if every.tokens is None:
         return Rhythm(every.steps or 1)
-    per_step = training.batching.global_batch_size * training.data.sequence_length
-    return Rhythm(every.tokens, per_step)
+    return Rhythm(every.tokens, training.batching.global_batch_size * training.sample_tokens)
 
 
 def build_best(training: Training) -> Best | None:

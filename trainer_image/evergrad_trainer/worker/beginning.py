@@ -37,6 +37,7 @@ _POSITION: Final = (
     "batching",
     "reproducibility",
     "twoStageKl",
+    "preference",
     "latentEdit",
 )
 """Sections of a recipe that decide which samples a step has."""
@@ -58,7 +59,7 @@ def begin(session: Session, machinery: Machinery) -> None:
     path = session.plan.base_directory / wanted.path
     raise_if(check_initial(path, session.plan.run.training.model.lora), CheckpointError)
     if (path / "config.json").is_file():
-        _require_weights_alone(wanted)
+        _require_weights_alone(wanted, machinery)
         config = session.plan.model.require_config()
         load_model_directory(path, machinery.state(), config=config)
         source = {"checkpoint": "", "step": 0, "hash": _hash_weights(session, path)}
@@ -130,17 +131,21 @@ def _check_same(
     )
 
 
-def _require_weights_alone(wanted: InitFrom) -> None:
+def _require_weights_alone(wanted: InitFrom, machinery: Machinery) -> None:
     given = {"load": wanted.load != "weights", "step": wanted.step is not None}
     why = "a transformers directory has weights, and neither steps nor an optimizer's state"
-    raise_if(
-        [
-            Problem(f"{_FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
-            for key, is_given in given.items()
-            if is_given
-        ],
-        ConfigurationError,
-    )
+    problems = [
+        Problem(f"{_FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
+        for key, is_given in given.items()
+        if is_given
+    ]
+    if MODEL not in machinery.modules.trained:
+        what = f"{wanted.path} is a transformers directory"
+        names = ", ".join(machinery.modules.trained)
+        why = f"its weights are those of a model, and what is trained is {names}"
+        remedy = "Name a run of this recipe, or leave initFrom out"
+        problems.append(Problem(f"{_FIELD}.path", what, why, remedy))
+    raise_if(problems, ConfigurationError)
 
 
 def _hash_weights(session: Session, path: Path) -> str:
@@ -155,11 +160,12 @@ def _hash_weights(session: Session, path: Path) -> str:
 
 def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) -> Restored:
     """Fill the state from a checkpoint of another run, as far as is asked for."""
-    prefix: str | tuple[str, ...] = f"{MODEL}."
+    trained = machinery.modules.trained
+    prefix = tuple(f"{name}." for name in ([MODEL] if MODEL in trained else trained))
     if wanted.load == "optimizer":
-        prefix = tuple(f"{name}." for name in (*machinery.modules.trained, OPTIMIZER))
+        prefix = tuple(f"{name}." for name in (*trained, OPTIMIZER))
     elif wanted.load == "everything":
-        prefix = ""
+        prefix = ("",)
     # Collectives: rank 0 chooses and reads, the others get what it has read.
     loaded = load_weights(
         path,
