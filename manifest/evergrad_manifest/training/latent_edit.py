@@ -78,7 +78,7 @@ class EditEncoder(Section):
     pooling: Literal["centeredMean", "globalMean"] = "centeredMean"
     """State after an edit: mean of the tokens around it, or of all. The one before is a mean of all."""
     radius: Count | None = Field(default=None, ge=0, le=2**16)
-    """centeredMean only: tokens on each side of the edit's; default 8."""
+    """Tokens on each side of the edit's (``centeredMean`` only); default 8."""
     normalize: Switch = True
     """Scale states, and predictions, to length 1."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -173,9 +173,7 @@ def check_unused(view: View) -> Iterator[Problem]:
     of_text = "it trains on the items of latentEdit.corpus, and not on text"
     unused = [
         ("data", of_text),
-        ("rows", of_text),
         ("evaluation.sources", of_text),
-        ("evaluation.generation", of_text),
         ("runtime.lossChunk", "there are no logits"),
         ("checkpoint.exportAtEnd", "the file's model is the encoder, which stays as it is"),
     ]

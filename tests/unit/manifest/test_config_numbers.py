@@ -332,6 +332,9 @@ _PLAIN_NUMBERS = (
     "spec.training.onNonFinite.skip",
     "spec.training.skipSteps",
     "spec.training.runtime.compareReplicasEvery",
+    "spec.training.checkpoint.every.seconds",
+    "spec.training.checkpoint.keepEvery.seconds",
+    "spec.training.initFrom.step",
 )
 
 

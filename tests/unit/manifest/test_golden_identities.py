@@ -258,7 +258,7 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
     assert recipe == {
         "recipe": "pretrain",
         "options": {},
-        "model": {"config": {"model_type": "llama"}},
+        "model": {"config": {"model_type": "llama"}, "configOverrides": {}},
         "tokenizer": {"type": "byte"},
         "data": {
             "sources": [

@@ -71,8 +71,8 @@ class Fresh:
         wanted = {"path": "theirs", **fields}
         training = SimpleNamespace(
             init_from=InitFrom.model_validate(wanted),
+            model=Model(),
             checkpoint=Checkpoint(),
-            model=Model.model_validate({}),
             reproducibility=Reproducibility(),
         )
         self.session = SimpleNamespace(
@@ -92,8 +92,8 @@ class Fresh:
         self.machinery = SimpleNamespace(
             state=dict,
             registry=registry,
-            frozen={},
             modules=SimpleNamespace(trained={"model": None, "head": None}),
+            frozen={},
             opened=None,
             cut=lambda: (),
         )
