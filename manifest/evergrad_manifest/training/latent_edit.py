@@ -137,7 +137,7 @@ class LatentEdit(Section):
     beta: Real = Field(default=0.1, ge=0, le=1e6)
     """Weight of the squared distance, divided by the width of a state."""
     phase: Count = Field(default=1, ge=1, le=2)
-    """1: the Gaussian regulariser of the states is measured alone. 2, in which it is a part of the loss, is
+    """Phase 1 only measures the Gaussian regulariser of the states. 2, in which it is a part of the loss, is
     refused: it needs an encoder that is trained."""
 
 

@@ -30,17 +30,8 @@ from evergrad_trainer.training.calls import enter_first
 from evergrad_trainer.worker.session import BEGUN_FROM, Session
 
 _FIELD: Final = "spec.training.initFrom"
-_POSITION: Final = (
-    "data",
-    "rows",
-    "tokenizer",
-    "batching",
-    "reproducibility",
-    "twoStageKl",
-    "preference",
-    "latentEdit",
-)
-"""Sections of a recipe that decide which samples a step has."""
+_NO_POSITION: Final = ("model", "optimizer", "schedule", "ema", "horizon", "runtime")
+"""Sections of a recipe that have no say in which samples a step has."""
 _COUNTED: Final = ("step", "evaluated_step", "updates", "skipped", "non_finite")
 """Counters that go on in a run which begins with all of another one's state. The others are of its own
 directory: the run's id, the best of its checkpoints, wishes of its observers."""
@@ -216,7 +207,7 @@ def _check_position(session: Session, loaded: Restored, values: Mapping[str, Val
         changes = [
             (field, old, new)
             for field, old, new in changed_fields(stored, own)
-            if stored and own and field.split(".")[2].split("[")[0] in _POSITION
+            if stored and own and field.split(".")[2].split("[")[0] not in _NO_POSITION
         ]
         problems += [
             Problem(
