@@ -160,7 +160,7 @@ class InitFrom(Section):
     path: LocalPath = Field(min_length=1)
     """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory, which has
     weights only."""
-    step: int | None = Field(default=None, ge=1, le=10**12, strict=True)
+    step: Whole | None = Field(default=None, ge=1, le=10**12)
     """The step whose checkpoint is taken of a run directory; default: the newest."""
     load: Literal["weights", "optimizer", "everything"] = "weights"
     """``weights``; ``optimizer``: also its state; ``everything``: also the position, so that training goes on

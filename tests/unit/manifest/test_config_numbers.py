@@ -332,14 +332,19 @@ _PLAIN_NUMBERS = (
     "spec.training.onNonFinite.skip",
     "spec.training.skipSteps",
     "spec.training.runtime.compareReplicasEvery",
+    "spec.training.checkpoint.every.seconds",
+    "spec.training.checkpoint.keepEvery.seconds",
+    "spec.training.initFrom.step",
 )
+_PLAIN_SECTIONS = ("spec.template.", "spec.training.latentEdit.")
+"""Fields of Kubernetes, and small counts: of edits, tokens, layers and heads."""
 
 
 def test_every_numeric_field_of_the_manifest_reads_human_numbers() -> None:
     numeric = 0
     for field in walk_fields(TrainingRun):
         for annotation, metadata in _leaves(field.info.annotation, tuple(field.info.metadata)):
-            is_plain = field.path.startswith("spec.template.") or field.path in _PLAIN_NUMBERS
+            is_plain = field.path.startswith(_PLAIN_SECTIONS) or field.path in _PLAIN_NUMBERS
             if (annotation in (int, float) or int in get_args(annotation)) and not is_plain:
                 assert any(isinstance(marker, Human) for marker in metadata), field.path
                 numeric += 1

@@ -129,10 +129,8 @@ def build_machinery(
     with_weights: bool,
     is_trained: bool = True,
 ) -> Machinery:
-    """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows.
-
-    ``is_trained=False``: without an optimizer, whose state takes twice the memory of the weights.
-    """
+    """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows,
+    ``is_trained=False`` without an optimizer, whose state takes twice the memory of the weights."""
     runtime, device = training.runtime, world.device
     choose_determinism(training.reproducibility, device)
     # Before anything is computed or compiled: graphs are made for the kernels that are switched on.
@@ -469,8 +467,7 @@ def _build_rhythm(every: SaveEvery | None, training: Training) -> Rhythm | None:
         return None
     if every.tokens is None:
         return Rhythm(every.steps or 1)
-    per_step = training.batching.global_batch_size * training.data.sequence_length
-    return Rhythm(every.tokens, per_step)
+    return Rhythm(every.tokens, training.batching.global_batch_size * training.sample_tokens)
 
 
 def build_best(training: Training) -> Best | None:
