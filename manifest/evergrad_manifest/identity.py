@@ -86,8 +86,11 @@ SETTINGS_OF_LOGGING: Final = ("trackers", "profile")
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
 _LATER_SETTINGS: Final = frozenset(
     {
+        "training.data.mixing",
+        "training.data.overfitFirstBatch",
         "training.data.packing",
         "training.data.sources[].document",
+        "training.data.sources[].samples",
         "training.evaluation.generation",
         "training.evaluation.saveFirst",
         "training.evaluation.sets",
@@ -95,12 +98,15 @@ _LATER_SETTINGS: Final = frozenset(
         "training.evaluation.sets[].samples",
         "training.evaluation.sets[].whileTraining",
         "training.evaluation.sources[].document",
+        "training.evaluation.sources[].samples",
+        "training.horizon.exhausted",
         "training.monitors",
         "training.optimizer.groups",
         "training.optimizer.groups[].learningRateRatio",
         "training.optimizer.groups[].weightDecay",
         "training.optimizer.momentum",
         "training.optimizer.nesterov",
+        "training.reproducibility.dataSeed",
         "training.reproducibility.deterministic",
         "training.runtime.matmulPrecision",
         "training.runtime.attention",
@@ -152,7 +158,7 @@ def to_wire(run: TrainingRun) -> dict[str, Any]:
         {
             key: value
             for key, value in without_meaningless(source, OF_SOURCES).items()
-            if key != "weight"
+            if key not in ("weight", "samples")
         }
         for source in training["evaluation"]["sources"]
     ]
