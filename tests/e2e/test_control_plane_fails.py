@@ -100,6 +100,7 @@ def test_13_a_deleted_run_ends_in_grace_and_keeps_its_data(runs: Runs) -> None:
     assert max(saved) >= step, "the pods left without saving"
 
 
+@pytest.mark.long
 @pytest.mark.operator_ends
 def test_13_a_namespace_is_deleted_while_the_operator_is_gone(
     runs: Runs, operator: Any

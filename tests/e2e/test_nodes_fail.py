@@ -64,6 +64,7 @@ def test_05_a_frozen_node_is_left_behind_and_its_ghost_writes_nothing(
     assert "WorkerCrash" not in run.status()["restarts"]["byCause"]
 
 
+@pytest.mark.long
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors("ends: ", API_AWAY)
 def test_17_both_nodes_lost_at_once_cost_the_steps_after_the_last_checkpoint(

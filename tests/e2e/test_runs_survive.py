@@ -178,6 +178,7 @@ def test_07_node_bounds_change_live_down_and_up(runs: Runs, reference: Reference
     run.expect_same_as(reference)
 
 
+@pytest.mark.long
 def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(
     runs: Runs, reference: Reference
 ) -> None:

@@ -26,7 +26,7 @@ MakeCluster = Callable[..., Cluster]
     ("change", "names"),
     [
         ("spec.training.optimizer.learningRate=1e-2", "configuration"),
-        ("metadata.name=other", "other"),
+        pytest.param("metadata.name=other", "other", marks=pytest.mark.long),
     ],
 )
 def test_a_node_of_another_run_is_refused_with_both_values(

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from elastic_helpers import STEPS, Cluster, fault
 
 MakeCluster = Callable[..., Cluster]
@@ -38,6 +39,7 @@ def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_thaws(
     assert next(line["why"] for line in cluster.log("gone") if line["node"] == "1") == "silent"
 
 
+@pytest.mark.long
 def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:

@@ -147,6 +147,7 @@ def test_watch_evaluates_each_checkpoint_of_a_living_run_through_a_kill(
     assert list((experiment.at() / "checkpoints" / "leases").iterdir()) == []
 
 
+@pytest.mark.long
 def test_watch_that_is_stopped_goes_on_where_it_was(experiment: Experiment) -> None:
     write(experiment, checkpoint={"every": {"steps": 4}, "keep": 50})
     experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)

@@ -123,7 +123,7 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)]
+    "method", [pytest.param(one, marks=pytest.mark.long) for one in ("spawn", "forkserver")]
 )
 def test_workers_that_are_not_forked_train_and_what_they_print_is_the_nodes(
     method: str, experiment: Any, tmp_path: Path

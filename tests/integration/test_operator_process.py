@@ -171,6 +171,7 @@ def test_of_two_operators_one_writes_and_a_leader_that_was_stopped_never_writes_
             assert second.get("/healthz")[0] == 200
 
 
+@pytest.mark.long
 def test_a_leader_that_ends_in_order_is_followed_at_once(
     api: ServerThread, tmp_path: Path
 ) -> None:

@@ -243,7 +243,14 @@ def write_format(folder: Path, kind: str) -> dict[str, str]:
     return {"path": "?.packed"}
 
 
-@pytest.mark.parametrize("kind", ["text", "line", "parquet", "gzip", "zstandard"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text",
+        "parquet",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("line", "gzip", "zstandard")),
+    ],
+)
 def test_each_format_is_prepared_to_the_same_bytes_by_one_process_and_by_helpers_after_a_kill(
     preparers: Preparers, kind: str
 ) -> None:
@@ -267,6 +274,7 @@ def test_each_format_is_prepared_to_the_same_bytes_by_one_process_and_by_helpers
     assert len(published) > 20
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_a_row_group(preparers: Preparers) -> None:
     peaks = []
     # 85 MB of text lie between them; the smaller one fills all buffers of the reader, too.

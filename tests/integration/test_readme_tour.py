@@ -2,12 +2,15 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from evergrad_cli.main import build_whole_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_SECONDS = 600
@@ -26,6 +29,15 @@ def read_tour() -> list[tuple[str, int]]:
     return found
 
 
+def test_each_evergrad_command_of_the_tour_is_one_that_the_command_line_takes() -> None:
+    commands = [shlex.split(command) for command, _ in read_tour()]
+    ours = [words[1:] for words in commands if words[0] == "evergrad"]
+    assert len(ours) >= 8
+    for words in ours:
+        build_whole_parser().parse_args(words)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(2 * _PATIENCE_SECONDS)
 def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_comment_says(
     tmp_path: Path,

@@ -10,6 +10,7 @@ from rendezvous_cluster import Cluster
 MakeCluster = Callable[..., Cluster]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("--min", "1", "--max", "3", "--start-wait", "30")

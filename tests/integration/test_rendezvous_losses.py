@@ -106,6 +106,7 @@ def test_a_coordinator_whose_pod_is_lost_costs_fresh_workers_no_step(
     cluster.check()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_below_min_the_others_wait_and_a_node_has_one_process(
     make_cluster: MakeCluster,
@@ -147,6 +148,7 @@ def test_below_min_the_others_wait_and_a_node_has_one_process(
     cluster.check()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
     make_cluster: MakeCluster,

@@ -162,6 +162,7 @@ def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after
     undisturbed.assert_equal(directory)
 
 
+@pytest.mark.long
 def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(
     experiment: Experiment,
 ) -> None:

@@ -115,6 +115,7 @@ def test_the_exact_mode_differs_from_the_fast_one_by_rounding_only(
     assert_same_curve(fast.at("1"), exact.at("1"), exact=False, tolerance=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_whose_world_changes_at_each_restart_trains_the_same_samples(
     fast: Experiment,
 ) -> None:

@@ -143,7 +143,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 @pytest.mark.parametrize(
     "name",
     [
-        "ddp.py",
+        pytest.param("ddp.py", marks=pytest.mark.long),
         pytest.param("hf_trainer.py", marks=pytest.mark.long),
         pytest.param("accelerate_loop.py", marks=pytest.mark.long),
     ],
@@ -278,6 +278,7 @@ while not pathlib.Path("go-on").exists():
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_lost_lease_is_no_request_to_stop(make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS_UNDER_GUARD, "utf-8")
@@ -413,6 +414,7 @@ def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_p
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_ended(
     make: Make, tmp_path: Path

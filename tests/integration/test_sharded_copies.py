@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -219,6 +220,7 @@ def save_and_hash(
     return {"sums": sums}
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_copies_is_restored_by_other_numbers_of_processes(
     tmp_path: Path,
 ) -> None:

@@ -285,6 +285,7 @@ def train_and_save(
     return {"state": whole_state(machinery), "frozen": dict(machinery.frozen)}
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_several_modules_is_restored_by_other_numbers_of_processes(
     tmp_path: Path,
 ) -> None:

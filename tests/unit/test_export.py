@@ -219,6 +219,7 @@ print(*peaks)
 """
 
 
+@pytest.mark.long
 def test_the_memory_of_an_export_does_not_grow_with_the_model(
     make_run: MakeRun, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ else:
     )
 
 
+@pytest.mark.long
 def test_a_group_is_set_up_and_a_model_is_counted_without_the_compiler() -> None:
     _run_python(
         """

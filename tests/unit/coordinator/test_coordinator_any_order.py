@@ -1,6 +1,7 @@
 """Whatever happens in whatever order: once events stop and nodes answer, one group runs, or the run says what
 it waits for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -180,6 +181,22 @@ def is_done(cluster: Cluster, node: FakeNode) -> bool:
     return joined is not None and joined.is_done
 
 
+def explore(
+    judge: Callable[[list[tuple[str, Any]]], None],
+    events: st.SearchStrategy[list[tuple[str, Any]]],
+    examples: int,
+) -> None:
+    """Has ``judge`` look at that many lists of events, the same ones each time."""
+    chosen = settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        derandomize=True,
+    )
+    chosen(given(events=events)(judge))()
+
+
 def check_any_order(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
     play(cluster, events)
     for node in [one for one in cluster.nodes if one.is_alive]:
@@ -197,85 +214,67 @@ def check_any_order(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(
-    max_examples=5000,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-    derandomize=True,
-)
-@given(events=EVENTS)
-def test_any_order_of_events_ends_in_one_group_or_a_named_wait(
-    events: list[tuple[str, Any]],
-) -> None:
-    check_any_order(
-        Cluster(make_settings(max_failures_without_progress=1000)),
-        [("start", "0"), ("start", "1"), *events],
-    )
+@pytest.mark.parametrize("examples", [800, pytest.param(5000, marks=pytest.mark.long)])
+def test_any_order_of_events_ends_in_one_group_or_a_named_wait(examples: int) -> None:
+    def judge(events: list[tuple[str, Any]]) -> None:
+        check_any_order(
+            Cluster(make_settings(max_failures_without_progress=1000)),
+            [("start", "0"), ("start", "1"), *events],
+        )
+
+    explore(judge, EVENTS, examples)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(
-    max_examples=3000,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-    derandomize=True,
-)
-@given(events=EVENTS)
+@pytest.mark.parametrize("examples", [600, pytest.param(3000, marks=pytest.mark.long)])
 def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wait(
-    events: list[tuple[str, Any]],
+    examples: int,
 ) -> None:
-    cluster = Cluster(make_settings(max_failures_without_progress=1000, max_nodes=3))
-    for name in NAMES[:3]:
-        cluster.start(name)
-    cluster.run_until_running()
-    check_any_order(cluster, events)
+    def judge(events: list[tuple[str, Any]]) -> None:
+        cluster = Cluster(make_settings(max_failures_without_progress=1000, max_nodes=3))
+        for name in NAMES[:3]:
+            cluster.start(name)
+        cluster.run_until_running()
+        check_any_order(cluster, events)
+
+    explore(judge, EVENTS, examples)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(
-    max_examples=2000,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-    derandomize=True,
-)
-@given(events=EVENTS)
+@pytest.mark.parametrize("examples", [400, pytest.param(2000, marks=pytest.mark.long)])
 def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wait(
-    events: list[tuple[str, Any]],
+    examples: int,
 ) -> None:
-    chosen = make_settings(
-        max_failures_without_progress=1000, recovery="fresh", hold_joins=True
-    )
-    cluster = Cluster(chosen)
-    for name in NAMES[:3]:
-        cluster.start(name)
-    cluster.run_until_running()
-    check_any_order(cluster, events)
+    def judge(events: list[tuple[str, Any]]) -> None:
+        chosen = make_settings(
+            max_failures_without_progress=1000, recovery="fresh", hold_joins=True
+        )
+        cluster = Cluster(chosen)
+        for name in NAMES[:3]:
+            cluster.start(name)
+        cluster.run_until_running()
+        check_any_order(cluster, events)
+
+    explore(judge, EVENTS, examples)
 
 
-@settings(
-    max_examples=1000,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-    derandomize=True,
-)
-@given(events=GRACEFUL)
-def test_nodes_that_come_and_leave_as_they_should_lose_no_step(
-    events: list[tuple[str, Any]],
-) -> None:
-    cluster = Cluster(make_settings(lease_seconds=30))
-    cluster.is_graceful = True
-    play(cluster, [("start", "0"), ("start", "1"), ("start", "2"), ("wait", 1.0), *events])
-    for node in [one for one in cluster.nodes if one.is_alive]:
-        leave(cluster, node)
-    cluster.run(5)
-    assert all(node.exit_code == 75 for node in cluster.nodes)
-    assert max(cluster.saved, default=-1) == cluster.trained
-    assert len(cluster.saved) == len(cluster.saves_asked) == len(set(cluster.saved)), (
-        "the same state was saved twice"
-    )
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("examples", [300, pytest.param(1000, marks=pytest.mark.long)])
+def test_nodes_that_come_and_leave_as_they_should_lose_no_step(examples: int) -> None:
+    def judge(events: list[tuple[str, Any]]) -> None:
+        cluster = Cluster(make_settings(lease_seconds=30))
+        cluster.is_graceful = True
+        play(cluster, [("start", "0"), ("start", "1"), ("start", "2"), ("wait", 1.0), *events])
+        for node in [one for one in cluster.nodes if one.is_alive]:
+            leave(cluster, node)
+        cluster.run(5)
+        assert all(node.exit_code == 75 for node in cluster.nodes)
+        assert max(cluster.saved, default=-1) == cluster.trained
+        assert len(cluster.saved) == len(cluster.saves_asked) == len(set(cluster.saved)), (
+            "the same state was saved twice"
+        )
+
+    explore(judge, GRACEFUL, examples)

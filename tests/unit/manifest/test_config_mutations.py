@@ -390,15 +390,16 @@ def check(path: Path, overrides: list[str]) -> int:
 @pytest.mark.capability("A-68")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_2000_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_traceback(
-    tmp_path: Path,
+@pytest.mark.parametrize("examples", [400, pytest.param(2000, marks=pytest.mark.long)])
+def test_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_traceback(
+    tmp_path: Path, examples: int
 ) -> None:
     counts = {0: 0, 64: 0}
     path = tmp_path / "mutant.yaml"
     (tmp_path / "train.py").touch()
 
     @settings(
-        max_examples=2000,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,
@@ -413,8 +414,8 @@ def test_2000_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_trace
         counts[check(path, mutated_overrides(chance) if chance.random() < 0.1 else [])] += 1
 
     judge()
-    assert sum(counts.values()) >= 2000
-    assert counts[0] >= 100 and counts[64] >= 1000
+    assert sum(counts.values()) >= examples
+    assert counts[0] >= examples / 20 and counts[64] >= examples / 2
 
 
 @pytest.mark.parametrize("mutation", TREE_MUTATIONS[:6], ids=lambda mutation: mutation.__name__)

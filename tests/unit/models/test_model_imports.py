@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 _COUNT_SOURCES = """
 import sys
 opened = []
@@ -45,6 +47,7 @@ assert count_parameters(plan) == sum(one.numel() for one in model.parameters())
     assert num_sources < 100, "transformers has some 2,000 files of models"
 
 
+@pytest.mark.long
 def test_a_name_that_no_other_list_has_is_found_in_the_list_of_all_models() -> None:
     _run("""
 import pickle
@@ -59,6 +62,7 @@ assert not hasattr(transformers.models, "no_such_model")
 """)
 
 
+@pytest.mark.long
 def test_all_names_are_there_for_whoever_asks_for_all() -> None:
     _run("""
 import importlib
@@ -75,6 +79,7 @@ assert set(plain.models.__all__) == late_models
 """)
 
 
+@pytest.mark.long
 def test_sources_are_read_once_for_both_lists() -> None:
     num_sources = _run("""
 import transformers
@@ -83,6 +88,7 @@ assert transformers.BertModel and transformers.models.gpt2.GPT2Config
     assert num_sources < 4_000, "transformers has some 2,500 files of models"
 
 
+@pytest.mark.long
 def test_a_part_of_transformers_is_imported_as_such_and_reads_no_source_of_a_model() -> None:
     # `from . import initialization`, as modeling_utils begins, asks the package for the name first.
     assert _run("import transformers.modeling_utils") < 100

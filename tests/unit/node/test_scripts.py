@@ -144,6 +144,7 @@ def test_the_names_a_script_takes_from_a_package_are_found(tmp_path: Path) -> No
     assert _names_from(path) == {"transformers": {"LlamaForCausalLM", "LlamaConfig"}}
 
 
+@pytest.mark.long
 def test_the_model_class_that_a_script_takes_from_transformers_is_loaded_before_workers_are_forked(
     tmp_path: Path,
 ) -> None:
