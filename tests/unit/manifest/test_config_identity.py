@@ -10,16 +10,14 @@ import yaml
 
 from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
 from evergrad_manifest import identity
+from evergrad_manifest.differences import ABSENT, changed_fields, problems_of_changes
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import (
-    ABSENT,
     RECIPE_SECTIONS,
-    changed_fields,
     changed_settings,
     config_hash,
     from_wire,
-    problems_of_changes,
     recipe_of,
     settings_hash,
     to_wire,

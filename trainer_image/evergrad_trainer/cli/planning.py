@@ -74,7 +74,11 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     assert model is not None  # noqa: S101 - without a plan there is an error, which is raised
     check_model_unchanged(directory, run_state, model.describe())
     prepared, opened, task_hash = _prepare(request)
-    numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
+    numbers = derive_steps(
+        training,
+        num_samples=opened.data.train.num_samples,
+        exhausted_after=opened.data.exhausted_after,
+    )
     check_extension(directory, run_state, total_steps=numbers.total_steps)
     marks["data"] = time.time()
     if run_state.state != "fresh":

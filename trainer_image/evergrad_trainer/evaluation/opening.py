@@ -156,7 +156,11 @@ def open_run(
         run_directory=path,
         prepared=opened.prepared or prepared,
         model=plan_model(training.model, base_directory=base, vocab_size=prepared.vocab_size),
-        numbers=derive_steps(training, num_samples=opened.data.train.num_samples),
+        numbers=derive_steps(
+            training,
+            num_samples=opened.data.train.num_samples,
+            exhausted_after=opened.data.exhausted_after,
+        ),
         threads=threads_per_worker(training, cores=machine.cores, num_workers=1),
         stop_after_steps=None,
         command=tuple(sys.argv),
