@@ -209,6 +209,11 @@ FOREIGN: Final = (
         "the weights of the one before",
     ),
     Foreign(
+        ("synthetic_data", "data_generation", "synth"),
+        (f"{_T}.data.sources[].path",),
+        "the data of a run are fixed before its first step: what a model generates is a file by then",
+    ),
+    Foreign(
         ("molecule_optimization", "oracle", "max_oracle_calls"),
         (f"{_T}.initFrom.path",),
         "a search that calls a model is a program around its runs",

@@ -106,6 +106,13 @@ RECIPE = [
     ("spec.training.schedule.warmup=6%", "spec.training.schedule.warmup", 0.05, 0.06),
     ("spec.training.reproducibility.seed=1", "spec.training.reproducibility.seed", 0, 1),
     (
+        "spec.training.reproducibility.dataSeed=0",
+        "spec.training.reproducibility.dataSeed",
+        ABSENT,
+        0,
+    ),
+    ("spec.training.data.mixing=passes", "spec.training.data.mixing", "shares", "passes"),
+    (
         "spec.training.reproducibility.elastic=exact",
         "spec.training.reproducibility.elastic",
         "fast",

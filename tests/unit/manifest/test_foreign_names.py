@@ -78,6 +78,9 @@ BASE = Path(__file__).parent / "base_manifest.yaml"
         ),
         ("spec.training.checkpoint.save_end_of_training", "saved at the end in any case"),
         ("spec.training.exit_iteration_this_run", "`evergrad run --stop-after-steps`"),
+        ("spec.training.data.stop_mode", "Write spec.training.horizon.exhausted."),
+        ("spec.training.data.sample_ratio", "Write spec.training.data.sources[].samples."),
+        ("spec.training.data.sample_seed", "Write spec.training.reproducibility.dataSeed."),
     ],
 )
 def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, said: str) -> None:
@@ -91,7 +94,7 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
     "A-18", "A-19", "A-22", "A-23", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"
 )
 @pytest.mark.capability(
-    "A-7", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
+    "A-7", "A-84", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
 )
 @pytest.mark.parametrize(
     ("key", "said"),
@@ -108,6 +111,10 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
         ("separate_perplexity", "is an evaluator of a task of your own"),
         ("rejection_sampling", "each round is a run of its own that begins with the weights"),
         ("oracle", "a search that calls a model is a program around its runs"),
+        (
+            "data.synthetic_data",
+            "what a model generates is a file by then. Write spec.training.data",
+        ),
         ("model_transforms", "each of them is a field there, and their order is fixed"),
         ("mem_profiler", "from step 1 at the earliest"),
         ("eval_log_iter_interval", "each evaluation is written down"),
