@@ -40,7 +40,7 @@ def computed(row: dict[str, Any], draw: random.Random, first: str) -> Iterator[s
 
 
 def assay(row: dict[str, Any], draw: random.Random, longest: int) -> Iterator[str]:
-    """Documents of at most ``longest`` characters where a value fits: the description, and values behind it."""
+    """Documents of at most ``longest`` characters: the description and the values that fit behind it."""
     head = f"[ASSAY]{spell(row['description'])}[/ASSAY]"
     values = [f"[VALUE]{spell(one)}[/VALUE]" for one in row["values"] if not is_empty(one)]
     draw.shuffle(values)
