@@ -85,7 +85,13 @@ def test_the_order_of_passes_is_a_contract_and_its_values_never_change() -> None
     assert golden == GOLDEN
 
 
-GOLDEN: dict[int, Any] = {}
+GOLDEN: dict[int, Any] = {
+    0: (SampleId(0, 0, 787), [0, 0, 0]),
+    1: (SampleId(0, 0, 96), [1, 0, 0]),
+    1156: (SampleId(0, 0, 465), [999, 154, 3]),
+    1157: (SampleId(0, 1, 862), [1000, 154, 3]),
+    10**12: (SampleId(0, 864304235, 125), [864304235091, 133102852204, 2592912705]),
+}
 
 
 SETTINGS_OF_ORDER = pytest.mark.parametrize(
