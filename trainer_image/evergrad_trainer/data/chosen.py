@@ -21,9 +21,11 @@ class Chosen:
         self._source = source
         self._count = count
         self.fill: Mapping[str, int] = source.fill
-        self.fingerprint = xxhash.xxh3_128_hexdigest(f"{source.fingerprint} {count} {seed}")
+        self.fingerprint = xxhash.xxh3_128_hexdigest(
+            f"{source.fingerprint} {count} {seed}".encode()
+        )
         # By the content: neither a source's name nor the sources beside it decide what is chosen of it.
-        key = xxhash.xxh64_intdigest(source.fingerprint)
+        key = xxhash.xxh64_intdigest(source.fingerprint.encode())
         self._place = Permutation(seed=seed, source=key, epoch=_CHOICE, size=len(source))
 
     def __len__(self) -> int:
