@@ -272,6 +272,8 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
             ],
             "sequenceLength": 64,
             "packing": "concatenate",
+            "mixing": "shares",
+            "overfitFirstBatch": False,
             "malformed": "refuse",
         },
         "batching": {"globalBatchSize": 4, "microBatchSize": 4},
