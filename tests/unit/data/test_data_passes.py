@@ -222,11 +222,7 @@ def test_a_horizon_ends_before_a_sample_comes_again_or_once_all_have_come(
     lengths = {}
     for which in ("first", "all"):
         recipe, data = opened(horizon={"epochs": 1, "exhausted": which})
-        numbers = derive_steps(
-            recipe,
-            num_samples=data.train.num_samples,
-            exhausted_after=data.exhausted_after,
-        )
+        numbers = data.derive_steps(recipe)
         lengths[which] = numbers.total_steps
         seen = Counter(
             (sample.source, sample.window)
@@ -290,7 +286,7 @@ def test_a_part_of_a_source_is_the_same_in_each_epoch_and_follows_the_seed(
         sources = [{**SOURCES[0], "samples": samples}]
         _, data = opened(data={"sources": sources}, reproducibility=settings)
         rows = {}
-        for step in range(1, 4):
+        for step in range(1, 5):
             for slot in range(4):
                 batch = data.train.slot(step, slot)
                 for row, sample in enumerate(batch.samples):

@@ -174,18 +174,16 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
     )
     samples: list[dict[str, Any]] = []
     if args.show_samples or training.recipe not in RECIPES or not training.data.sources:
-        # These import torch, which takes seconds.
         from evergrad_trainer.data.shown import show_samples
         from evergrad_trainer.recipes.opening import open_recipe
 
         opened = open_recipe(training, prepared, base_directory, prepared_directory=directory)
         if args.show_samples:
-            samples = show_samples(
+            stream, tokens = (
                 opened.data.train,
                 load_tokenizer(training.tokenizer, base_directory),
-                count=args.show_samples,
-                asked_by=_SHOW,
             )
+            samples = show_samples(stream, tokens, count=args.show_samples, asked_by=_SHOW)
     if args.json:
         document = {
             "preparedDirectory": str(directory),

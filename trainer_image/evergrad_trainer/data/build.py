@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from evergrad_manifest.derive import HorizonNumbers, derive_steps
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Source, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
@@ -21,6 +22,14 @@ class Data:
     evaluation: tuple[EvaluationSet, ...]
     fingerprint: str
     exhausted_after: int | None = None
+
+    def derive_steps(self, training: Training) -> HorizonNumbers:
+        """The run's length over these data. Raises ConfigurationError."""
+        return derive_steps(
+            training,
+            num_samples=self.train.num_samples,
+            exhausted_after=self.exhausted_after,
+        )
 
 
 def build_data(
