@@ -52,6 +52,15 @@ def training(**changes: Any) -> Training:
     return Training.model_validate(values | changes)
 
 
+def test_a_run_of_its_first_batch_alone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "docs.jsonl").write_text("{}")
+    data = {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 64}
+    found = [*check_files(training(data={**data, "overfitFirstBatch": True}), tmp_path)]
+    assert [one.level for one in found] == ["ok", "warning"]
+    assert "each step train on the samples of the first" in str(found[1].problem)
+    assert [one.level for one in check_files(training(data=data), tmp_path)] == ["ok"]
+
+
 def only(findings: Any) -> Finding:
     (finding,) = findings
     assert isinstance(finding, Finding)

@@ -199,7 +199,7 @@ def describe_size(training: Training, base_directory: Path) -> str:
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
-    """Check that every source can be opened and holds something. ``prepare`` reads what is inside."""
+    """Check that every source can be opened, holds something and is trained on. ``prepare`` reads them."""
     for source in (
         *training_sources(training, base_directory),
         *evaluation_sources(training, base_directory),
@@ -211,6 +211,9 @@ def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
             if len(files) > 1:
                 what += f" in {len(files):,} files"
             yield Finding("ok", Problem(str(source.path), what))
+    if training.data.overfit_first_batch:
+        what = "has each step train on the samples of the first: remove it after the test"
+        yield Finding("warning", Problem("spec.training.data.overfitFirstBatch", what))
 
 
 def check_run_directory(

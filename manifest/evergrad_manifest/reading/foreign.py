@@ -209,6 +209,11 @@ FOREIGN: Final = (
         "the weights of the one before",
     ),
     Foreign(
+        ("synthetic_data", "data_generation", "synth"),
+        (f"{_T}.data.sources[].path",),
+        "the data of a run are fixed before its first step: what a model generates is a file by then",
+    ),
+    Foreign(
         ("molecule_optimization", "oracle", "max_oracle_calls"),
         (f"{_T}.initFrom.path",),
         "a search that calls a model is a program around its runs",
@@ -373,10 +378,12 @@ FOREIGN: Final = (
         "a stop is asked for by SIGTERM, by Ctrl-C, or by suspending the run",
     ),
     Foreign(
-        ("data_seed", "shuffle_seed"),
-        (f"{_T}.reproducibility.seed",),
-        "each purpose has random numbers of its own, keyed by the one seed",
+        ("shuffle_seed", "sample_seed"),
+        (f"{_T}.reproducibility.dataSeed",),
+        "one seed orders and chooses the samples of all sources",
     ),
+    Foreign(("stopping_strategy", "stop_mode"), (f"{_T}.horizon.exhausted",)),
+    Foreign(("sample_ratio", "sample_count"), (f"{_T}.data.sources[].samples",)),
     Foreign(("exp_name", "experiment_name", "run_name", "run_id"), ("metadata.name",)),
     Foreign(("checkpoints_root_dir", "output_path"), ("spec.storage.path",)),
 )

@@ -79,11 +79,18 @@ class Reproducibility(Section):
 
     seed: Count = Field(default=0, ge=0, lt=2**63)
     """Seed of the sample order, the initial weights and all randomness inside the model."""
+    data_seed: Count | None = Field(default=None, ge=0, lt=2**63)
+    """Seed of the sample order and of what is held out; default: the seed."""
     elastic: Literal["fast", "exact"] = "fast"
     """``exact``: bit-identical results for every world size, by gradient sums that do not depend on order."""
     deterministic: bool = False
     """Kernels that compute the same bits each time, on accelerators, too; an operation that has none ends the
     run. ``exact`` implies it there."""
+
+    @property
+    def seed_of_data(self) -> int:
+        """The seed of everything that decides which samples a step has."""
+        return self.seed if self.data_seed is None else self.data_seed
 
 
 class Best(Section):

@@ -85,6 +85,9 @@ _OF_MICRO = (
         ),
         ("spec.training.checkpoint.save_end_of_training", "saved at the end in any case"),
         ("spec.training.exit_iteration_this_run", "`evergrad run --stop-after-steps`"),
+        ("spec.training.data.stop_mode", "Write spec.training.horizon.exhausted."),
+        ("spec.training.data.sample_ratio", "Write spec.training.data.sources[].samples."),
+        ("spec.training.data.sample_seed", "Write spec.training.reproducibility.dataSeed."),
     ],
 )
 def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, said: str) -> None:
@@ -98,7 +101,7 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
     "A-18", "A-19", "A-22", "A-23", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"
 )
 @pytest.mark.capability(
-    "A-7", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
+    "A-7", "A-84", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
 )
 @pytest.mark.capability("O-41", "O-46", "O-70", "O-71", "O-75")
 @pytest.mark.parametrize(
@@ -116,6 +119,10 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
         ("separate_perplexity", "is an evaluator of a task of your own"),
         ("rejection_sampling", "each round is a run of its own that begins with the weights"),
         ("oracle", "a search that calls a model is a program around its runs"),
+        (
+            "data.synthetic_data",
+            "what a model generates is a file by then. Write spec.training.data",
+        ),
         ("model_transforms", "each of them is a field there, and their order is fixed"),
         ("mem_profiler", "from step 1 at the earliest"),
         ("eval_log_iter_interval", "each evaluation is written down"),
@@ -186,7 +193,7 @@ def test_each_foreign_name_leads_to_fields_that_exist_and_stands_once() -> None:
     for one in FOREIGN:
         assert one.fields or one.why, one.names
         for field in one.fields:
-            assert find_field(TrainingRun, tuple(field.split("."))), field
+            assert find_field(TrainingRun, tuple(field.replace("[]", "").split("."))), field
     names = Counter(fold(name) for one in FOREIGN for name in one.names)
     assert [name for name, count in names.items() if count > 1] == []
 

@@ -11,8 +11,9 @@ from typing import Any
 from evergrad_coordinator.metrics import declare
 from evergrad_coordinator.wire import to_camel
 from evergrad_manifest.derive import is_model_trained
+from evergrad_manifest.differences import ABSENT, Change
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.identity import ABSENT, Change, changed_settings, from_wire
+from evergrad_manifest.identity import changed_settings, from_wire
 from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import save_compiled
 from evergrad_trainer.models.determinism import describe_determinism
