@@ -30,6 +30,7 @@ from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.models.recomputation import recompute
 from evergrad_trainer.optim.average import Average
 from evergrad_trainer.optim.build import build_optimizer
+from evergrad_trainer.optim.loss_scale import LossScale
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.state.providers import (
@@ -38,7 +39,7 @@ from evergrad_trainer.state.providers import (
     OptimizerState,
     module_tensors,
 )
-from evergrad_trainer.state.registry import EMA, KEPT, OPTIMIZER, Registry
+from evergrad_trainer.state.registry import EMA, KEPT, LOSS_SCALE, OPTIMIZER, Registry
 from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.calls import GuardedStream, build_loss, build_measures
@@ -93,6 +94,8 @@ class Machinery:
     """The frozen modules that the run makes of trained ones."""
     average: Average | None
     """Of the trained weights, where the file asks for one."""
+    loss_scale: LossScale | None
+    """Of what is trained with products in fp16."""
     kernels: Mapping[str, str]
     """What computes here, for the run's provenance: device, matrix products, attention."""
 
@@ -159,6 +162,9 @@ def build_machinery(
     is_whole = is_compiled and not has_blocks and not is_sharded
     optimizer = build_optimizer(model, training.optimizer) if is_trained else None
     average = None if training.ema is None else Average(modules.trained, training.ema)
+    loss_scale = None
+    if is_trained and runtime.precision == "fp16-autocast":
+        loss_scale = LossScale(device)
     held_frozen = hash_frozen(modules)
 
     def build_again() -> Modules:
@@ -174,12 +180,13 @@ def build_machinery(
         is_sharded=is_sharded,
         shards=(runtime.shards or world.size) if is_sharded else 1,
         autocast=choose_autocast(runtime.precision, device),
-        registry=_register(modules, model, optimizer, average, build_again),
+        registry=_register(modules, model, optimizer, average, loss_scale, build_again),
         frozen={**held_frozen, **whole_hashes.hashes()},
         held_frozen=held_frozen,
         cut_frozen=tuple(cut_frozen.values()),
         snapshots=Snapshots(modules, is_sharded=is_sharded),
         average=average,
+        loss_scale=loss_scale,
         kernels=kernels,
     )
 
@@ -239,6 +246,7 @@ def _register(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     average: Average | None,
+    loss_scale: LossScale | None,
     build_again: Callable[[], Modules],
 ) -> Registry:
     """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept."""
@@ -255,6 +263,8 @@ def _register(
         registry.register(OPTIMIZER, OptimizerState(optimizer, parameters))
     if average is not None:
         registry.register(EMA, average)
+    if loss_scale is not None:
+        registry.register(LOSS_SCALE, loss_scale)
     if modules.kept:
         registry.register(KEPT, KeptTensors(modules.kept, initial=lambda: build_again().kept))
     return registry
@@ -396,6 +406,7 @@ def build_stepper(
             overrides=training.overrides,
         ),
         autocast=machinery.autocast,
+        loss_scale=machinery.loss_scale,
         clock=build_clock(device),
     )
     settings = StepSettings(

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -55,6 +56,7 @@ class Stepper:
         :meth:`Sums.exchange`: a rank that is through it finishes the step, whatever becomes of others.
         """
         parts, settings, clock = self._parts, self._settings, self._parts.clock
+        loss_scale = None if parts.loss_scale is None else parts.loss_scale.value
         sums = Sums(
             step,
             world,
@@ -78,7 +80,7 @@ class Stepper:
         # Collective, the last one: flags, weights, hashes, losses, the norm and step numbers of all ranks, in
         # one small vector. Each rank waits here for the slowest.
         totals = sums.exchange(norm, busy_seconds=clock.busy_seconds())
-        scale = settings.nominal_weight / max(1, totals.weight)
+        scale = settings.nominal_weight / max(1, totals.weight) / (loss_scale or 1.0)
         grad_norm = math.nan if overflow else totals.norm * scale
         clock.mark("communication")
 
@@ -89,13 +91,20 @@ class Stepper:
         if not is_skipped:
             describe = functools.partial(self._describe_samples, step)
             skipped, problems = refuse(
-                step, totals, grad_norm, overflow, describe_samples=describe
+                step,
+                totals,
+                grad_norm,
+                overflow,
+                describe_samples=describe,
+                loss_scale=parts.loss_scale,
             )
         if skipped is None:
             self._update(step, scale, grad_norm, learning_rate)
+        if parts.loss_scale is not None:
+            parts.loss_scale.follow(skipped)
         clock.mark("optimizer")
 
-        return totals.outcome(
+        outcome = totals.outcome(
             step,
             skipped=skipped,
             problems=problems,
@@ -103,6 +112,7 @@ class Stepper:
             grad_norm=grad_norm,
             seconds=clock.seconds(),
         )
+        return replace(outcome, loss_scale=loss_scale)
 
     def warm_up(self, world: World) -> None:
         """Compile and allocate what the first step would, and change nothing: one slot, whose gradients are
@@ -205,6 +215,8 @@ class Stepper:
             loss = parts.loss_of(tensors, stage)
         # Divided here, not after the sum, so that gradients of big batches stay in the range of their type.
         share = scale / settings.nominal_weight
+        if parts.loss_scale is not None:
+            share *= parts.loss_scale.value
         (loss.total * share).backward()
         parts.gradients.after_backward()
         return loss
