@@ -15,7 +15,7 @@ from evergrad_manifest.training import Model, Training
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.build import plan_model
-from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes
+from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, memory_of
 from evergrad_trainer.preflight import (
     check_device,
     check_files,
@@ -372,6 +372,36 @@ def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would
     tiny = replace(device, accelerator_memory_bytes=10**6)
     assert "no model fits" in str(
         only(check_memory(training(), facts, tiny, num_workers=1, world_size=1)).problem
+    )
+
+
+def batch_of(size: int, **changes: Any) -> Training:
+    return training(batching={"globalBatchSize": 24, "microBatchSize": size}, **changes)
+
+
+@pytest.mark.capability("T-41", "T-42", "T-21")
+def test_the_largest_micro_batch_that_fits_is_named_whether_or_not_the_files_own_does() -> None:
+    facts = replace(FACTS, hidden_size=1024, num_layers=16, vocab_size=50_000)
+
+    def memory(size: int) -> int:
+        world = {"world_size": 1, "on_accelerator": False, "compiles": False}
+        return memory_of(facts, batch_of(size), **world).total  # type: ignore[arg-type]
+
+    def said(size: int, *, fits: int, most: int = 1) -> str:
+        machine = replace(MACHINE, memory_bytes=memory(fits))
+        sharing = {"num_workers": 1, "world_size": 1, "max_world_size": most}
+        return str(only(check_memory(batch_of(size), facts, machine, **sharing)).problem)
+
+    assert memory(8) < memory(12)
+    # Divisors of 24: 5, 7, 9, 10 and 11 are none.
+    assert "the largest batching.microBatchSize that fits is 8" in said(2, fits=11)
+    assert "Lower batching.microBatchSize to 8, or use" in said(12, fits=11)
+    # Four workers share four slots of 6, and not three of 8.
+    assert "the largest batching.microBatchSize that fits is 6" in said(2, fits=11, most=4)
+    tiny = replace(MACHINE, memory_bytes=2**20)
+    finding = only(check_memory(batch_of(2), facts, tiny, num_workers=1, world_size=1))
+    assert finding.level == "error" and "No batching.microBatchSize fits" in str(
+        finding.problem
     )
 
 

@@ -108,7 +108,11 @@ def examine(
         findings += [Finding("error", problem) for problem in error.problems]
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
-        sharing = {"num_workers": num_workers, "world_size": max(num_workers, min(sizes))}
+        sharing = {
+            "num_workers": num_workers,
+            "world_size": max(num_workers, min(sizes)),
+            "max_world_size": max(num_workers, *sizes),
+        }
         findings += check_model(training, facts)
         findings += check_base(training, base_directory, plan)
         findings += check_memory(training, facts, machine, **sharing)

@@ -15,7 +15,12 @@ from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.adapters import check_initial
 from evergrad_trainer.models.build import ModelPlan, build_empty_model, count_parameters
-from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
+from evergrad_trainer.models.memory import (
+    ModelFacts,
+    largest_fit,
+    largest_micro_batch,
+    memory_of,
+)
 
 Level = Literal["ok", "warning", "error"]
 
@@ -69,11 +74,13 @@ def check_memory(
     *,
     num_workers: int,
     world_size: int,
+    max_world_size: int | None = None,
 ) -> Iterator[Finding]:
-    """Check, by an estimate, that the model fits. What does not comes with the largest model that would.
+    """Check, by an estimate, that the model fits, and name the largest micro-batch that does. What does not
+    comes with the largest model that would.
 
-    ``world_size``: the smallest world of the plan, which has the largest shards. Processes on CPUs share the
-    memory.
+    ``world_size``: the smallest world of the plan, which has the largest shards; ``max_world_size``: its
+    largest one, whose processes share the slots (default: the same). Processes on CPUs share the memory.
     """
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     available = machine.accelerator_memory_bytes if on_accelerator else machine.memory_bytes
@@ -94,8 +101,20 @@ def check_memory(
         yield Finding(
             "warning", Problem("memory", text, "how much this machine has could not be read")
         )
-    elif need.total * sharers <= available:
-        yield Finding("ok", Problem("memory", f"{text} of {size(available)}"))
+        return
+    micro_batch = largest_micro_batch(
+        facts,
+        training,
+        available=available // sharers,
+        world_sizes=(world_size, max_world_size or world_size),
+        on_accelerator=on_accelerator,
+        compiles=compiles,
+    )
+    if need.total * sharers <= available:
+        what = f"{text} of {size(available)}"
+        if micro_batch is not None:
+            what = f"{what}; the largest batching.microBatchSize that fits is {micro_batch}"
+        yield Finding("ok", Problem("memory", what))
     else:
         fit = largest_fit(facts, training, available=available // sharers, **plan)
         largest = (
@@ -115,10 +134,14 @@ def check_memory(
         )
         what = f"{text} ({listed}) and {size(available)} are there"
         why = f"the process would be killed; in this plan {largest}"
+        lower = (
+            "No batching.microBatchSize fits: use"
+            if micro_batch is None
+            else f"Lower batching.microBatchSize to {micro_batch}, or use"
+        )
         remedy = (
-            "Lower batching.microBatchSize, use runtime.activationCheckpointing, "
-            "runtime.lossChunk, parallelism: "
-            "fsdp2, or a smaller model; docs/model-sizes.md has a table"
+            f"{lower} runtime.activationCheckpointing, runtime.lossChunk, parallelism: fsdp2, or a "
+            "smaller model; docs/model-sizes.md has a table"
         )
         yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
 

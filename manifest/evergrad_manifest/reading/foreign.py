@@ -28,6 +28,10 @@ _ACCUMULATION: Final = (
     "accumulation follows from the two sizes and the number of processes, so that every world trains the "
     "same steps"
 )
+_WHY_NO_AUTOMATIC_BATCH: Final = (
+    "micro-batches decide the bits of a step, so that a size that each machine finds for itself would make "
+    "another run of the same file"
+)
 _SHARDING: Final = "it belongs to a vendor's engine"
 _ONE_COPY: Final = "each process computes whole samples"
 
@@ -103,6 +107,11 @@ FOREIGN: Final = (
     Foreign(
         ("per_device_train_batch_size", "train_batch_size", "per_device_batch_size"),
         (f"{_T}.batching.microBatchSize",),
+    ),
+    Foreign(
+        ("auto_find_batch_size", "auto_scale_batch_size", "find_executable_batch_size"),
+        (f"{_T}.batching.microBatchSize",),
+        _WHY_NO_AUTOMATIC_BATCH,
     ),
     Foreign(
         (
@@ -404,6 +413,13 @@ FOREIGN_VALUES: Final = (
         "torch.distributed exchanges no tensors of Apple's GPUs, and a run must be able to grow beyond one "
         "process",
         "Write cpu on such a machine, or leave it out",
+    ),
+    ForeignValue(
+        "microBatchSize",
+        ("auto", "-1"),
+        _WHY_NO_AUTOMATIC_BATCH,
+        "Write a divisor of globalBatchSize: `evergrad preflight`, run with any, names the largest that fits "
+        "this machine",
     ),
     ForeignValue(
         "precision",

@@ -141,6 +141,19 @@ def test_what_is_not_built_is_refused_with_its_reason(key: str, said: str) -> No
                 "machine, or leave it out."
             ),
         ),
+        *(
+            (
+                "spec.training.batching.microBatchSize",
+                value,
+                (
+                    f"{said} (--set); micro-batches decide the bits of a step, so that a size that "
+                    "each machine finds for itself would make another run of the same file. Write a "
+                    "divisor of globalBatchSize: `evergrad preflight`, run with any, names the largest "
+                    "that fits this machine."
+                ),
+            )
+            for value, said in (("auto", "'auto' is not a number"), ("-1", "-1 is too small"))
+        ),
         (
             "spec.training.runtime.precision",
             "FP8",

@@ -5,6 +5,7 @@ docs/model-sizes.md has what was calculated and what was measured.
 """
 
 from dataclasses import dataclass, replace
+from math import isqrt
 
 from evergrad_manifest.derive import loss_chunk, num_logits, num_references
 from evergrad_manifest.training import Optimizer, Training
@@ -153,6 +154,39 @@ def memory_of(
         logits += 4 * facts.vocab_size * facts.hidden_size
     fixed = _ACCELERATOR_CONTEXT if on_accelerator else 0
     return Need(state, gathered, activations, logits, fixed)
+
+
+def largest_micro_batch(
+    facts: ModelFacts,
+    training: Training,
+    *,
+    available: int,
+    world_sizes: tuple[int, int],
+    on_accelerator: bool,
+    compiles: bool,
+) -> int | None:
+    """The largest ``microBatchSize`` of the same global batch whose process fits ``available``; None if none
+    does.
+
+    ``world_sizes``: the smallest, which has the largest shards, and the largest, in which every process still
+    has a slot.
+    """
+    smallest, largest = world_sizes
+    whole = training.batching.global_batch_size
+    small = [one for one in range(1, isqrt(whole) + 1) if whole % one == 0]
+    divisors = sorted({*small, *(whole // one for one in small)}, reverse=True)
+    for size in divisors:
+        batching = training.batching.model_copy(update={"micro_batch_size": size})
+        need = memory_of(
+            facts,
+            training.model_copy(update={"batching": batching}),
+            world_size=smallest,
+            on_accelerator=on_accelerator,
+            compiles=compiles,
+        )
+        if whole // size >= largest and need.total <= available:
+            return size
+    return None
 
 
 def largest_fit(
