@@ -45,7 +45,8 @@ def test_a_step_row_has_every_field_of_the_record_in_its_order(
     log.step_end(record)
     log.close()
     row = json.loads(directory.metrics.read_text())
-    assert row == {name: value for name, value in record.__dict__.items() if name != "metrics"}
+    without = ("metrics", "loss_scale")
+    assert row == {name: one for name, one in record.__dict__.items() if name not in without}
     assert list(row)[:8] == [
         "step",
         "generation",
@@ -415,3 +416,12 @@ def test_the_catalogue_has_exactly_the_columns_of_a_step() -> None:
         for column in fields(StepRecord)
         if column.name not in ("skipped", "metrics", "loss_scale")
     ]
+
+
+def test_the_scale_of_the_loss_is_in_the_row_of_a_step_that_has_one(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
+    log = RunLog(directory)
+    log.step_end(replace(synthetic.step_record(7), loss_scale=32768.0))
+    log.close()
+    assert json.loads(directory.metrics.read_text())["loss_scale"] == 32768.0
