@@ -418,7 +418,7 @@ def test_the_file_that_was_converted_from_arctictraining_runs(base: Experiment) 
 @pytest.mark.capability("A-80")
 def test_the_example_makes_its_pairs_and_trains_on_them(experiment: Experiment) -> None:
     folder = ROOT / "examples" / "preference"
-    script = str(folder / "make_rows.py")
+    script = str(folder / "make_pairs.py")
     subprocess.run([sys.executable, script, str(experiment.path)], check=True)
     assert len((experiment.path / "pairs.jsonl").read_text().splitlines()) > 500
     shutil.copy(folder / "sft.yaml", experiment.path / "brief-sft.yaml")
