@@ -115,35 +115,38 @@ def check_memory(
         if micro_batch is not None:
             what = f"{what}; the largest batching.microBatchSize that fits is {micro_batch}"
         yield Finding("ok", Problem("memory", what))
-    else:
-        fit = largest_fit(facts, training, available=available // sharers, **plan)
-        largest = (
-            "no model fits"
-            if fit is None
-            else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
-        )
-        # What the processes need together, without parts that are nothing.
-        parts = {
-            "state": need.state,
-            "gathered": need.gathered,
-            "activations": need.activations,
-            "logits": need.logits,
-        }
-        listed = ", ".join(
-            f"{name} {size(part * sharers)}" for name, part in parts.items() if part
-        )
-        what = f"{text} ({listed}) and {size(available)} are there"
-        why = f"the process would be killed; in this plan {largest}"
-        lower = (
-            "No batching.microBatchSize fits: use"
-            if micro_batch is None
-            else f"Lower batching.microBatchSize to {micro_batch}, or use"
-        )
-        remedy = (
-            f"{lower} runtime.activationCheckpointing, runtime.lossChunk, parallelism: fsdp2, or a "
-            "smaller model; docs/model-sizes.md has a table"
-        )
-        yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
+        return
+    fit = largest_fit(facts, training, available=available // sharers, **plan)
+    # What the processes need together, without parts that are nothing.
+    parts = {
+        "state": need.state,
+        "gathered": need.gathered,
+        "activations": need.activations,
+        "logits": need.logits,
+    }
+    listed = ", ".join(f"{name} {size(part * sharers)}" for name, part in parts.items() if part)
+    what = f"{text} ({listed}) and {size(available)} are there"
+    yield Finding("error", _say_too_little(what, fit, micro_batch))
+
+
+def _say_too_little(what: str, fit: ModelFacts | None, micro_batch: int | None) -> Problem:
+    """``fit``: the largest model that fits; ``micro_batch``: the largest one of the model that is there."""
+    largest = (
+        "no model fits"
+        if fit is None
+        else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
+    )
+    lower = (
+        "No batching.microBatchSize fits: use"
+        if micro_batch is None
+        else f"Lower batching.microBatchSize to {micro_batch}, or use"
+    )
+    remedy = (
+        f"{lower} runtime.activationCheckpointing, runtime.lossChunk, parallelism: fsdp2, or a "
+        "smaller model; docs/model-sizes.md has a table"
+    )
+    why = f"the process would be killed; in this plan {largest}"
+    return Problem("memory", what, why, remedy, is_of_host=True)
 
 
 def check_base(

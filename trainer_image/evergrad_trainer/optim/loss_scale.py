@@ -85,3 +85,8 @@ class LossScale:
         # In place, and without a wait for an accelerator.
         for index, number in enumerate(self._known):
             self._stored[index] = number
+
+
+def build_loss_scale(precision: str, device: torch.device) -> LossScale | None:
+    """The scale of what is trained in ``precision``; None where nothing is in fp16."""
+    return LossScale(device) if precision == "fp16-autocast" else None

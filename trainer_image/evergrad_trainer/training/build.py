@@ -30,7 +30,7 @@ from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.models.recomputation import recompute
 from evergrad_trainer.optim.average import Average
 from evergrad_trainer.optim.build import build_optimizer
-from evergrad_trainer.optim.loss_scale import LossScale
+from evergrad_trainer.optim.loss_scale import LossScale, build_loss_scale
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.state.providers import (
@@ -162,15 +162,9 @@ def build_machinery(
     is_whole = is_compiled and not has_blocks and not is_sharded
     optimizer = build_optimizer(model, training.optimizer) if is_trained else None
     average = None if training.ema is None else Average(modules.trained, training.ema)
-    loss_scale = None
-    if is_trained and runtime.precision == "fp16-autocast":
-        loss_scale = LossScale(device)
+    loss_scale = build_loss_scale(runtime.precision, device) if is_trained else None
     held_frozen = hash_frozen(modules)
-
-    def build_again() -> Modules:
-        # A function of the seed, so that every process gets the same values.
-        return _build_modules(training, opened, plan)[0]
-
+    build_again = functools.partial(_build_modules, training, opened, plan)
     return Machinery(
         opened=opened,
         modules=modules,
@@ -247,12 +241,15 @@ def _register(
     optimizer: torch.optim.Optimizer | None,
     average: Average | None,
     loss_scale: LossScale | None,
-    build_again: Callable[[], Modules],
+    build_again: Callable[[], tuple[Modules, list[DeferredModel]]],
 ) -> Registry:
-    """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept."""
+    """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept.
+
+    ``build_again``: a function of the seed, so that every process gets the same values.
+    """
 
     def initial_of(name: str) -> Mapping[str, torch.Tensor]:
-        return module_tensors(build_again().trained[name])
+        return module_tensors(build_again()[0].trained[name])
 
     registry = Registry()
     for name, module in modules.trained.items():
@@ -266,7 +263,9 @@ def _register(
     if loss_scale is not None:
         registry.register(LOSS_SCALE, loss_scale)
     if modules.kept:
-        registry.register(KEPT, KeptTensors(modules.kept, initial=lambda: build_again().kept))
+        registry.register(
+            KEPT, KeptTensors(modules.kept, initial=lambda: build_again()[0].kept)
+        )
     return registry
 
 

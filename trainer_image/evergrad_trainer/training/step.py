@@ -18,7 +18,7 @@ from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.optim.groups import set_learning_rate
 from evergrad_trainer.optim.schedule import value_at
 from evergrad_trainer.task import Loss
-from evergrad_trainer.training.exchange import Sums
+from evergrad_trainer.training.exchange import Sums, Totals
 from evergrad_trainer.training.refusal import refuse
 from evergrad_trainer.training.step_parts import (
     NoHeartbeat,
@@ -85,30 +85,17 @@ class Stepper:
         clock.mark("communication")
 
         # From here on nobody waits for anybody: the update is made on all ranks or on none.
-        learning_rate = parts.schedule(step)
         skipped: str | None = "requested"
         problems: tuple[Problem, ...] = ()
         if not is_skipped:
-            describe = functools.partial(self._describe_samples, step)
-            skipped, problems = refuse(
-                step,
-                totals,
-                grad_norm,
-                overflow,
-                describe_samples=describe,
-                loss_scale=parts.loss_scale,
-            )
-        if skipped is None:
-            self._update(step, scale, grad_norm, learning_rate)
-        if parts.loss_scale is not None:
-            parts.loss_scale.follow(skipped)
+            skipped, problems = self._follow(step, totals, grad_norm, overflow, scale=scale)
         clock.mark("optimizer")
 
         outcome = totals.outcome(
             step,
             skipped=skipped,
             problems=problems,
-            learning_rate=learning_rate,
+            learning_rate=parts.schedule(step),
             grad_norm=grad_norm,
             seconds=clock.seconds(),
         )
@@ -221,8 +208,26 @@ class Stepper:
         parts.gradients.after_backward()
         return loss
 
-    def _update(self, step: int, scale: float, norm: float, learning_rate: float) -> None:
-        """Make the gradients those of the mean over the weight, no longer than the limit, and follow them."""
+    def _follow(
+        self, step: int, totals: Totals, norm: float, overflow: Problem | None, *, scale: float
+    ) -> tuple[str | None, tuple[Problem, ...]]:
+        """Make the gradients those of the mean over the weight, no longer than the limit, and follow them.
+
+        Returns why the step makes no update instead, if it does not: see :func:`refuse`.
+        """
+        parts = self._parts
+        skipped, problems = refuse(
+            step,
+            totals,
+            norm,
+            overflow,
+            describe_samples=functools.partial(self._describe_samples, step),
+            loss_scale=parts.loss_scale,
+        )
+        if parts.loss_scale is not None:
+            parts.loss_scale.follow(skipped)
+        if skipped is not None:
+            return skipped, problems
         limit = value_at(step, self._settings.clip_norm, self._settings.clip_norms)
         is_too_long = bool(limit) and norm > limit
         shrinkage = limit / (norm + _EPSILON) if is_too_long else 1.0
@@ -230,8 +235,9 @@ class Stepper:
         # One pass over all gradients for both, and none where there is nothing to scale.
         if factor != 1.0:
             torch_private.scale(self._gradients(), factor)
-        set_learning_rate(self._parts.optimizer, learning_rate)
-        self._parts.optimizer.step()
+        set_learning_rate(parts.optimizer, parts.schedule(step))
+        parts.optimizer.step()
+        return None, ()
 
     def _gradients(self) -> list[torch.Tensor]:
         parameters = self._parts.model.parameters()
