@@ -211,23 +211,24 @@ class Stepper:
     def _follow(
         self, step: int, totals: Totals, norm: float, overflow: Problem | None, *, scale: float
     ) -> tuple[str | None, tuple[Problem, ...]]:
-        """Make the gradients those of the mean over the weight, no longer than the limit, and follow them.
-
-        Returns why the step makes no update instead, if it does not: see :func:`refuse`.
-        """
-        parts = self._parts
+        """Make the update, or return why there is none: see :func:`refuse`."""
+        loss_scale = self._parts.loss_scale
         skipped, problems = refuse(
             step,
             totals,
             norm,
             overflow,
             describe_samples=functools.partial(self._describe_samples, step),
-            loss_scale=parts.loss_scale,
+            loss_scale=loss_scale,
         )
-        if parts.loss_scale is not None:
-            parts.loss_scale.follow(skipped)
-        if skipped is not None:
-            return skipped, problems
+        if skipped is None:
+            self._update(step, scale, norm)
+        if loss_scale is not None:
+            loss_scale.follow(skipped)
+        return skipped, problems
+
+    def _update(self, step: int, scale: float, norm: float) -> None:
+        """Make the gradients those of the mean over the weight, no longer than the limit, and follow them."""
         limit = value_at(step, self._settings.clip_norm, self._settings.clip_norms)
         is_too_long = bool(limit) and norm > limit
         shrinkage = limit / (norm + _EPSILON) if is_too_long else 1.0
@@ -235,9 +236,8 @@ class Stepper:
         # One pass over all gradients for both, and none where there is nothing to scale.
         if factor != 1.0:
             torch_private.scale(self._gradients(), factor)
-        set_learning_rate(parts.optimizer, parts.schedule(step))
-        parts.optimizer.step()
-        return None, ()
+        set_learning_rate(self._parts.optimizer, self._parts.schedule(step))
+        self._parts.optimizer.step()
 
     def _gradients(self) -> list[torch.Tensor]:
         parameters = self._parts.model.parameters()
