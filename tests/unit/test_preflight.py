@@ -413,10 +413,6 @@ def test_the_largest_micro_batch_that_fits_is_named_and_leaves_one_to_each_worke
     assert "up to" not in str(check(1, most_workers=48).problem)
 
 
-def batch_of(size: int, **changes: Any) -> Training:
-    return training(batching={"globalBatchSize": 24, "microBatchSize": size}, **changes)
-
-
 def traps(machine: Machine = MACHINE, **changes: Any) -> list[str]:
     return [problem.path for problem in find_traps(training(**changes), None, machine=machine)]
 

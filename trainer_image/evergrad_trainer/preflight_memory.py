@@ -16,11 +16,7 @@ from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.adapters import check_initial
 from evergrad_trainer.models.build import ModelPlan, build_empty_model, count_parameters
-from evergrad_trainer.models.memory import (
-    ModelFacts,
-    largest_fit,
-    memory_of,
-)
+from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
 
 Level = Literal["ok", "warning", "error"]
 
