@@ -213,10 +213,7 @@ class Memory:
 
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
-    """Return the memory in a run's ``status``.
-
-    Values that are missing or not understood count as unknown: a status may be lost.
-    """
+    """Return the memory in a run's ``status``. What is missing or not understood counts as unknown."""
     # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")

@@ -154,6 +154,52 @@ def test_rows_are_learned_by_adapters_too(experiment: Experiment) -> None:
 
 
 @pytest.mark.long
+def test_a_run_that_begins_with_all_of_a_run_of_adapters_ends_as_that_one(
+    adapted: Experiment,
+) -> None:
+    theirs = str(adapted.at("undisturbed"))
+    begun = {"path": theirs, "load": "everything", "step": 5}
+    write_lora(adapted, initFrom=begun)
+    try:
+        adapted.run(directory="begun")
+    finally:
+        write_lora(adapted)
+    assert_same_state(adapted.at("undisturbed"), adapted.at("begun"))
+    assert min(curve(adapted.at("begun"))) == 6
+
+
+@pytest.mark.long
+def test_pairs_are_learned_by_adapters_beside_their_base_as_the_reference(
+    experiment: Experiment,
+) -> None:
+    rows = [
+        {"prompt": f"{one}+1=", "chosen": str(one + 1), "rejected": "no"} for one in range(80)
+    ]
+    (experiment.path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "sources": [{"name": "sums", "path": "rows.jsonl"}],
+        "sequenceLength": 32,
+        "heldOut": {"count": 5},
+    }
+    # No noise: at the first step model and reference are the same.
+    model = {"embeddingNoise": None, "configOverrides": {}, "lora": {"rank": 4}}
+    write_lora(
+        experiment,
+        recipe="preference",
+        rows={},
+        data=data,
+        model={**LORA["model"], **model},
+    )
+    train_undisturbed(experiment)
+    steps = curve(experiment.at("undisturbed"))
+    assert steps[1]["metrics"]["margin"] == 0.0 < steps[STEPS]["metrics"]["margin"]
+    killed = run_fault("step", call=8, action="SIGKILL", to="command")
+    experiment.run(directory="killed", expect=-9, faults=[killed])
+    experiment.run(directory="killed", expect=DONE)
+    assert_equal(experiment, experiment.at("killed"))
+
+
+@pytest.mark.long
 def test_a_sharded_run_of_adapters_is_the_run_of_one_process(experiment: Experiment) -> None:
     ema = {"decay": 0.9, "warmup": True}
     fast = {"reproducibility": {"elastic": "fast"}, "ema": ema}

@@ -297,6 +297,20 @@ def test_adapters_are_merged_into_a_model_that_any_tool_reads(
     )
 
 
+def test_a_merge_is_rounded_to_the_type_that_is_asked_for(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    run, model = make_run(LLAMA, lora={"rank": 2, "baseDtype": "bf16"})
+    export.export_checkpoint(run, step=None, output=tmp_path / "ours", dtype="float32")
+    layer = model.model.layers[0].self_attn.q_proj
+    added = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * 2.0
+    expected = layer.base_layer.weight.float() + added
+    found = read_directory(tmp_path / "ours")["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(found, expected.detach())
+
+
+# peft asks transformers for a property by its former name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_adapters_alone_are_what_peft_reads_beside_their_base(
     make_run: MakeRun, tmp_path: Path
 ) -> None:

@@ -104,36 +104,12 @@ def export_checkpoint(
     converted as it is read, where nothing is merged. Raises RunDirectoryError, VolumeError (no space),
     CheckpointError, ModelError or DataError.
     """
-    directory = RunDirectory(run_directory)
-    resolved = directory.read_resolved()
-    if resolved is None:
-        directory.require_run()
-        raise RunDirectoryError(
-            Problem(
-                str(directory.resolved),
-                "does not exist",
-                "the model's configuration stands in it",
-                "Restore it from a backup",
-            )
-        )
     if output.exists():
-        raise RunDirectoryError(
-            Problem(
-                str(output),
-                "exists already",
-                "an export never overwrites",
-                "Choose another --output, or move it away",
-            )
-        )
-
+        what, why = "exists already", "an export never overwrites"
+        remedy = "Choose another --output, or move it away"
+        raise RunDirectoryError(Problem(str(output), what, why, remedy))
     # Mistakes of the run's files show before the checkpoint is hashed, which may take minutes.
-    run = from_wire(resolved["manifest"])
-    training, base = run.training, run_directory / resolved["baseDirectory"]
-    lora = training.model.lora
-    if is_adapter and lora is None:
-        what, why = "has no adapters", "spec.training.model.lora is not set"
-        raise RunDirectoryError(Problem(str(run_directory), what, why, "Leave --adapter out"))
-    check_has_average(training, weights, where=str(run_directory))
+    training, base = _read_run(run_directory, weights=weights, is_adapter=is_adapter)
     tokenizer = load_tokenizer(training.tokenizer, base)
     plan = plan_model(training.model, base_directory=base, vocab_size=tokenizer.vocab_size)
     model = build_empty_model(plan, precision=training.runtime.precision)
@@ -156,13 +132,8 @@ def export_checkpoint(
         with reported(output, what="cannot be written"):
             temporary.mkdir(parents=True)
             if is_adapter:
-                _write_adapters(
-                    model,
-                    found,
-                    temporary,
-                    base=str(plan.weights.resolve()) if plan.weights else "",
-                )
-            elif lora is not None:
+                _write_adapters(model, found, temporary, plan=plan)
+            elif training.model.lora is not None:
                 model = _write_merged(model, found, temporary, training=training, plan=plan)
             else:
                 _write_model(model, found, temporary, plan=plan)
@@ -171,12 +142,32 @@ def export_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    parameters = sum(
-        one.numel() for one in model.parameters() if one.requires_grad or not is_adapter
-    )
-    name = str(next(model.parameters()).dtype).removeprefix("torch.")
+    written = [one for one in model.parameters() if one.requires_grad or not is_adapter]
+    parameters = sum(one.numel() for one in written)
+    name = str(written[0].dtype).removeprefix("torch.")
     version = parse_checkpoint_name(checkpoint.name)
     return ExportResult(checkpoint, version.step if version else 0, output, parameters, name)
+
+
+def _read_run(run_directory: Path, *, weights: str, is_adapter: bool) -> tuple[Training, Path]:
+    """The run's settings, and the directory that their paths are relative to.
+
+    Raises RunDirectoryError where it has no file of them, or not what is to be exported.
+    """
+    directory = RunDirectory(run_directory)
+    resolved = directory.read_resolved()
+    if resolved is None:
+        directory.require_run()
+        what, why = "does not exist", "the model's configuration stands in it"
+        raise RunDirectoryError(
+            Problem(str(directory.resolved), what, why, "Restore it from a backup")
+        )
+    training = from_wire(resolved["manifest"]).training
+    if is_adapter and training.model.lora is None:
+        what, why = "has no adapters", "spec.training.model.lora is not set"
+        raise RunDirectoryError(Problem(str(run_directory), what, why, "Leave --adapter out"))
+    check_has_average(training, weights, where=str(run_directory))
+    return training, run_directory / resolved["baseDirectory"]
 
 
 def _write_tokenizer(tokenizer: TextTokenizer, training: Training, directory: Path) -> None:
@@ -264,8 +255,10 @@ def _write_merged(
     with torch.no_grad():
         for name, tensor in module_tensors(model).items():
             tensor.copy_(found.read(name, tensor.dtype))
+    # In place, by the method of torch: the type of transformers' own is not known. Wider before the merge and
+    # narrower behind it: what is added is rounded once, to the type that is asked for.
+    torch.nn.Module.to(model, torch.promote_types(model.dtype, empty.dtype))
     merge_adapters(model)
-    # In place, by the method of torch: the type of transformers' own is not known.
     torch.nn.Module.to(model, empty.dtype)
     _save_whole(model, directory)
     return model
@@ -281,7 +274,7 @@ def _save_whole(model: "PreTrainedModel", directory: Path) -> None:
 
 
 def _write_adapters(
-    model: "PreTrainedModel", found: _Weights, directory: Path, *, base: str
+    model: "PreTrainedModel", found: _Weights, directory: Path, *, plan: ModelPlan
 ) -> None:
     """Write the adapters of ``model``, which has no memory for them, under the names that peft gives them."""
     from safetensors.torch import save_file
@@ -289,4 +282,5 @@ def _write_adapters(
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     tensors = {adapter_key(name): found.read(name, one.dtype) for name, one in trained.items()}
     save_file(tensors, directory / ADAPTER_FILE, metadata={"format": "pt"})
+    base = "" if plan.weights is None else str(plan.weights.resolve())
     write_adapter_config(model, directory, base=base)

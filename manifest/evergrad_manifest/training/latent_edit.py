@@ -171,10 +171,14 @@ def check_unused(view: View) -> Iterator[Problem]:
     if view.get(f"{TRAINING}.recipe") != RECIPE:
         return
     of_text = "it trains on the items of latentEdit.corpus, and not on text"
+    of_training = "the model is an encoder, which is not trained"
     unused = [
         ("data", of_text),
         ("evaluation.sources", of_text),
         ("runtime.lossChunk", "there are no logits"),
+        ("model.lora", of_training),
+        ("model.embeddingNoise", of_training),
+        ("model.headPrecision", "there are no logits"),
         ("checkpoint.exportAtEnd", "the file's model is the encoder, which stays as it is"),
     ]
     for key, why in unused:

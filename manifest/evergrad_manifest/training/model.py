@@ -167,7 +167,8 @@ def check_stored(view: View) -> Iterator[Problem]:
 
 
 def check_lora(view: View) -> Iterator[Problem]:
-    """Adapters are for recipes that make no copy of what is trained; each layer is named once."""
+    """Adapters are for recipes that make no copy of what is trained; pairs have their base as the reference,
+    and each layer is named once."""
     path = f"{MODEL}.lora"
     if view.get(MODEL) is UNKNOWN or not view.is_given(path):
         return
@@ -175,6 +176,15 @@ def check_lora(view: View) -> Iterator[Problem]:
         why = "the reference is taken from a checkpoint, and one of adapters has no whole model"
         remedy = "Remove it, or train adapters with pretrain or sft"
         yield Problem(path, f"cannot be combined with recipe {KL_RECIPE}", why, remedy)
+    if view.is_given(f"{TRAINING}.preference.reference"):
+        why = "a reference is built as the model is, and adapters have one base"
+        remedy = "Remove it, and name the directory of whole weights as model.path, or adapters as initFrom"
+        yield Problem(
+            f"{TRAINING}.preference.reference",
+            "cannot be combined with model.lora",
+            why,
+            remedy,
+        )
     names = view.get(f"{path}.targetModules")
     for index, name in enumerate(names if isinstance(names, list | tuple) else ()):
         if name in names[:index]:

@@ -11,7 +11,7 @@
 
 from typing import Final
 
-from evergrad_coordinator.causes import PodCause
+from evergrad_coordinator.causes import COUNTED, PodCause
 from evergrad_operator import names
 from evergrad_operator.decision import Action, Decision
 from evergrad_operator.names import Phase, Reason
@@ -20,7 +20,7 @@ from evergrad_operator.policies.failure import describe_end, quote, stop
 from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import is_recorded, plan_record
-from evergrad_operator.policies.scale import find_epoch
+from evergrad_operator.policies.scale import find_epoch, is_digest_missing
 from evergrad_operator.policies.waiting import find_obstacle
 from evergrad_operator.times import format_time
 
@@ -45,7 +45,10 @@ def fail_if_unprepared(context: ReconcileContext) -> ReconcileContext | None:
     memory, pods = context.memory, context.observation.preparations
     mine = [pod for pod in pods if pod.restart == memory.restart and pod.end is not None]
     end = mine[-1].end if mine else None
-    if end is not None and end.cause == PodCause.USER_ERROR:
+    # Failures of nodes are no preparation's: they end the run in their own words.
+    if end is None or end.cause not in (*COUNTED, PodCause.USER_ERROR):
+        return None
+    if end.cause == PodCause.USER_ERROR:
         said = quote(end.message) or "it left no message"
         text = (
             f"the preparation of the data (pod {mine[-1].name}) ended with exit code 64: {said}"
@@ -80,7 +83,9 @@ def prepare_first(context: ReconcileContext) -> Decision | None:
         visible = (pod.attempt for pod in context.observation.preparations)
         attempt = 1 + max((memory.preparation.attempt, *visible))
     ended = [pod for pod in context.observation.preparations if pod.end is not None]
-    surplus = (*live[:-1], *ended[:-1])
+    # As for a node, a host that does not get the image by its digest is asked for its tag by the next pod.
+    unobtainable = [pod for pod in live[-1:] if is_digest_missing(pod, memory)]
+    surplus = (*live[:-1], *unobtainable, *ended[:-1])
 
     # The PVC notes whose folder it is before any pod writes there.
     record = plan_record(context, find_epoch(context))
@@ -104,7 +109,9 @@ def prepare_first(context: ReconcileContext) -> Decision | None:
     elif now < retry_at or memory.faults.in_a_row >= MANY_FAULTS:
         is_of_host = memory.faults.retry_at >= memory.budget.retry_at
         phase, reason = Phase.WAITING, Reason.HOST_FAULTS if is_of_host else Reason.BACKING_OFF
-        message = f"the preparation of the data goes on at {format_time(retry_at)}"
+        message = "another pod that prepares the data is on its way"
+        if now < retry_at:
+            message = f"the preparation of the data goes on at {format_time(retry_at)}"
         if memory.last_failure is not None:
             message += f". Last: {describe_end(memory.last_failure)}"
         if memory.faults.in_a_row >= MANY_FAULTS:

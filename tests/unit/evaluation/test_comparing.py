@@ -1,11 +1,14 @@
 """Whether a reloaded checkpoint gives what the run has measured: the verdicts."""
 
+import argparse
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evergrad_manifest.errors import InputError
+from evergrad_trainer.cli import evaluate
 from evergrad_trainer.evaluation.comparing import compare_with_run
 from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.records import EvaluationRecord
@@ -60,3 +63,21 @@ def test_each_result_has_a_verdict(
     assert one.verdict.startswith(verdict)
     # Only an agreement is one: a set that was not compared is no proof.
     assert one.is_equal == verdict.startswith("as the run measured it")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--watch"], "--watch; one checkpoint is compared"),
+        (["--tolerance", "nan"], "--tolerance nan; one checkpoint is compared"),
+        (["--weights", "average"], "--weights; the weights are those that the run itself has"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_opened(
+    tmp_path: Path, options: list[str], said: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    args = parser.parse_args([str(tmp_path / "none"), "--compare", *options])
+    with pytest.raises(InputError, match=f"--compare: cannot be combined with {said}"):
+        evaluate.execute(args)

@@ -16,6 +16,7 @@ from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.values.numbers import (
     Human,
     NumberError,
+    SamplesOrShare,
     StepsOrFraction,
     parse_bytes,
     parse_count,
@@ -295,12 +296,13 @@ def test_anything_is_a_number_or_refused_as_one(value: Any) -> None:
 
 
 def test_a_fraction_of_one_keeps_its_meaning_on_the_wire() -> None:
-    adapter: TypeAdapter[int | float] = TypeAdapter(StepsOrFraction)
-    for written, wire in (("100%", "100%"), (1, 1), ("5%", 0.05)):
-        value = adapter.validate_python(written)
-        assert adapter.dump_python(value, mode="json") == wire
-        again = adapter.validate_python(wire)
-        assert again == value and type(again) is type(value)
+    for annotation in (StepsOrFraction, SamplesOrShare):
+        adapter: TypeAdapter[int | float] = TypeAdapter(annotation)
+        for written, wire in (("100%", "100%"), (1, 1), ("5%", 0.05)):
+            value = adapter.validate_python(written)
+            assert adapter.dump_python(value, mode="json") == wire
+            again = adapter.validate_python(wire)
+            assert again == value and type(again) is type(value)
 
 
 def _leaves(

@@ -303,3 +303,11 @@ def test_a_changed_configuration_is_checked_as_one_that_is_written_out(tmp_path:
     one = plan(tmp_path, path="saved", configOverrides={"intermediate_size": 32})
     with pytest.raises(ModelError, match="of another shape"):
         build_model(one, seed=0, precision="fp32")
+
+
+def test_adapters_beside_stored_weights_are_refused_and_not_loaded(tmp_path: Path) -> None:
+    stored = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
+    stored.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"has adapters beside its weights.*Merge them into"):
+        build_model(plan(tmp_path, path="saved"), seed=0, precision="fp32")

@@ -17,8 +17,9 @@ from evergrad_manifest.training import Preference, Training
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.prepare import prepare
 from evergrad_trainer.data.token_source import IGNORE_INDEX
+from evergrad_trainer.models.heads import make_full_precision
 from evergrad_trainer.models.memory import ModelFacts, memory_of
-from evergrad_trainer.objectives.token_log_probs import token_log_probs
+from evergrad_trainer.objectives.token_log_probs import row_log_probs, token_log_probs
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.preference import task as preference_task
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
@@ -234,6 +235,43 @@ def test_chunks_of_tokens_have_the_log_probabilities_and_gradients_of_the_whole(
         assert one is not None and other is not None
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert found[0][0][labels == IGNORE_INDEX].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_gets_no_gradient_of_chunks_and_changes_none(frozen: int) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(1, 6, 4), torch.randn(7, 4)
+    labels = torch.randint(0, 7, (1, 6))
+    found = []
+    for is_frozen in (False, True):
+        leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+        leaves[frozen].requires_grad_(not is_frozen)
+        token_log_probs(leaves[0], labels, head=leaves[1], chunk_tokens=4).sum().backward()
+        assert (leaves[frozen].grad is None) == is_frozen
+        found.append(leaves[1 - frozen].grad)
+    assert found[0] is not None and found[1] is not None
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_head_in_fp32_makes_log_probabilities_in_fp32_also_in_chunks(
+    chunk: int | None,
+) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", num_hidden_layers=1, vocab_size=32, **shape)
+    found = []
+    for precision in (None, "fp32"):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        if precision is not None:
+            make_full_precision(model)
+        inputs = torch.arange(8).view(1, 8)
+        found.append(row_log_probs(model, inputs, inputs, chunk_tokens=chunk).detach())
+    hidden = model.model(inputs).last_hidden_state.float()
+    logits = functional.linear(hidden, model.lm_head.weight.float())
+    expected = token_log_probs(logits, inputs).sum(dim=1)
+    torch.testing.assert_close(found[1], expected, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(found[0], found[1])
 
 
 def test_chunks_have_the_bits_of_products_in_bf16_under_autocast_backward_too() -> None:

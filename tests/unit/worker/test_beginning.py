@@ -238,6 +238,26 @@ def test_a_transformers_directory_has_weights_alone(make: Make, tmp_path: Path) 
     ]
 
 
+@pytest.mark.parametrize("load", ["weights", "everything"])
+def test_adapters_that_were_trained_beside_another_base_are_refused(
+    make: Make, load: str
+) -> None:
+    fresh = make(load=load)
+    fresh.machinery.frozen = {"model.base": "1" * 16}
+    fresh.extra["state"]["frozen"] = {"model.base": "2" * 16}
+    assert "theirs were trained beside other frozen weights" in refused(fresh)
+    fresh.extra["state"]["frozen"] = {"model.base": "1" * 16}
+    fresh.begin()
+
+
+def test_whole_weights_are_no_beginning_of_adapters(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({}))
+    fresh = make()
+    fresh.session.plan.run.training.model = Model.model_validate({"lora": {"rank": 2}})
+    assert "spec.training.initFrom.path: names a transformers directory" in refused(fresh)
+
+
 def test_a_transformers_directory_is_no_beginning_for_a_task_without_a_model(
     make: Make, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ from evergrad_trainer.checkpoint.search import Choice, Rejected, Search, choose_
 from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
 from evergrad_trainer.errors import CheckpointError, VolumeError
-from evergrad_trainer.state.registry import OPTIMIZER
+from evergrad_trainer.state.registry import EMA, OPTIMIZER
 from evergrad_trainer.state.transfer import pass_along
 from evergrad_trainer.volume import retry
 from evergrad_trainer.world import World
@@ -265,6 +265,10 @@ def compare_tensors(
             if all(name.startswith(f"{OPTIMIZER}.") for name in names):
                 # Its state follows from its type and from what it trains.
                 remedy = "Use the same optimizer, or load the weights alone"
+            elif all(name.startswith(f"{EMA}.") for name in names):
+                remedy = (
+                    "Set spec.training.ema in both runs or in none, or load the weights alone"
+                )
             problems.append(Problem(where, what, why, remedy))
     return problems
 

@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from evergrad_manifest.differences import changed_fields, problems_of_changes
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.identity import changed_fields, problems_of_changes
 from evergrad_trainer.checkpoint.files import Meter
 from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.layout import QUARANTINE

@@ -88,9 +88,11 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.evaluation.opening import read_recorded
     from evergrad_trainer.worker.signals import StopSignals
 
-    if args.compare and (args.watch or not args.tolerance >= 0):
+    if args.compare and (args.watch or args.weights or not args.tolerance >= 0):
         what = "--watch" if args.watch else f"--tolerance {args.tolerance}"
         why = "one checkpoint is compared, within a difference of at least 0"
+        if args.weights:
+            what, why = "--weights", "the weights are those that the run itself has evaluated"
         raise InputError(
             Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
         )

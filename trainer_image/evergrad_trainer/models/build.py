@@ -28,8 +28,20 @@ if TYPE_CHECKING:
 
 _FIELD = "spec.training.model"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-DTYPES = {"fp32": torch.float32, "bf16-autocast": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16-autocast": torch.float32,
+    "fp16-autocast": torch.float32,
+    "bf16": torch.bfloat16,
+}
 """Type of the weights by ``runtime.precision``."""
+PRODUCTS = {
+    "fp32": torch.float32,
+    "bf16-autocast": torch.bfloat16,
+    "fp16-autocast": torch.float16,
+    "bf16": torch.bfloat16,
+}
+"""Type of matrix products by ``runtime.precision``."""
 _NO_PART_OF_THE_MODEL = (
     "transformers_version",
     "architectures",
@@ -370,6 +382,11 @@ def load_directory(
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    # transformers adds them to the weights beside them, but only where peft is installed.
+    if (directory / "adapter_config.json").exists():
+        what, why = "has adapters beside its weights", "only some installations would load them"
+        remedy = "Merge them into the weights, or remove adapter_config.json"
+        raise ModelError(Problem(str(directory), what, why, remedy))
     disable_progress_bar()
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
@@ -382,6 +399,8 @@ def load_directory(
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
+                # They are refused below, by name: its own error points to a log.
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
     except Exception as error:

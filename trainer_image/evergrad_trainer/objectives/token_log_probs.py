@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from evergrad_trainer.data.token_source import IGNORE_INDEX
+from evergrad_trainer.models.heads import head_arithmetic, head_inputs
 from evergrad_trainer.objectives.linear_cross_entropy import find_head, without
 
 
@@ -36,9 +37,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         hidden, weight, labels = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        # Summed over chunks in fp32, whatever the products' type is.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # Summed over chunks in fp32, whatever the products' type is. A head that is frozen has none.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for begin in range(0, len(hidden), ctx.chunk_tokens):
             rows = slice(begin, begin + ctx.chunk_tokens)
             part, targets = hidden[rows], labels[rows]
@@ -50,9 +52,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
             slope[places, targets.where(is_asked, 0)] += 1
             slope *= (gradient[rows] * is_asked)[:, None]
             slope = slope.to(hidden.dtype)
-            grad_hidden[rows] = slope @ weight
-            grad_weight += slope.T @ part
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            if grad_hidden is not None:
+                grad_hidden[rows] = slope @ weight
+            if grad_weight is not None:
+                grad_weight += slope.T @ part
+        whole = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, whole, None, None
 
 
 def token_log_probs(
@@ -102,5 +107,7 @@ def row_log_probs(
     head = find_head(model)
     with without(head):
         outputs = model(input_ids=input_ids, use_cache=False)
-    found = token_log_probs(outputs.logits, labels, head=head.weight, chunk_tokens=chunk_tokens)
+    with head_arithmetic(head):
+        hidden, weight = head_inputs(head, outputs.logits)
+        found = token_log_probs(hidden, labels, head=weight, chunk_tokens=chunk_tokens)
     return found.sum(dim=1)

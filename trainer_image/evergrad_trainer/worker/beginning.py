@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from evergrad_manifest.differences import changed_fields, show_value
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.identity import changed_fields, show_value
 from evergrad_manifest.training import InitFrom
 from evergrad_trainer.checkpoint.files import hash_bytes, hash_file
 from evergrad_trainer.checkpoint.restoring import Restored
