@@ -22,7 +22,6 @@ _HERE: Final = 'run_namespace=~"$run_namespace"'
 
 def build_fleet() -> Dashboard:
     """All runs of the namespaces that are chosen."""
-    phase = metric("operator_run_phase", _HERE)
     kept = metric("productive_seconds_total", _HERE)
     lost = metric("lost_seconds_total", _HERE)
     board = begin_dashboard(
@@ -72,7 +71,15 @@ def build_fleet() -> Dashboard:
                 f"sum(increase({metric('operator_run_restarts_total', _HERE)}[$__range])) or vector(0)",
             )
         )
-        .with_panel(
+    )
+    return _add_plots(board).with_panel(_runs())
+
+
+def _add_plots(board: Dashboard) -> Dashboard:
+    lost = metric("lost_seconds_total", _HERE)
+    phase = metric("operator_run_phase", _HERE)
+    return (
+        board.with_panel(
             plot(
                 "Runs by phase",
                 "A run is in one phase at a time.",
@@ -115,7 +122,6 @@ def build_fleet() -> Dashboard:
             )
         )
     )
-    return board.with_panel(_runs())
 
 
 def _median(name: str) -> str:

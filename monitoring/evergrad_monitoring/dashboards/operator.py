@@ -26,7 +26,7 @@ def build_operator() -> Dashboard:
     )
     jobs = f"label_values({metric('operator_leader')}, job)"
     board = board.with_variable(choose("job", "Job", jobs).multi(True).include_all(True))
-    return (
+    board = (
         board.with_panel(
             number(
                 "Replicas that may write",
@@ -60,7 +60,14 @@ def build_operator() -> Dashboard:
                 f"(rate({metric('operator_pod_replacement_seconds_bucket', _JOB)}[1h])))",
             )
         )
-        .with_panel(
+    )
+    return _add_outside(_add_passes(board))
+
+
+def _add_passes(board: Dashboard) -> Dashboard:
+    passes = metric("operator_reconcile_total", _JOB)
+    return (
+        board.with_panel(
             plot(
                 "Passes by result",
                 "Passes over one run a second.",
@@ -100,7 +107,13 @@ def build_operator() -> Dashboard:
                 (f"max({metric('operator_queue_depth', _JOB)})", "runs"),
             )
         )
-        .with_panel(
+    )
+
+
+def _add_outside(board: Dashboard) -> Dashboard:
+    """The API server, its watches, and the event loop."""
+    return (
+        board.with_panel(
             plot(
                 "Requests to the API server",
                 "By verb and answer.",

@@ -38,7 +38,8 @@ def build_run() -> Dashboard:
     board = _add_state(board)
     board = _add_learning(board)
     board = _add_speed(board)
-    return _add_cost(board)
+    board = _add_cost(board)
+    return _add_saves(board)
 
 
 def _of(name: str, more: str = "") -> str:
@@ -208,7 +209,6 @@ def _add_speed(board: Dashboard) -> Dashboard:
 
 def _add_cost(board: Dashboard) -> Dashboard:
     kept, lost = _of("productive_seconds_total"), _of("lost_seconds_total")
-    saves = _of("checkpoint_duration_seconds_bucket", 'op="save"') + _WINDOW
     return (
         board.with_panel(
             plot(
@@ -255,24 +255,27 @@ def _add_cost(board: Dashboard) -> Dashboard:
                 ),
             )
         )
-        .with_panel(
-            plot(
-                "Checkpoints: time",
-                "A save in the background, 95 of 100; and how long training stood still for saves.",
-                "s",
-                (f"histogram_quantile(0.95, sum by (le) (rate({saves})))", "save, p95"),
-                (
-                    f"sum(increase({_of('checkpoint_blocking_seconds_total')}{_WINDOW}))",
-                    "training stood still",
-                ),
-            )
+    )
+
+
+def _add_saves(board: Dashboard) -> Dashboard:
+    saves = _of("checkpoint_duration_seconds_bucket", 'op="save"') + _WINDOW
+    return board.with_panel(
+        plot(
+            "Checkpoints: time",
+            "A save in the background, 95 of 100; and how long training stood still for saves.",
+            "s",
+            (f"histogram_quantile(0.95, sum by (le) (rate({saves})))", "save, p95"),
+            (
+                f"sum(increase({_of('checkpoint_blocking_seconds_total')}{_WINDOW}))",
+                "training stood still",
+            ),
         )
-        .with_panel(
-            plot(
-                "Checkpoints: size",
-                "Of the last one.",
-                "bytes",
-                (f"max({_of('checkpoint_size_bytes')})", "size"),
-            )
+    ).with_panel(
+        plot(
+            "Checkpoints: size",
+            "Of the last one.",
+            "bytes",
+            (f"max({_of('checkpoint_size_bytes')})", "size"),
         )
     )

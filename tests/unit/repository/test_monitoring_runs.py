@@ -124,7 +124,7 @@ class Run:
         self._scrapes = scrapes
         self._exporters: dict[str, PrometheusExporter] = {}
         self._stack = ExitStack()
-        self._step = 0
+        self._step = self._generation = 0
         self._last_step: float | None = None
 
     def play(self, *, stalls_at: int | None = None) -> None:
@@ -153,10 +153,12 @@ class Run:
                 self._lead(self._exporters[pod], minute * 60.0, takes_over=begin == 180)
 
     def _lead(self, exporter: PrometheusExporter, now: float, *, takes_over: bool) -> None:
+        self._generation += 1
         info = RunInfo(
-            *("docs-lm", 1, 2, 2000, self._step, 8192, 32, 10**7),
+            *("docs-lm", self._generation, 2, 2000, self._step, 8192, 32, 10**7),
             *("bf16", "dataParallel", "llama", "/runs/docs-lm"),
             takes_over=takes_over,
+            highest_step=self._step,
             last_time=self._last_step,
         )
         exporter.run_start(info)
@@ -167,11 +169,19 @@ class Run:
                 "cause": "node_left",
             }
             exporter.event(
-                Event(EventType.WORLD, now, self._step, 2, {**fields, "paused_seconds": 1.0})
+                Event(
+                    EventType.WORLD,
+                    now,
+                    self._step,
+                    self._generation,
+                    {**fields, "paused_seconds": 1.0},
+                )
             )
         else:
             began = {"process_start_time": now, "resumed_from": self._step or None}
-            exporter.event(Event(EventType.START, now + 30, self._step, 1, began))
+            exporter.event(
+                Event(EventType.START, now + 30, self._step, self._generation, began)
+            )
 
     def _train(self, minute: int) -> None:
         """A step in 20 s, a checkpoint every half hour, and four minutes of evaluation every hour."""
@@ -186,6 +196,7 @@ class Run:
                 leader.step_end(
                     self._synthetic.step_record(
                         self._step,
+                        generation=self._generation,
                         time=time,
                         step_seconds=20.0,
                         forward_backward_seconds=19.0,
@@ -196,12 +207,16 @@ class Run:
         elif of_hour == EVALUATION_MINUTES:
             seconds = EVALUATION_MINUTES * 60.0
             leader.evaluation_end(
-                EvaluationRecord(self._step, 1, "heldOut", 2.5, 12.2, 4096, seconds, now)
+                EvaluationRecord(
+                    *(self._step, self._generation, "heldOut", 2.5, 12.2, 4096, seconds, now)
+                )
             )
         if minute % SAVE_MINUTES == 0:
             saved = {"checkpoint": f"step-{self._step}", "seconds": 10.0, "kept": 3}
             more = {"blocking_seconds": 0.5, "bytes": 10**9}
-            leader.event(Event(EventType.SAVE, now, self._step, 1, {**saved, **more}))
+            leader.event(
+                Event(EventType.SAVE, now, self._step, self._generation, {**saved, **more})
+            )
 
     def _operate(self, minute: int) -> None:
         for pod, (begin, end) in OPERATORS.items():
@@ -252,7 +267,7 @@ def judge(
                 | {"exp_samples": [{"labels": "{}", "value": 0}]}
             )
         test = {"interval": "1m", "input_series": scrapes.render(), "promql_expr_test": tests}
-        document = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}
+        document = {"rule_files": ["rules.yaml"], "evaluation_interval": "2m", "tests": [test]}
         (tmp_path / "cases.yaml").write_text(json.dumps(document))
         done = subprocess.run(
             ["promtool", "test", "rules", tmp_path / "cases.yaml"],
