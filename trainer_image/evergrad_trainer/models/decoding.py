@@ -31,9 +31,11 @@ def decode(
     is_done = [False] * len(rows)
     # Only a model that takes all of these keeps keys and values; each id is added to ``rows`` as it is taken.
     known = inspect.signature(model.forward).parameters.keys()
-    is_cached = {"past_key_values", "attention_mask", "position_ids", "use_cache"} <= known
-    kind = _Cached if is_cached else _Whole
-    decoder: _Decoder = kind(model, rows, device, positions)
+    decoder: _Decoder
+    if {"past_key_values", "attention_mask", "position_ids", "use_cache"} <= known:
+        decoder = _Cached(model, rows, device, positions)
+    else:
+        decoder = _Whole(model, rows, device, positions)
     for _ in range(most):
         if positions is not None:
             is_done = [
