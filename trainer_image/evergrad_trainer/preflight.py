@@ -48,7 +48,13 @@ from evergrad_trainer.models.parallel import problem_of_shards
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
 from evergrad_trainer.observers.trackers.libraries import check_trackers
 from evergrad_trainer.optim.groups import unmatched_patterns
-from evergrad_trainer.preflight_memory import Finding, check_base, check_memory, model_facts
+from evergrad_trainer.preflight_memory import (
+    Finding,
+    Level,
+    check_base,
+    check_memory,
+    model_facts,
+)
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
@@ -112,11 +118,8 @@ def examine(
         findings += check_memory(training, facts, machine, num_workers=num_workers, **bounds)
         size = checkpoint_bytes(facts, training)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
-    has_begun = (run_directory / RunFile.RESOLVED).exists()
-    findings += [
-        Finding("warning" if has_begun else "error", problem)
-        for problem in find_traps(training, plan, machine=machine)
-    ]
+    level: Level = "warning" if (run_directory / RunFile.RESOLVED).exists() else "error"
+    findings += [Finding(level, one) for one in find_traps(training, plan, machine=machine)]
     # Last, since it writes. Checkpoints of boundaries between stages are kept besides.
     keep = training.checkpoint.keep + len(stage_ends(training))
     findings += check_run_directory(run_directory, size, keep=keep)

@@ -105,6 +105,12 @@ FOREIGN: Final = (
         (f"{_T}.batching.microBatchSize",),
     ),
     Foreign(
+        ("auto_find_batch_size", "auto_scale_batch_size", "find_executable_batch_size"),
+        (f"{_T}.batching.microBatchSize",),
+        "micro-batches decide the bits of a step, so that a size that each machine finds for itself would "
+        "make another run of the same file",
+    ),
+    Foreign(
         (
             "gradient_accumulation_steps",
             "accumulate_grad_batches",
@@ -251,6 +257,11 @@ FOREIGN: Final = (
     Foreign(("ema_decay", "use_ema", "ema_model", "ema_halflife"), (f"{_T}.ema.decay",)),
     # The machine.
     Foreign(("bf16", "fp16", "mixed_precision", "amp"), (f"{_T}.runtime.precision",)),
+    Foreign(
+        ("loss_scale", "init_scale", "initial_scale_power", "grad_scaler", "fp16_scale_window"),
+        (f"{_T}.runtime.precision",),
+        "the scale of fp16-autocast begins at 65536 and finds its own value",
+    ),
     Foreign(("tf32", "allow_tf32"), (f"{_T}.runtime.matmulPrecision",)),
     Foreign(("torch_compile", "use_compile"), (f"{_T}.runtime.compile",)),
     Foreign(("flash_attn", "attn_implementation"), (f"{_T}.runtime.attention",)),
@@ -435,10 +446,9 @@ FOREIGN_VALUES: Final = (
     ),
     ForeignValue(
         "precision",
-        ("fp16", "float16", "half", "fp16-autocast"),
-        "its range ends at 65504, so that gradients vanish or overflow without a scale of the loss, which "
-        "bf16 does without",
-        "Write bf16-autocast",
+        ("fp16", "float16", "half", "fp16-mixed", "16-mixed"),
+        "weights in fp16 would lose most updates; what is trained stays in fp32 beside products in fp16",
+        "Write fp16-autocast, or bf16-autocast, which needs no scale of the loss",
     ),
 )
 

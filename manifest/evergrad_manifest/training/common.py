@@ -197,8 +197,8 @@ class Runtime(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: cuda where there is one, else cpu."""
-    precision: Literal["fp32", "bf16-autocast", "bf16"] = "bf16-autocast"
-    """fp32; bf16 matrix products over fp32 weights; or weights, gradients and moments all in bf16."""
+    precision: Literal["fp32", "bf16-autocast", "fp16-autocast", "bf16"] = "bf16-autocast"
+    """fp32; bf16 or fp16 (scaled loss) products over fp32 weights; or all of bf16."""
     # YAML reads a bare `on` or `off` as true or false.
     compile: Annotated[
         Literal["auto", "on", "off"], _read_switch_as({True: "on", False: "off"}, OnOff)

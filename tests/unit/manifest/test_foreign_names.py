@@ -167,8 +167,9 @@ def test_what_is_not_built_is_refused_with_its_reason(key: str, said: str) -> No
             "spec.training.runtime.precision",
             "FP8",
             (
-                "'FP8' is not one of fp32, bf16-autocast, bf16 (--set); training in fp8 needs kernels of a "
-                "package beside torch, which the trainer does not have. Write bf16-autocast."
+                "'FP8' is not one of fp32, bf16-autocast, fp16-autocast, bf16 (--set); training in fp8 "
+                "needs kernels of a package beside torch, which the trainer does not have. Write "
+                "bf16-autocast."
             ),
         ),
     ],
