@@ -17,7 +17,9 @@ class FullPrecisionHead(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits in fp32."""
         with torch.autocast(input.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.float()
+            # torch's annotation says that there always is one.
+            bias: Any = self.bias
+            bias = None if bias is None else bias.float()
             return functional.linear(input.float(), self.weight.float(), bias)
 
 
