@@ -110,7 +110,7 @@ lint: $(INSTALLED) ## ruff, mypy and the import directions
 	$(call stage,mypy)
 	$(BIN)/mypy
 	$(call stage,import directions)
-	$(BIN)/lint-imports --no-logo
+	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/lint-imports --no-logo
 
 format: $(INSTALLED) ## rewrite the sources as lint wants them
 	$(BIN)/ruff check --fix

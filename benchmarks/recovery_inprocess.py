@@ -97,7 +97,9 @@ def kill_worker(nodes: ElasticNodes, index: int, *, step_seconds: float) -> Samp
     """
     nodes.steps.read()
     last = nodes.steps.rows[-1]
-    (pid,) = descendants(nodes.pid(index))
+    node = nodes.pid(index)
+    # A node's own helpers are in its process group, its worker leads one of its own.
+    (pid,) = [one for one in descendants(node) if os.getpgid(one) != os.getpgid(node)]
     before = time.time()
     os.kill(pid, signal.SIGKILL)
     row = nodes.steps.wait(

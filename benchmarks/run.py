@@ -48,8 +48,8 @@ def _simple(module: str) -> Callable[[], list[Row]]:
 
 
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
-    "speed-fp32": _speed("fp32", compiled=False, rounds=12),
-    "speed-fp32-compile": _speed("fp32", compiled=True, rounds=12),
+    "speed-fp32": _speed("fp32", compiled=False, rounds=30),
+    "speed-fp32-compile": _speed("fp32", compiled=True, rounds=30),
     "speed-bf16": _speed("bf16-autocast", compiled=False, rounds=6),
     "speed-bf16-compile": _speed("bf16-autocast", compiled=True, rounds=6),
     "resume": _simple("resume_time"),

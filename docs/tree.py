@@ -16,6 +16,7 @@ PACKAGES = (
     "cli/evergrad_cli",
     "trainer_image/evergrad_trainer",
     "trainer_image/evergrad",
+    "monitoring/evergrad_monitoring",
 )
 OPEN = "coordinator/evergrad_coordinator"
 """The package whose folders are shown with their files: the smallest, and the one to read first."""

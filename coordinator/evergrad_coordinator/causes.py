@@ -44,9 +44,9 @@ Trouble = Literal[
     "other",
 ]
 """Why a checkpoint could not be saved or read."""
-Skip = Literal["loss", "grad", "empty", "requested"]
-"""Why a step makes no update: a loss or a gradient norm is not finite, no token carries a loss, or skipSteps
-names the step."""
+Skip = Literal["loss", "grad", "overflow", "empty", "requested"]
+"""Why a step makes no update: a loss or a gradient norm is not finite, a gradient has overflowed in fp16 at a
+scale that can be lowered, no token carries a loss, or skipSteps names the step."""
 Ending = Literal[
     "signal",
     "stop_file",

@@ -39,9 +39,12 @@ def slots_per_step(batching: Batching) -> int:
     return batching.global_batch_size // batching.micro_batch_size
 
 
-def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
+def derive_steps(
+    training: Training, *, num_samples: int, exhausted_after: int | None = None
+) -> HorizonNumbers:
     """The run's length over ``num_samples`` training samples (windows of all sources together).
 
+    ``exhausted_after``: samples after which sources have given the epochs of a horizon with ``exhausted``.
     Raises ConfigurationError when there is no sample, or when warm-up, decay or the stop step do not fit into
     the horizon.
     """
@@ -59,7 +62,10 @@ def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
             )
         )
     per_step, length = training.batching.global_batch_size, training.sample_tokens
-    total = total_steps(training, num_samples=num_samples)
+    if exhausted_after is None:
+        total = total_steps(training, num_samples=num_samples)
+    else:
+        total = _steps_until_exhausted(training, exhausted_after)
 
     # Refused here where a horizon in epochs gets its length; for the others the file was refused before.
     schedule = training.schedule
@@ -124,6 +130,21 @@ def loss_chunk(training: Training) -> int | None:
         # Beside those of the reference they always come in chunks: all of them would be there twice.
         return training.runtime.loss_chunk or CHUNK_TOKENS
     return training.runtime.loss_chunk
+
+
+def _steps_until_exhausted(training: Training, exhausted_after: int) -> int:
+    """Steps of a horizon that ends by its sources. Raises ConfigurationError where that is none."""
+    per_step = training.batching.global_batch_size
+    if training.horizon.exhausted == "all":
+        return -(-exhausted_after // per_step)
+    # Rounded down: the rest of the step would repeat samples of the source that has ended.
+    total = exhausted_after // per_step
+    if total < 1:
+        what = f"a source is exhausted after {exhausted_after} samples"
+        why = f"a step has {per_step}, and none would be whole"
+        remedy = "Add data or epochs, or lower batching.globalBatchSize"
+        raise ConfigurationError(Problem("spec.training.horizon.exhausted", what, why, remedy))
+    return total
 
 
 def _check_stages(training: Training, *, total: int) -> list[Problem]:

@@ -56,6 +56,7 @@ Numbers may be written as people write them, with or without quotes:
 | fraction | `5%`, `0.05` | % |
 | bytes | `64Ki`, `4Mi`, `1M` | k, M, G, T: powers of 1000; Ki, Mi, Gi, Ti, Pi: powers of 1024 |
 | steps or fraction | `100` (steps), `5%` or `0.05` (of the horizon) | as for counts, and % |
+| samples or fraction | `5k` (samples), `5%` or `0.05` (of the source) | as for counts, and % |
 
 All arithmetic is exact (`1.1k` is 1100), and a value that does not fit is refused, never rounded. Sizes of
 Kubernetes (`resources`, `storage`) are Kubernetes quantities, such as `4Gi`, `500m` or `"0.5"`; without quotes only

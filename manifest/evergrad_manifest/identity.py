@@ -8,8 +8,8 @@ from copy import deepcopy
 from typing import Any, Final
 
 from evergrad_manifest.base import Section
+from evergrad_manifest.differences import Change, changed_fields
 from evergrad_manifest.envelope import KINDS, TrainingRun
-from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import find_field
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.script import Script
@@ -18,7 +18,6 @@ from evergrad_manifest.training.common import RECOMPUTATION_BY_SWITCH, without_m
 from evergrad_manifest.training.optimization import OF_OPTIMIZER, OF_SCHEDULE
 from evergrad_manifest.training.pretrain import OF_SOURCES
 from evergrad_manifest.training.two_stage_kl import without_default_beta
-from evergrad_manifest.values.numbers import show
 from evergrad_manifest.view import without_nulls
 
 RECIPE_SECTIONS: Final = (
@@ -96,8 +95,11 @@ _LATER_SETTINGS: Final = frozenset(
         "training.checkpoint.keepEvery.seconds",
         "training.checkpoint.keepEvery.steps",
         "training.checkpoint.keepEvery.tokens",
+        "training.data.mixing",
+        "training.data.overfitFirstBatch",
         "training.data.packing",
         "training.data.sources[].document",
+        "training.data.sources[].samples",
         "training.ema",
         "training.ema.evaluate",
         "training.ema.warmup",
@@ -108,6 +110,8 @@ _LATER_SETTINGS: Final = frozenset(
         "training.evaluation.sets[].samples",
         "training.evaluation.sets[].whileTraining",
         "training.evaluation.sources[].document",
+        "training.evaluation.sources[].samples",
+        "training.horizon.exhausted",
         "training.latentEdit",
         "training.latentEdit.alpha",
         "training.latentEdit.beta",
@@ -158,6 +162,7 @@ _LATER_SETTINGS: Final = frozenset(
         "training.optimizer.groups[].weightDecay",
         "training.optimizer.momentum",
         "training.optimizer.nesterov",
+        "training.reproducibility.dataSeed",
         "training.reproducibility.deterministic",
         "training.runtime.matmulPrecision",
         "training.runtime.attention",
@@ -198,12 +203,6 @@ _OF_PREPARATION: Final = (
     "twoStageKl",
 )
 
-ABSENT: Final = "(absent)"
-"""Value of a field on the side that does not have it at all."""
-
-Change = tuple[str, Any, Any]
-"""Path of a field, its old value and its new one."""
-
 
 def to_wire(run: TrainingRun) -> dict[str, Any]:
     """The whole resolved run as JSON values, camelCase: a manifest that loads to the same run."""
@@ -226,7 +225,7 @@ def to_wire(run: TrainingRun) -> dict[str, Any]:
         {
             key: value
             for key, value in without_meaningless(source, OF_SOURCES).items()
-            if key != "weight"
+            if key not in ("weight", "samples")
         }
         for source in training["evaluation"]["sources"]
     ]
@@ -374,7 +373,7 @@ def preparation_hash(run: TrainingRun) -> str:
     training = _meant(run)
     parts = {key: training.get(key) for key in _OF_PREPARATION}
     parts["evaluation"] = training["evaluation"]["sources"]
-    parts["seed"] = training["reproducibility"]["seed"]
+    parts["seed"] = run.training.reproducibility.seed_of_data
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -438,65 +437,3 @@ def _without_later_defaults(
             continue
         kept[key] = written
     return kept
-
-
-def changed_fields(
-    old: Mapping[str, Any], new: Mapping[str, Any], *, where: str = "spec.training"
-) -> list[Change]:
-    """Every field of two recipes that differs, with both values; lists of different length differ as a whole.
-
-    ``where``: the section both were taken from. Empty exactly when they are equal, so that a refused resume
-    always names a field.
-    """
-    return _changes(old, new, where)
-
-
-def _changes(old: Any, new: Any, path: str) -> list[Change]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        # In the order of the file, old fields first: it is the order of the message.
-        keys = [*old, *(key for key in new if key not in old)]
-        return [
-            change
-            for key in keys
-            for change in _changes(old.get(key, ABSENT), new.get(key, ABSENT), f"{path}.{key}")
-        ]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = enumerate(zip(old, new, strict=True))
-        return [
-            change
-            for index, (before, after) in pairs
-            for change in _changes(before, after, f"{path}[{index}]")
-        ]
-
-    # By JSON and not by ==, for which 1, 1.0 and true are equal.
-    if _canonical(old) == _canonical(new):
-        return []
-    return [(path, old, new)]
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
-def problems_of_changes(changes: list[Change], *, directory: str) -> list[Problem]:
-    """One Problem for each field of the recipe that differs from the one the run in ``directory``
-    began with."""
-    return [
-        Problem(
-            path,
-            f"{show_value(new)} here, but the run in {directory} began with {show_value(old)}",
-            "the recipe of a run does not change",
-            f"Set it back to {show_value(old)}, or give the changed run a name of its own",
-        )
-        for path, old, new in changes
-    ]
-
-
-def show_value(value: Any) -> str:
-    """A value of a recipe as a message quotes it: short, with mappings and lists written out as JSON."""
-    if value == ABSENT:
-        return "nothing"
-    if not isinstance(value, Mapping | list):
-        return show(value)
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 120 else f"{text[:110]}… ({len(text)} characters)"

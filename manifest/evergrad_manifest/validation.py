@@ -8,6 +8,7 @@ from typing import Any, Final, get_args
 from pydantic import ValidationError
 
 from evergrad_manifest.derive import steps_without_data
+from evergrad_manifest.differences import changed_fields, show_value
 from evergrad_manifest.envelope import Metadata, TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import (
@@ -17,7 +18,7 @@ from evergrad_manifest.fields import (
     format_path,
     value_at,
 )
-from evergrad_manifest.identity import changed_fields, recipe_of, show_value, to_wire
+from evergrad_manifest.identity import recipe_of, to_wire
 from evergrad_manifest.nesting import check_depth
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.problems import problems_of as problems_of_model

@@ -22,6 +22,7 @@ THRESHOLDS: Final[dict[str, float]] = {
     "throughputShare": 0.6,
     "dataShare": 0.3,
     "goodputShare": 0.8,
+    "goodputSeconds": 10800,
     "failedSeconds": 3600,
     "reconcileErrorShare": 0.1,
     "queueAgeSeconds": 300,
@@ -32,9 +33,9 @@ THRESHOLDS: Final[dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Alert:
-    """One alerting rule. ``expression`` names thresholds as ``<key>``; ``holds`` is how long it must be true.
+    """One alerting rule. ``holds`` is how long its expression must be true.
 
-    ``summary`` and ``description`` are templates of Prometheus.
+    Both name thresholds as ``<key>``; ``summary`` and ``description`` are templates of Prometheus.
     """
 
     name: str
@@ -47,24 +48,47 @@ class Alert:
     @property
     def thresholds(self) -> tuple[str, ...]:
         """Keys of the thresholds in its expression."""
-        return tuple(key for key in THRESHOLDS if f"<{key}>" in self.expression)
+        return tuple(key for key in THRESHOLDS if f"<{key}>" in self.expression + self.holds)
 
 
 _RUNNING: Final = f"and on ({RUN}) {in_phase('Running')} == 1"
 _WHO: Final = "{{ $labels.run_namespace }}/{{ $labels.run }}"
 _LAST_STEP: Final = by_run("max", metric("last_step_timestamp_seconds"))
 _SAVED: Final = by_run("max", metric("checkpoint_last_success_timestamp_seconds"))
+# Over the lives of its processes: a rate would need a second step, which may be hours away.
 _MEAN_STEP: Final = (
-    f"{rate('step_duration_seconds_sum', '6h')} / {rate('step_duration_seconds_count', '6h')}"
+    f"{by_run('sum', metric('step_duration_seconds_sum'))}"
+    f" / {by_run('sum', metric('step_duration_seconds_count'))}"
 )
 _TOKENS: Final = rate("tokens_total", "10m")
 _LOSS: Final = by_run("max", metric("loss", 'split="train"'))
 _WAITS_FOR_DATA: Final = rate("step_phase_seconds_total", "15m", 'phase="data"')
 _PASSES_FAILED: Final = metric("operator_reconcile_total", 'result="error"')
 _KEPT: Final = increase("productive_seconds_total", "6h")
-_LOST: Final = increase("lost_seconds_total", "6h")
+# An evaluation is time that was given on purpose.
+_LOST: Final = increase("lost_seconds_total", "6h", 'cause!="evaluation"')
 _CREATED: Final = metric("operator_run_created_timestamp_seconds")
 _STARTED: Final = metric("operator_run_started_timestamp_seconds")
+_BEGUN: Final = by_run("max", _STARTED)
+
+
+def _over_six_hours(aggregate: str, function: str, name: str, selector: str = "") -> str:
+    """A function of the last six hours of each pod's series, one value a run."""
+    return by_run(aggregate, f"{function}({metric(name, selector)}[6h])")
+
+
+_SAVE_TIME: Final = "checkpoint_last_success_timestamp_seconds"
+_INTERVAL: Final = (
+    # The mean of six hours; where they saw one save or none, the time that the last one took to come.
+    f"({_over_six_hours('max', 'max_over_time', _SAVE_TIME)}"
+    f" - {_over_six_hours('min', 'min_over_time', _SAVE_TIME)})"
+    f" / ({_over_six_hours('sum', 'changes', _SAVE_TIME)} > 0)"
+    f" or {_SAVED} - {_BEGUN}"
+)
+_SUSPENDED: Final = _over_six_hours(
+    "max", "max_over_time", "operator_run_phase", 'phase="Suspended"'
+)
+_LEAST_LOSS: Final = _over_six_hours("min", "min_over_time", "loss", 'split="train"')
 
 
 def _lines(*lines: str) -> str:
@@ -80,8 +104,10 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
             f"time() - max by ({RUN}) ({metric('operator_run_last_progress_timestamp_seconds')})"
             " > <stalledSeconds>",
             _RUNNING,
-            # A run whose steps take long is not stalled yet. Where nothing says how long they take, the
-            # quotient is no number, and takes nothing away.
+            # Of a run that was resumed the last step is as old as its suspension was long.
+            f"and on ({RUN}) time() - {_BEGUN} > <stalledSeconds>",
+            # A run whose steps take long is not stalled yet. Where nothing says how long they take, nothing
+            # is taken away.
             f"unless on ({RUN}) (time() - {_LAST_STEP} < <stalledSteps> * ({_MEAN_STEP}))",
         ),
         f"Run {_WHO} makes no steps",
@@ -90,14 +116,15 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
     Alert(
         "TrainingRunNotStarting",
         "warning",
-        "5m",
+        # Data may have been prepared for hours before, and a run may have trained before it restarts.
+        "<notStartingSeconds>s",
         _lines(
-            # A resumed run counts from when it was resumed.
-            f"time() - max by ({RUN}) ({_STARTED} or {_CREATED}) > <notStartingSeconds>",
-            f"and on ({RUN}) {in_phase('Pending', 'Starting')} == 1",
+            # For the message: a resumed run counts from when it was resumed.
+            f"time() - max by ({RUN}) ({_STARTED} or {_CREATED})",
+            f"and on ({RUN}) {in_phase('Pending', 'Starting', 'Restarting')} == 1",
         ),
         f"Run {_WHO} does not start",
-        f"{_WHO} has been waiting for its first step for {{{{ $value | humanizeDuration }}}}.",
+        f"{_WHO} is not training; it was started {{{{ $value | humanizeDuration }}}} ago.",
     ),
     Alert(
         "TrainingRunRestartStorm",
@@ -120,9 +147,9 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "info",
         "15m",
         _lines(
-            f"{_LOSS} > <divergedFactor> * min_over_time(({_LOSS})[6h:1m])",
+            f"{_LOSS} > <divergedFactor> * {_LEAST_LOSS}",
             # Of a loss that may be negative a multiple says nothing.
-            f"and on ({RUN}) min_over_time(({_LOSS})[6h:1m]) > 0",
+            f"and on ({RUN}) {_LEAST_LOSS} > 0",
             _RUNNING,
         ),
         f"The loss of run {_WHO} grows",
@@ -135,11 +162,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         _lines(
             f"time() - {_SAVED} > <checkpointSeconds>",
             _RUNNING,
-            # The mean interval of six hours. Without two checkpoints in them there is none, and takes
-            # nothing away.
-            f"unless on ({RUN}) (time() - {_SAVED} < <checkpointIntervals> * "
-            f"(max_over_time(({_SAVED})[6h:1m]) - min_over_time(({_SAVED})[6h:1m]))"
-            f" / changes(({_SAVED})[6h:1m]))",
+            f"unless on ({RUN}) (time() - {_SAVED} < <checkpointIntervals> * ({_INTERVAL}))",
         ),
         f"Run {_WHO} saves no checkpoint",
         f"The newest checkpoint of {_WHO} is {{{{ $value | humanizeDuration }}}} old: so much would be lost.",
@@ -178,7 +201,14 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "TrainingRunGoodputLow",
         "info",
         "30m",
-        _lines(f"{_KEPT} / ({_KEPT} + {_LOST}) < <goodputShare>", _RUNNING),
+        _lines(
+            f"{_KEPT} / ({_KEPT} + {_LOST}) < <goodputShare>",
+            # Of a run that has just started, the start is most of it.
+            f"and on ({RUN}) {_KEPT} + {_LOST} > <goodputSeconds>",
+            # Time in which somebody had suspended it is downtime to the trainer.
+            f"unless on ({RUN}) {_SUSPENDED}",
+            _RUNNING,
+        ),
         f"Much of the time of run {_WHO} is lost",
         f"{{{{ $value | humanizePercentage }}}} of the last six hours of {_WHO} were training that was kept.",
     ),
@@ -249,7 +279,8 @@ def _render() -> Iterator[str]:
             yield "      expr: |"
             yield from (f"        {_for_helm(line)}" for line in alert.expression.splitlines())
             if alert.holds != "0m":
-                yield f"      for: {alert.holds}"
+                # A large number would be written with an exponent, which is no duration.
+                yield f"      for: {_for_helm(alert.holds, 'int64 ')}"
             yield f"      labels: {{severity: {alert.severity}}}"
             yield "      annotations:"
             yield f"        summary: {_quote(alert.summary)}"
@@ -258,9 +289,10 @@ def _render() -> Iterator[str]:
             yield "    {{- end }}"
 
 
-def _for_helm(line: str) -> str:
+def _for_helm(line: str, convert: str = "") -> str:
     for key in THRESHOLDS:
-        line = line.replace(f"<{key}>", f"{{{{ .Values.metrics.rules.thresholds.{key} }}}}")
+        value = f"{{{{ {convert}.Values.metrics.rules.thresholds.{key} }}}}"
+        line = line.replace(f"<{key}>", value)
     return line
 
 

@@ -2,6 +2,7 @@
 only, and fails where they differ."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import Final
@@ -26,7 +27,8 @@ def render_table() -> str:
         thresholds = ", ".join(f"`{key}` {THRESHOLDS[key]:g}" for key in alert.thresholds)
         says = alert.summary.replace("{{ $labels.run_namespace }}/{{ $labels.run }}", "…")
         name = f"[{alert.name}](runbooks/{alert.name}.md)"
-        lines.append(f"| {name} | {alert.severity} | {alert.holds} | {thresholds} | {says} |")
+        holds = re.sub(r"<(\w+)>", lambda found: f"{THRESHOLDS[found[1]]:g}", alert.holds)
+        lines.append(f"| {name} | {alert.severity} | {holds} | {thresholds} | {says} |")
     return "\n".join([*lines, "", ""])
 
 

@@ -2,7 +2,8 @@
 
 import json
 
-from evergrad_manifest.identity import changed_settings, settings_hash, show_value
+from evergrad_manifest.differences import show_value
+from evergrad_manifest.identity import changed_settings, settings_hash
 from evergrad_manifest.validation import read_object, with_plain_numbers
 from evergrad_operator.observe import AppliedSettings, Observation
 from evergrad_operator.plan.config_map import build_manifest

@@ -213,10 +213,7 @@ class Memory:
 
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
-    """Return the memory in a run's ``status``.
-
-    Values that are missing or not understood count as unknown: a status may be lost.
-    """
+    """Return the memory in a run's ``status``. What is missing or not understood counts as unknown."""
     # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
@@ -226,15 +223,6 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     stop_reason = Reason.STOPPED.value if stopped == "true" else stopped
     if stop_reason not in (Reason.STOPPED, Reason.NON_FINITE):
         stop_reason = ""
-    ends = [
-        EndRecord(
-            get_text(one, "pod"),
-            get_text(one, "cause"),
-            get_int(one, "exitCode"),
-            parse_time(one.get("at")) or 0.0,
-        )
-        for one in get_maps(status, "attempts")
-    ]
     said = get_pairs(_unpack(notes, "inputErrors"), "said")
     errors = [InputError(node, str(host)) for node, host in said if isinstance(node, int)]
     return Memory(
@@ -262,7 +250,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         # An older release did not note it; a phase Running says the same.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
         last_failure=_parse_failure(get_map(status, "lastFailure")),
-        ends=tuple(ends[-MAX_ENDS:]),
+        ends=tuple(map(_parse_end, get_maps(status, "attempts")[-MAX_ENDS:])),
         training=_parse_training(status),
         preparation=parse_preparation(
             get_map(status, "preparation"), get_text(notes, "preparation")
@@ -273,6 +261,15 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         reason=get_text(status, "reason"),
         message=get_text(status, "message"),
         conditions=conditions,
+    )
+
+
+def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
+    return EndRecord(
+        get_text(raw, "pod"),
+        get_text(raw, "cause"),
+        get_int(raw, "exitCode"),
+        parse_time(raw.get("at")) or 0.0,
     )
 
 

@@ -71,6 +71,13 @@ MATRIX: dict[str, dict[str, Any]] = {
                 "description": "Waits.",
             }
         ],
+        "metrics": {
+            "enabled": True,
+            "labels": {"release": "stack"},
+            "annotations": True,
+            "rules": {"disabled": ["TrainingRunFailed"], "thresholds": {"stalledSeconds": 900}},
+            "dashboards": {"namespace": "grafana", "annotations": {"grafana_folder": "Runs"}},
+        },
         "admissionPolicy": {
             "enabled": True,
             "allowedImages": ["registry.example.com/", "localhost/"],
@@ -87,7 +94,11 @@ MATRIX: dict[str, dict[str, Any]] = {
         ],
     },
     "namespaced": {"rbac": {"scope": "namespaced", "aggregatedRoles": False}},
-    "namespaces": {"rbac": {"scope": "namespaced", "watchNamespaces": ["team-a", "team-b"]}},
+    "namespaces": {
+        "rbac": {"scope": "namespaced", "watchNamespaces": ["team-a", "team-b"]},
+        "runs": {"metricsFrom": ["monitoring"]},
+        "metrics": {"enabled": True},
+    },
     "existing account": {
         "serviceAccount": {"create": False, "name": "ours"},
         "rbac": {"create": False},
@@ -162,7 +173,7 @@ def lint(values: dict[str, Any]) -> None:
 
 
 def conform(files: Sequence[Path]) -> str:
-    """kubeconform -strict with Kubernetes' schemas and ours; its summary.
+    """kubeconform -strict with Kubernetes' schemas, Prometheus Operator's and ours; its summary.
 
     Raises BedError with its findings.
     """
@@ -170,7 +181,7 @@ def conform(files: Sequence[Path]) -> str:
         ours = schemas.of_ours(Path(scratch))
         locations = [
             f"{folder}/{{{{ .ResourceKind }}}}{{{{ .KindSuffix }}}}.json"
-            for folder in (ours, schemas.of_kubernetes())
+            for folder in (ours, schemas.of_monitoring(), schemas.of_kubernetes())
         ]
         options = [word for location in locations for word in ("-schema-location", location)]
         return run(

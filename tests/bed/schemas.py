@@ -1,5 +1,5 @@
-"""JSON schemas for kubeconform, made here: Kubernetes' own from the module the bed is built from, ours from
-the CRD."""
+"""JSON schemas for kubeconform, made here: Kubernetes' own from the module the bed is built from, those of
+Prometheus Operator from its module, ours from the CRD."""
 
 import json
 import shutil
@@ -14,6 +14,9 @@ from bed.toolbox import SOURCES
 
 _RECIPE = "1"  # raise it when the conversion changes
 _REFERENCE = "#/definitions/"
+_MONITORING = "github.com/prometheus-operator/prometheus-operator@v0.82.0"
+_MONITORING_SUM = "h1:gqz+z31co8+qaEpsJKGfbrBuaMAPiAo/Z08dBIlSM+E="
+"""Digest of the module's files, as `go mod download` computes it."""
 
 
 def of_kubernetes() -> Path:
@@ -52,12 +55,47 @@ def of_kubernetes() -> Path:
 def of_ours(folder: Path) -> Path:
     """Write the CRD's schema into `folder`, as strict as the API server is under `--validate=strict`; returns
     the folder."""
-    crd = yaml.safe_load((REPOSITORY / "crds/trainingrun.yaml").read_text())["spec"]
+    _write_crd(REPOSITORY / "crds/trainingrun.yaml", folder)
+    return folder
+
+
+def of_monitoring() -> Path:
+    """The folder with schemas of what the chart makes for Prometheus Operator, from its definitions; made
+    once.
+
+    Raises BedError, also where the module is not the one that is pinned.
+    """
+    if shutil.which("go") is None:
+        raise BedError(
+            "The schemas of Prometheus Operator come from its Go module, and there is no `go` to fetch it. "
+            "Install Go 1.24 or newer."
+        )
+    folder = cache() / "schemas" / f"{_MONITORING.rpartition('/')[2]}-{_RECIPE}"
+    if not folder.is_dir():
+        # Anywhere but in a module: only this one is wanted, none of the hundreds it is built from.
+        module = json.loads(
+            run(["go", "mod", "download", "-json", _MONITORING], directory=Path("/"))
+        )
+        if module["Sum"] != _MONITORING_SUM:
+            raise BedError(
+                f"{_MONITORING}: is {module['Sum']}, but {_MONITORING_SUM} is pinned"
+            )
+        scratch = folder.with_name(folder.name + ".new")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        definitions = Path(module["Dir"], "example/prometheus-operator-crd")
+        for kind in ("podmonitors", "servicemonitors", "prometheusrules"):
+            _write_crd(definitions / f"monitoring.coreos.com_{kind}.yaml", scratch)
+        scratch.rename(folder)
+    return folder
+
+
+def _write_crd(file: Path, folder: Path) -> None:
+    crd = yaml.safe_load(file.read_text())["spec"]
     for version in crd["versions"]:
         schema = strict(version["schema"]["openAPIV3Schema"], is_top=True)
         name = file_name(group=crd["group"], version=version["name"], kind=crd["names"]["kind"])
         (folder / name).write_text(json.dumps(schema))
-    return folder
 
 
 def file_name(*, group: str, version: str, kind: str) -> str:

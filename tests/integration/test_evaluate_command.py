@@ -72,7 +72,7 @@ def results_of(ended: Ended) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.capability("O-39", "C-22", "C-27", "C-34", "C-44", "O-80")
+@pytest.mark.capability("O-39", "C-22", "C-27", "C-34", "C-44", "O-69", "O-80")
 def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     trained: Experiment, finished: Path
 ) -> None:
@@ -87,6 +87,8 @@ def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     own = [row for row in own_rows(finished) if row[0] == 8]
     assert found_rows(results) == own and len(own) == 2
     assert [row["is_new"] for row in results] == [True, True]
+    assert all(row["seconds_per_batch"] > 0 for row in results)
+    assert all(row["seconds_per_batch"] == row["seconds"] / row["batches"] for row in results)
 
     # Found the second time, and not written over.
     files = [trained.path / row["file"] for row in results]

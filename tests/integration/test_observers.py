@@ -376,7 +376,7 @@ def test_steps_are_traced_on_a_schedule_that_a_resume_keeps(experiment: Experime
     assert any("backward" in str(name).lower() for name in names)
 
 
-@pytest.mark.capability("C-40")
+@pytest.mark.capability("A-72", "C-40")
 def test_operations_and_utilisation_are_in_the_records_the_lines_and_the_report(
     experiment: Experiment,
 ) -> None:

@@ -149,6 +149,7 @@ def test_workers_of_one_node_have_the_same_bits(whole: Experiment, workers: str)
     assert_same_run(whole, whole.at(f"workers-{workers}"))
 
 
+@pytest.mark.long
 def test_micro_batches_of_several_pairs_have_the_same_losses(whole: Experiment) -> None:
     write(whole, batching={"globalBatchSize": 6, "microBatchSize": 3})
     whole.run(directory="larger")
@@ -175,6 +176,7 @@ def test_a_node_of_two_that_is_lost_costs_no_bit(
     assert_same_run(whole, cluster.directory)
 
 
+@pytest.mark.long
 @pytest.mark.capability("A-80")
 def test_a_newcomer_in_the_middle_gets_the_same_reference(
     make_elastic: MakeCluster, whole: Experiment
@@ -205,7 +207,8 @@ def test_evaluate_measures_what_the_run_itself_has_measured(whole: Experiment) -
 SHARDED = ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")
 
 
-@pytest.mark.parametrize("chunk", [20, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("chunk", [20, None])
 def test_shards_train_beside_the_same_reference(
     make_experiment: Callable[[], Experiment], chunk: int | None
 ) -> None:
@@ -225,6 +228,7 @@ def test_shards_train_beside_the_same_reference(
     assert_same_state(experiment.at("sharded"), experiment.at("killed"))
 
 
+@pytest.mark.long
 def test_a_reference_computes_in_the_types_of_a_model_that_is_cut(
     experiment: Experiment,
 ) -> None:
@@ -277,6 +281,7 @@ def base(make_experiment: Callable[[], Experiment]) -> Experiment:
     return experiment
 
 
+@pytest.mark.long
 def test_a_run_from_given_weights_has_them_as_its_reference(base: Experiment) -> None:
     """Of a run, and of a directory of its weights that ``initFrom`` or ``model`` names; resumed, they are read
     again."""
@@ -296,6 +301,7 @@ def test_a_run_from_given_weights_has_them_as_its_reference(base: Experiment) ->
         assert metrics(base.at(name)) == found[:2]
 
 
+@pytest.mark.long
 def test_another_reference_is_the_one_that_the_file_names(base: Experiment) -> None:
     found = []
     for reference in ("runs/other", "exported-other"):
@@ -329,6 +335,7 @@ def test_a_newcomer_reads_the_reference_that_the_file_names(
     assert 5 <= cluster.steps(1)[0] < STEPS
 
 
+@pytest.mark.long
 def test_a_run_does_not_go_on_beside_another_reference(base: Experiment) -> None:
     """Known by its content: the path is the same."""
     place = base.path / "reference"
@@ -375,6 +382,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     assert not (experiment.at() / "run.json").exists() and checkpoints(experiment.at()) == []
 
 
+@pytest.mark.long
 def test_another_beta_is_another_recipe(experiment: Experiment) -> None:
     write(experiment)
     experiment.run("--stop-after-steps", "3", expect=STOPPED_SAVED)

@@ -107,7 +107,7 @@ def test_what_cannot_be_begun_with_is_refused_by_name(experiment: Experiment) ->
         ),
         (
             {**begin_from("weights"), "model": {"config": {"hidden_size": 64}}},
-            "shapes differ: model.",
+            "shapes differ; model.",
         ),
         (
             {**begin_from("optimizer"), "optimizer": {"type": "lion"}},

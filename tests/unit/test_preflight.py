@@ -52,6 +52,15 @@ def training(**changes: Any) -> Training:
     return Training.model_validate(values | changes)
 
 
+def test_a_run_of_its_first_batch_alone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "docs.jsonl").write_text("{}")
+    data = {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 64}
+    found = [*check_files(training(data={**data, "overfitFirstBatch": True}), tmp_path)]
+    assert [one.level for one in found] == ["ok", "warning"]
+    assert "each step train on the samples of the first" in str(found[1].problem)
+    assert [one.level for one in check_files(training(data=data), tmp_path)] == ["ok"]
+
+
 def only(findings: Any) -> Finding:
     (finding,) = findings
     assert isinstance(finding, Finding)
@@ -370,9 +379,38 @@ def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would
     )  # type: ignore[index]
     assert "(state 16.8 GiB, " in text and 300 < named < 600
     tiny = replace(device, accelerator_memory_bytes=10**6)
-    assert "no model fits" in str(
+    refused = str(
         only(check_memory(training(), facts, tiny, num_workers=1, world_size=1)).problem
     )
+    # No micro-batch is small enough for a state that does not fit.
+    assert "no model fits. Use runtime.activationCheckpointing" in refused
+
+
+@pytest.mark.capability("T-21", "T-41", "T-42")
+def test_the_largest_micro_batch_that_fits_is_named_and_leaves_one_to_each_worker() -> None:
+    facts = replace(FACTS, hidden_size=1024, num_layers=16)
+    device = replace(MACHINE, num_accelerators=1, accelerator_memory_bytes=16 * 10**9)
+
+    def check(micro: int, **options: Any) -> Finding:
+        plan = training(
+            batching={"globalBatchSize": 48, "microBatchSize": micro},
+            data={"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 2048},
+        )
+        options = {"num_workers": 1, "world_size": 1, **options}
+        return only(check_memory(plan, facts, device, **options))
+
+    fine = check(1)
+    named = int(re.search(r"with a microBatchSize of up to (\d+), too", str(fine.problem))[1])  # type: ignore[index]
+    assert fine.level == "ok" and 1 < named < 48 and 48 % named == 0
+    # It is the bound: the next divisor is refused, and names it.
+    assert check(named).level == "ok" and "up to" not in str(check(named).problem)
+    beyond = min(one for one in (2, 3, 4, 6, 8, 12, 16, 24, 48) if one > named)
+    refused = check(beyond)
+    assert refused.level == "error"
+    assert f"Lower batching.microBatchSize to {named}, or use" in str(refused.problem)
+    # Of 24 workers each has a micro-batch of 2 samples at most.
+    assert "up to 2, too" in str(check(1, most_workers=24).problem)
+    assert "up to" not in str(check(1, most_workers=48).problem)
 
 
 def traps(machine: Machine = MACHINE, **changes: Any) -> list[str]:

@@ -8,7 +8,7 @@
     print(found.loss, found.checkpoint)
 
 The training is a process of its own, whose lines are printed as they come: threads, devices and signals of
-the caller stay as they are.
+the caller stay as they are. Where the caller is interrupted, it is asked to stop, and saves its state.
 """
 
 import subprocess
@@ -76,9 +76,10 @@ class RunReport:
         values: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Path) and is_public:
-                is_inside = value != self.directory and value.is_relative_to(self.directory)
-                value = public_path(value.relative_to(self.directory) if is_inside else value)
+            if value == self.directory and is_public:
+                value = value.resolve().name
+            elif isinstance(value, Path) and is_public:
+                value = public_path(value.relative_to(self.directory))
             values[field.name] = str(value) if isinstance(value, Path) else value
         return values
 
@@ -93,8 +94,8 @@ def run(
     """Train ``manifest`` to its end, or to a stop, and report.
 
     ``overrides``: as behind ``--set``; ``arguments``: further ones of ``evergrad run``, such as
-    ``("--nodes", "2")``. Raises ConfigurationError before anything is started, and RunFailedError with the
-    exit code.
+    ``("--nodes", "2")``. Raises ConfigurationError before anything is started, RunFailedError with the exit
+    code, and KeyboardInterrupt once the state is saved.
     """
     loaded = load_manifest(Path(manifest), overrides=list(overrides)).run
     where = (
@@ -103,14 +104,29 @@ def run(
     if loaded.spec.script is not None:
         what = "is a script, whose steps and losses are known to the script alone"
         raise InputError(Problem(str(manifest), what, "", "Start it with `evergrad run`"))
-    command = [sys.executable, "-m", "evergrad_cli", "run", str(manifest)]
+    # Without the current directory on its path, as the command `evergrad`.
+    command = [sys.executable, "-P", "-m", "evergrad_cli", "run", str(manifest)]
     command += [word for one in overrides for word in ("--set", one)]
-    command += ["--run-directory", str(where), *arguments]
-    code = subprocess.run(command, check=False).returncode
+    # The last one counts: what is reported on below is this one.
+    command += [*arguments, "--run-directory", str(where)]
+    code = _wait_for(command)
     if code not in STOPPED_WELL:
         known = code if code in tuple(ExitCode) else ExitCode.INTERNAL
         raise RunFailedError(f"{loaded.metadata.name} ended with exit code {code}", known)
     return report(where)
+
+
+def _wait_for(command: Sequence[str]) -> int:
+    """Run ``command`` to its end, also where this process is interrupted; its exit code."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except BaseException:
+        # subprocess.run would kill it, and lose what was trained since the last checkpoint. A signal that a
+        # terminal has sent to both is the same request.
+        process.terminate()
+        process.wait()
+        raise
 
 
 def report(run_directory: Path | str) -> RunReport:

@@ -48,7 +48,13 @@ from evergrad_trainer.models.parallel import problem_of_shards
 from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
 from evergrad_trainer.observers.trackers.libraries import check_trackers
 from evergrad_trainer.optim.groups import unmatched_patterns
-from evergrad_trainer.preflight_memory import Finding, check_base, check_memory, model_facts
+from evergrad_trainer.preflight_memory import (
+    Finding,
+    Level,
+    check_base,
+    check_memory,
+    model_facts,
+)
 
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
@@ -76,14 +82,12 @@ def examine(
     ``num_workers``: of this machine. ``world_sizes``: every number of workers that may train together as
     nodes come and go, on machines like this one; by default those of this machine alone.
     """
-    # A script is a program that is not looked into: it must be there, and its workers must have devices.
-    if run.spec.script is not None:
-        findings = [
-            *check_script(run.spec.script, base_directory),
-            *check_script_workers(run, machine, num_workers=num_workers),
-            *check_run_directory(run_directory, None, keep=0),
-        ]
-        return Examination(tuple(findings), None)
+    if (script := run.spec.script) is not None:
+        # It is not looked into: it must be there, and its workers must have devices.
+        found = check_script(script, base_directory)
+        workers = check_script_workers(run, machine, num_workers=num_workers)
+        space = check_run_directory(run_directory, None, keep=0)
+        return Examination((*found, *workers, *space), None)
     training = run.training
     sizes = world_sizes or (num_workers,)
     findings = [
@@ -108,17 +112,14 @@ def examine(
         findings += [Finding("error", problem) for problem in error.problems]
     if facts is not None and is_model_trained(training):
         # Fewer workers hold larger shards each. Nodes that share this machine give memory back as they leave.
-        sharing = {"num_workers": num_workers, "world_size": max(num_workers, min(sizes))}
+        bounds = {"world_size": max(num_workers, min(sizes)), "most_workers": max(sizes)}
         findings += check_model(training, facts)
         findings += check_base(training, base_directory, plan)
-        findings += check_memory(training, facts, machine, **sharing)
+        findings += check_memory(training, facts, machine, num_workers=num_workers, **bounds)
         size = checkpoint_bytes(facts, training)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
-    has_begun = (run_directory / RunFile.RESOLVED).exists()
-    findings += [
-        Finding("warning" if has_begun else "error", problem)
-        for problem in find_traps(training, plan, machine=machine)
-    ]
+    level: Level = "warning" if (run_directory / RunFile.RESOLVED).exists() else "error"
+    findings += [Finding(level, one) for one in find_traps(training, plan, machine=machine)]
     # Last, since it writes. Checkpoints of boundaries between stages are kept besides.
     keep = training.checkpoint.keep + len(stage_ends(training))
     findings += check_run_directory(run_directory, size, keep=keep)
@@ -201,7 +202,7 @@ def describe_size(training: Training, base_directory: Path) -> str:
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
-    """Check that every source can be opened and holds something. ``prepare`` reads what is inside."""
+    """Check that every source can be opened, holds something and is trained on. ``prepare`` reads them."""
     for source in (
         *training_sources(training, base_directory),
         *evaluation_sources(training, base_directory),
@@ -213,6 +214,9 @@ def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
             if len(files) > 1:
                 what += f" in {len(files):,} files"
             yield Finding("ok", Problem(str(source.path), what))
+    if training.data.overfit_first_batch:
+        what = "has each step train on the samples of the first: remove it after the test"
+        yield Finding("warning", Problem("spec.training.data.overfitFirstBatch", what))
 
 
 def check_run_directory(
@@ -420,10 +424,8 @@ def find_traps(
         yield Problem(
             f"{where}.optimizer.{field}",
             f"{slowest} is too close to 1 for runtime.precision bf16",
-            (
-                "bf16 has 8 bits: a moment that should shrink by less than a 256th is rounded back "
-                "to what it was, and never falls"
-            ),
+            "bf16 has 8 bits: a moment that should shrink by less than a 256th is rounded back to what it "
+            "was, and never falls",
             f"Use at most {_SLOWEST_BF16_DECAY:.3f}, or precision: bf16-autocast, whose moments are fp32",
         )
     yield from _check_kernels(training, machine)

@@ -1,7 +1,7 @@
 """Two checks of preflight that look at the model: its size beside the memory of this machine, and what
 adapters stand beside."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from torch import nn
 from evergrad_coordinator.text import size
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
+from evergrad_manifest.training.steps import divisors_of
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.adapters import check_initial
@@ -69,24 +70,14 @@ def check_memory(
     *,
     num_workers: int,
     world_size: int,
+    most_workers: int = 1,
 ) -> Iterator[Finding]:
-    """Check, by an estimate, that the model fits. What does not comes with the largest model that would.
+    """Check, by an estimate, that the model fits, and name the largest ``microBatchSize`` that would.
 
-    ``world_size``: the smallest world of the plan, which has the largest shards. Processes on CPUs share the
-    memory.
+    ``world_size``: the smallest world of the plan, which has the largest shards. ``most_workers``: the
+    largest one, in which each worker still has a micro-batch. Processes on CPUs share the memory.
     """
-    on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
-    available = machine.accelerator_memory_bytes if on_accelerator else machine.memory_bytes
-    compiles = training.runtime.compile == "on" or (
-        training.runtime.compile == "auto" and on_accelerator
-    )
-    # Workers on CPUs share the memory of the machine; each accelerator has its own.
-    sharers = 1 if on_accelerator else num_workers
-    plan: dict[str, Any] = {
-        "world_size": world_size,
-        "on_accelerator": on_accelerator,
-        "compiles": compiles,
-    }
+    available, sharers, plan = _room(training, machine, num_workers, world_size)
     need = memory_of(facts, training, **plan)
     trained = "" if facts.trained is None else f" ({facts.trained:,} of them trained)"
     text = f"{facts.parameters:,} parameters{trained} need about {size(need.total * sharers)}"
@@ -94,8 +85,16 @@ def check_memory(
         yield Finding(
             "warning", Problem("memory", text, "how much this machine has could not be read")
         )
-    elif need.total * sharers <= available:
-        yield Finding("ok", Problem("memory", f"{text} of {size(available)}"))
+        return
+
+    def fits(one: Training) -> bool:
+        return memory_of(facts, one, **plan).total * sharers <= available
+
+    micro = largest_micro_batch(training, fits, most_workers=most_workers)
+    if need.total * sharers <= available:
+        is_larger = micro is not None and micro > training.batching.micro_batch_size
+        more = f"with a microBatchSize of up to {micro}, too" if is_larger else ""
+        yield Finding("ok", Problem("memory", f"{text} of {size(available)}", more))
     else:
         fit = largest_fit(facts, training, available=available // sharers, **plan)
         largest = (
@@ -115,12 +114,49 @@ def check_memory(
         )
         what = f"{text} ({listed}) and {size(available)} are there"
         why = f"the process would be killed; in this plan {largest}"
+        # No micro-batch is small enough where the state alone is too large.
+        lower = "Use" if micro is None else f"Lower batching.microBatchSize to {micro}, or use"
         remedy = (
-            "Lower batching.microBatchSize, use runtime.activationCheckpointing, "
-            "runtime.lossChunk, parallelism: "
-            "fsdp2, or a smaller model; docs/model-sizes.md has a table"
+            f"{lower} runtime.activationCheckpointing, runtime.lossChunk, parallelism: fsdp2, or a "
+            "smaller model; docs/model-sizes.md has a table"
         )
         yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
+
+
+def _room(
+    training: Training, machine: Machine, num_workers: int, world_size: int
+) -> tuple[int | None, int, dict[str, Any]]:
+    """The memory that there is, how many processes share it, and what an estimate needs besides the model."""
+    on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
+    compiles = training.runtime.compile == "on" or (
+        training.runtime.compile == "auto" and on_accelerator
+    )
+    plan = {
+        "world_size": world_size,
+        "on_accelerator": on_accelerator,
+        "compiles": compiles,
+    }
+    # Workers on CPUs share the memory of the machine; each accelerator has its own.
+    if on_accelerator:
+        return machine.accelerator_memory_bytes, 1, plan
+    return machine.memory_bytes, num_workers, plan
+
+
+def largest_micro_batch(
+    training: Training, fits: Callable[[Training], bool], *, most_workers: int
+) -> int | None:
+    """The largest micro-batch, in samples, with which the plan fits; None if none does.
+
+    It divides the global batch, and leaves one to each of ``most_workers``.
+    """
+    batching = training.batching
+    whole = batching.global_batch_size
+    sizes = (one for one in divisors_of(whole) if one * most_workers <= whole)
+    for one in sorted(sizes, reverse=True):
+        changed = batching.model_copy(update={"micro_batch_size": one})
+        if fits(training.model_copy(update={"batching": changed})):
+            return one
+    return None
 
 
 def check_base(

@@ -13,7 +13,8 @@ class StepRecord:
     step's, over all ranks. The ``*_seconds`` are rank 0's wall time; their sum is ``step_seconds`` and
     ``other_seconds`` is what no phase claims. ``time`` is Unix time in seconds at the end of the step.
     ``skipped``: why the step made no update, one of causes.SKIPS; null for all others. ``metrics``: what the
-    recipe measures besides, by name, over all ranks.
+    recipe measures besides, by name, over all ranks. ``loss_scale``: what the loss was multiplied by, with
+    precision ``fp16-autocast``.
     """
 
     step: int
@@ -35,6 +36,7 @@ class StepRecord:
     time: float
     skipped: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,13 @@ class EvaluationRecord:
 
 def record_row(record: StepRecord | EvaluationRecord) -> dict[str, Any]:
     """Return the record as a line of its file: its fields in their order; ``metrics`` is left out where
-    it is empty."""
+    it is empty, and ``loss_scale`` where there is none."""
     row = dict(record.__dict__)
     if not row["metrics"]:
         # Rows of a recipe without metrics of its own are what they were before there were any.
         del row["metrics"]
+    if row.get("loss_scale", 0.0) is None:
+        del row["loss_scale"]
     return row
 
 

@@ -5,18 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.identity import (
+from evergrad_manifest.differences import (
     ABSENT,
     changed_fields,
-    config_hash,
-    from_wire,
     problems_of_changes,
-    recipe_of,
     show_value,
-    to_wire,
 )
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+from evergrad_manifest.identity import config_hash, from_wire, recipe_of, to_wire
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory

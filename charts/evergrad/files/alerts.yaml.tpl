@@ -6,7 +6,8 @@
       expr: |
         time() - max by (run_namespace, run) (evergrad_operator_run_last_progress_timestamp_seconds) > {{ .Values.metrics.rules.thresholds.stalledSeconds }}
         and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Running"}) == 1
-        unless on (run_namespace, run) (time() - max by (run_namespace, run) (evergrad_last_step_timestamp_seconds) < {{ .Values.metrics.rules.thresholds.stalledSteps }} * (sum by (run_namespace, run) (rate(evergrad_step_duration_seconds_sum[6h])) / sum by (run_namespace, run) (rate(evergrad_step_duration_seconds_count[6h]))))
+        and on (run_namespace, run) time() - max by (run_namespace, run) (evergrad_operator_run_started_timestamp_seconds) > {{ .Values.metrics.rules.thresholds.stalledSeconds }}
+        unless on (run_namespace, run) (time() - max by (run_namespace, run) (evergrad_last_step_timestamp_seconds) < {{ .Values.metrics.rules.thresholds.stalledSteps }} * (sum by (run_namespace, run) (evergrad_step_duration_seconds_sum) / sum by (run_namespace, run) (evergrad_step_duration_seconds_count)))
       for: 5m
       labels: {severity: critical}
       annotations:
@@ -17,13 +18,13 @@
     {{- if not (has "TrainingRunNotStarting" .Values.metrics.rules.disabled) }}
     - alert: TrainingRunNotStarting
       expr: |
-        time() - max by (run_namespace, run) (evergrad_operator_run_started_timestamp_seconds or evergrad_operator_run_created_timestamp_seconds) > {{ .Values.metrics.rules.thresholds.notStartingSeconds }}
-        and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Pending|Starting"}) == 1
-      for: 5m
+        time() - max by (run_namespace, run) (evergrad_operator_run_started_timestamp_seconds or evergrad_operator_run_created_timestamp_seconds)
+        and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Pending|Starting|Restarting"}) == 1
+      for: {{ int64 .Values.metrics.rules.thresholds.notStartingSeconds }}s
       labels: {severity: warning}
       annotations:
         summary: "Run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} does not start"
-        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} has been waiting for its first step for {{`{{ $value | humanizeDuration }}`}}."
+        description: "{{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} is not training; it was started {{`{{ $value | humanizeDuration }}`}} ago."
         runbook_url: {{ .Values.metrics.rules.runbooks }}/TrainingRunNotStarting.md
     {{- end }}
     {{- if not (has "TrainingRunRestartStorm" .Values.metrics.rules.disabled) }}
@@ -49,8 +50,8 @@
     {{- if not (has "TrainingRunLossDiverging" .Values.metrics.rules.disabled) }}
     - alert: TrainingRunLossDiverging
       expr: |
-        max by (run_namespace, run) (evergrad_loss{split="train"}) > {{ .Values.metrics.rules.thresholds.divergedFactor }} * min_over_time((max by (run_namespace, run) (evergrad_loss{split="train"}))[6h:1m])
-        and on (run_namespace, run) min_over_time((max by (run_namespace, run) (evergrad_loss{split="train"}))[6h:1m]) > 0
+        max by (run_namespace, run) (evergrad_loss{split="train"}) > {{ .Values.metrics.rules.thresholds.divergedFactor }} * min by (run_namespace, run) (min_over_time(evergrad_loss{split="train"}[6h]))
+        and on (run_namespace, run) min by (run_namespace, run) (min_over_time(evergrad_loss{split="train"}[6h])) > 0
         and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Running"}) == 1
       for: 15m
       labels: {severity: info}
@@ -64,7 +65,7 @@
       expr: |
         time() - max by (run_namespace, run) (evergrad_checkpoint_last_success_timestamp_seconds) > {{ .Values.metrics.rules.thresholds.checkpointSeconds }}
         and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Running"}) == 1
-        unless on (run_namespace, run) (time() - max by (run_namespace, run) (evergrad_checkpoint_last_success_timestamp_seconds) < {{ .Values.metrics.rules.thresholds.checkpointIntervals }} * (max_over_time((max by (run_namespace, run) (evergrad_checkpoint_last_success_timestamp_seconds))[6h:1m]) - min_over_time((max by (run_namespace, run) (evergrad_checkpoint_last_success_timestamp_seconds))[6h:1m])) / changes((max by (run_namespace, run) (evergrad_checkpoint_last_success_timestamp_seconds))[6h:1m]))
+        unless on (run_namespace, run) (time() - max by (run_namespace, run) (evergrad_checkpoint_last_success_timestamp_seconds) < {{ .Values.metrics.rules.thresholds.checkpointIntervals }} * ((max by (run_namespace, run) (max_over_time(evergrad_checkpoint_last_success_timestamp_seconds[6h])) - min by (run_namespace, run) (min_over_time(evergrad_checkpoint_last_success_timestamp_seconds[6h]))) / (sum by (run_namespace, run) (changes(evergrad_checkpoint_last_success_timestamp_seconds[6h])) > 0) or max by (run_namespace, run) (evergrad_checkpoint_last_success_timestamp_seconds) - max by (run_namespace, run) (evergrad_operator_run_started_timestamp_seconds)))
       for: 10m
       labels: {severity: warning}
       annotations:
@@ -109,7 +110,9 @@
     {{- if not (has "TrainingRunGoodputLow" .Values.metrics.rules.disabled) }}
     - alert: TrainingRunGoodputLow
       expr: |
-        sum by (run_namespace, run) (increase(evergrad_productive_seconds_total[6h])) / (sum by (run_namespace, run) (increase(evergrad_productive_seconds_total[6h])) + sum by (run_namespace, run) (increase(evergrad_lost_seconds_total[6h]))) < {{ .Values.metrics.rules.thresholds.goodputShare }}
+        sum by (run_namespace, run) (increase(evergrad_productive_seconds_total[6h])) / (sum by (run_namespace, run) (increase(evergrad_productive_seconds_total[6h])) + sum by (run_namespace, run) (increase(evergrad_lost_seconds_total{cause!="evaluation"}[6h]))) < {{ .Values.metrics.rules.thresholds.goodputShare }}
+        and on (run_namespace, run) sum by (run_namespace, run) (increase(evergrad_productive_seconds_total[6h])) + sum by (run_namespace, run) (increase(evergrad_lost_seconds_total{cause!="evaluation"}[6h])) > {{ .Values.metrics.rules.thresholds.goodputSeconds }}
+        unless on (run_namespace, run) max by (run_namespace, run) (max_over_time(evergrad_operator_run_phase{phase="Suspended"}[6h]))
         and on (run_namespace, run) max by (run_namespace, run) (evergrad_operator_run_phase{phase=~"Running"}) == 1
       for: 30m
       labels: {severity: info}

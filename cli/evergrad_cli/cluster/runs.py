@@ -134,6 +134,8 @@ class Run:
     claim: str
     folder: str
     """Folder of the claim that is the run directory."""
+    preparation: Mapping[str, Any]
+    """How far a pod that prepares the data is, as the status has it."""
 
     def condition(self, kind: str) -> Condition | None:
         """The condition of this type."""
@@ -228,6 +230,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         conditions=tuple(map(Condition.from_raw, _mappings(status, "conditions"))),
         claim=_text(storage, "claimName") or name,
         folder=_text(storage, "path") or name,
+        preparation=_mapping(status, "preparation"),
     )
 
 

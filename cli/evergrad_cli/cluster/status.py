@@ -22,9 +22,18 @@ from evergrad_cli.cluster.runs import (
     pod_row,
     row_of,
 )
-from evergrad_cli.cluster.text import NOTHING, age, bar, printable, printable_lines, table
+from evergrad_cli.cluster.text import (
+    NOTHING,
+    age,
+    bar,
+    parse_short_count,
+    printable,
+    printable_lines,
+    table,
+)
 from evergrad_cli.cluster.waiting import read_run
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.text import short_count
 
 NAME = "status"
 EXAMPLES = """\
@@ -119,6 +128,7 @@ def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict
         "image": run.image or None,
         "started": run.started,
         "completed": run.completed,
+        "preparation": dict(run.preparation) or None,
         "suspend": run.wants_suspension,
         "claim": run.claim,
         "folder": run.folder,
@@ -233,6 +243,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
         ("Message", run.message),
     ]
     facts += [
+        ("Data", _describe_preparation(run, is_unicode=is_unicode)),
         ("Progress", progress),
         ("", "  ".join(speed)),
         ("Nodes", run.nodes),
@@ -253,6 +264,22 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     return [
         f"{f'{label}:' if label else '':<12}{printable(text)}" for label, text in facts if text
     ]
+
+
+def _describe_preparation(run: Run, *, is_unicode: bool) -> str:
+    """How far the preparation of the data is; empty once there is a step, and where no pod prepares them."""
+    found = run.preparation
+    if run.step is not None or not found:
+        return ""
+    parts = [" ".join(str(found.get(key) or "") for key in ("work", "source")).strip()]
+    percent = parse_short_count(found.get("percent"))
+    if percent is not None:
+        parts.append(f"{bar(percent / 100, is_unicode=is_unicode)}  {int(percent)}%")
+    for noun in ("documents", "tokens"):
+        number = parse_short_count(found.get(noun))
+        if number:
+            parts.append(f"{short_count(number)} {noun}")
+    return "  ".join(parts)
 
 
 def _pods(facts: Facts, now: float) -> list[str]:

@@ -112,6 +112,12 @@ TRAINER: Final[tuple[Series, ...]] = (
         "Learning rate of the last step",
     ),
     Series(
+        "loss_scale",
+        "gauge",
+        "What the loss of the last step was multiplied by",
+        note="With `runtime.precision: fp16-autocast` only.",
+    ),
+    Series(
         "world_size",
         "gauge",
         "Processes that train together",
@@ -170,8 +176,9 @@ TRAINER: Final[tuple[Series, ...]] = (
         unit="steps",
         labels=("why",),
         note=(
-            "A `loss` or a gradient (`grad`) was not finite, no token carried a loss "
-            "(`empty`), or `spec.training.skipSteps` names them (`requested`)."
+            "A `loss` or a gradient (`grad`) was not finite, a gradient in fp16 was too large for the "
+            "loss scale (`overflow`), no token carried a loss (`empty`), or `spec.training.skipSteps` "
+            "names them (`requested`)."
         ),
     ),
     Series(

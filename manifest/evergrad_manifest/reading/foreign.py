@@ -105,6 +105,12 @@ FOREIGN: Final = (
         (f"{_T}.batching.microBatchSize",),
     ),
     Foreign(
+        ("auto_find_batch_size", "auto_scale_batch_size", "find_executable_batch_size"),
+        (f"{_T}.batching.microBatchSize",),
+        "micro-batches decide the bits of a step, so that a size that each machine finds for itself would "
+        "make another run of the same file",
+    ),
+    Foreign(
         (
             "gradient_accumulation_steps",
             "accumulate_grad_batches",
@@ -209,6 +215,11 @@ FOREIGN: Final = (
         "the weights of the one before",
     ),
     Foreign(
+        ("synthetic_data", "data_generation", "synth"),
+        (f"{_T}.data.sources[].path",),
+        "the data of a run are fixed before its first step: what a model generates is a file by then",
+    ),
+    Foreign(
         ("molecule_optimization", "oracle", "max_oracle_calls"),
         (f"{_T}.initFrom.path",),
         "a search that calls a model is a program around its runs",
@@ -225,6 +236,19 @@ FOREIGN: Final = (
         "an evaluation computes as the training does, so that both losses can be compared",
     ),
     Foreign(
+        ("meters", "metric_groups", "metric_engine", "derived_metrics"),
+        (f"{_T}.recipe",),
+        "a task of your own has metrics, which are sums over a step, so that their means are the same on any "
+        "number of processes; Evaluator.summarize derives others of those of a set, and nothing is kept from "
+        "one step to the next",
+    ),
+    Foreign(
+        ("log_gpu_memory", "skip_memory_metrics", "log_memory", "log_sm_utilization"),
+        (f"{_T}.logging.profile",),
+        "memory and busy units of a device are the node's, where the vendor's exporter (DCGM) has them; "
+        "a trace has the memory of a step, and forward apart from backward",
+    ),
+    Foreign(
         ("callbacks", "hooks"),
         (f"{_T}.recipe",),
         "a task of your own has observers, its own loss and its own data; nothing replaces the values of "
@@ -233,6 +257,11 @@ FOREIGN: Final = (
     Foreign(("ema_decay", "use_ema", "ema_model", "ema_halflife"), (f"{_T}.ema.decay",)),
     # The machine.
     Foreign(("bf16", "fp16", "mixed_precision", "amp"), (f"{_T}.runtime.precision",)),
+    Foreign(
+        ("loss_scale", "init_scale", "initial_scale_power", "grad_scaler", "fp16_scale_window"),
+        (f"{_T}.runtime.precision",),
+        "the scale of fp16-autocast begins at 65536 and finds its own value",
+    ),
     Foreign(("tf32", "allow_tf32"), (f"{_T}.runtime.matmulPrecision",)),
     Foreign(("torch_compile", "use_compile"), (f"{_T}.runtime.compile",)),
     Foreign(("flash_attn", "attn_implementation"), (f"{_T}.runtime.attention",)),
@@ -360,10 +389,12 @@ FOREIGN: Final = (
         "a stop is asked for by SIGTERM, by Ctrl-C, or by suspending the run",
     ),
     Foreign(
-        ("data_seed", "shuffle_seed"),
-        (f"{_T}.reproducibility.seed",),
-        "each purpose has random numbers of its own, keyed by the one seed",
+        ("shuffle_seed", "sample_seed"),
+        (f"{_T}.reproducibility.dataSeed",),
+        "one seed orders and chooses the samples of all sources",
     ),
+    Foreign(("stopping_strategy", "stop_mode"), (f"{_T}.horizon.exhausted",)),
+    Foreign(("sample_ratio", "sample_count"), (f"{_T}.data.sources[].samples",)),
     Foreign(("exp_name", "experiment_name", "run_name", "run_id"), ("metadata.name",)),
     Foreign(("checkpoints_root_dir", "output_path"), ("spec.storage.path",)),
 )
@@ -384,7 +415,7 @@ def say_foreign(key: str) -> tuple[str, str, str] | None:
 
 @dataclass(frozen=True)
 class ForeignValue:
-    """A value that a choice has in other trainers: why it is none here, and what to write."""
+    """A value that a field has in other trainers: why it has not here, and what to write."""
 
     key: str
     values: tuple[str, ...]
@@ -393,6 +424,13 @@ class ForeignValue:
 
 
 FOREIGN_VALUES: Final = (
+    ForeignValue(
+        "microBatchSize",
+        ("auto", "-1"),
+        "it cuts a step into the slots whose sums make the gradient, and one that each machine found out for "
+        "itself would make a run another one on each",
+        "Write the number that `evergrad preflight` names as the largest one that fits",
+    ),
     ForeignValue(
         "device",
         ("mps", "metal"),
@@ -408,17 +446,15 @@ FOREIGN_VALUES: Final = (
     ),
     ForeignValue(
         "precision",
-        ("fp16", "float16", "half", "fp16-autocast"),
-        "its range ends at 65504, so that gradients vanish or overflow without a scale of the loss, which "
-        "bf16 does without",
-        "Write bf16-autocast",
+        ("fp16", "float16", "half", "fp16-mixed", "16-mixed"),
+        "weights in fp16 would lose most updates; what is trained stays in fp32 beside products in fp16",
+        "Write fp16-autocast, or bf16-autocast, which needs no scale of the loss",
     ),
 )
 
 
 def say_foreign_value(key: str, value: str) -> tuple[str, str] | None:
-    """Why ``value`` is no choice of the field ``key``, and what to write: for one of other trainers, else
-    None."""
+    """Why the field ``key`` has no ``value``, and what to write: for one of other trainers, else None."""
     for one in FOREIGN_VALUES:
         if one.key == key and fold(value) in map(fold, one.values):
             return one.why, one.remedy

@@ -324,6 +324,8 @@ def _say_bound(name: str) -> Callable[[_Finding], Sentence]:
     word, why, remedy = _BOUNDS[name]
 
     def say(finding: _Finding) -> Sentence:
+        if (foreign := say_foreign_value(finding.key, str(finding.value))) is not None:
+            return f"{finding.shown} is too {word}", *foreign
         bound = f"{finding.context[name]:.15g}"
         return f"{finding.shown} is too {word}", why.format(bound), remedy.format(bound)
 
@@ -377,6 +379,8 @@ def _say_pattern(finding: _Finding) -> Sentence:
 def _say_own_words(finding: _Finding) -> Sentence:
     error = finding.context.get("error")
     if isinstance(error, NumberError):
+        if (foreign := say_foreign_value(finding.key, str(finding.value))) is not None:
+            return error.what, *foreign
         # A duration such as 90s, 5m or 1h: Kubernetes' own fields of seconds take none either.
         duration = (
             re.fullmatch(r"(\d{1,9})([smhd])", finding.value)

@@ -56,7 +56,6 @@ from evergrad_manifest.training.pretrain import (
     EvaluationSource,
     HeldOut,
     Source,
-    Tokenizer,
 )
 from evergrad_manifest.training.pretrain import RULES as RULES_OF_PRETRAIN
 from evergrad_manifest.training.sft import GENERATED, SFT, Generation, RowSettings
@@ -71,6 +70,8 @@ from evergrad_manifest.training.steps import (
     StepOverride,
     Stop,
 )
+from evergrad_manifest.training.tokenizer import RULES as RULES_OF_TOKENIZER
+from evergrad_manifest.training.tokenizer import Tokenizer
 from evergrad_manifest.training.two_stage_kl import RULES as RULES_OF_TWO_STAGE_KL
 from evergrad_manifest.training.two_stage_kl import KlStage, TwoStageKl
 
@@ -242,6 +243,7 @@ RULES: Final = (
     *RULES_OF_STEPS,
     *RULES_OF_OPTIMIZATION,
     *RULES_OF_PRETRAIN,
+    *RULES_OF_TOKENIZER,
     *RULES_OF_SFT,
     *RULES_OF_TWO_STAGE_KL,
     *RULES_OF_PREFERENCE,

@@ -79,11 +79,18 @@ class Reproducibility(Section):
 
     seed: Count = Field(default=0, ge=0, lt=2**63)
     """Seed of the sample order, the initial weights and all randomness inside the model."""
+    data_seed: Count | None = Field(default=None, ge=0, lt=2**63)
+    """Seed of the sample order and of what is held out; default: the seed."""
     elastic: Literal["fast", "exact"] = "fast"
     """``exact``: bit-identical results for every world size, by gradient sums that do not depend on order."""
     deterministic: bool = False
     """Kernels that compute the same bits each time, on accelerators, too; an operation that has none ends the
     run. ``exact`` implies it there."""
+
+    @property
+    def seed_of_data(self) -> int:
+        """The seed of everything that decides which samples a step has."""
+        return self.seed if self.data_seed is None else self.data_seed
 
 
 class Best(Section):
@@ -160,7 +167,7 @@ class InitFrom(Section):
     path: LocalPath = Field(min_length=1)
     """A run directory (its newest valid checkpoint), one checkpoint, or a transformers directory, which has
     weights only."""
-    step: int | None = Field(default=None, ge=1, le=10**12, strict=True)
+    step: Whole | None = Field(default=None, ge=1, le=10**12)
     """The step whose checkpoint is taken of a run directory; default: the newest."""
     load: Literal["weights", "optimizer", "everything"] = "weights"
     """``weights``; ``optimizer``: also its state; ``everything``: also the position, so that training goes on
@@ -190,8 +197,8 @@ class Runtime(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: cuda where there is one, else cpu."""
-    precision: Literal["fp32", "bf16-autocast", "bf16"] = "bf16-autocast"
-    """fp32; bf16 matrix products over fp32 weights; or weights, gradients and moments all in bf16."""
+    precision: Literal["fp32", "bf16-autocast", "fp16-autocast", "bf16"] = "bf16-autocast"
+    """fp32; bf16 or fp16 (scaled loss) products over fp32 weights; or all of bf16."""
     # YAML reads a bare `on` or `off` as true or false.
     compile: Annotated[
         Literal["auto", "on", "off"], _read_switch_as({True: "on", False: "off"}, OnOff)

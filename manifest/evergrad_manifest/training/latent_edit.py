@@ -78,7 +78,7 @@ class EditEncoder(Section):
     pooling: Literal["centeredMean", "globalMean"] = "centeredMean"
     """State after an edit: mean of the tokens around it, or of all. The one before is a mean of all."""
     radius: Count | None = Field(default=None, ge=0, le=2**16)
-    """centeredMean only: tokens on each side of the edit's; default 8."""
+    """Tokens on each side of the edit's (``centeredMean`` only); default 8."""
     normalize: Switch = True
     """Scale states, and predictions, to length 1."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -137,7 +137,7 @@ class LatentEdit(Section):
     beta: Real = Field(default=0.1, ge=0, le=1e6)
     """Weight of the squared distance, divided by the width of a state."""
     phase: Count = Field(default=1, ge=1, le=2)
-    """1: the Gaussian regulariser of the states is measured alone. 2, in which it is a part of the loss, is
+    """Phase 1 only measures the Gaussian regulariser of the states. 2, in which it is a part of the loss, is
     refused: it needs an encoder that is trained."""
 
 
@@ -174,16 +174,17 @@ def check_unused(view: View) -> Iterator[Problem]:
     of_training = "the model is an encoder, which is not trained"
     unused = [
         ("data", of_text),
-        ("rows", of_text),
         ("evaluation.sources", of_text),
-        ("evaluation.generation", of_text),
         ("runtime.lossChunk", "there are no logits"),
         ("model.lora", of_training),
         ("model.embeddingNoise", of_training),
         ("model.headPrecision", "there are no logits"),
+        ("checkpoint.exportAtEnd", "the file's model is the encoder, which stays as it is"),
     ]
     for key, why in unused:
-        if view.is_given(f"{TRAINING}.{key}") and view.get(f"{TRAINING}.{key}") not in ((), []):
+        # What means nothing stands in each run that was written out.
+        is_unset = view.get(f"{TRAINING}.{key}") in ((), [], False)
+        if view.is_given(f"{TRAINING}.{key}") and not is_unset:
             what = f"has no meaning with recipe {RECIPE}"
             yield Problem(f"{TRAINING}.{key}", what, why, "Remove it")
     runtime = f"{TRAINING}.runtime"

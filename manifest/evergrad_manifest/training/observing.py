@@ -1,13 +1,13 @@
 """Sections that observe a run and change none of its numbers: lines, trackers, profiles and monitors."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from evergrad_manifest.base import LocalPath, Section
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.fields import format_path
+from evergrad_manifest.fields import fields_of, format_path
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.training.common import RECIPES, TRAINING, Every
 from evergrad_manifest.training.pretrain import (
@@ -194,7 +194,8 @@ def check_monitors(view: View) -> Iterator[Problem]:
             continue
         of_others = {key for keys in _KEYS_OF.values() for key in keys} - set(_KEYS_OF[type_])
         for key in sorted(of_others):
-            if view.raw(*path, key) not in (None, _default_of(key)):
+            default = fields_of(Monitor)[key].default
+            if view.raw(*path, key) not in (None, default):
                 where = format_path((*path, key))
                 meant = [name for name, keys in _KEYS_OF.items() if key in keys]
                 remedy = f"Remove it, or set type: {meant[0]}"
@@ -236,11 +237,6 @@ def check_early_stop(view: View) -> Iterator[Problem]:
     metric = view.get(f"{EARLY}.metric")
     if view.is_given(EARLY) and metric not in (None, UNKNOWN):
         yield from _check_metric(view, f"{EARLY}.metric", metric)
-
-
-def _default_of(key: str) -> Any:
-    field = {"minDelta": "min_delta"}.get(key, key)
-    return Monitor.model_fields[field].default
 
 
 def _check_metric(view: View, where: str, metric: str) -> Iterator[Problem]:

@@ -207,11 +207,8 @@ def check_schedule_keys(view: View) -> Iterator[Problem]:
             "a schedule of type pieces is made of them",
             "Add one, such as `- {until: 80%, ratio: 100%}`",
         )
-    yield from _check_exponentials(view, schedule)
 
-
-def _check_exponentials(view: View, schedule: Mapping[str, Any]) -> Iterator[Problem]:
-    """An exponential falls by the same share each step, and so never from or to zero."""
+    # An exponential falls by the same share each step, and so never from or to zero.
     remedy = "Write one above 0, such as 1%, or another shape"
     why = "an exponential falls by the same share each step and never reaches it"
     if (schedule["type"], schedule["decayShape"], schedule["minimumRatio"]) == (

@@ -26,7 +26,7 @@ from evergrad_manifest.training.sft import GENERATED, NUMBERS, Generation
 from evergrad_manifest.training.two_stage_kl import MEASURED as KL_MEASURED
 from evergrad_manifest.training.two_stage_kl import RECIPE as KL_RECIPE
 from evergrad_manifest.training.two_stage_kl import STAGE_SETS
-from evergrad_manifest.values.numbers import Count, Fraction, Real, show
+from evergrad_manifest.values.numbers import Count, Fraction, Real, SamplesOrShare, show
 from evergrad_manifest.view import UNKNOWN, View
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
@@ -86,35 +86,6 @@ def check_vocabulary(view: View) -> Iterator[Problem]:
     yield Problem(f"{_MODEL}.config.vocab_size", f"{show(size)} is too small", why, remedy)
 
 
-class Tokenizer(Section):
-    """How text becomes token ids."""
-
-    type: Literal["byte", "transformers"] = "byte"
-    """``byte``: UTF-8 bytes 0-255 plus 256 for the end of a document.
-
-    ``transformers``: a local tokenizer directory.
-    """
-    path: LocalPath | None = None
-    """Directory of the transformers tokenizer; needed for that type and refused for the other."""
-
-
-def check_tokenizer(view: View) -> Iterator[Problem]:
-    """A transformers tokenizer has a directory; the byte tokenizer has none."""
-    path, kind = f"{TRAINING}.tokenizer.path", view.get(f"{TRAINING}.tokenizer.type")
-    if kind == "transformers" and not view.is_given(path):
-        yield Problem(
-            path,
-            "missing",
-            "a tokenizer of type transformers is read from a local directory",
-            "Add its path",
-        )
-    if kind == "byte" and view.is_given(path):
-        why = "the byte tokenizer has no files"
-        yield Problem(
-            path, "has no meaning with type byte", why, "Remove it, or set type: transformers"
-        )
-
-
 class Source(Section):
     """One file of samples, or several that are read one after the other."""
 
@@ -127,7 +98,10 @@ class Source(Section):
     """A file, a folder or a pattern (``*.jsonl``); relative to the manifest for ``evergrad run``, absolute
     inside the pod on a cluster."""
     weight: Real = Field(default=1.0, gt=0, le=1e9)
-    """Share of the samples drawn from this source, relative to the other weights."""
+    """Share of the samples drawn from this source, relative to the other weights; its passes an epoch with
+    ``mixing: passes``."""
+    samples: SamplesOrShare | None = Field(default=None, gt=0)
+    """Use so many of its samples (``5k``) or such a share (``10%``), chosen by the seed; default: all."""
     text_field: str = Field(default="text", min_length=1)
     """jsonl and parquet only: key of the text in each object, or the column of texts."""
     document: Literal["file", "line"] = "file"
@@ -151,11 +125,15 @@ class Data(Section):
     sources: tuple[Source, ...] = Field(min_length=1, max_length=64)
     """Where samples come from, mixed by weight."""
     sequence_length: Count = Field(ge=8, le=2**20)
-    """Tokens a sample, S: the window the model sees."""
+    """Tokens a sample, S: the window the model sees, at most its ``max_position_embeddings``."""
     packing: Literal["concatenate", "documents", "none"] = "concatenate"
     """How documents fill a sample. ``concatenate``: one behind the other, each seeing those before it.
     ``documents``: the same, but none sees another. ``none``: one row a sample. Rows (sft) have
     the default documents, and cannot be concatenated."""
+    mixing: Literal["shares", "passes"] = "shares"
+    """What weights mean. ``passes``: how often an epoch passes over each source, exactly (2: twice)."""
+    overfit_first_batch: Switch = False
+    """Train on the samples of the first step again and again: shows that a model can learn them."""
     held_out: HeldOut | None = None
     """Evaluate on a part of the training sources, which is then never trained on."""
     malformed: Literal["refuse", "skip"] = "refuse"
@@ -183,16 +161,16 @@ def check_source_keys(view: View) -> Iterator[Problem]:
         for path, item in view.items(where):
             yield from meaningless_in(view, path, item, OF_SOURCES)
 
-    # EvaluationSource has the key so that it can be refused in these words and not as an unknown one.
+    # EvaluationSource has the keys so that they can be refused in these words and not as unknown ones.
     for path, _ in view.items(f"{_EVALUATION}.sources"):
-        if view.raw(*path, "weight") is not None:
-            why = "a file that is only evaluated on is read whole, whatever its weight"
-            yield Problem(
-                format_path((*path, "weight")),
-                "has no meaning for an evaluation source",
-                why,
-                "Remove it",
-            )
+        for key, remedy in (
+            ("weight", "Remove it"),
+            ("samples", "Use evaluation.samples, or `samples` under evaluation.sets"),
+        ):
+            if view.raw(*path, key) is not None:
+                what = "has no meaning for an evaluation source"
+                why = "a file that is only evaluated on is read whole"
+                yield Problem(format_path((*path, key)), what, why, remedy)
 
 
 def check_source_names(view: View) -> Iterator[Problem]:
@@ -256,6 +234,8 @@ class EvaluationSource(Source):
 
     weight: Real = Field(default=1.0, gt=0, le=1e9)
     """Refused: a file that is only evaluated on is read whole, whatever its weight."""
+    samples: SamplesOrShare | None = Field(default=None, gt=0)
+    """Refused: ``evaluation.samples`` is for this."""
 
 
 class EvaluationSetting(Section):
@@ -420,7 +400,6 @@ RULES: Final = (
     check_required,
     *RULES_OF_MODEL,
     check_vocabulary,
-    check_tokenizer,
     check_source_keys,
     check_source_names,
     check_held_out,

@@ -93,6 +93,9 @@ class Horizon(Section):
     """Optimizer steps."""
     epochs: Real | None = Field(default=None, gt=0, le=10**6)
     """Passes over all sources together (rounded up to whole steps)."""
+    exhausted: Literal["first", "all"] | None = None
+    """End by the epochs of single sources: before the ``first`` has given more than its own, or once ``all``
+    have. Default: of all together."""
     tokens: Count | None = Field(default=None, ge=1, le=10**18)
     """Tokens trained on (rounded up to whole steps)."""
 
@@ -120,6 +123,19 @@ def check_horizon(view: View) -> Iterator[Problem]:
             "the horizon is exactly one of them",
             "Keep one, remove the rest",
         )
+
+
+def check_exhausted(view: View) -> Iterator[Problem]:
+    """Sources that run out belong to a horizon in epochs and to one mixture."""
+    path, recipe = f"{HORIZON}.exhausted", view.get(f"{TRAINING}.recipe")
+    if not view.is_given(path):
+        return
+    if view.get(HORIZON) is not UNKNOWN and not view.is_given(f"{HORIZON}.epochs"):
+        remedy = "Set epochs instead, such as `epochs: 1`, or remove it"
+        yield Problem(path, "has no meaning without epochs", "", remedy)
+    if view.is_given(f"{TRAINING}.twoStageKl"):
+        why = "each stage has a mixture of its own, and ends by its tokens"
+        yield Problem(path, f"has no meaning with recipe {recipe}", why, "Remove it")
 
 
 def total_steps_of(view: View) -> int | None:
@@ -268,4 +284,10 @@ def check_overrides(view: View) -> Iterator[Problem]:
         last = max(last, first)
 
 
-RULES: Final = (check_overrides, check_horizon, check_batching, check_stop_fits)
+RULES: Final = (
+    check_overrides,
+    check_horizon,
+    check_exhausted,
+    check_batching,
+    check_stop_fits,
+)

@@ -142,6 +142,14 @@ def check_mixtures(view: View) -> Iterator[Problem]:
                 yield Problem(format_path(path), what, "nothing would be trained on it", remedy)
 
 
+def check_mixing(view: View) -> Iterator[Problem]:
+    """Each stage has shares: a pass is of no length where a stage ends by its tokens."""
+    where, recipe = f"{TRAINING}.data.mixing", view.get(f"{TRAINING}.recipe")
+    if view.is_given(f"{TRAINING}.twoStageKl") and view.get(where) == "passes":
+        why = "a stage ends by its tokens, in the middle of a pass"
+        yield Problem(where, f"passes cannot be used with recipe {recipe}", why, "Remove it")
+
+
 def check_set_names(view: View) -> Iterator[Problem]:
     """No evaluation source takes the name of a stage's own set."""
     if view.get(f"{TRAINING}.recipe") != RECIPE or not view.is_given(
@@ -176,4 +184,11 @@ def without_default_beta(section: Mapping[str, Any]) -> dict[str, Any]:
     return {**section, "stages": stages}
 
 
-RULES: Final = (check_is_given, check_stages, check_boundary, check_mixtures, check_set_names)
+RULES: Final = (
+    check_is_given,
+    check_stages,
+    check_boundary,
+    check_mixtures,
+    check_mixing,
+    check_set_names,
+)

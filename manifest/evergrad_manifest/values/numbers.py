@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction as Ratio
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, GetJsonSchemaHandler, PlainSerializer
@@ -253,12 +254,14 @@ def parse_fraction(value: Any) -> float:
     return _float(number, value)
 
 
-def parse_steps_or_fraction(value: Any) -> int | float:
+def parse_steps_or_fraction(
+    value: Any, *, unit: str = "step", whole: str = "horizon"
+) -> int | float:
     """``100`` → 100 steps; ``5%`` or ``0.05`` → a fraction of the horizon, a float in (0, 1]; ``0%`` → 0
     steps.
 
-    ``1.0`` is refused: 1 and 1.0 are equal in JSON, so it could be one step or the whole horizon. Raises
-    NumberError.
+    ``1.0`` is refused: 1 and 1.0 are equal in JSON, so it could be one step or the whole horizon. ``unit``
+    and ``whole``: what is counted, and what a fraction is of, in messages. Raises NumberError.
     """
     if isinstance(value, str) and value.strip().endswith("%"):
         return parse_fraction(value) or 0
@@ -268,22 +271,27 @@ def parse_steps_or_fraction(value: Any) -> int | float:
     if number == 1 and (isinstance(value, float) or (isinstance(value, str) and "." in value)):
         raise NumberError(
             f"{show(value)} is ambiguous",
-            "it could be one step or the whole horizon",
+            f"it could be one {unit} or the whole {whole}",
             "Write 1 or 100%",
         )
     if number > 1 and number.denominator != 1:
-        remedy = f"Write {math.floor(number)} for steps, or a share such as 5%"
+        remedy = f"Write {math.floor(number)} for {unit}s, or a share such as 5%"
         raise NumberError(
-            f"{show(value)} is neither whole steps nor a fraction of the horizon", "", remedy
+            f"{show(value)} is neither whole {unit}s nor a fraction of the {whole}", "", remedy
         )
-    return _whole(number, value, "this is a number of steps")
+    return _whole(number, value, f"this is a number of {unit}s")
+
+
+_Kind = Literal[
+    "count", "number", "fraction", "bytes", "steps or fraction", "samples or fraction"
+]
 
 
 @dataclass(frozen=True)
 class Human:
     """Marks a field as a human number, for the reference page and for the schema editors use."""
 
-    kind: Literal["count", "number", "fraction", "bytes", "steps or fraction"]
+    kind: _Kind
     pattern: str
 
     def __get_pydantic_json_schema__(
@@ -298,7 +306,7 @@ class Human:
 
 
 def _human(
-    kind: Literal["count", "number", "fraction", "bytes", "steps or fraction"],
+    kind: _Kind,
     units: dict[str, Any],
 ) -> Human:
     return Human(kind, rf"^\s*{_NUMBER_PATTERN}\s*({'|'.join(units)})?\s*$")
@@ -316,13 +324,20 @@ Whole = Annotated[int, PLAIN_INTEGER]
 Real = Annotated[float, _parsed(parse_real), _human("number", DECIMAL_UNITS | PERCENT)]
 Fraction = Annotated[float, _parsed(parse_fraction), _human("fraction", PERCENT)]
 Bytes = Annotated[int, _parsed(parse_bytes), _human("bytes", BYTE_UNITS)]
+# 1.0 is refused when it is read, so that a whole is written as a share.
+_whole_as_share = PlainSerializer(
+    lambda value: "100%" if isinstance(value, float) and value == 1 else value,
+    return_type=int | float | str,
+)
 StepsOrFraction = Annotated[
     int | float,
     _parsed(parse_steps_or_fraction),
-    # 1.0 is refused when it is read, so that the whole horizon is written as a share.
-    PlainSerializer(
-        lambda value: "100%" if isinstance(value, float) and value == 1 else value,
-        return_type=int | float | str,
-    ),
+    _whole_as_share,
     _human("steps or fraction", DECIMAL_UNITS | PERCENT),
+]
+SamplesOrShare = Annotated[
+    int | float,
+    _parsed(partial(parse_steps_or_fraction, unit="sample", whole="source")),
+    _whole_as_share,
+    _human("samples or fraction", DECIMAL_UNITS | PERCENT),
 ]

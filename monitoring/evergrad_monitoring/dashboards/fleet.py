@@ -38,7 +38,7 @@ def build_fleet() -> Dashboard:
         ("Running", "Running", "Runs that train now."),
         (
             "Waiting",
-            "Pending|Starting|Waiting|Restarting",
+            "Pending|Preparing|Starting|Waiting|Restarting",
             "Runs that are to train and do not yet.",
         ),
         ("Failed", "Failed", "Runs that failed, until a day after their end."),

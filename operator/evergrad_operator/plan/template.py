@@ -100,8 +100,14 @@ def build_placement_beside(
     """Build the part of a pod's spec that places it beside the nodes: where ``selector`` says, else where the
     coordinator may run, and away from ``avoided`` hosts if that is possible."""
     placement = build_coordinator_placement(run)
+    # A sandbox is for the code and data of the run, which are here, too; hosts of another kind may lack it.
+    placement["runtimeClassName"] = run.spec.template.runtime_class_name
     if selector is not None:
-        placement |= {"nodeSelector": dict(selector), "affinity": {}}
+        placement |= {
+            "nodeSelector": dict(selector),
+            "affinity": {},
+            "runtimeClassName": None,
+        }
     return {**placement, "affinity": _avoid(placement["affinity"], avoided)}
 
 

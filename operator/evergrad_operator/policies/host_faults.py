@@ -30,7 +30,7 @@ MANY_FAULTS: Final = 6
 and as many starts."""
 _SECOND_OPINION_SECONDS: Final = 15.0
 """Time in which other nodes may find the same input error; meanwhile no pod is made for it."""
-_WELL_SECONDS: Final = 180.0
+WELL_SECONDS: Final = 180.0
 """Time after which a running pod has imported its libraries and joined: its host is good."""
 
 
@@ -105,7 +105,7 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
     faults = memory.faults
     # A node is well once its pod has run for long enough, and forgotten once the run has fewer nodes.
     live = [pod for pod in observation.nodes if pod.is_live and pod.started_at is not None]
-    well = {pod.index for pod in live if now - (pod.started_at or now) >= _WELL_SECONDS}
+    well = {pod.index for pod in live if now - (pod.started_at or now) >= WELL_SECONDS}
     surplus = {index for index in faults.nodes if index >= observation.run.spec.nodes.largest}
     nodes = faults.nodes - well - surplus
     if nodes == faults.nodes:

@@ -21,6 +21,7 @@ _AT_ONCE: Final = frozenset(
     }
 )
 _NOT_ASKED: Final = frozenset({"AllNodesLeft", "Signal"})
+_PREPARING_LEAVES: Final = "the pod that prepares the data leaves; what it has finished is kept"
 _FIRST_WORDS_SECONDS: Final = 30.0
 """Time that a coordinator has to give a first answer before a suspended run lets it go."""
 
@@ -209,7 +210,7 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         if working:
             chosen, text = (*context.live, *preparing), f"{len(working)} nodes save and leave"
             if preparing:
-                text = "the pod that prepares the data leaves; what it has finished is kept"
+                text = _PREPARING_LEAVES
         elif not is_stale:
             chosen = (*live_coordinators, *context.nodes)
         return Decision(
@@ -288,11 +289,14 @@ def drain_older(context: ReconcileContext) -> Decision | None:
     ended = [pod for pod in context.nodes if not pod.is_live and pod.restart < restart]
     # As in a suspension: nodes first, all together, so that the last holder of the state saves it.
     chosen = (*live, *preparing) if live or leaving or preparing else (*coordinators, *ended)
+    text = f"{len(live) + len(leaving)} nodes save and leave"
+    if preparing:
+        text = _PREPARING_LEAVES
     return Decision(
         Action.STOP,
         Phase.RESTARTING,
         Reason.RESTARTING,
-        f"spec.restartNonce or a setting has changed: {len(live) + len(leaving)} nodes save and leave",
+        f"spec.restartNonce or a setting has changed: {text}",
         context.memory,
         pods_to_delete=remove(chosen),
         requeue_after=earliest(context.seconds_to_unreachable),

@@ -9,19 +9,21 @@
 | any other | another pod goes on, at no cost |
 """
 
+from collections.abc import Sequence
 from typing import Final
 
-from evergrad_coordinator.causes import PodCause
+from evergrad_coordinator.causes import COUNTED, PodCause
 from evergrad_operator import names
 from evergrad_operator.decision import Action, Decision
 from evergrad_operator.names import Phase, Reason
+from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.failure import describe_end, quote, stop
 from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import is_recorded, plan_record
-from evergrad_operator.policies.scale import find_epoch
-from evergrad_operator.policies.waiting import find_obstacle
+from evergrad_operator.policies.scale import find_epoch, is_digest_missing
+from evergrad_operator.policies.waiting import Obstacle, find_obstacle
 from evergrad_operator.times import format_time
 
 _THEN: Final = "set spec.restartNonce to a new text"
@@ -45,7 +47,10 @@ def fail_if_unprepared(context: ReconcileContext) -> ReconcileContext | None:
     memory, pods = context.memory, context.observation.preparations
     mine = [pod for pod in pods if pod.restart == memory.restart and pod.end is not None]
     end = mine[-1].end if mine else None
-    if end is not None and end.cause == PodCause.USER_ERROR:
+    # Failures of nodes are no preparation's: they end the run in their own words.
+    if end is None or end.cause not in (*COUNTED, PodCause.USER_ERROR):
+        return None
+    if end.cause == PodCause.USER_ERROR:
         said = quote(end.message) or "it left no message"
         text = (
             f"the preparation of the data (pod {mine[-1].name}) ended with exit code 64: {said}"
@@ -80,7 +85,9 @@ def prepare_first(context: ReconcileContext) -> Decision | None:
         visible = (pod.attempt for pod in context.observation.preparations)
         attempt = 1 + max((memory.preparation.attempt, *visible))
     ended = [pod for pod in context.observation.preparations if pod.end is not None]
-    surplus = (*live[:-1], *ended[:-1])
+    # As for a node, a host that does not get the image by its digest is asked for its tag by the next pod.
+    unobtainable = [pod for pod in live[-1:] if is_digest_missing(pod, memory)]
+    surplus = (*live[:-1], *unobtainable, *ended[:-1])
 
     # The PVC notes whose folder it is before any pod writes there.
     record = plan_record(context, find_epoch(context))
@@ -90,25 +97,7 @@ def prepare_first(context: ReconcileContext) -> Decision | None:
         wanted.append(names.preparation_pod_name(context.run.name, attempt))
     obstacle = find_obstacle(context, wanted)
 
-    # What is in the way comes first, then pauses.
-    phase, reason = Phase.PREPARING, Reason.PREPARING
-    message, person_at = "a pod that prepares the data is on its way", None
-    if obstacle is not None:
-        is_starting = obstacle.reason == Reason.STARTING
-        phase = Phase.PREPARING if is_starting else Phase.WAITING
-        reason, message, person_at = obstacle.reason, obstacle.message, obstacle.needs_person_at
-    elif live and live[-1].is_running:
-        message = (
-            f"pod {live[-1].name} prepares the data; nodes are asked for once that is done"
-        )
-    elif now < retry_at or memory.faults.in_a_row >= MANY_FAULTS:
-        is_of_host = memory.faults.retry_at >= memory.budget.retry_at
-        phase, reason = Phase.WAITING, Reason.HOST_FAULTS if is_of_host else Reason.BACKING_OFF
-        message = f"the preparation of the data goes on at {format_time(retry_at)}"
-        if memory.last_failure is not None:
-            message += f". Last: {describe_end(memory.last_failure)}"
-        if memory.faults.in_a_row >= MANY_FAULTS:
-            person_at = 0.0
+    phase, reason, message, person_at = _describe(context, live, obstacle)
     seconds_to_person = None if person_at is None else person_at - now
     is_blocked = seconds_to_person is not None and seconds_to_person <= 0
     return Decision(
@@ -127,6 +116,36 @@ def prepare_first(context: ReconcileContext) -> Decision | None:
             None if is_blocked else seconds_to_person,
         ),
     )
+
+
+def _describe(
+    context: ReconcileContext, live: Sequence[PodState], obstacle: Obstacle | None
+) -> tuple[Phase, str, str, float | None]:
+    """Return phase, reason, message, and the time from which on a person has to act; None for never."""
+    # What is in the way comes first, then pauses.
+    if obstacle is not None:
+        is_starting = obstacle.reason == Reason.STARTING
+        phase = Phase.PREPARING if is_starting else Phase.WAITING
+        return phase, obstacle.reason, obstacle.message, obstacle.needs_person_at
+    if live and live[-1].is_running:
+        text = f"pod {live[-1].name} prepares the data; nodes are asked for once that is done"
+        return Phase.PREPARING, Reason.PREPARING, text, None
+    memory = context.memory
+    budget, faults, last = memory.budget, memory.faults, memory.last_failure
+    retry_at = max(budget.retry_at, faults.retry_at)
+    has_many_faults = faults.in_a_row >= MANY_FAULTS
+    if context.now >= retry_at and not has_many_faults:
+        text = "a pod that prepares the data is on its way"
+        return Phase.PREPARING, Reason.PREPARING, text, None
+
+    text = "another pod that prepares the data is on its way"
+    if context.now < retry_at:
+        text = f"the preparation of the data goes on at {format_time(retry_at)}"
+    if last is not None:
+        text += f". Last: {describe_end(last)}"
+    is_of_host = faults.retry_at >= budget.retry_at
+    reason = Reason.HOST_FAULTS if is_of_host else Reason.BACKING_OFF
+    return Phase.WAITING, reason, text, 0.0 if has_many_faults else None
 
 
 def _is_due(context: ReconcileContext) -> bool:

@@ -1,5 +1,6 @@
 """Ends and reports of the pods that prepare a run's data: each end is counted once. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -19,8 +20,9 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import count_failures
 from evergrad_operator.policies.ends import is_letting_go
-from evergrad_operator.policies.host_faults import note_host_faults
+from evergrad_operator.policies.host_faults import WELL_SECONDS, note_host_faults
 from evergrad_operator.preparation import DONE, take_report
+from evergrad_operator.raw import get_natural
 
 _OF_HOST: Final = (PodCause.HOST_FAULT, PodCause.REFUSED_BY_NODE)
 _NO_RESTART: Final = (PodCause.DONE, PodCause.USER_ERROR)
@@ -46,10 +48,12 @@ def note_preparation(
         if pod.is_over:
             ended.append(pod)
 
-    # A report counts for as long as its pod is the newest.
+    # A report counts for as long as its pod is the newest. Chunks that it has finished are progress.
     report = observation.report
     if report is not None and report.attempt == attempt and not is_counted:
         known = take_report(known, report.values)
+        if get_natural(report.values, "documents"):
+            memory = replace(memory, budget=Budget(at=memory.budget.at))
     memory = replace(
         memory, preparation=replace(known, attempt=attempt, is_recorded=is_counted)
     )
@@ -58,11 +62,18 @@ def note_preparation(
         memory = _note_done(memory, observation)
 
     # Pods that the operator itself sends away are nobody's fault and no restart.
-    if is_letting_go(observation, memory):
+    if is_letting_go(observation, memory) or observation.run.spec.preparation is None:
         return memory
     memory = _add_ends(memory, ended, vanished, now)
     newest = max((pod.created_at for pod in pods), default=0.0)
-    memory = count_failures(memory, ended, newest=newest, config=config, now=now)
+    # A long life alone is none: each pod might die at the same chunk, for ever.
+    by_progress = replace(config, undisturbed_seconds=math.inf)
+    memory = count_failures(memory, ended, newest=newest, config=by_progress, now=now)
+    # A pod that has run for long shows that its host was good: its end is a first fault again.
+    faults = memory.faults
+    has_lasted = any(now - (pod.started_at or now) >= WELL_SECONDS for pod in pods)
+    if has_lasted and not faults.nodes:
+        memory = replace(memory, faults=HostFaults(hosts=faults.hosts, at=faults.at))
     # No node is to blame: only the host is remembered, and the pause.
     nodes = memory.faults.nodes
     faulty = [pod for pod in ended if describe_cause(pod) in _OF_HOST]

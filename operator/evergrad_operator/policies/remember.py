@@ -85,31 +85,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
         visible = max((pod.restart for pod in everything), default=0)
         memory = replace(memory, restart_nonce=nonce, restart=max(memory.restart, visible))
     elif nonce != memory.restart_nonce and not is_complete:
-        memory = replace(
-            memory,
-            restart=memory.restart + 1,
-            restart_nonce=nonce,
-            finish=None,
-            finishing_since=None,
-            stop_reason="",
-            start_time=None,
-            # Files may have been corrected where no step shows that they were right.
-            preparation=replace(
-                memory.preparation,
-                is_recorded=True,
-                prepared="" if memory.training.step is None else memory.preparation.prepared,
-            ),
-            image="",
-            image_id="",
-            image_pin="",
-            coordinator=replace(memory.coordinator, image="", is_recorded=True),
-            budget=Budget(),
-            faults=HostFaults(at=memory.faults.at),
-            input_errors=(),
-            has_formed=False,
-            gang_size=0,
-            recorded=frozenset(range(len(memory.attempts))),
-        )
+        memory = _begin_anew(memory, nonce)
     elif _has_other_settings(observation):
         # Nodes of old and new settings would wait for one another, at a save that only some of them make: all
         # leave, with their state saved, and come again. Budgets and image stay: no restart was asked for.
@@ -135,6 +111,35 @@ def _begin(observation: Observation, config: Config) -> Memory:
         image=memory.image or run.spec.image or config.trainer_image,
         recipe_hash=memory.recipe_hash if keeps_recipe else run.parsed.recipe_hash,
         coordinator=replace(memory.coordinator, image=coordinator_image),
+    )
+
+
+def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
+    """Return the memory of a run that a new ``restartNonce`` starts again: budgets and images begin anew."""
+    return replace(
+        memory,
+        restart=memory.restart + 1,
+        restart_nonce=nonce,
+        finish=None,
+        finishing_since=None,
+        stop_reason="",
+        start_time=None,
+        # Files may have been corrected where no step shows that they were right.
+        preparation=replace(
+            memory.preparation,
+            is_recorded=True,
+            prepared="" if memory.training.step is None else memory.preparation.prepared,
+        ),
+        image="",
+        image_id="",
+        image_pin="",
+        coordinator=replace(memory.coordinator, image="", is_recorded=True),
+        budget=Budget(),
+        faults=HostFaults(at=memory.faults.at),
+        input_errors=(),
+        has_formed=False,
+        gang_size=0,
+        recorded=frozenset(range(len(memory.attempts))),
     )
 
 
@@ -173,8 +178,10 @@ def _note_image(memory: Memory, observation: Observation, config: Config) -> Mem
         return replace(memory, image_id=first.image_id, image_pin=pin)
 
     # A host that has the image only by its tag, as where images are brought by hand, cannot get the digest.
+    preparing = [pod for pod in observation.preparations if pod.restart == memory.restart]
     is_unknown = any(
-        pod.is_live and pod.is_image_missing and pod.image == memory.image_pin for pod in pods
+        pod.is_live and pod.is_image_missing and pod.image == memory.image_pin
+        for pod in (*pods, *preparing)
     )
     return replace(memory, image_pin="") if is_unknown else memory
 

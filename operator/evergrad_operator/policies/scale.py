@@ -6,6 +6,7 @@ from typing import Final
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator.decision import Bounds, PodDeletion
 from evergrad_operator.images import pin_image
+from evergrad_operator.memory import Memory
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.failure import is_backing_off
@@ -112,15 +113,17 @@ def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[P
     surplus = [
         pod for pod in context.live if pod.index >= most or newest.get(pod.index) is not pod
     ]
-    # A host may not get the image by its digest, as where images are brought by hand: the next pod asks for
-    # the tag.
-    digest = "" if memory.image_pin else pin_image(memory.image, memory.image_id)
     surplus += [
-        pod
-        for pod in newest.values()
-        if pod.index < most and pod.is_image_missing and digest and pod.image == digest
+        pod for pod in newest.values() if pod.index < most and is_digest_missing(pod, memory)
     ]
     return newest, surplus
+
+
+def is_digest_missing(pod: PodState, memory: Memory) -> bool:
+    """Whether its host cannot get the image by the digest, as where images are brought by hand: the next pod
+    asks for the tag."""
+    digest = "" if memory.image_pin else pin_image(memory.image, memory.image_id)
+    return bool(digest) and pod.is_image_missing and pod.image == digest
 
 
 def _find_coordinators(

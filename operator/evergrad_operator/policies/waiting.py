@@ -30,6 +30,8 @@ _MISSING_CLAIM: Final = re.compile(
 _PENDING_CLAIM: Final = re.compile(
     r"unbound immediate PersistentVolumeClaims|didn't find available persistent volumes"
 )
+_PREPARING: Final = re.compile(rf"{re.escape(names.preparation_pod_name('', 0)[:-1])}\d+$")
+"""Names of pods that prepare data: those of nodes end with two numbers."""
 _SLOW_SECONDS: Final = 120.0
 _PERSON_AT_ONCE: Final = frozenset(
     {
@@ -142,6 +144,9 @@ _ORDER: Final = (
 def explain_refusal(failure: ApplyFailure) -> Obstacle:
     """Return a refusal of the API server, or of a coordinator, in words."""
     what, said = f"{failure.kind} {failure.name}", failure.message
+    of_pod = (
+        "spec.preparation.resources" if _PREPARING.search(failure.name) else "spec.resources"
+    )
     if failure.reason == NAME_TAKEN:
         remedy = "Delete or rename it, or give the run another name"
         return Obstacle(
@@ -177,13 +182,13 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
             Reason.QUOTA_EXCEEDED, f"{text}. Free or raise the ResourceQuota; it is tried again"
         )
     if "must specify" in said and "quota" in said:
-        remedy = "Set these under spec.resources; it is tried again"
+        remedy = f"Set these under {of_pod}; it is tried again"
         return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
     if "violates PodSecurity" in said:
         remedy = "Remove from spec.template what the namespace's Pod Security level forbids"
         return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}; it is tried again")
     if failure.status == 422:
-        remedy = "Correct spec.template or spec.resources; it is tried again"
+        remedy = f"Correct spec.template or {of_pod}; it is tried again"
         return Obstacle(Reason.INVALID_OBJECT, f"{text}. {remedy}")
     if failure.status in (400, 403):
         remedy = "Change the run, or the policy or rights that forbid it; it is tried again"
@@ -224,9 +229,12 @@ def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
         names.ROLE_PREPARATION: "the preparation",
     }
     who = roles.get(pod.role, f"node {pod.index}")
-    resources = "spec.resources"
+    smaller = "Lower spec.resources, widen spec.template's node selection, or add nodes"
     if pod.role == names.ROLE_PREPARATION:
-        resources = "spec.preparation.resources"
+        smaller = (
+            "Lower spec.preparation.resources or widen the node selection, and set "
+            "spec.restartNonce to a new text; or add nodes"
+        )
     where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
     reason = pod.waiting_reason
     if pod.is_image_missing:
@@ -255,12 +263,9 @@ def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
         remedy = "Check its StorageClass, which must allow writing from several nodes; the pod waits for it"
         return Obstacle(Reason.VOLUME_PENDING, f"{where}: {said}. {remedy}")
     if reason == "Unschedulable":
-        remedy = (
-            f"Lower {resources}, widen spec.template's node selection, or add nodes; the "
-            "pod waits for them"
-        )
         return Obstacle(
-            Reason.UNSCHEDULABLE, f"{where}: no node fits: {said or 'no details'}. {remedy}"
+            Reason.UNSCHEDULABLE,
+            f"{where}: no node fits: {said or 'no details'}. {smaller}; the pod waits for them",
         )
     if reason == "ContainerCreating" and context.now - pod.created_at > _SLOW_SECONDS:
         remedy = (

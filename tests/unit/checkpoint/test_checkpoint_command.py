@@ -140,11 +140,9 @@ def test_export_hands_its_arguments_on_and_prints_the_result(
 
     calls = []
 
-    def export_checkpoint(
-        run_directory: Path, *, step: int | None, output: Path, dtype: str | None
-    ) -> Result:
-        calls.append((run_directory, step, output, dtype))
-        return Result(output, 20)
+    def export_checkpoint(run_directory: Path, **options: Any) -> Result:
+        calls.append((run_directory, options))
+        return Result(options["output"], 20)
 
     module = types.ModuleType("evergrad_trainer.export")
     module.export_checkpoint = export_checkpoint  # type: ignore[attr-defined]
@@ -163,7 +161,8 @@ def test_export_hands_its_arguments_on_and_prints_the_result(
         )
         == 0
     )
-    assert calls == [(run, 20, Path("out"), "bfloat16")]
+    options = {"step": 20, "output": Path("out"), "dtype": "bfloat16"}
+    assert calls == [(run, {**options, "weights": "trained", "is_adapter": False})]
     assert json.loads(capsys.readouterr().out) == {"output": "out", "step": 20}
 
 

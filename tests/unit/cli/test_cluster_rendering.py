@@ -169,6 +169,17 @@ def test_a_status_of_any_shape_can_be_shown(make_run: Make) -> None:
         assert render(Facts(parse_run(raw), (), (), ()), now=NOW)
 
 
+def test_how_far_the_data_are_prepared_is_shown_until_there_is_a_step(make_run: Make) -> None:
+    done = {"work": "tokenize", "source": "docs", "percent": 25, "documents": 7, "tokens": 1500}
+    raw = make_run(phase="Preparing", reason="Preparing", progress={}, preparation=done)
+    (line,) = [one for one in render(facts(raw), now=NOW) if one.startswith("Data:")]
+    assert line.split()[1:3] == ["tokenize", "docs"]
+    assert line.endswith("25%  7 documents  1.5k tokens")
+    assert status_document(facts(raw), now=NOW)["run"]["preparation"] == done
+    text = "\n".join(render(facts(make_run(preparation=done)), now=NOW))
+    assert "Data:" not in text, "the run trains"
+
+
 def facts(
     run: dict[str, Any], *pods: dict[str, Any], events: tuple[dict[str, Any], ...] = ()
 ) -> Facts:

@@ -4,6 +4,8 @@ progress."""
 import errno
 import http.client
 import json
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,14 @@ def test_a_port_that_is_taken_costs_the_page_and_not_the_preparation(
         assert "progress is not shown: port" in capsys.readouterr().err
     finally:
         first.close()
+
+
+def test_a_caller_that_never_ends_its_request_does_not_hold_up_the_end_of_the_pod() -> None:
+    page = StatusPage("secret", port=0)
+    with socket.create_connection(("127.0.0.1", page.port or 0)) as caller:
+        caller.sendall(b"GET /status")
+        # The next caller waits behind it: the page is busy with the first.
+        time.sleep(0.2)
+        begun = time.monotonic()
+        page.close()
+        assert time.monotonic() - begun < 0.8 * pod.REQUEST_SECONDS

@@ -10,7 +10,7 @@ import yaml
 
 from evergrad_coordinator.contract import API_VERSION, KIND
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.example import EXAMPLE, OWN_TASK, PAIRS, SCRIPT, SFT, TWO_STAGES
+from evergrad_manifest.example import EDITS, EXAMPLE, OWN_TASK, PAIRS, SCRIPT, SFT, TWO_STAGES
 from evergrad_manifest.fields import fields_of, walk_fields
 from evergrad_manifest.generate import REFERENCE, SCHEMA, build_reference, build_schema, main
 from evergrad_manifest.reading.validation import check_run
@@ -221,16 +221,24 @@ def test_the_published_names_are_the_coordinators() -> None:
 def test_each_section_has_an_example_that_validate_accepts() -> None:
     training = EXAMPLE["spec"]["training"]
     without = {key: value for key, value in EXAMPLE["spec"].items() if key != "training"}
+    # A recipe without text has no use for these.
+    of_text = ("data", "checkpoint", "initFrom")
     for kind in (
         {"training": training},
         {"training": {**training, **OWN_TASK}},
         {"training": {**training, **SFT}},
         {"training": {**training, **TWO_STAGES}},
         {"training": {**training, **PAIRS}},
+        {
+            "training": {
+                **{key: training[key] for key in training if key not in of_text},
+                **EDITS,
+            }
+        },
         {"script": SCRIPT},
     ):
         assert check_run({**EXAMPLE, "spec": {**without, **kind}})[1] == []
-    assert {*training, *OWN_TASK, *SFT, *TWO_STAGES, *PAIRS} == set(fields_of(Training))
+    assert {*training, *OWN_TASK, *SFT, *TWO_STAGES, *PAIRS, *EDITS} == set(fields_of(Training))
     examples = re.findall(r"^```yaml\n(.*?)^```$", build_reference(), flags=re.M | re.S)
     shown = [next(iter(yaml.safe_load(text).items())) for text in examples]
     assert [key for key, _ in shown[1:]] == [*fields_of(Training), "script"]

@@ -10,16 +10,14 @@ import yaml
 
 from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
 from evergrad_manifest import identity
+from evergrad_manifest.differences import ABSENT, changed_fields, problems_of_changes
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import (
-    ABSENT,
     RECIPE_SECTIONS,
-    changed_fields,
     changed_settings,
     config_hash,
     from_wire,
-    problems_of_changes,
     recipe_of,
     settings_hash,
     to_wire,
@@ -107,6 +105,13 @@ RECIPE = [
     ),
     ("spec.training.schedule.warmup=6%", "spec.training.schedule.warmup", 0.05, 0.06),
     ("spec.training.reproducibility.seed=1", "spec.training.reproducibility.seed", 0, 1),
+    (
+        "spec.training.reproducibility.dataSeed=0",
+        "spec.training.reproducibility.dataSeed",
+        ABSENT,
+        0,
+    ),
+    ("spec.training.data.mixing=passes", "spec.training.data.mixing", "shares", "passes"),
     (
         "spec.training.reproducibility.elastic=exact",
         "spec.training.reproducibility.elastic",

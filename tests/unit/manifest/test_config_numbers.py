@@ -16,6 +16,7 @@ from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.values.numbers import (
     Human,
     NumberError,
+    SamplesOrShare,
     StepsOrFraction,
     parse_bytes,
     parse_count,
@@ -295,12 +296,13 @@ def test_anything_is_a_number_or_refused_as_one(value: Any) -> None:
 
 
 def test_a_fraction_of_one_keeps_its_meaning_on_the_wire() -> None:
-    adapter: TypeAdapter[int | float] = TypeAdapter(StepsOrFraction)
-    for written, wire in (("100%", "100%"), (1, 1), ("5%", 0.05)):
-        value = adapter.validate_python(written)
-        assert adapter.dump_python(value, mode="json") == wire
-        again = adapter.validate_python(wire)
-        assert again == value and type(again) is type(value)
+    for annotation in (StepsOrFraction, SamplesOrShare):
+        adapter: TypeAdapter[int | float] = TypeAdapter(annotation)
+        for written, wire in (("100%", "100%"), (1, 1), ("5%", 0.05)):
+            value = adapter.validate_python(written)
+            assert adapter.dump_python(value, mode="json") == wire
+            again = adapter.validate_python(wire)
+            assert again == value and type(again) is type(value)
 
 
 def _leaves(
@@ -332,14 +334,19 @@ _PLAIN_NUMBERS = (
     "spec.training.onNonFinite.skip",
     "spec.training.skipSteps",
     "spec.training.runtime.compareReplicasEvery",
+    "spec.training.checkpoint.every.seconds",
+    "spec.training.checkpoint.keepEvery.seconds",
+    "spec.training.initFrom.step",
 )
+_PLAIN_SECTIONS = ("spec.template.", "spec.training.latentEdit.")
+"""Fields of Kubernetes, and small counts: of edits, tokens, layers and heads."""
 
 
 def test_every_numeric_field_of_the_manifest_reads_human_numbers() -> None:
     numeric = 0
     for field in walk_fields(TrainingRun):
         for annotation, metadata in _leaves(field.info.annotation, tuple(field.info.metadata)):
-            is_plain = field.path.startswith("spec.template.") or field.path in _PLAIN_NUMBERS
+            is_plain = field.path.startswith(_PLAIN_SECTIONS) or field.path in _PLAIN_NUMBERS
             if (annotation in (int, float) or int in get_args(annotation)) and not is_plain:
                 assert any(isinstance(marker, Human) for marker in metadata), field.path
                 numeric += 1

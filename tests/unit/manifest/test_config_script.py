@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from evergrad_manifest.differences import changed_fields
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.fields import fields_of
 from evergrad_manifest.identity import (
     OPERATIONAL_OF_SCRIPT,
     RECIPE_OF_SCRIPT,
-    changed_fields,
     config_hash,
     from_wire,
     recipe_of,

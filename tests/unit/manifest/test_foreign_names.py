@@ -18,6 +18,13 @@ from evergrad_manifest.spelling import fold
 BASE = Path(__file__).parent / "base_manifest.yaml"
 
 
+_OF_MICRO = (
+    " (--set); it cuts a step into the slots whose sums make the gradient, and one that each machine found out "
+    "for itself would make a run another one on each. Write the number that `evergrad preflight` names as the "
+    "largest one that fits."
+)
+
+
 @pytest.mark.capability("A-26", "A-31", "A-52", "A-60", "A-81")
 @pytest.mark.parametrize(
     ("key", "said"),
@@ -78,6 +85,9 @@ BASE = Path(__file__).parent / "base_manifest.yaml"
         ),
         ("spec.training.checkpoint.save_end_of_training", "saved at the end in any case"),
         ("spec.training.exit_iteration_this_run", "`evergrad run --stop-after-steps`"),
+        ("spec.training.data.stop_mode", "Write spec.training.horizon.exhausted."),
+        ("spec.training.data.sample_ratio", "Write spec.training.data.sources[].samples."),
+        ("spec.training.data.sample_seed", "Write spec.training.reproducibility.dataSeed."),
     ],
 )
 def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, said: str) -> None:
@@ -91,8 +101,9 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
     "A-18", "A-19", "A-22", "A-23", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"
 )
 @pytest.mark.capability(
-    "A-7", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
+    "A-7", "A-84", "A-29", "A-34", "A-47", "A-70", "O-23", "O-26", "O-72", "O-79", "T-43"
 )
+@pytest.mark.capability("O-41", "O-46", "O-70", "O-71", "O-75")
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -108,6 +119,10 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
         ("separate_perplexity", "is an evaluator of a task of your own"),
         ("rejection_sampling", "each round is a run of its own that begins with the weights"),
         ("oracle", "a search that calls a model is a program around its runs"),
+        (
+            "data.synthetic_data",
+            "what a model generates is a file by then. Write spec.training.data",
+        ),
         ("model_transforms", "each of them is a field there, and their order is fixed"),
         ("mem_profiler", "from step 1 at the earliest"),
         ("eval_log_iter_interval", "each evaluation is written down"),
@@ -116,6 +131,11 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
             "each rank writes a file of its own with all lines from INFO on",
         ),
         ("eval_amp", "computes as the training does, so that both losses can be compared"),
+        (
+            "metric_groups",
+            "nothing is kept from one step to the next. Write spec.training.recipe.",
+        ),
+        ("log_gpu_memory", "where the vendor's exporter (DCGM) has them"),
         ("callbacks", "nothing replaces the values of others unseen"),
         ("loss_reduction", "each token of a step counts the same; the mean of the means"),
     ],
@@ -128,10 +148,12 @@ def test_what_is_not_built_is_refused_with_its_reason(key: str, said: str) -> No
     assert said in str(problem)
 
 
-@pytest.mark.capability("G-21", "O-79")
+@pytest.mark.capability("G-21", "O-79", "T-21", "T-42")
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
+        ("spec.training.batching.microBatchSize", "auto", f"'auto' is not a number{_OF_MICRO}"),
+        ("spec.training.batching.microBatchSize", "-1", f"-1 is too small{_OF_MICRO}"),
         (
             "spec.training.runtime.device",
             "mps",
@@ -145,8 +167,9 @@ def test_what_is_not_built_is_refused_with_its_reason(key: str, said: str) -> No
             "spec.training.runtime.precision",
             "FP8",
             (
-                "'FP8' is not one of fp32, bf16-autocast, bf16 (--set); training in fp8 needs kernels of a "
-                "package beside torch, which the trainer does not have. Write bf16-autocast."
+                "'FP8' is not one of fp32, bf16-autocast, fp16-autocast, bf16 (--set); training in fp8 "
+                "needs kernels of a package beside torch, which the trainer does not have. Write "
+                "bf16-autocast."
             ),
         ),
     ],
@@ -159,7 +182,7 @@ def test_a_value_of_other_trainers_is_refused_with_its_reason(
     assert [str(one) for one in refused.value.problems] == [f"{path}: {said}"]
 
 
-def test_each_foreign_value_is_one_of_a_choice_that_has_other_values() -> None:
+def test_each_foreign_value_is_one_of_a_field_that_exists() -> None:
     choices = {field.key: field for field in walk_fields(TrainingRun)}
     for one in FOREIGN_VALUES:
         assert one.key in choices
@@ -171,7 +194,7 @@ def test_each_foreign_name_leads_to_fields_that_exist_and_stands_once() -> None:
     for one in FOREIGN:
         assert one.fields or one.why, one.names
         for field in one.fields:
-            assert find_field(TrainingRun, tuple(field.split("."))), field
+            assert find_field(TrainingRun, tuple(field.replace("[]", "").split("."))), field
     names = Counter(fold(name) for one in FOREIGN for name in one.names)
     assert [name for name, count in names.items() if count > 1] == []
 

@@ -10,11 +10,11 @@ from pydantic import Field
 
 from evergrad_manifest import identity
 from evergrad_manifest.base import Section, Switch
+from evergrad_manifest.differences import changed_fields
 from evergrad_manifest.envelope import Spec, TrainingRun
 from evergrad_manifest.fields import walk_fields
 from evergrad_manifest.identity import (
     RECIPE_SECTIONS,
-    changed_fields,
     changed_settings,
     config_hash,
     hashed_recipe,
@@ -272,6 +272,8 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
             ],
             "sequenceLength": 64,
             "packing": "concatenate",
+            "mixing": "shares",
+            "overfitFirstBatch": False,
             "malformed": "refuse",
         },
         "batching": {"globalBatchSize": 4, "microBatchSize": 4},

@@ -1,4 +1,4 @@
-"""Pages for users of three other trainers: fields that they name exist, and the converted files mean the same."""
+"""Pages for users of four other trainers: fields that they name exist, and the converted files mean the same."""
 
 import re
 from pathlib import Path
@@ -11,9 +11,10 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.fields import find_field
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.training import Training
+from evergrad_manifest.training.latent_edit import published_mixture
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "migrating"
-PAGES = ("chemlactica", "optimus-dl", "theseus")
+PAGES = ("chemlactica", "genolewm", "optimus-dl", "theseus")
 
 
 def read(name: str, folder: Path) -> tuple[dict[str, Any], Training]:
@@ -83,3 +84,40 @@ def test_a_file_of_theseus_and_the_converted_one_say_the_same(tmp_path: Path) ->
     assert ours.checkpoint.every.steps == logging["checkpoint_interval"]
     assert ours.logging.every.steps == logging["report_interval"]
     assert ours.data.sequence_length == theirs["architecture"]["block_size"]
+
+
+def test_a_file_of_genolewm_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
+    theirs, ours = read("genolewm", tmp_path)
+    encoder, optimizer, steps = (
+        theirs["encoder"],
+        theirs["optimizer"],
+        theirs["training"]["max_steps"],
+    )
+    edits = ours.latent_edit
+    assert edits is not None
+    assert edits.encoder.layer == encoder["state_layer"]
+    assert edits.encoder.radius == encoder["pool_radius"]
+    assert (edits.encoder.normalize, edits.encoder.dtype) == (
+        encoder["normalize"],
+        encoder["dtype"],
+    )
+    predictor = {"layers": 6, "heads": 8, "d_action": 64}
+    assert theirs["predictor"] == predictor
+    assert (edits.predictor.layers, edits.predictor.heads) == (6, 8)
+    assert edits.predictor.action_width == predictor["d_action"]
+    assert tuple(edits.mixture) == published_mixture()
+    assert ours.batching.global_batch_size == theirs["data"]["batch_size"]
+    assert ours.optimizer.learning_rate == float(optimizer["lr"])
+    assert list(ours.optimizer.betas) == optimizer["betas"]
+    assert ours.optimizer.clip_norm == optimizer["clip"]
+    assert (ours.horizon.steps, ours.schedule.warmup) == (steps, optimizer["warmup"])
+    # Their wsd: held for 80 % of what is behind the warm-up, to a tenth at 98 %, to a hundredth at the end.
+    behind = steps - optimizer["warmup"]
+    assert [(piece.until, piece.ratio) for piece in ours.schedule.pieces] == [
+        (optimizer["warmup"] + behind * 80 // 100, 1),
+        (optimizer["warmup"] + behind * 98 // 100, 0.1),
+        (steps, 0.01),
+    ]
+    assert ours.reproducibility.seed == theirs["seed"]
+    assert ours.reproducibility.deterministic == theirs["deterministic"]
+    assert [one.policy for one in ours.monitors] == ["warn", "warn"]

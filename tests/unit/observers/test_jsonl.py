@@ -4,7 +4,7 @@ import errno
 import json
 import math
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,7 +45,8 @@ def test_a_step_row_has_every_field_of_the_record_in_its_order(
     log.step_end(record)
     log.close()
     row = json.loads(directory.metrics.read_text())
-    assert row == {name: value for name, value in record.__dict__.items() if name != "metrics"}
+    without = ("metrics", "loss_scale")
+    assert row == {name: one for name, one in record.__dict__.items() if name not in without}
     assert list(row)[:8] == [
         "step",
         "generation",
@@ -408,9 +409,19 @@ def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(
 
 
 def test_the_catalogue_has_exactly_the_columns_of_a_step() -> None:
-    """And in their order; ``skipped`` is no number, ``metrics`` are the recipe's own."""
+    """And in their order; ``skipped`` is no number, ``metrics`` are the recipe's own, and a scale of the loss
+    is there in fp16 alone."""
     assert [column.name for column in COLUMNS] == [
         column.name
         for column in fields(StepRecord)
-        if column.name not in ("skipped", "metrics")
+        if column.name not in ("skipped", "metrics", "loss_scale")
     ]
+
+
+def test_the_scale_of_the_loss_is_in_the_row_of_a_step_that_has_one(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
+    log = RunLog(directory)
+    log.step_end(replace(synthetic.step_record(7), loss_scale=32768.0))
+    log.close()
+    assert json.loads(directory.metrics.read_text())["loss_scale"] == 32768.0

@@ -429,6 +429,7 @@ def test_counters_begin_at_zero_before_the_first_step(exporter: PrometheusExport
     assert ("evergrad_exit_code", ()) not in samples
 
 
+@pytest.mark.capability("G-87")
 @pytest.mark.parametrize("what", ["loss", "grad"])
 def test_a_non_finite_step_is_counted_by_what_was_not_finite(
     exporter: PrometheusExporter, what: str

@@ -9,6 +9,8 @@ from fake_kubernetes.simulation import CONFIG, KEY, Simulation
 from pod_security import violations
 
 from evergrad_coordinator.contract import ErrorKind, encode_termination
+from evergrad_operator.observe import ApplyFailure
+from evergrad_operator.policies.waiting import explain_refusal
 from evergrad_operator.preparation import Preparation, pack_preparation, parse_preparation
 
 SECTION = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"memory": "2Gi"}}}
@@ -214,6 +216,24 @@ def test_a_preparation_that_fails_too_often_ends_the_run_and_names_its_own_limit
     )
 
 
+@pytest.mark.parametrize("documents", [0, 7])
+def test_chunks_that_are_finished_are_progress_and_a_long_life_is_none(
+    simulation: Simulation, documents: int
+) -> None:
+    values = {**REPORT["preparation"], "documents": documents}  # type: ignore[dict-item]
+    for attempt in range(4):
+        start(simulation)
+        simulation.coordinators.answers[KEY] = {"phase": "Preparing", "preparation": values}
+        simulation.now += 3600
+        simulation.settle()
+        simulation.end_pod(f"run-prepare-{attempt}", 137, reason="OOMKilled")
+        simulation.coordinators.answers.clear()
+        simulation.settle()
+        simulation.now += 120
+        simulation.settle()
+    assert simulation.status["phase"] == ("Preparing" if documents else "Failed")
+
+
 def test_trouble_of_a_host_costs_no_failure_and_the_next_pod_keeps_away_from_it(
     simulation: Simulation,
 ) -> None:
@@ -306,6 +326,167 @@ def test_without_the_section_a_pod_that_prepares_leaves_and_nodes_come(
     simulation.settle()
     assert simulation.pods("preparation") == []
     assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_a_pod_that_the_operator_sends_away_is_no_restart(simulation: Simulation) -> None:
+    start(simulation)
+    edit(simulation, preparation=None)
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+    assert simulation.status["restarts"]["total"] == 0
+    assert not simulation.status.get("attempts")
+
+
+def test_an_edit_of_what_is_prepared_sends_the_pod_away_and_says_so(
+    simulation: Simulation,
+) -> None:
+    start(simulation)
+    raw = simulation.store.get("trainingruns", *KEY)
+    sources = [{"name": "wiki", "path": "/data/wiki.jsonl"}]
+    training = {**raw["spec"]["training"], "evaluation": {"sources": sources}}
+    edit(simulation, training=training)
+    simulation.settle()
+    assert simulation.status["phase"] == "Restarting"
+    assert "the pod that prepares the data leaves" in simulation.status["message"]
+    simulation.end_pod("run-prepare-0")
+    simulation.reap()
+    simulation.settle()
+    # What the old pod has finished was of the old file.
+    assert simulation.pods("preparation") == ["run-prepare-1"] and simulation.pods() == []
+    assert simulation.status["restarts"]["total"] == 0
+    start(simulation)
+    simulation.end_pod("run-prepare-1")
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_a_run_that_is_deleted_while_it_prepares_gets_no_further_pod(
+    simulation: Simulation,
+) -> None:
+    start(simulation)
+    deleted = {"deletionTimestamp": "2027-01-15T08:00:00Z"}
+    simulation.store.change("trainingruns", *KEY, {"metadata": deleted})
+    simulation.settle()
+    simulation.end_pod("run-prepare-0", 137)
+    simulation.settle()
+    assert simulation.pods("preparation") == ["run-prepare-0"] and simulation.pods() == []
+
+
+def test_an_image_that_its_host_cannot_get_is_corrected_by_a_restart(
+    simulation: Simulation,
+) -> None:
+    waiting = {"reason": "ImagePullBackOff", "message": "not found"}
+    status = {"containerStatuses": [{"name": "trainer", "state": {"waiting": waiting}}]}
+    simulation.store.change("pods", "ns", "run-prepare-0", {"status": status})
+    simulation.settle()
+    assert simulation.status["reason"] == "ImagePullFailed"
+    assert "the preparation (pod run-prepare-0)" in simulation.status["message"]
+    simulation.now += 400
+    simulation.settle()
+    ready = {one["type"]: one["status"] for one in simulation.status["conditions"]}
+    assert ready["Stalled"] == "True"
+
+    edit(simulation, image="registry.example/trainer:2", restartNonce="b")
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+    assert simulation.pods("preparation") == ["run-prepare-1"]
+    (container,) = pod(simulation, "run-prepare-1")["spec"]["containers"]
+    assert container["image"] == "registry.example/trainer:2"
+    assert simulation.status["restarts"]["total"] == 0
+
+
+def test_a_host_that_has_the_image_by_its_tag_alone_gets_the_next_pod_by_that() -> None:
+    image = "registry.example/trainer:1"
+    simulation = Simulation()
+    simulation.create_run(preparation=SECTION, image=image)
+    simulation.settle()
+    start(simulation)
+    simulation.end_pod("run-prepare-0")
+    simulation.settle()
+    simulation.start_pods()
+    digest = f"registry.example/trainer@sha256:{'a' * 64}"
+    for name in simulation.pods():
+        (container,) = pod(simulation, name)["status"]["containerStatuses"]
+        status = {"containerStatuses": [{**container, "imageID": digest}]}
+        simulation.store.change("pods", "ns", name, {"status": status})
+    simulation.train()
+    simulation.settle()
+    suspend(simulation)
+    raw = simulation.store.get("trainingruns", *KEY)
+    sources = [{"name": "wiki", "path": "/data/wiki.jsonl"}]
+    training = {**raw["spec"]["training"], "evaluation": {"sources": sources}}
+    edit(simulation, suspend=False, training=training)
+    simulation.settle()
+    (container,) = pod(simulation, "run-prepare-1")["spec"]["containers"]
+    assert container["image"] == digest
+
+    waiting = {"reason": "ErrImagePull", "message": "not found"}
+    status = {"containerStatuses": [{"name": "trainer", "state": {"waiting": waiting}}]}
+    simulation.store.change("pods", "ns", "run-prepare-1", {"status": status})
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.pods("preparation") == ["run-prepare-2"]
+    (container,) = pod(simulation, "run-prepare-2")["spec"]["containers"]
+    assert container["image"] == image
+
+
+def test_failures_of_nodes_are_not_blamed_on_a_preparation_that_is_due(
+    simulation: Simulation,
+) -> None:
+    start(simulation)
+    simulation.end_pod("run-prepare-0")
+    simulation.settle()
+    start(simulation)
+    # Another release may compute another hash; and these nodes have failed before.
+    notes = json.loads(simulation.status["memory"]["preparation"])
+    status = {
+        "memory": {"preparation": json.dumps({**notes, "prepared": "another"})},
+        "failures": {"withoutProgress": 3},
+    }
+    simulation.store.change("trainingruns", *KEY, {"status": status})
+    for name in simulation.pods():
+        simulation.end_pod(name, 1)
+    simulation.settle()
+    assert simulation.status["phase"] == "Failed"
+    assert simulation.status["message"].startswith("pods failed 4 times without progress")
+
+
+def test_a_pod_that_has_run_for_long_makes_the_next_trouble_of_a_host_a_first_one(
+    simulation: Simulation,
+) -> None:
+    text = said(ErrorKind.ENVIRONMENT, "host n1: /volume: stale file handle")
+    for attempt in range(8):
+        start(simulation)
+        simulation.now += 200
+        simulation.settle()
+        simulation.end_pod(f"run-prepare-{attempt}", 70, message=text)
+        simulation.settle()
+        assert f"run-prepare-{attempt + 1}" in simulation.pods("preparation"), "it waits"
+    ready = {one["type"]: one["status"] for one in simulation.status["conditions"]}
+    assert ready["Stalled"] == "False"
+
+
+def test_the_sandbox_of_the_nodes_is_the_pods_own_unless_it_has_hosts_of_its_own() -> None:
+    for section, expected in ((SECTION, "gvisor"), ({"nodeSelector": {"pool": "cpu"}}, None)):
+        simulation = Simulation()
+        simulation.create_run(preparation=section, template={"runtimeClassName": "gvisor"})
+        simulation.settle()
+        found = pod(simulation, "run-prepare-0")["spec"].get("runtimeClassName")
+        assert found == expected
+
+
+def test_a_refusal_of_the_pod_names_its_own_field() -> None:
+    failed = "failed quota: q: must specify limits.cpu for: trainer"
+    for name, expected in (
+        ("run-prepare-0", "Set these under spec.preparation.resources"),
+        ("run-prepare-0-0", "Set these under spec.resources"),
+    ):
+        failure = ApplyFailure("Pod", name, 403, "Forbidden", failed)
+        assert expected in explain_refusal(failure).message
 
 
 def test_a_deadline_ends_the_preparation_too() -> None:

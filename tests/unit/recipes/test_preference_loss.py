@@ -21,8 +21,10 @@ from evergrad_trainer.models.heads import make_full_precision
 from evergrad_trainer.models.memory import ModelFacts, memory_of
 from evergrad_trainer.objectives.token_log_probs import row_log_probs, token_log_probs
 from evergrad_trainer.recipes import load_task
+from evergrad_trainer.recipes.preference import task as preference_task
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Task
+from evergrad_trainer.training.build import build_limits
 
 ROWS = [
     {"prompt": "ab", "chosen": "c", "rejected": "b"},
@@ -324,6 +326,25 @@ def test_a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path, chunk: int | None
     assert numbers(found) == pytest.approx(numbers(whole), rel=1e-5)
 
 
+def test_the_reference_is_of_the_step_that_the_run_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the newest one in that directory, beside which there would be rewards from the first step on."""
+    asked: list[tuple[Path, int | None]] = []
+
+    def load(path: Path, state: Any, *, step: int | None) -> None:
+        asked.append((path, step))
+
+    monkeypatch.setattr(preference_task, "load_weights", load)
+    (tmp_path / "theirs").mkdir()
+    begun = {"initFrom": {"path": "theirs", "step": 3}}
+    for changes in (begun, {**begun, "preference": {"reference": "theirs"}}):
+        task, _, _ = open_task(tmp_path, training(**changes))
+        task.build(Bytes)
+    # The reference that is named is no part of what the run begins with.
+    assert asked == [(tmp_path / "theirs", 3), (tmp_path / "theirs", None)]
+
+
 def test_a_pair_takes_two_rows_of_the_horizon_in_tokens_and_of_the_memory() -> None:
     pairs = training(horizon={"tokens": 480})
     rows = training(recipe="sft")
@@ -332,6 +353,10 @@ def test_a_pair_takes_two_rows_of_the_horizon_in_tokens_and_of_the_memory() -> N
     assert (pairs.sample_weight, rows.sample_weight) == (1, 12)
     # Steps of two pairs.
     assert derive_steps(pairs, num_samples=100).total_steps == 10
+    saving = training(checkpoint={"every": {"tokens": 480}})
+    saves = build_limits(saving, total_steps=20, stop_after_steps=None).save_every
+    assert saves is not None
+    assert [step for step in range(1, 21) if saves.is_due(step)] == [10, 20]
 
     facts = ModelFacts(
         parameters=10**6, hidden_size=64, num_layers=2, vocab_size=1000, max_positions=None

@@ -105,7 +105,7 @@ def test_everything_is_learned_where_that_was_asked_for(tmp_path: Path) -> None:
     assert weight == sum(len(row["prompt"] + row["completion"]) for row in ROWS)
 
 
-@pytest.mark.capability("A-44")
+@pytest.mark.capability("A-44", "T-11", "T-52")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_loss_of_packed_rows_is_that_of_the_rows_by_themselves(
     tmp_path: Path, name: str

@@ -2,6 +2,8 @@
 
 import json
 import subprocess
+import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -36,7 +38,7 @@ def test_a_public_path_leads_into_nobodys_folders(path: str, public: str) -> Non
 
 @pytest.mark.capability("G-96")
 def test_a_report_has_the_figures_and_the_files_of_a_run(
-    tmp_path: Path, synthetic: ModuleType
+    tmp_path: Path, synthetic: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run")
     run.write(synthetic.Process(last=20, ended="killed"))
@@ -48,6 +50,10 @@ def test_a_report_has_the_figures_and_the_files_of_a_run(
     assert (found.completed_steps, found.resumed_from, found.samples) == (50, 20, 50 * 32)
     assert found.loss is not None and found.metrics == run.directory.metrics
     assert found.checkpoint is None and found.preflight is None
+
+    # Wherever it is seen from, a folder above the run is nobody's concern.
+    monkeypatch.chdir(tmp_path)
+    assert api.report("../" + tmp_path.name + "/run").to_dict()["directory"] == "run"
 
     public = found.to_dict()
     assert (public["directory"], public["metrics"]) == ("run", "metrics.jsonl")
@@ -74,13 +80,60 @@ def test_a_wrong_file_is_refused_before_anything_is_started(tmp_path: Path) -> N
 
 
 @pytest.mark.capability("G-1")
+@pytest.mark.parametrize(
+    ("code", "known"),
+    [(64, ExitCode.USER_ERROR), (76, ExitCode.STOPPED_UNSAVED), (-9, ExitCode.INTERNAL)],
+)
 def test_a_run_that_fails_raises_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, known: ExitCode
+) -> None:
+    class Started:
+        def __init__(self, command: list[str]) -> None:
+            # What is reported on is what the run was given last.
+            assert command[-2:] == ["--run-directory", str(tmp_path / "run")]
+
+        def wait(self) -> int:
+            return code
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with pytest.raises(api.RunFailedError, match=f"ended with exit code {code}") as failed:
+        api.run(
+            manifest=MANIFESTS / "base_manifest.yaml",
+            run_directory=tmp_path / "run",
+            arguments=("--run-directory", "elsewhere"),
+        )
+    assert failed.value.exit_code == known
+
+
+def test_an_interrupted_caller_lets_the_run_save_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 70)
+    # The stand-in takes its time to save, as a run does.
+    program = tmp_path / "saves.py"
+    program.write_text(
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(0.4)\n"
+        "    pathlib.Path(sys.argv[1], 'saved').touch()\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "pathlib.Path(sys.argv[1], 'ready').touch()\n"
+        "while True:\n"
+        "    time.sleep(1)\n"
+    )
 
-    monkeypatch.setattr(subprocess, "run", start)
-    with pytest.raises(api.RunFailedError, match="ended with exit code 70") as failed:
-        api.run(manifest=MANIFESTS / "base_manifest.yaml", run_directory=tmp_path / "run")
-    assert failed.value.exit_code == ExitCode.INTERNAL
+    class Interrupted(subprocess.Popen[bytes]):
+        is_interrupted = False
+
+        def wait(self, timeout: float | None = None) -> int:
+            if self.is_interrupted:
+                return super().wait(timeout)
+            self.is_interrupted = True
+            while not (tmp_path / "ready").exists():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        api._wait_for([sys.executable, "-S", str(program), str(tmp_path)])
+    assert (tmp_path / "saved").exists()

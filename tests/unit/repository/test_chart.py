@@ -14,6 +14,7 @@ import yaml
 from bed import chart, toolbox
 from bed.shell import BedError
 
+from evergrad_operator import names
 from evergrad_operator.settings import parse_settings
 from evergrad_operator.webhook import PATH, WEBHOOK_NAME
 
@@ -389,7 +390,9 @@ def test_two_releases_in_two_namespaces_meet_in_the_crd_only() -> None:
 
 def test_the_longest_names_stay_within_their_bounds() -> None:
     for one in chart.render(
-        {"fullnameOverride": "a" * 200}, release="r" * 53, namespace="n" * 63
+        {"fullnameOverride": "a" * 200, "metrics": {"enabled": True}},
+        release="r" * 53,
+        namespace="n" * 63,
     ):
         assert len(one["metadata"]["name"]) <= (253 if one["kind"] in CLUSTER_SCOPED else 63)
         assert all(len(value) <= 63 for value in one["metadata"]["labels"].values())
@@ -556,6 +559,9 @@ def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> Non
         ({"webhook": {"failurePolicy": "Maybe"}}, "webhook.failurePolicy"),
         ({"webhook": {"port": 443}}, "webhook.port"),
         ({"serviceAccount": {"create": False}}, "serviceAccount.name: missing"),
+        ({"metrics": {"enable": True}}, "enable"),
+        ({"metrics": {"interval": "15x"}}, "metrics.interval"),
+        ({"metrics": {"rules": {"thresholds": {"dataShare": 0}}}}, "thresholds.dataShare"),
         ({"runs": {"userId": 0}}, "runs.userId"),
         ({"runs": {"sharedMemorySize": "much"}}, "runs.sharedMemorySize"),
         ({"podLabels": {"evergrad.dev/role": "other"}}, "podLabels.evergrad"),
@@ -602,3 +608,12 @@ def test_the_test_pods_program_is_given_the_very_rules_of_the_operator() -> None
     assert json.loads(scopes) == [""]
     assert rights_of({"rules": json.loads(rules)}) == RIGHTS
     compile(pod["spec"]["containers"][0]["command"][2], "check", "exec")
+
+
+def test_the_operator_may_ask_every_pod_that_serves_a_runs_status(helm: None) -> None:
+    rendered = chart.render({"networkPolicy": {"enabled": True}})
+    (policy,) = of_kind(rendered, "NetworkPolicy")
+    (rule,) = [one for one in policy["spec"]["egress"] if "to" in one]
+    (role,) = rule["to"][0]["podSelector"]["matchExpressions"]
+    assert sorted(role["values"]) == [names.ROLE_COORDINATOR, names.ROLE_PREPARATION]
+    assert rule["ports"] == [{"protocol": "TCP", "port": names.STATUS_PORT}]

@@ -11,25 +11,22 @@ from typing import Any
 import pytest
 import yaml
 from bed import chart, toolbox
-from evergrad_monitoring.alerts import ALERTS, THRESHOLDS
+
+from evergrad_monitoring.alerts import ALERTS, OF_RUNS, THRESHOLDS
 from evergrad_monitoring.dashboards import DASHBOARDS
 from evergrad_monitoring.generate import render_all
 from evergrad_monitoring.names import metric
 
 WHO = 'run_namespace="a", run="x"'
 RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
+STARTED = f"evergrad_operator_run_started_timestamp_seconds{{{WHO}}}"
+PROGRESS = f"evergrad_operator_run_last_progress_timestamp_seconds{{{WHO}}}"
 # What a run shows in ten minutes each, as promtool writes series: every value of an hour is one minute apart.
 CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "TrainingRunStalled": (
         "30m",
-        {
-            RUNNING: "1x60",
-            f"evergrad_operator_run_last_progress_timestamp_seconds{{{WHO}}}": "0x60",
-        },
-        {
-            RUNNING: "1x60",
-            f"evergrad_operator_run_last_progress_timestamp_seconds{{{WHO}}}": "0+60x60",
-        },
+        {RUNNING: "1x60", STARTED: "0x60", PROGRESS: "0x60"},
+        {RUNNING: "1x60", STARTED: "0x60", PROGRESS: "0+60x60"},
     ),
     "TrainingRunNotStarting": (
         "40m",
@@ -37,11 +34,12 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
             f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}': "1x60",
             f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}": "0x60",
         },
-        # Made long ago, and resumed a minute ago.
+        # Data were prepared for half an hour.
         {
-            f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}': "1x60",
+            f'evergrad_operator_run_phase{{{WHO}, phase="Preparing"}}': "1x30 stale",
+            f'evergrad_operator_run_phase{{{WHO}, phase="Starting"}}': "_x31 1x29",
             f"evergrad_operator_run_created_timestamp_seconds{{{WHO}}}": "0x60",
-            f"evergrad_operator_run_started_timestamp_seconds{{{WHO}}}": "2340x60",
+            STARTED: "0x60",
         },
     ),
     "TrainingRunRestartStorm": (
@@ -64,11 +62,13 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         "110m",
         {
             RUNNING: "1x120",
+            STARTED: "0x120",
             f"evergrad_checkpoint_last_success_timestamp_seconds{{{WHO}}}": "60x10 600x110",
         },
         # One every fifty minutes: an hour without one is no reason.
         {
             RUNNING: "1x120",
+            STARTED: "0x120",
             f"evergrad_checkpoint_last_success_timestamp_seconds{{{WHO}}}": "0x40 2400x80",
         },
     ),
@@ -96,16 +96,16 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         },
     ),
     "TrainingRunGoodputLow": (
-        "59m",
+        "300m",
         {
-            RUNNING: "1x60",
-            f"evergrad_productive_seconds_total{{{WHO}}}": "0+30x60",
-            f'evergrad_lost_seconds_total{{{WHO}, cause="restore"}}': "0+30x60",
+            RUNNING: "1x400",
+            f"evergrad_productive_seconds_total{{{WHO}}}": "0+30x400",
+            f'evergrad_lost_seconds_total{{{WHO}, cause="restore"}}': "0+30x400",
         },
         {
-            RUNNING: "1x60",
-            f"evergrad_productive_seconds_total{{{WHO}}}": "0+57x60",
-            f'evergrad_lost_seconds_total{{{WHO}, cause="restore"}}': "0+3x60",
+            RUNNING: "1x400",
+            f"evergrad_productive_seconds_total{{{WHO}}}": "0+57x400",
+            f'evergrad_lost_seconds_total{{{WHO}, cause="restore"}}': "0+3x400",
         },
     ),
     "TrainingRunFailed": (
@@ -151,6 +151,114 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     ),
 }
 """By alert: when to look, series with which it fires, and series with which it is silent."""
+LAST_STEP = "evergrad_last_step_timestamp_seconds"
+STEPS, SECONDS = "evergrad_step_duration_seconds_count", "evergrad_step_duration_seconds_sum"
+SAVED = "evergrad_checkpoint_last_success_timestamp_seconds"
+KEPT, LOST = "evergrad_productive_seconds_total", "evergrad_lost_seconds_total"
+RESTARTS = "evergrad_operator_run_restarts_total"
+HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
+    (
+        "TrainingRunStalled",
+        "steps take half an hour, and one has ended",
+        "50m",
+        {
+            RUNNING: "1x60",
+            STARTED: "0x60",
+            PROGRESS: "_x30 1800x30",
+            f"{LAST_STEP}{{{WHO}}}": "_x30 1800x30",
+            f"{SECONDS}{{{WHO}}}": "_x30 1800x30",
+            f"{STEPS}{{{WHO}}}": "_x30 1x30",
+        },
+    ),
+    (
+        "TrainingRunStalled",
+        "it was resumed after fifty minutes, and loads its state",
+        "59m",
+        {RUNNING: "_x50 1x10", STARTED: "0x48 2940x12", PROGRESS: "0x60"},
+    ),
+    (
+        # The operator cannot reach the coordinator, so that it knows of no step.
+        "TrainingRunStalled",
+        "rank 0 has moved to another node, whose steps nobody but Prometheus sees",
+        "59m",
+        {
+            RUNNING: "1x60",
+            STARTED: "0x60",
+            PROGRESS: "0x60",
+            f'{LAST_STEP}{{{WHO}, pod="x-0"}}': "0+60x20 stale",
+            f'{SECONDS}{{{WHO}, pod="x-0"}}': "60+60x60",
+            f'{STEPS}{{{WHO}, pod="x-0"}}': "1+1x60",
+            f'{LAST_STEP}{{{WHO}, pod="x-1"}}': "_x21 1260+60x39",
+            f'{SECONDS}{{{WHO}, pod="x-1"}}': "_x21 60+60x39",
+            f'{STEPS}{{{WHO}, pod="x-1"}}': "_x21 1+1x39",
+        },
+    ),
+    (
+        "TrainingRunStalled",
+        "it came to its end",
+        "59m",
+        {RUNNING: "1x12 stale", STARTED: "0x12 stale", PROGRESS: "0x12 stale"},
+    ),
+    (
+        "TrainingRunRestartStorm",
+        "another operator serves what the one before has counted",
+        "59m",
+        {
+            f'{RESTARTS}{{{WHO}, reason="node_lost", pod="o"}}': "7x30 stale",
+            f'{RESTARTS}{{{WHO}, reason="node_lost", pod="p"}}': "_x33 7x27",
+        },
+    ),
+    (
+        "TrainingRunThroughputDrop",
+        "rank 0 has moved to another node, and both are scraped",
+        "400m",
+        {
+            RUNNING: "1x400",
+            f'evergrad_tokens_total{{{WHO}, pod="x-0"}}': "0+1000x200 200000x200",
+            f'evergrad_tokens_total{{{WHO}, pod="x-1"}}': "0x200 0+1000x200",
+        },
+    ),
+    (
+        "TrainingRunCheckpointStale",
+        "it saves every three hours, and has saved once",
+        "350m",
+        {
+            RUNNING: "1x400",
+            STARTED: "0x400",
+            f"{SAVED}{{{WHO}}}": "_x180 10800x220",
+        },
+    ),
+    (
+        "TrainingRunGoodputLow",
+        "twenty minutes went into its start, and it is young",
+        "100m",
+        {
+            RUNNING: "1x100",
+            f"{KEPT}{{{WHO}}}": "0x20 0+60x80",
+            f'{LOST}{{{WHO}, cause="startup"}}': "0 1200x100",
+        },
+    ),
+    (
+        "TrainingRunGoodputLow",
+        "a quarter of its time is evaluation",
+        "390m",
+        {
+            RUNNING: "1x400",
+            f"{KEPT}{{{WHO}}}": "0+45x400",
+            f'{LOST}{{{WHO}, cause="evaluation"}}': "0+15x400",
+        },
+    ),
+    (
+        "TrainingOperatorDown",
+        "its only pod is replaced by another one",
+        "30m",
+        {
+            'evergrad_operator_leader{pod="o"}': "1x10 stale",
+            'evergrad_operator_leader{pod="p"}': "_x13 1x40",
+        },
+    ),
+]
+"""Alert, how things are, until when, and what is scraped: the alert never fires."""
 
 
 @pytest.fixture(scope="module")
@@ -256,33 +364,65 @@ def test_prometheus_takes_all_rules_and_every_query(
     )
 
 
-def test_each_alert_fires_where_it_should_and_is_silent_elsewhere(
+def check_rules(
+    promtool: str, folder: Path, rules: dict[str, Any], tests: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """Run the tests, each of the rule that is named beside it: all rules in all tests take minutes."""
+    by_name = {one["alert"]: one for group in rules["groups"] for one in group["rules"]}
+    files = []
+    for name in dict.fromkeys(name for name, _ in tests):
+        group = {"name": name, "rules": [by_name[name]]}
+        (folder / f"{name}.rules.yaml").write_text(yaml.safe_dump({"groups": [group]}))
+        document = {
+            "rule_files": [f"{name}.rules.yaml"],
+            "evaluation_interval": "1m",
+            "tests": [test for of, test in tests if of == name],
+        }
+        files.append(folder / f"{name}.yaml")
+        files[-1].write_text(yaml.safe_dump(document, sort_keys=False))
+    assert check(promtool, "test", "rules", *files).count("SUCCESS") == len(files)
+
+
+def case(
+    name: str, series: dict[str, str], at: str, query: str, *samples: dict[str, Any]
+) -> dict[str, Any]:
+    """One test as promtool has it: the answer to a query after so much of the series."""
+    return {
+        "name": name,
+        "interval": "1m",
+        "input_series": [{"series": one, "values": values} for one, values in series.items()],
+        "promql_expr_test": [{"expr": query, "eval_time": at, "exp_samples": list(samples)}],
+    }
+
+
+def test_each_alert_fires_where_it_should_under_the_name_of_its_run_and_is_silent_elsewhere(
     promtool: str, rules: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
     tests = []
-    for name, (at, fires, silent) in CASES.items():
-        for series, count in ((fires, 1), (silent, 0)):
-            seen = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)'
-            tests.append(
-                {
-                    "name": f"{name} {'fires' if count else 'is silent'}",
-                    "interval": "1m",
-                    "input_series": [
-                        {"series": one, "values": values} for one, values in series.items()
-                    ],
-                    "promql_expr_test": [
-                        {
-                            "expr": seen,
-                            "eval_time": at,
-                            "exp_samples": [{"labels": "{}", "value": count}],
-                        }
-                    ],
-                }
-            )
-    document = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
-    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
-    assert "SUCCESS" in check(promtool, "test", "rules", tmp_path / "cases.yaml")
+    for alert in ALERTS:
+        at, fires, silent = CASES[alert.name]
+        query = f'ALERTS{{alertname="{alert.name}", alertstate="firing"}}'
+        whose = WHO if alert in OF_RUNS else ""
+        if alert.name == "TrainingOperatorWatchStale":
+            whose = 'resource="pods"'
+        labels = f'{query[:-1]}, severity="{alert.severity}", {whose}}}'.replace(", }", "}")
+        found = {"labels": labels, "value": 1}
+        tests += [
+            (alert.name, case("fires", fires, at, query, found)),
+            (alert.name, case("is silent", silent, at, query)),
+        ]
+    check_rules(promtool, tmp_path, rules, tests)
+
+
+def test_no_alert_fires_where_all_is_well_though_it_may_look_otherwise(
+    promtool: str, rules: dict[str, Any], tmp_path: Path
+) -> None:
+    tests = []
+    for name, how, at, series in HEALTHY:
+        firing = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)'
+        query = f"max_over_time(({firing})[{at}:1m])"
+        tests.append((name, case(how, series, at, query, {"labels": "{}", "value": 0})))
+    check_rules(promtool, tmp_path, rules, tests)
 
 
 def test_an_alert_that_is_disabled_is_not_rendered_and_a_threshold_is_a_value() -> None:
@@ -294,6 +434,7 @@ def test_an_alert_that_is_disabled_is_not_rendered_and_a_threshold_is_a_value() 
     by_name = {one["alert"]: one for group in rule["spec"]["groups"] for one in group["rules"]}
     assert set(by_name) == {alert.name for alert in ALERTS} - {"TrainingRunFailed"}
     assert "> 77\n" in by_name["TrainingRunStalled"]["expr"]
+    assert by_name["TrainingRunNotStarting"]["for"] == "1800s"
 
 
 def test_without_metrics_nothing_of_prometheus_operator_is_rendered() -> None:
@@ -310,7 +451,13 @@ def test_monitors_find_what_the_operator_makes(objects: list[dict[str, Any]]) ->
     assert service["metadata"]["labels"]["release"] == "stack"
     selector = pods["spec"]["selector"]
     assert selector["matchLabels"] == {"app.kubernetes.io/managed-by": "evergrad"}
-    assert [one["port"] for one in pods["spec"]["podMetricsEndpoints"]] == ["metrics", "status"]
+    # Where the policies of runs let nobody to their coordinators, a target there would be down for ever.
+    assert [one["port"] for one in pods["spec"]["podMetricsEndpoints"]] == ["metrics"]
+    for runs in ({"metricsFrom": ["monitoring"]}, {"networkPolicies": False}):
+        open_ones = chart.render({"metrics": {"enabled": True}, "runs": runs})
+        (monitor,) = (one for one in open_ones if one["kind"] == "PodMonitor")
+        ports = [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]]
+        assert ports == ["metrics", "status"]
     (found,) = (one for one in objects if one["kind"] == "Service")
     wanted = service["spec"]["selector"]["matchLabels"].items()
     assert wanted <= found["metadata"]["labels"].items()

@@ -12,6 +12,7 @@ PRODUCT = (
     "operator",
     "cli",
     "trainer_image",
+    "monitoring",
     "requirements",
     "examples",
 )

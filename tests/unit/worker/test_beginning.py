@@ -124,12 +124,19 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def test_weights_come_alone(make: Make) -> None:
     fresh = make()
     fresh.begin()
-    assert fresh.asked[0]["prefix"] == "model."
+    assert fresh.asked[0]["prefix"] == ("model.",)
     assert (fresh.progress.finished_steps, fresh.optimizer.loaded, fresh.entered) == (
         0,
         None,
         1,
     )
+
+
+def test_a_task_without_a_model_begins_with_all_weights_that_it_trains(make: Make) -> None:
+    fresh = make()
+    fresh.machinery.modules.trained = {"actions": None, "predictor": None}
+    fresh.begin()
+    assert fresh.asked[0]["prefix"] == ("actions.", "predictor.")
 
 
 @pytest.mark.capability("O-22", "O-61")
@@ -149,7 +156,7 @@ def test_everything_goes_on_at_the_position_and_leaves_what_belongs_to_the_other
 ) -> None:
     fresh = make(load="everything", step=5)
     fresh.begin()
-    assert (fresh.asked[0]["prefix"], fresh.asked[0]["step"]) == ("", 5)
+    assert (fresh.asked[0]["prefix"], fresh.asked[0]["step"]) == (("",), 5)
     progress = fresh.progress
     assert (progress.finished_steps, progress.updates, progress.skipped) == (5, 4, 1)
     assert (progress.run_id, progress.best, progress.save_asked, progress.stop_asked) == (
@@ -249,6 +256,17 @@ def test_whole_weights_are_no_beginning_of_adapters(make: Make, tmp_path: Path) 
     fresh = make()
     fresh.session.plan.run.training.model = Model.model_validate({"lora": {"rank": 2}})
     assert "spec.training.initFrom.path: names a transformers directory" in refused(fresh)
+
+
+def test_a_transformers_directory_is_no_beginning_for_a_task_without_a_model(
+    make: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({}))
+    fresh = make()
+    fresh.machinery.modules.trained = {"predictor": None}
+    with pytest.raises(ConfigurationError, match="and what is trained is predictor"):
+        fresh.begin()
 
 
 def test_nodes_that_ask_for_different_states_are_told(make: Make) -> None:

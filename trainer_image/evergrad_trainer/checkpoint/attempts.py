@@ -99,7 +99,15 @@ class FilesystemAttempts:
         fsync_directory(path)
         self._faults.reached(BEFORE_RENAME, 0)
         check_fence(self._directory, generation, fresh=True)
-        name = self._rename(attempt, manifest)
+        for name in layout.checkpoint_names(manifest.version):
+            # The same state of the same step, saved again after a restart, is one checkpoint.
+            if self._reader.holds(name, manifest):
+                self.discard(attempt)
+                break
+            if files.rename_to_free_name(path, self._directory / name):
+                break
+        else:
+            raise FileExistsError(f"every name for {manifest.version} is taken")
         self._faults.reached(AFTER_RENAME, 0)
         fsync_directory(self._directory)
         try:
@@ -132,16 +140,6 @@ class FilesystemAttempts:
             # A kill in the middle of writing a pointer leaves its temporary file.
             if any(is_temporary(path.name, of) for of in (layout.LATEST, layout.BEST)):
                 path.unlink(missing_ok=True)
-
-    def _rename(self, attempt: str, manifest: Manifest) -> str:
-        for name in layout.checkpoint_names(manifest.version):
-            # The same state of the same step, saved again after a restart, is one checkpoint.
-            if self._reader.holds(name, manifest):
-                self.discard(attempt)
-                return name
-            if files.rename_to_free_name(self._path(attempt), self._directory / name):
-                return name
-        raise FileExistsError(f"every name for {manifest.version} is taken")
 
     def _path(self, attempt: str) -> Path:
         return self._directory / layout.ATTEMPTS / attempt

@@ -1,14 +1,13 @@
 """Compares the states of two runs at one step, tensor by tensor and bit by bit."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
-from evergrad_trainer.checkpoint.weights import StoredTensors, find_checkpoint, open_tensors
+from evergrad_trainer.checkpoint.weights import find_checkpoint, open_tensors
 
 
 @dataclass(frozen=True)
@@ -49,32 +48,29 @@ def compare_states(a: Path, b: Path, *, step: int | None = None) -> StateCompari
     second = find_checkpoint(b, step=found)
     pair = tuple(open_tensors(one, checksums=False) for one in (first, second))
     names = sorted({*pair[0].table, *pair[1].table})
-    differences = tuple(_differences(pair[0], pair[1], names))
-    return StateComparison(found or 0, len(names), differences)
-
-
-def _differences(
-    a: StoredTensors, b: StoredTensors, names: list[str]
-) -> Iterator[TensorDifference]:
+    differences = []
     for name in names:
-        one, other = a.table.get(name), b.table.get(name)
+        one, other = (tensors.table.get(name) for tensors in pair)
         if one is None or other is None:
-            yield TensorDifference(name, f"only in {'A' if other is None else 'B'}")
+            only = f"only in {'A' if other is None else 'B'}"
+            differences.append(TensorDifference(name, only))
             continue
         forms = [f"{tuple(it.shape)} {str(it.dtype)[6:]}" for it in (one, other)]
         if forms[0] != forms[1]:
-            yield TensorDifference(name, f"{forms[0]} in A, {forms[1]} in B")
+            differences.append(TensorDifference(name, f"{forms[0]} in A, {forms[1]} in B"))
             continue
 
         # By their bytes: equal numbers of other bits (a zero's sign) are no equal states.
-        left, right = a.read(name), b.read(name)
+        left, right = (tensors.read(name) for tensors in pair)
         if torch.equal(*(it.reshape(-1).view(torch.uint8) for it in (left, right))):
             continue
         distances = (left.double() - right.double()).abs()
-        count = int((left != right).sum())
-        largest = float(distances.max())
-        yield TensorDifference(
-            name,
-            f"{count:,} of {left.numel():,} values differ",
-            largest if math.isfinite(largest) else None,
+        count, largest = int((left != right).sum()), float(distances.max())
+        differences.append(
+            TensorDifference(
+                name,
+                f"{count:,} of {left.numel():,} values differ",
+                largest if math.isfinite(largest) else None,
+            )
         )
+    return StateComparison(found or 0, len(names), tuple(differences))

@@ -138,8 +138,16 @@ class HeldFiles:
             has_room = sum(self._sizes.values()) + size <= self._limit_bytes
             if has_room:
                 self._sizes[path] = size
+        memory: memoryview | None = None
         try:
-            memory = _allocate(size) if has_room else None
+            # Direct reading wants whole pages. Small ones: huge ones are dearer where memory is fragmented.
+            # Private, because shared memory counts against another, smaller limit. That there is none says
+            # nothing about the file.
+            if has_room:
+                pages = -(-size // mmap.PAGESIZE) or 1
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                with contextlib.suppress(OSError):
+                    memory = memoryview(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=flags))
             if memory is None:
                 return files.hash_file(path, meter=meter)
             held = self._held[path] = _read(path, memory, size, meter)
@@ -147,19 +155,6 @@ class HeldFiles:
             if path not in self._held:
                 self.drop(path)
         return held.hash
-
-
-def _allocate(size: int) -> memoryview | None:
-    """Memory for ``size`` bytes, None where there is none: that says nothing about a file."""
-    # Direct reading wants whole pages. Small ones: huge ones are dearer where memory is fragmented. Private,
-    # because shared memory counts against another, smaller limit.
-    pages = -(-size // mmap.PAGESIZE) or 1
-    try:
-        return memoryview(
-            mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        )
-    except OSError:
-        return None
 
 
 def _read(path: Path, memory: memoryview, size: int, meter: files.Meter | None) -> HeldFile:

@@ -171,22 +171,25 @@ class Reader:
         # The small table is always hashed: a flipped bit in it would load a tensor from a wrong place. So is
         # what was read ahead, which has its hash already. Several files at a time, since one alone waits for
         # the disk.
-        folder = self._directory / name
+        folder, held = self._directory / name, self._held
         hashed = [
             file
             for file in manifest.files
             if checksums
             or file.name == layout.TENSORS
-            or (self._held is not None and self._held.has(folder / file.name))
+            or (held is not None and held.has(folder / file.name))
         ]
+
+        def matches(file: FileEntry) -> bool:
+            path = folder / file.name
+            if held is None:
+                return files.hash_file(path, meter=meter) == file.hash
+            return held.matches(path, file.hash, meter=meter)
+
         with ThreadPoolExecutor(
             max_workers=HASH_THREADS, thread_name_prefix="checkpoint-hash"
         ) as pool:
-            matches = pool.map(
-                lambda file: self._matches(folder / file.name, file.hash, meter),
-                hashed,
-            )
-            for file, is_equal in zip(hashed, matches, strict=True):
+            for file, is_equal in zip(hashed, pool.map(matches, hashed), strict=True):
                 if not is_equal:
                     raise InvalidCheckpointError(f"file {file.name}: checksum differs")
         return manifest
@@ -199,11 +202,6 @@ class Reader:
             return self.validate(name, checksums=True).has_same_content(manifest)
         except (InvalidCheckpointError, UnknownFormatError):
             return False
-
-    def _matches(self, path: Path, expected: str, meter: files.Meter | None) -> bool:
-        if self._held is None:
-            return files.hash_file(path, meter=meter) == expected
-        return self._held.matches(path, expected, meter=meter)
 
     def _find_held(self, name: str, file: str) -> memoryview | None:
         return None if self._held is None else self._held.find(self._directory / name / file)

@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from evergrad_manifest.differences import changed_fields, problems_of_changes
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.identity import changed_fields, problems_of_changes
 from evergrad_trainer.checkpoint.files import Meter
 from evergrad_trainer.checkpoint.held import HeldFiles
 from evergrad_trainer.checkpoint.layout import QUARANTINE
@@ -157,9 +157,8 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
     if search.step is not None and (problem := _pick(search, candidates)) is not None:
         return _refuse([problem])
     for candidate in candidates:
-        if candidate.name in names:
+        if (name := candidate.name) in names:
             continue
-        name = candidate.name
         try:
             # Tried again for a while: what a volume refuses for a moment says nothing about a checkpoint.
             manifest = retry(
@@ -173,8 +172,7 @@ def _search(search: Search, tried: list[Rejected]) -> Choice:
             damaged.append((candidate, error))
             continue
         # The newest that is whole decides: an older one of the right identity would lose what this one has.
-        problems = _compare_identity(search, name, manifest)
-        if problems:
+        if problems := _compare_identity(search, name, manifest):
             return _refuse(problems)
         # Damaged ones are set aside only now: without a valid one nothing moves, and a person decides.
         passed = [asdict(_set_aside(search, *rejection)) for rejection in damaged]

@@ -105,7 +105,15 @@ class HostStager:
                 sources[key] = locals_[key] = value
 
         data = self._copy(locals_)
-        tensors = {key: _describe(source, data[key]) for key, source in sources.items()}
+        tensors = {}
+        for key, source in sources.items():
+            # The box of the whole tensor; a DTensor's rank has one chunk of it.
+            offsets, is_shard = (0,) * source.dim(), isinstance(source, DTensor)
+            if is_shard:
+                sharded: Any = source  # DCP's protocol for sharded tensors carries no types
+                (chunk,) = sharded.__create_chunk_list__()
+                offsets = tuple(chunk.offsets)
+            tensors[key] = StagedTensor(data[key], offsets, source.shape, is_shard=is_shard)
         described = sorted(
             f"{key} {value.dtype} {tuple(value.shape)}" for key, value in state.items()
         )
@@ -148,12 +156,3 @@ class HostStager:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
-
-
-def _describe(source: torch.Tensor, data: torch.Tensor) -> StagedTensor:
-    """The box of the whole tensor that ``data`` is; a DTensor's rank has one chunk of it."""
-    if isinstance(source, DTensor):
-        sharded: Any = source  # DCP's protocol for sharded tensors carries no types
-        (chunk,) = sharded.__create_chunk_list__()
-        return StagedTensor(data, tuple(chunk.offsets), source.shape, is_shard=True)
-    return StagedTensor(data, (0,) * source.dim(), source.shape, is_shard=False)

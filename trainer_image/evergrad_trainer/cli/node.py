@@ -102,11 +102,26 @@ class NodeRequest:
 
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → serve; the exit code says how this node's part ended (0, 64, 70, 75, 76)."""
+
+    def prepare() -> Callable[[], int]:
+        # The manifest may lie on the mount that is away: it is read again at each attempt.
+        settings, loaded = _settings(args), load_from(args)
+        if args.base_directory is not None:
+            loaded = dataclasses.replace(loaded, base_directory=args.base_directory.absolute())
+        request = NodeRequest(
+            loaded,
+            directory=RunDirectory(run_directory_of(args.run_directory, loaded.run)),
+            settings=settings,
+            num_workers=args.workers,
+            has_grace=args.grace is not None,
+            start_method=args.start_method,
+        )
+        return _prepare(request)
+
     with last_words(args.termination_log):
         try:
             with sigterm_interrupts():
-                # The manifest may lie on the mount that is away: it is read again at each attempt.
-                serve = try_patiently(lambda: _prepare(_read_request(args)))
+                serve = try_patiently(prepare)
         except KeyboardInterrupt:
             return int(ExitCode.STOPPED_SAVED)
         return serve()
@@ -205,24 +220,6 @@ def _prepare_typed(
         request.start_method, num_accelerators=machine.num_accelerators
     )
     return lambda: run_node(plan, settings, num_workers=num_workers, start_method=method)
-
-
-def _read_request(args: argparse.Namespace) -> NodeRequest:
-    """Check the arguments and give them their meanings.
-
-    Raises ConfigurationError, and as ``load_from`` does.
-    """
-    settings, loaded = _settings(args), load_from(args)
-    if args.base_directory is not None:
-        loaded = dataclasses.replace(loaded, base_directory=args.base_directory.absolute())
-    return NodeRequest(
-        loaded,
-        directory=RunDirectory(run_directory_of(args.run_directory, loaded.run)),
-        settings=settings,
-        num_workers=args.workers,
-        has_grace=args.grace is not None,
-        start_method=args.start_method,
-    )
 
 
 def _settings(args: argparse.Namespace) -> "NodeSettings":

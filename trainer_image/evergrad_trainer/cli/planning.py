@@ -58,7 +58,6 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     Raises:
         InputError: preflight or the run directory's state forbids it.
     """
-    from evergrad_manifest.derive import derive_steps
     from evergrad_manifest.identity import config_hash
     from evergrad_manifest.task_files import hash_task_files
     from evergrad_trainer.training.build import threads_per_worker
@@ -74,7 +73,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     assert model is not None  # noqa: S101 - without a plan there is an error, which is raised
     check_model_unchanged(directory, run_state, model.describe())
     prepared, opened, task_hash = _prepare(request)
-    numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
+    numbers = opened.data.derive_steps(training)
     check_extension(directory, run_state, total_steps=numbers.total_steps)
     marks["data"] = time.time()
     if run_state.state != "fresh":

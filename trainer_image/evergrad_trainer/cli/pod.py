@@ -28,6 +28,9 @@ HOST_PAUSES: Final = (2.0, 5.0, 10.0)
 another host."""
 REQUEST_SECONDS: Final = 5.0
 """Longest silence of a caller of the page: whoever connects and says nothing holds up others no longer."""
+CLOSE_SECONDS: Final = 1.0
+"""Longest wait for the answer that is being given as the page ends: twice the pause between two looks of its
+server."""
 
 
 def add_pod_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,10 +137,17 @@ class StatusPage:
 
     def close(self) -> None:
         """Stop to listen. A second call does nothing."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        server, self._server = self._server, None
+        if server is None:
+            return
+        # A caller that sends byte after byte must not keep a pod whose work is done: the process ends with
+        # its daemons.
+        ending = threading.Thread(
+            target=server.shutdown, name="end of status page", daemon=True
+        )
+        ending.start()
+        ending.join(CLOSE_SECONDS)
+        server.server_close()
 
     def _answer(self, path: str, authorization: str) -> tuple[HTTPStatus, bytes]:
         # Before anything else: a path that does not exist must not look different to a stranger.

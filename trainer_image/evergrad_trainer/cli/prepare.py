@@ -28,14 +28,17 @@ from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, Reas
 from evergrad_trainer.data.preparation.progress import OnProgress
 from evergrad_trainer.data.prepare import PrepareProgress, prepare, resolve_prepared_directory
 from evergrad_trainer.data.prepared import Prepared, PreparedSource
+from evergrad_trainer.data.tokenizers import load_tokenizer
 
 NAME = "prepare"
 EXAMPLES = """\
   evergrad prepare trainingrun.yaml
   evergrad prepare trainingrun.yaml --workers 4 --prepared-directory runs/.prepared
   evergrad prepare trainingrun.yaml --set spec.training.data.malformed=skip
+  evergrad prepare trainingrun.yaml --show-samples 10
   evergrad prepare trainingrun.yaml --json | jq '.sources[].tokens'"""
 
+_SHOW: Final = "--show-samples"
 DEFAULT_DIRECTORY: Final = Path("runs") / PREPARED_FOLDER
 _SECONDS_BETWEEN_LINES: Final = 5.0
 _VERBS: Final = {
@@ -58,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers", type=_positive, metavar="N", help="helper processes (default: one a core)"
+    )
+    parser.add_argument(
+        _SHOW,
+        type=_positive,
+        metavar="N",
+        help="also show up to N samples of the first step, as text",
     )
     parser.add_argument(
         "--json",
@@ -163,10 +172,18 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
     directory = resolve_prepared_directory(
         training, base_directory=base_directory, default=args.prepared_directory
     )
-    if training.recipe not in RECIPES or not training.data.sources:
+    samples: list[dict[str, Any]] = []
+    if args.show_samples or training.recipe not in RECIPES or not training.data.sources:
+        from evergrad_trainer.data.shown import show_samples
         from evergrad_trainer.recipes.opening import open_recipe
 
-        open_recipe(training, prepared, base_directory, prepared_directory=directory)
+        opened = open_recipe(training, prepared, base_directory, prepared_directory=directory)
+        if args.show_samples:
+            stream, tokens = (
+                opened.data.train,
+                load_tokenizer(training.tokenizer, base_directory),
+            )
+            samples = show_samples(stream, tokens, count=args.show_samples, asked_by=_SHOW)
     if args.json:
         document = {
             "preparedDirectory": str(directory),
@@ -174,12 +191,17 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
             "vocabSize": prepared.vocab_size,
             "sources": [_source_summary(source) for source in prepared.sources],
             "evaluation": [_source_summary(source) for source in prepared.evaluation],
+            **({"firstStep": samples} if samples else {}),
         }
         print(json.dumps(document, indent=2))
     else:
         for line in describe_prepared(prepared):
             print(line)
         print(f"prepared in {duration(time.monotonic() - begun)}, in {directory}")
+        for one in samples:
+            # As JSON, so that ends of lines and odd characters of a text are seen.
+            texts = (json.dumps(text, ensure_ascii=False) for text in one["texts"])
+            print("", one["sample"], *texts, sep="\n")
     return int(ExitCode.DONE)
 
 

@@ -69,7 +69,8 @@ class Stage:
     ``until``: its last step; None for the last stage, which has no end of its own. ``sources``: each with its
     weight in the mixture, by name. ``options``: the task's own. ``facts``: JSON values that decide the
     samples besides the sources and the order (packing, tokenizer), for the fingerprint of the data.
-    ``without``: those of the task's metrics that losses of this stage have no part for.
+    ``without``: those of the task's metrics that losses of this stage have no part for. ``counts_passes``: a
+    weight is how often an epoch passes over its source, and no share.
     """
 
     sources: Mapping[str, tuple[Source, float]]
@@ -77,3 +78,4 @@ class Stage:
     options: Any = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     without: Collection[str] = ()
+    counts_passes: bool = False

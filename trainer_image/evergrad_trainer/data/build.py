@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
+from evergrad_manifest.derive import HorizonNumbers, derive_steps
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Source, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
@@ -11,11 +13,23 @@ from evergrad_trainer.data.stream import Batching, TrainingStream
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. ``fingerprint`` is the training stream's."""
+    """The data of a run. ``fingerprint`` is the training stream's.
+
+    ``exhausted_after``: samples after which a horizon that ends by its sources ends; None for any other.
+    """
 
     train: TrainingStream
     evaluation: tuple[EvaluationSet, ...]
     fingerprint: str
+    exhausted_after: int | None = None
+
+    def derive_steps(self, training: Training) -> HorizonNumbers:
+        """The run's length over these data. Raises ConfigurationError."""
+        return derive_steps(
+            training,
+            num_samples=self.train.num_samples,
+            exhausted_after=self.exhausted_after,
+        )
 
 
 def build_data(
@@ -28,8 +42,15 @@ def build_data(
     batching = Batching(
         global_batch_size=training.batching.global_batch_size,
         micro_batch_size=training.batching.micro_batch_size,
+        overfits=training.data.overfit_first_batch,
     )
-    train = TrainingStream(stages, seed=training.reproducibility.seed, batching=batching)
+    train = TrainingStream(
+        stages, seed=training.reproducibility.seed_of_data, batching=batching
+    )
+    horizon, exhausted_after = training.horizon, None
+    if horizon.exhausted is not None:
+        epochs = Fraction(repr(horizon.epochs or 0.0))
+        exhausted_after = train.exhausted_after(epochs, horizon.exhausted)
     limits = {one.name: one.samples for one in training.evaluation.sets}
     sets = tuple(
         EvaluationSet(
@@ -40,4 +61,9 @@ def build_data(
         )
         for name, sources in evaluation.items()
     )
-    return Data(train=train, evaluation=sets, fingerprint=train.fingerprint)
+    return Data(
+        train=train,
+        evaluation=sets,
+        fingerprint=train.fingerprint,
+        exhausted_after=exhausted_after,
+    )

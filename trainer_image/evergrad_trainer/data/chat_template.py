@@ -127,13 +127,12 @@ def _compile(source: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    # Not jinja's own filter, which escapes what would end a tag of HTML.
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent
+    )
     environment.globals["raise_exception"] = _raise
     return environment.from_string(source)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 def _raise(message: str) -> None:

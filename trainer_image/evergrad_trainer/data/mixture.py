@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +124,11 @@ class Mixture:
 
         # Kept: a slot's samples are nearly always of the epochs that the slot before had.
         self._permutation = permutation
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides the order besides sizes and seed, as JSON values."""
+        return {"shares": self.shares}
 
     def locate(self, position: int) -> SampleId:
         """The sample at ``position`` (0-based)."""

@@ -1,6 +1,5 @@
 """Packing of rows into samples: which rows share one, as a pure function of their lengths."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,15 +56,11 @@ def pack(sizes: npt.NDArray[np.int64], *, capacity: int) -> Bins:
         if left:
             waiting[left].append(sample)
             has_room |= 1 << left
-    return _bins(members)
+    counts = np.array([len(one) for one in members], dtype=np.int64)
+    rows = np.array([row for one in members for row in one], dtype=np.int64)
+    return Bins(rows, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
 
 def one_each(number: int) -> Bins:
     """Each row in a sample of its own."""
     return Bins(np.arange(number), np.arange(number + 1))
-
-
-def _bins(members: Sequence[Sequence[int]]) -> Bins:
-    counts = np.array([len(one) for one in members], dtype=np.int64)
-    rows = np.array([row for one in members for row in one], dtype=np.int64)
-    return Bins(rows, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))

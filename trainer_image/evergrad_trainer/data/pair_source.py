@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from evergrad_trainer.data.batch import Rows
-from evergrad_trainer.data.row_source import Row, RowReader
+from evergrad_trainer.data.row_source import RowReader
 from evergrad_trainer.data.token_source import IGNORE_INDEX, INPUT_IDS, LABELS
 
 
@@ -40,18 +40,17 @@ class PairSource:
         inputs = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         for at, item in enumerate(items):
-            for side, row in enumerate(self._split(self._reader.read(item))):
-                size = len(row.ids) - 1
-                inputs[at, side, :size] = row.ids[:-1]
-                labels[at, side, :size] = np.where(row.marks[1:], row.ids[1:], IGNORE_INDEX)
+            both = self._reader.read(item)
+            # The id between them is none of the tokenizer's, and so in neither.
+            middle = int(np.flatnonzero(both.ids == self._between)[0])
+            for side, part in enumerate((slice(middle), slice(middle + 1, None))):
+                ids, marks = both.ids[part], both.marks[part]
+                size = len(ids) - 1
+                inputs[at, side, :size] = ids[:-1]
+                labels[at, side, :size] = np.where(marks[1:], ids[1:], IGNORE_INDEX)
         tensors = {INPUT_IDS: torch.from_numpy(inputs), LABELS: torch.from_numpy(labels)}
         return Rows(tensors, weight=len(items))
 
     def describe(self, item: int) -> str:
         """File and line of the pair."""
         return self._reader.describe([item])
-
-    def _split(self, both: Row) -> tuple[Row, Row]:
-        at = int(np.flatnonzero(both.ids == self._between)[0])
-        chosen = Row(both.ids[:at], both.marks[:at])
-        return chosen, Row(both.ids[at + 1 :], both.marks[at + 1 :])

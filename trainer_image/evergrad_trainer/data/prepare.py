@@ -93,7 +93,7 @@ def prepare(
         tokenizer,
         training.data.malformed,
         training.data.held_out,
-        training.reproducibility.seed,
+        training.reproducibility.seed_of_data,
         row_format(training, base_directory),
     )
     with disk_errors(root):

@@ -13,7 +13,7 @@ import torch
 from evergrad_trainer.data.batch import Rows
 from evergrad_trainer.data.marked_text import split_marks
 from evergrad_trainer.data.packing import one_each, pack
-from evergrad_trainer.data.prepared import PreparedSource, Shard, TokenSequence
+from evergrad_trainer.data.prepared import PreparedSource, TokenSequence
 from evergrad_trainer.data.token_files import TokenReader, read_documents, unreadable
 from evergrad_trainer.data.token_source import (
     IGNORE_INDEX,
@@ -48,10 +48,27 @@ class RowReader:
         for start, shard in zip(
             accumulate([0, *(one.tokens for one in shards)]), shards, strict=False
         ):
-            index = _read_index(shard)
+            # A source of rows is prepared here, and each shard has its index.
+            assert shard.documents is not None  # noqa: S101
+            # First token and line [n, 2] of each row.
+            index = read_documents(shard.documents)
+            # Each row is trained on as far as the next one begins: what is wrong here would be no error
+            # anywhere.
+            lengths = np.diff(index[:, 0], prepend=0, append=shard.tokens)
+            if not len(index) or lengths[0] != 0 or lengths[1:].min() < 1:
+                what = f"is no index of rows of {shard.tokens} tokens"
+                raise DataError(unreadable(shard.documents, what))
             begins.append(index[:, 0] + start)
             lines.append(index[:, 1])
-        _check_number(source, sequence, sum(map(len, lines)))
+
+        # An index that ends early is whole by itself, and its last row then holds all that follow.
+        number, held_out = sum(map(len, lines)), source.held_out_documents or 0
+        wanted = held_out if sequence == source.held_out else (source.documents or 0) - held_out
+        if number != wanted:
+            (path,) = [one.documents for one in shards[:1] if one.documents is not None]
+            every = path.with_name(f"{path.stem.rpartition('-')[0]}-*{path.suffix}")
+            what = f"name {number} rows together, and there are {wanted}"
+            raise DataError(unreadable(every, what))
         self._begins = np.concatenate(begins) if begins else np.empty(0, dtype=np.int64)
         self._lines = np.concatenate(lines) if lines else np.empty(0, dtype=np.int64)
         self.lengths: npt.NDArray[np.int64] = np.diff(self._begins, append=sequence.tokens)
@@ -73,32 +90,6 @@ class RowReader:
             places.append(f"{file}, {self.source.unit} {line}")
         more = len(rows) - _MOST_PLACES
         return "; ".join(places) + (f" and {more} more" if more > 0 else "")
-
-
-def _read_index(shard: Shard) -> npt.NDArray[np.int64]:
-    """First token and line [n, 2] of each row of a shard. Raises DataError."""
-    # A source of rows is prepared here, and each shard has its index.
-    assert shard.documents is not None  # noqa: S101
-    index = read_documents(shard.documents)
-    # Each row is trained on as far as the next one begins: what is wrong here would be no error anywhere.
-    begins = index[:, 0]
-    lengths = np.diff(begins, prepend=0, append=shard.tokens)
-    if not len(begins) or lengths[0] != 0 or lengths[1:].min() < 1:
-        what = f"is no index of rows of {shard.tokens} tokens"
-        raise DataError(unreadable(shard.documents, what))
-    return index
-
-
-def _check_number(source: PreparedSource, sequence: TokenSequence, number: int) -> None:
-    """Raise DataError unless the indices of all shards have as many rows as were prepared."""
-    held_out = source.held_out_documents or 0
-    wanted = held_out if sequence == source.held_out else (source.documents or 0) - held_out
-    if number == wanted:
-        return
-    # An index that ends early is whole by itself, and its last row then holds all that follow.
-    (path,) = [shard.documents for shard in sequence.shards[:1] if shard.documents is not None]
-    every = path.with_name(f"{path.stem.rpartition('-')[0]}-*{path.suffix}")
-    raise DataError(unreadable(every, f"name {number} rows together, and there are {wanted}"))
 
 
 class RowSource:

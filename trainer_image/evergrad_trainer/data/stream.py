@@ -7,6 +7,8 @@ import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -14,14 +16,19 @@ import xxhash
 from evergrad_trainer.data.batch import Batch, Rows, Source, Stage
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import SampleId, absorb, sample_hash
+from evergrad_trainer.data.passes import Order, PassMixture, count_passes, exhausted_after
 
 
 @dataclass(frozen=True)
 class Batching:
-    """The cut of a step: G samples, in micro-batches of b."""
+    """The cut of a step: G samples, in micro-batches of b.
+
+    ``overfits``: every step of a stage has the samples of its first one.
+    """
 
     global_batch_size: int
     micro_batch_size: int
+    overfits: bool = False
 
 
 class TrainingStream:
@@ -46,6 +53,8 @@ class TrainingStream:
         # What an epoch is of: a source that several stages have is there once.
         sizes = {(name, source.fingerprint): len(source) for name, source in self._named}
         self.num_samples = sum(sizes.values())
+        if len(self._orders) == 1 and isinstance(self._orders[0].mixture, PassMixture):
+            self.num_samples = self._orders[0].mixture.epoch
         self.fingerprint = self._compute_fingerprint(seed)
 
     def slot(self, step: int, slot: int) -> Batch:
@@ -61,11 +70,14 @@ class TrainingStream:
         order = self._orders[number]
         size = self._batching.micro_batch_size
         whole = self._batching.global_batch_size
-        first = (step - 1) * whole + slot * size
+        before = self._steps_before(number)
+        # The hash is that of the first step, too: all steps have it alike.
+        read = before + 1 if self._batching.overfits else step
+        first = (read - 1) * whole + slot * size
         positions = range(first, first + size)
 
         # Positions within the stage: a stage's order does not depend on what came before it.
-        skipped = self._steps_before(number) * whole
+        skipped = before * whole
         located = [order.mixture.locate(position - skipped) for position in positions]
         rows = order.read(located)
 
@@ -102,11 +114,22 @@ class TrainingStream:
             # The last stage is open: it ends wherever the run stands.
             end = self._ends[number] if number < len(self._ends) else finished_step
             done = max(0, min(finished_step, end) - before)
+            if self._batching.overfits:
+                done = min(done, 1)
             counts = order.mixture.cursor(done * self._batching.global_batch_size)
             prefix = f"{number}/" if len(self._orders) > 1 else ""
             for (name, _), count in zip(order.sources, counts, strict=True):
                 found[f"{prefix}{name}"] = count
         return found
+
+    def exhausted_after(self, epochs: Fraction, which: Literal["first", "all"]) -> int:
+        """Samples after which the first source, or the last, has given ``epochs`` times its own.
+
+        Raises ValueError for several stages.
+        """
+        if len(self._orders) > 1:
+            raise ValueError("horizon.exhausted needs a single stage, and the task has several")
+        return exhausted_after(self._orders[0].mixture, epochs, which)
 
     def describe(self, sample: SampleId) -> str:
         """The sample's id and its place in its source, for messages."""
@@ -119,18 +142,20 @@ class TrainingStream:
 
     def _compute_fingerprint(self, seed: int) -> str:
         """Equal exactly where every step has the same samples with the same content."""
-        facts = [
+        facts: list[dict[str, Any]] = [
             {
                 **order.stage.facts,
                 "order": 1,
                 "global_batch_size": self._batching.global_batch_size,
                 "micro_batch_size": self._batching.micro_batch_size,
                 "seed": seed,
-                "shares": order.mixture.shares,
+                **order.mixture.facts,
                 "sources": [source.fingerprint for _, source in order.sources],
             }
             for order in self._orders
         ]
+        for one in facts if self._batching.overfits else ():
+            one["overfit"] = True
         # Runs of one stage, as all were before there were stages, keep their fingerprint.
         known = facts[0]
         if len(facts) > 1:
@@ -147,11 +172,14 @@ class _StageOrder:
         self.sources: list[tuple[str, Source]] = [
             (name, one) for name, (one, _) in stage.sources.items()
         ]
-        self.mixture = Mixture(
-            [len(source) for _, source in self.sources],
-            weights=[weight for _, weight in stage.sources.values()],
-            seed=seed,
-        )
+        sizes = [len(source) for _, source in self.sources]
+        weights = [weight for _, weight in stage.sources.values()]
+        self.mixture: Order
+        if stage.counts_passes:
+            counts = count_passes(sizes, weights)
+            self.mixture = PassMixture(sizes, counts=counts, seed=seed)
+        else:
+            self.mixture = Mixture(sizes, weights=weights, seed=seed)
 
     def read(self, samples: Sequence[SampleId]) -> Rows:
         """The samples' rows, one after the other; ``source`` of each counts within this stage."""

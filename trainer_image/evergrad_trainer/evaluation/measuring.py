@@ -217,6 +217,7 @@ class Evaluator:
             "checkpoint_hash": manifest.checksum,
             "samples": one.num_samples,
             "batches": one.num_batches,
+            "seconds_per_batch": seconds / max(1, one.num_batches),
             "set_hash": one.fingerprint,
             "task_hash": session.plan.task_hash,
             "device": session.world.device.type,

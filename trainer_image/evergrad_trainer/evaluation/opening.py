@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_coordinator.contract import PREPARED_FOLDER
-from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.task_files import hash_task, hash_task_files
@@ -156,7 +155,7 @@ def open_run(
         run_directory=path,
         prepared=opened.prepared or prepared,
         model=plan_model(training.model, base_directory=base, vocab_size=prepared.vocab_size),
-        numbers=derive_steps(training, num_samples=opened.data.train.num_samples),
+        numbers=opened.data.derive_steps(training),
         threads=threads_per_worker(training, cores=machine.cores, num_workers=1),
         stop_after_steps=None,
         command=tuple(sys.argv),

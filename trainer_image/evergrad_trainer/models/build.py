@@ -28,8 +28,20 @@ if TYPE_CHECKING:
 
 _FIELD = "spec.training.model"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-DTYPES = {"fp32": torch.float32, "bf16-autocast": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16-autocast": torch.float32,
+    "fp16-autocast": torch.float32,
+    "bf16": torch.bfloat16,
+}
 """Type of the weights by ``runtime.precision``."""
+PRODUCTS = {
+    "fp32": torch.float32,
+    "bf16-autocast": torch.bfloat16,
+    "fp16-autocast": torch.float16,
+    "bf16": torch.bfloat16,
+}
+"""Type of matrix products by ``runtime.precision``."""
 _NO_PART_OF_THE_MODEL = (
     "transformers_version",
     "architectures",

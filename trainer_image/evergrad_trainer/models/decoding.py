@@ -29,7 +29,11 @@ def decode(
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     rows = [list(prompt) for prompt in prompts]
     is_done = [False] * len(rows)
-    decoder = _open(model, rows, device, positions)
+    # Only a model that takes all of these keeps keys and values; each id is added to ``rows`` as it is taken.
+    known = inspect.signature(model.forward).parameters.keys()
+    is_cached = {"past_key_values", "attention_mask", "position_ids", "use_cache"} <= known
+    kind = _Cached if is_cached else _Whole
+    decoder: _Decoder = kind(model, rows, device, positions)
     for _ in range(most):
         if positions is not None:
             is_done = [
@@ -48,16 +52,6 @@ def decode(
 class _Decoder(Protocol):
     def next_ids(self) -> list[int]:
         """The most probable next id of each row."""
-
-
-def _open(
-    model: nn.Module, rows: list[list[int]], device: torch.device, positions: int | None
-) -> _Decoder:
-    """What decodes ``rows``, to which the caller adds each id that it takes."""
-    known = inspect.signature(model.forward).parameters.keys()
-    if {"past_key_values", "attention_mask", "position_ids", "use_cache"} <= known:
-        return _Cached(model, rows, device, positions)
-    return _Whole(model, rows, device, positions)
 
 
 class _Cached:

@@ -124,7 +124,12 @@ def _matrix_flops(model: nn.Module, text: Any) -> float:
     tables = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
-    share = _active_share(text)
+    # Of a mixture's experts only those that are chosen compute a token.
+    counts = [one for key in _EXPERTS if isinstance(one := getattr(text, key, None), int)]
+    chosen = [one for key in _CHOSEN if isinstance(one := getattr(text, key, None), int)]
+    share = 1.0
+    if counts and chosen and counts[0]:
+        share = min(1.0, chosen[0] / counts[0])
     total = 0.0
     for name, weight in model.named_parameters():
         # The weights of a norm and biases are no matrices.
@@ -140,12 +145,3 @@ def _matrix_flops(model: nn.Module, text: Any) -> float:
     if shared is not None and id(shared) in tables:
         total += (6 if shared.requires_grad else 4) * shared.numel()
     return total
-
-
-def _active_share(text: Any) -> float:
-    """Of a mixture's experts, the part that computes a token."""
-    counts = [one for key in _EXPERTS if isinstance(one := getattr(text, key, None), int)]
-    chosen = [one for key in _CHOSEN if isinstance(one := getattr(text, key, None), int)]
-    if not counts or not chosen or not counts[0]:
-        return 1.0
-    return min(1.0, chosen[0] / counts[0])

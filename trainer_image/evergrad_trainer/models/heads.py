@@ -17,10 +17,10 @@ class FullPrecisionHead(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits in fp32."""
         with torch.autocast(input.device.type, enabled=False):
-            # torch's annotation says that there always is one.
+            # torch declares a tensor, also for a layer without one.
             bias: Any = self.bias
-            bias = None if bias is None else bias.float()
-            return functional.linear(input.float(), self.weight.float(), bias)
+            own = None if bias is None else bias.float()
+            return functional.linear(input.float(), self.weight.float(), own)
 
 
 def make_full_precision(model: nn.Module) -> None:

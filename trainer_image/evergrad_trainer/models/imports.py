@@ -108,18 +108,16 @@ def _postpone_lists(tools: Any) -> None:
             # Others look for such names in every module: inspect, warnings, pickle.
             is_private = name.startswith("_") and name != "__all__"
             unread = vars(self).get("_unread") is not None
-            if unread and not is_known and self._has_part(name):
-                # `from transformers import initialization` asks for the name before it imports the part.
-                return importlib.import_module(f"{self.__name__}.{name}")
-            if unread and not is_known and not is_private:
-                _read_list(self, plain)
-                if name in vars(self):
-                    return vars(self)[name]
+            if unread and not is_known:
+                place = Path(vars(self)["__file__"]).parent / name
+                if place.with_suffix(".py").is_file() or (place / "__init__.py").is_file():
+                    # `from transformers import initialization` asks for the name before it imports the part.
+                    return importlib.import_module(f"{self.__name__}.{name}")
+                if not is_private:
+                    _read_list(self, plain)
+                    if name in vars(self):
+                        return vars(self)[name]
             return super().__getattr__(name)
-
-        def _has_part(self, name: str) -> bool:
-            place = Path(vars(self)["__file__"]).parent / name
-            return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
 
         def __reduce__(self) -> Any:
             _read_list(self, plain)

@@ -13,7 +13,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Runtime
 from evergrad_trainer import torch_private
 from evergrad_trainer.errors import ModelError
-from evergrad_trainer.models.build import ModelPlan
+from evergrad_trainer.models.build import DTYPES, PRODUCTS, ModelPlan
 
 SWITCHES: Final[dict[str, Callable[[bool], object]]] = {
     "flash": torch.backends.cuda.enable_flash_sdp,
@@ -54,8 +54,8 @@ def attention_shape(plan: ModelPlan, *, precision: str) -> AttentionShape | None
         num_heads=int(heads),
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_size=int(getattr(config, "head_dim", None) or hidden // heads),
-        # Under autocast the products of attention are in bf16 as well.
-        dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
+        # Under autocast the products of attention are of its type as well.
+        dtype=PRODUCTS[precision],
     )
 
 
@@ -151,6 +151,6 @@ def choose_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[object]]:
     """What a forward pass is computed in: products may be of another type than the weights."""
-    if precision != "bf16-autocast":
+    if PRODUCTS[precision] == DTYPES[precision]:
         return nullcontext
-    return functools.partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    return functools.partial(torch.autocast, device.type, dtype=PRODUCTS[precision])

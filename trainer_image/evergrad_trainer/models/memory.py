@@ -18,7 +18,7 @@ _ACCELERATOR_CONTEXT = int(1.5 * 2**30)
 """What the driver, the kernels' code and the buffers of NCCL take on an accelerator."""
 _MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0}
 """Values of an optimizer for each parameter; adafactor's few for each row and column are left out."""
-_WEIGHT_BYTES = {"fp32": 4, "bf16-autocast": 4, "bf16": 2}
+_WEIGHT_BYTES = {"fp32": 4, "bf16-autocast": 4, "fp16-autocast": 4, "bf16": 2}
 _AVERAGE_BYTES = 4
 GROUPS_GATHERED = 2
 """Blocks whose weights FSDP2 holds whole at once: the one that is computed and the one that is fetched."""
@@ -130,7 +130,7 @@ def memory_of(
         gathered += references * facts.vocab_size * facts.hidden_size * product
     else:
         exact = 8 if training.reproducibility.elastic == "exact" else 0
-        casts = 2 if runtime.precision == "bf16-autocast" else 0
+        casts = 2 if weight != product else 0
         state += exact * facts.num_trained + (1 + references) * casts * facts.parameters
         # A compiled block gives all its gradients at once, beside the buckets that they are added to.
         gathered = block * weight if compiles and world_size > 1 else 0

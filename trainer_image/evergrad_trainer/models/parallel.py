@@ -104,6 +104,9 @@ def shard(cuts: Sequence[Cut], world: World, sharding: Sharding) -> None:
         "bf16-autocast": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         ),
+        "fp16-autocast": MixedPrecisionPolicy(
+            param_dtype=torch.float16, reduce_dtype=torch.float32
+        ),
         "bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
     }.get(sharding.precision, MixedPrecisionPolicy())
     for cut in cuts:

@@ -53,8 +53,11 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += slope.T @ part
         # At most two tensors of the size of the inputs, and no logits.
-        sums = None if grad_weight is None else grad_weight.to(weight.dtype)
+        sums = None
+        if grad_weight is not None:
+            sums = grad_weight.to(kept_type(weight))
         ctx.save_for_backward(grad_hidden, sums)
+        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
@@ -65,8 +68,16 @@ class _ChunkedLoss(torch.autograd.Function):
         scaled_hidden = (
             None if grad_hidden is None else grad_hidden * slope.to(grad_hidden.dtype)
         )
-        scaled_weight = None if grad_weight is None else grad_weight * slope
+        scaled_weight = None if grad_weight is None else (grad_weight * slope).to(ctx.dtype)
         return scaled_hidden, scaled_weight, None, None, None
+
+
+def kept_type(weight: torch.Tensor) -> torch.dtype:
+    """The type in which a gradient of ``weight`` is kept until its loss is divided by what a step weighs.
+
+    fp16 ends at 65504, which a sum over the tokens of a micro-batch may pass, whatever the loss's scale is.
+    """
+    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
 
 
 def linear_cross_entropy(

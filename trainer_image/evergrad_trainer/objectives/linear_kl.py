@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from evergrad_trainer.data.token_source import IGNORE_INDEX
+from evergrad_trainer.objectives.linear_cross_entropy import kept_type
 
 ESTIMATORS: Final = ("nll_difference", "forward", "reverse")
 
@@ -86,7 +87,8 @@ class _ChunkedKl(torch.autograd.Function):
             del slope
         if grad_hidden is not None and grad_weight is not None:
             # Two tensors of the size of the inputs, and no logits.
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            ctx.save_for_backward(grad_hidden, grad_weight.to(kept_type(weight)))
+        ctx.dtype = weight.dtype
         policy, other, penalties, divergence = sums.unbind()
         total = policy + penalty.beta * penalties
         rest = (policy.clone(), other.clone(), penalties.clone(), divergence.clone())
@@ -99,7 +101,7 @@ class _ChunkedKl(torch.autograd.Function):
         slope = gradients[0]
         grad_hidden, grad_weight = ctx.saved_tensors
         scaled_hidden = grad_hidden * slope.to(grad_hidden.dtype)
-        return scaled_hidden, grad_weight * slope, None, None, None
+        return scaled_hidden, (grad_weight * slope).to(ctx.dtype), None, None, None
 
 
 def _log_probabilities(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

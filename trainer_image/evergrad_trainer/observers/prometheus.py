@@ -152,6 +152,8 @@ class PrometheusExporter(BaseObserver):
                 if share is not None:
                     metrics.set(name, share)
         metrics.set("learning_rate", record.learning_rate)
+        if record.loss_scale is not None:
+            metrics.set("loss_scale", record.loss_scale)
         metrics.set("world_size", record.world_size)
         metrics.observe("step_duration_seconds", record.step_seconds)
         metrics.set("rank_step_skew_seconds", record.rank_skew_seconds)

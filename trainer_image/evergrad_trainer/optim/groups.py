@@ -27,7 +27,13 @@ def group_parameters(model: nn.Module, settings: Optimizer) -> list[Group]:
     Matrices come before vectors, which are not decayed unless a group of the file says so. Raises ModelError
     where a pattern of the file names no trainable parameter.
     """
-    chosen = _choose_groups(model, settings.groups)
+    raise_if(unmatched_patterns(model, settings.groups), ModelError)
+    # The first group that names a parameter has it.
+    chosen: dict[nn.Parameter, ParameterGroup] = {}
+    for one in settings.groups:
+        for name, parameter in _trained(model):
+            if any(fnmatchcase(name, pattern) for pattern in one.parameters):
+                chosen.setdefault(parameter, one)
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for is_vector in (False, True):
         for parameter in model.parameters():
@@ -48,19 +54,6 @@ def group_parameters(model: nn.Module, settings: Optimizer) -> list[Group]:
         }
         for (decay, ratio), parameters in found.items()
     ]
-
-
-def _choose_groups(
-    model: nn.Module, groups: Sequence[ParameterGroup]
-) -> Mapping[nn.Parameter, ParameterGroup]:
-    """The first group that names a parameter, for each that one does."""
-    raise_if(unmatched_patterns(model, groups), ModelError)
-    chosen: dict[nn.Parameter, ParameterGroup] = {}
-    for group in groups:
-        for name, parameter in _trained(model):
-            if any(fnmatchcase(name, pattern) for pattern in group.parameters):
-                chosen.setdefault(parameter, group)
-    return chosen
 
 
 def unmatched_patterns(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[Problem]:

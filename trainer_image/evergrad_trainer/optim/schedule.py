@@ -75,29 +75,20 @@ def _wsd(rate: LearningRate, step: int) -> float:
     return SHAPES[rate.decay_shape](1.0, rate.minimum_ratio, share)
 
 
-def _linear(rate: LearningRate, step: int) -> float:
-    share = rate.share_of_decay(step, rate.after_warmup)
-    return SHAPES["linear"](1.0, rate.minimum_ratio, share)
+def _decaying(shape: str) -> Callable[[LearningRate, int], float]:
+    """A decay of one shape over all steps behind the warm-up."""
 
+    def value(rate: LearningRate, step: int) -> float:
+        share = rate.share_of_decay(step, rate.after_warmup)
+        return SHAPES[shape](1.0, rate.minimum_ratio, share)
 
-def _cosine(rate: LearningRate, step: int) -> float:
-    share = rate.share_of_decay(step, rate.after_warmup)
-    return SHAPES["cosine"](1.0, rate.minimum_ratio, share)
-
-
-def _constant(rate: LearningRate, step: int) -> float:
-    return 1.0
+    return value
 
 
 def _polynomial(rate: LearningRate, step: int) -> float:
     share = rate.share_of_decay(step, rate.after_warmup)
     shape = _falling(lambda share: (1 - share) ** rate.power)
     return shape(1.0, rate.minimum_ratio, share)
-
-
-def _inverse_square_root(rate: LearningRate, step: int) -> float:
-    # Vaswani et al. 2017, section 5.3, scaled to 1 at the end of the warm-up.
-    return math.sqrt(max(1, rate.warmup_steps) / step)
 
 
 def _pieces(rate: LearningRate, step: int) -> float:
@@ -112,11 +103,12 @@ def _pieces(rate: LearningRate, step: int) -> float:
 
 CURVES: Final[Mapping[str, Callable[[LearningRate, int], float]]] = {
     "wsd": _wsd,
-    "linear": _linear,
-    "cosine": _cosine,
-    "constant": _constant,
+    "linear": _decaying("linear"),
+    "cosine": _decaying("cosine"),
+    "constant": lambda rate, step: 1.0,
     "polynomial": _polynomial,
-    "inverseSquareRoot": _inverse_square_root,
+    # Vaswani et al. 2017, section 5.3, scaled to 1 at the end of the warm-up.
+    "inverseSquareRoot": lambda rate, step: math.sqrt(max(1, rate.warmup_steps) / step),
     "pieces": _pieces,
 }
 """Name of a schedule → ratio to the peak of a step from the end of the warm-up on."""

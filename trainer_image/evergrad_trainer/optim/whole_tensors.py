@@ -51,7 +51,15 @@ def build_muon(model: nn.Module, groups: Sequence[Group], settings: Optimizer) -
     The rate is scaled by 0.2 √(larger side), by which an update is as large as one of AdamW (Liu et al. 2025,
     Muon is Scalable for LLM Training), so that one learning rate and one decay fit both.
     """
-    outside = _tables_of(model)
+    # Weights of embeddings, and of the heads that transformers names: rows of them are looked up or chosen
+    # among, and are no linear map.
+    tables: list[nn.Module] = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    for module in model.modules():
+        find_head = getattr(module, "get_output_embeddings", None)
+        head = find_head() if callable(find_head) else None
+        tables += [head] if isinstance(head, nn.Module) else []
+    outside = {parameter for table in tables for parameter in table.parameters()}
+
     inside: list[Group] = []
     rest: list[Group] = []
     for group in groups:
@@ -75,17 +83,6 @@ def build_muon(model: nn.Module, groups: Sequence[Group], settings: Optimizer) -
     if rest:
         parts.append(adamw_over(rest, settings))
     return Several(parts)
-
-
-def _tables_of(model: nn.Module) -> set[nn.Parameter]:
-    """Weights of embeddings, and of the heads that transformers names: rows of them are looked up or chosen
-    among, and are no linear map."""
-    modules: list[nn.Module] = [one for one in model.modules() if isinstance(one, nn.Embedding)]
-    for module in model.modules():
-        find_head = getattr(module, "get_output_embeddings", None)
-        head = find_head() if callable(find_head) else None
-        modules += [head] if isinstance(head, nn.Module) else []
-    return {parameter for module in modules for parameter in module.parameters()}
 
 
 def build_adafactor(groups: Sequence[Group], settings: Optimizer) -> torch.optim.Adafactor:

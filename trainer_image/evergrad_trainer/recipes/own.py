@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -108,9 +108,15 @@ class Code:
         own = [index for index, frame in enumerate(stack) if self._is_own(frame.filename)]
         if not own:
             return None
+        # A sharded model gathers its weights under the task's calls: a peer is gone, or the network. The last
+        # frame of such a collective may be that of torch's operators, which lie elsewhere.
         below = [frame.filename for frame in stack[own[-1] + 1 :]]
-        if _is_collective(below) and _MIXED not in str(error):
-            # A sharded model gathers its weights under the task's calls: a peer is gone, or the network.
+        is_collective = any(
+            _COLLECTIVES in file
+            and (at == len(below) or not any(part in file for part in _OF_ONE_PROCESS))
+            for at, file in enumerate(below, start=1)
+        )
+        if is_collective and _MIXED not in str(error):
             return None
         return f"{stack[own[-1]].filename}:{stack[own[-1]].lineno}"
 
@@ -120,19 +126,6 @@ class Code:
         path = Path(file_name)
         is_below = path.is_absolute() and path.is_relative_to(self._folder)
         return is_below and "site-packages" not in path.parts
-
-
-def _is_collective(files: Sequence[str]) -> bool:
-    """Whether a call that went through ``files``, the innermost last, failed while it spoke with other
-    processes."""
-    if not files:
-        return False
-    # The last frame of a collective may be that of torch's operators, which lie elsewhere.
-    speaks = any(
-        _COLLECTIVES in file and not any(part in file for part in _OF_ONE_PROCESS)
-        for file in files
-    )
-    return speaks or _COLLECTIVES in files[-1]
 
 
 def load_own(

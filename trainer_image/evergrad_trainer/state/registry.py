@@ -10,6 +10,7 @@ name             tensors, as ``<name>.<its own name>``  values
 ``model``        parameters and persistent buffers
 ``optimizer``    ``<parameter>.<slot>``                 its scalars, such as Adam's ``step``
 ``ema``          ``<module>.<parameter>``, averaged     how many updates are in it
+``loss_scale``   the scale of fp16 and its count
 ``counters``                                            finished steps, and what was counted
 ``cursor``                                              next item of each source (compared)
 ``description``                                         the resolved model (compared)
@@ -49,6 +50,7 @@ CURSOR: Final = "cursor"
 DESCRIPTION: Final = "description"
 OPTIMIZER: Final = "optimizer"
 EMA: Final = "ema"
+LOSS_SCALE: Final = "loss_scale"
 MODEL: Final = "model"
 KEPT: Final = "kept"
 OBSERVERS: Final = "observers"
@@ -59,8 +61,8 @@ RECIPE: Final = "recipe"
 RESERVED: Final = frozenset(
     {COUNTERS, CURSOR, DESCRIPTION, OPTIMIZER, KEPT, OBSERVERS, FROZEN, SNAPSHOTS, TASK, RECIPE}
 )
-"""Names that no module of a task may have. ``ema`` is taken where the file asks for an average alone, because
-tasks are older than it."""
+"""Names that no module of a task may have. ``ema`` and ``loss_scale`` are taken where the file asks for them
+alone, because tasks are older than these."""
 
 Values = Mapping[str, Any]
 

@@ -30,6 +30,7 @@ from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.models.recomputation import recompute
 from evergrad_trainer.optim.average import Average
 from evergrad_trainer.optim.build import build_optimizer
+from evergrad_trainer.optim.loss_scale import LossScale, build_loss_scale
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.state.providers import (
@@ -38,7 +39,7 @@ from evergrad_trainer.state.providers import (
     OptimizerState,
     module_tensors,
 )
-from evergrad_trainer.state.registry import EMA, KEPT, OPTIMIZER, Registry
+from evergrad_trainer.state.registry import EMA, KEPT, LOSS_SCALE, OPTIMIZER, Registry
 from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.task import Modules
 from evergrad_trainer.training.calls import GuardedStream, build_loss, build_measures
@@ -93,6 +94,8 @@ class Machinery:
     """The frozen modules that the run makes of trained ones."""
     average: Average | None
     """Of the trained weights, where the file asks for one."""
+    loss_scale: LossScale | None
+    """Of what is trained with products in fp16."""
     kernels: Mapping[str, str]
     """What computes here, for the run's provenance: device, matrix products, attention."""
 
@@ -129,10 +132,8 @@ def build_machinery(
     with_weights: bool,
     is_trained: bool = True,
 ) -> Machinery:
-    """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows.
-
-    ``is_trained=False``: without an optimizer, whose state takes twice the memory of the weights.
-    """
+    """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows,
+    ``is_trained=False`` without an optimizer, whose state takes twice the memory of the weights."""
     runtime, device = training.runtime, world.device
     choose_determinism(training.reproducibility, device)
     # Before anything is computed or compiled: graphs are made for the kernels that are switched on.
@@ -159,12 +160,9 @@ def build_machinery(
     is_whole = is_compiled and not has_blocks and not is_sharded
     optimizer = build_optimizer(model, training.optimizer) if is_trained else None
     average = None if training.ema is None else Average(modules.trained, training.ema)
+    loss_scale = build_loss_scale(runtime.precision, device) if is_trained else None
     held_frozen = hash_frozen(modules)
-
-    def build_again() -> Modules:
-        # A function of the seed, so that every process gets the same values.
-        return _build_modules(training, opened, plan)[0]
-
+    build_again = functools.partial(_build_modules, training, opened, plan)
     return Machinery(
         opened=opened,
         modules=modules,
@@ -174,12 +172,13 @@ def build_machinery(
         is_sharded=is_sharded,
         shards=(runtime.shards or world.size) if is_sharded else 1,
         autocast=choose_autocast(runtime.precision, device),
-        registry=_register(modules, model, optimizer, average, build_again),
+        registry=_register(modules, model, optimizer, average, loss_scale, build_again),
         frozen={**held_frozen, **whole_hashes.hashes()},
         held_frozen=held_frozen,
         cut_frozen=tuple(cut_frozen.values()),
         snapshots=Snapshots(modules, is_sharded=is_sharded),
         average=average,
+        loss_scale=loss_scale,
         kernels=kernels,
     )
 
@@ -239,12 +238,16 @@ def _register(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     average: Average | None,
-    build_again: Callable[[], Modules],
+    loss_scale: LossScale | None,
+    build_again: Callable[[], tuple[Modules, list[DeferredModel]]],
 ) -> Registry:
-    """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept."""
+    """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept.
+
+    ``build_again``: a function of the seed, so that every process gets the same values.
+    """
 
     def initial_of(name: str) -> Mapping[str, torch.Tensor]:
-        return module_tensors(build_again().trained[name])
+        return module_tensors(build_again()[0].trained[name])
 
     registry = Registry()
     for name, module in modules.trained.items():
@@ -255,8 +258,12 @@ def _register(
         registry.register(OPTIMIZER, OptimizerState(optimizer, parameters))
     if average is not None:
         registry.register(EMA, average)
+    if loss_scale is not None:
+        registry.register(LOSS_SCALE, loss_scale)
     if modules.kept:
-        registry.register(KEPT, KeptTensors(modules.kept, initial=lambda: build_again().kept))
+        registry.register(
+            KEPT, KeptTensors(modules.kept, initial=lambda: build_again()[0].kept)
+        )
     return registry
 
 
@@ -396,6 +403,7 @@ def build_stepper(
             overrides=training.overrides,
         ),
         autocast=machinery.autocast,
+        loss_scale=machinery.loss_scale,
         clock=build_clock(device),
     )
     settings = StepSettings(
@@ -469,8 +477,7 @@ def _build_rhythm(every: SaveEvery | None, training: Training) -> Rhythm | None:
         return None
     if every.tokens is None:
         return Rhythm(every.steps or 1)
-    per_step = training.batching.global_batch_size * training.data.sequence_length
-    return Rhythm(every.tokens, per_step)
+    return Rhythm(every.tokens, training.batching.global_batch_size * training.sample_tokens)
 
 
 def build_best(training: Training) -> Best | None:

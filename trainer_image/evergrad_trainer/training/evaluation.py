@@ -39,10 +39,6 @@ class EvaluationResult:
     seconds: float
 
 
-def _keep_means(means: Mapping[str, float], stage: Stage) -> Mapping[str, float]:
-    return means
-
-
 @dataclass(frozen=True)
 class Measure:
     """What is measured on a set.
@@ -54,7 +50,9 @@ class Measure:
 
     loss_of: Callable[[Tensors, Stage], Loss]
     names: Sequence[str] = ()
-    summarize: Callable[[Mapping[str, float], Stage], Mapping[str, float]] = _keep_means
+    summarize: Callable[[Mapping[str, float], Stage], Mapping[str, float]] = (
+        lambda means, stage: means
+    )
     is_own: bool = False
 
     def within(self, stage: Stage) -> "Measure":

@@ -60,7 +60,7 @@ class Totals:
 
         Means are a unit of weight, and not a number where nothing has weight.
         """
-        has_loss = skipped in (None, "grad")
+        has_loss = skipped in (None, "grad", "overflow")
         metrics = {name: _mean(sums, self.weight) for name, sums in self.parts.items()}
         return StepOutcome(
             step=step,

@@ -203,8 +203,9 @@ def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
         progress.skipped += 1
     if outcome.is_non_finite:
         progress.non_finite += 1
-    elif outcome.skipped != "requested":
-        # A step that was passed over says nothing about whether the ones around it are finite.
+    elif outcome.skipped not in ("requested", "overflow"):
+        # A step that was passed over says nothing about whether the ones around it are finite, and one that
+        # lowered the scale of fp16 little.
         progress.non_finite = 0
 
     # Remembered, and not done at once: a world that breaks in the evaluation leaves the save to the next one.

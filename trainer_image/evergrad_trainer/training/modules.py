@@ -14,7 +14,7 @@ from evergrad_trainer.models.deferred import DeferredModel
 from evergrad_trainer.models.parallel import Cut, find_shared, transformer_blocks
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.state.providers import base_tensors, module_tensors
-from evergrad_trainer.state.registry import EMA, RESERVED
+from evergrad_trainer.state.registry import EMA, LOSS_SCALE, RESERVED
 from evergrad_trainer.task import Modules
 
 _RECIPE: Final = "spec.training.recipe"
@@ -38,11 +38,16 @@ def check_modules(modules: Modules, training: Training, code: Code) -> None:
 def module_problems(modules: Modules, training: Training) -> list[Problem]:
     """Why the state of these modules could not be registered, or not be cut over ranks."""
     problems = []
+    reserved = set(RESERVED)
+    if training.ema is not None:
+        reserved.add(EMA)
+    if training.runtime.precision == "fp16-autocast":
+        reserved.add(LOSS_SCALE)
     for name in modules.trained:
         why = ""
         if not name or "." in name:
             why = "it is the first part of the names of its tensors, which a dot ends"
-        elif name in RESERVED or (name == EMA and training.ema is not None):
+        elif name in reserved:
             why = f"{name} is another part of the run's state"
         elif hasattr(nn.ModuleDict(), name):
             # All trained modules become children of one module, whose own attributes they must not hide.

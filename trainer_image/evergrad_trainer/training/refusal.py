@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.optim.loss_scale import LossScale
 from evergrad_trainer.training.exchange import Totals
 
 
@@ -15,12 +16,13 @@ def refuse(
     overflow: Problem | None,
     *,
     describe_samples: Callable[[int], str],
+    loss_scale: LossScale | None = None,
 ) -> tuple[str | None, tuple[Problem, ...]]:
     """One of causes.SKIPS with its problems, or None; the same on every rank, from what all of them know
     alike.
 
     ``overflow``: what kept the gradients from being summed. ``describe_samples``: the samples of a slot, for
-    messages.
+    messages. ``loss_scale``: what the loss was multiplied by.
     """
     # Losses first: a loss names its slot and samples, a gradient cannot.
     losses = tuple(
@@ -36,6 +38,11 @@ def refuse(
     )
     if losses:
         return "loss", losses
+    is_spoiled = overflow is not None or not math.isfinite(norm)
+    if is_spoiled and loss_scale is not None and loss_scale.can_fall:
+        what = f"a gradient is no finite number in fp16 at a loss scale of {loss_scale.value:g}"
+        why = "a scale is raised until gradients overflow, and halved where they do"
+        return "overflow", (Problem(f"step {step}", what, why, "Nothing was updated"),)
     if overflow is not None:
         return "grad", (replace(overflow, path=f"step {step}, {overflow.path}"),)
     if not math.isfinite(norm):

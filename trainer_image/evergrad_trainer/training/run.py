@@ -139,6 +139,7 @@ def build_record(run: Run, outcome: StepOutcome, *, total: float) -> StepRecord:
         time=time.time(),
         skipped=outcome.skipped,
         metrics=outcome.metrics,
+        loss_scale=outcome.loss_scale,
     )
 
 

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.optim.groups import set_learning_rate
 from evergrad_trainer.optim.schedule import value_at
 from evergrad_trainer.task import Loss
-from evergrad_trainer.training.exchange import Sums
+from evergrad_trainer.training.exchange import Sums, Totals
 from evergrad_trainer.training.refusal import refuse
 from evergrad_trainer.training.step_parts import (
     NoHeartbeat,
@@ -55,6 +56,7 @@ class Stepper:
         :meth:`Sums.exchange`: a rank that is through it finishes the step, whatever becomes of others.
         """
         parts, settings, clock = self._parts, self._settings, self._parts.clock
+        loss_scale = None if parts.loss_scale is None else parts.loss_scale.value
         sums = Sums(
             step,
             world,
@@ -78,31 +80,26 @@ class Stepper:
         # Collective, the last one: flags, weights, hashes, losses, the norm and step numbers of all ranks, in
         # one small vector. Each rank waits here for the slowest.
         totals = sums.exchange(norm, busy_seconds=clock.busy_seconds())
-        scale = settings.nominal_weight / max(1, totals.weight)
+        scale = settings.nominal_weight / max(1, totals.weight) / (loss_scale or 1.0)
         grad_norm = math.nan if overflow else totals.norm * scale
         clock.mark("communication")
 
         # From here on nobody waits for anybody: the update is made on all ranks or on none.
-        learning_rate = parts.schedule(step)
         skipped: str | None = "requested"
         problems: tuple[Problem, ...] = ()
         if not is_skipped:
-            describe = functools.partial(self._describe_samples, step)
-            skipped, problems = refuse(
-                step, totals, grad_norm, overflow, describe_samples=describe
-            )
-        if skipped is None:
-            self._update(step, scale, grad_norm, learning_rate)
+            skipped, problems = self._follow(step, totals, grad_norm, overflow, scale=scale)
         clock.mark("optimizer")
 
-        return totals.outcome(
+        outcome = totals.outcome(
             step,
             skipped=skipped,
             problems=problems,
-            learning_rate=learning_rate,
+            learning_rate=parts.schedule(step),
             grad_norm=grad_norm,
             seconds=clock.seconds(),
         )
+        return replace(outcome, loss_scale=loss_scale)
 
     def warm_up(self, world: World) -> None:
         """Compile and allocate what the first step would, and change nothing: one slot, whose gradients are
@@ -205,11 +202,32 @@ class Stepper:
             loss = parts.loss_of(tensors, stage)
         # Divided here, not after the sum, so that gradients of big batches stay in the range of their type.
         share = scale / settings.nominal_weight
+        if parts.loss_scale is not None:
+            share *= parts.loss_scale.value
         (loss.total * share).backward()
         parts.gradients.after_backward()
         return loss
 
-    def _update(self, step: int, scale: float, norm: float, learning_rate: float) -> None:
+    def _follow(
+        self, step: int, totals: Totals, norm: float, overflow: Problem | None, *, scale: float
+    ) -> tuple[str | None, tuple[Problem, ...]]:
+        """Make the update, or return why there is none: see :func:`refuse`."""
+        loss_scale = self._parts.loss_scale
+        skipped, problems = refuse(
+            step,
+            totals,
+            norm,
+            overflow,
+            describe_samples=functools.partial(self._describe_samples, step),
+            loss_scale=loss_scale,
+        )
+        if skipped is None:
+            self._update(step, scale, norm)
+        if loss_scale is not None:
+            loss_scale.follow(skipped)
+        return skipped, problems
+
+    def _update(self, step: int, scale: float, norm: float) -> None:
         """Make the gradients those of the mean over the weight, no longer than the limit, and follow them."""
         limit = value_at(step, self._settings.clip_norm, self._settings.clip_norms)
         is_too_long = bool(limit) and norm > limit
@@ -218,7 +236,7 @@ class Stepper:
         # One pass over all gradients for both, and none where there is nothing to scale.
         if factor != 1.0:
             torch_private.scale(self._gradients(), factor)
-        set_learning_rate(self._parts.optimizer, learning_rate)
+        set_learning_rate(self._parts.optimizer, self._parts.schedule(step))
         self._parts.optimizer.step()
 
     def _gradients(self) -> list[torch.Tensor]:

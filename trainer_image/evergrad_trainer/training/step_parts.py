@@ -13,6 +13,7 @@ from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.models.gradients import GradientSum
+from evergrad_trainer.optim.loss_scale import LossScale
 from evergrad_trainer.optim.schedule import LearningRate
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training.phase_clock import HostClock, PhaseClock
@@ -51,6 +52,8 @@ class StepParts:
     prefetcher: Prefetcher
     schedule: LearningRate
     autocast: Callable[[], AbstractContextManager[object]]
+    loss_scale: LossScale | None = None
+    """Of products in fp16."""
     clock: PhaseClock = field(default_factory=HostClock)
 
 
@@ -59,7 +62,8 @@ class StepOutcome:
     """Result of a step, the same on every rank. ``flags[i]``: some rank raised flag i before the step.
 
     ``metrics``: the means of the loss's parts. ``seconds``: by phase, see :class:`PhaseClock`. ``skipped``:
-    one of causes.SKIPS where the step made no update, and ``problems`` says why in words.
+    one of causes.SKIPS where the step made no update, and ``problems`` says why in words. ``loss_scale``:
+    what the loss was multiplied by, where there is a scale.
     """
 
     step: int
@@ -74,6 +78,7 @@ class StepOutcome:
     rank_skew_seconds: float
     skipped: str | None = None
     problems: tuple[Problem, ...] = ()
+    loss_scale: float | None = None
 
     @property
     def is_non_finite(self) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 from evergrad_coordinator.metrics import declare
 from evergrad_coordinator.wire import to_camel
 from evergrad_manifest.derive import is_model_trained
+from evergrad_manifest.differences import ABSENT, Change
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.identity import ABSENT, Change, changed_settings, from_wire
+from evergrad_manifest.identity import changed_settings, from_wire
 from evergrad_trainer.models.compilation import should_compile
 from evergrad_trainer.models.compile_cache import save_compiled
 from evergrad_trainer.models.determinism import describe_determinism
@@ -164,7 +165,13 @@ def _announce_extension(session: Session, *, from_steps: int) -> None:
 def describe_run(session: Session, machinery: Machinery) -> RunInfo:
     """What observers know before the first step they see."""
     plan, world = session.plan, session.world
-    runtime = plan.run.training.runtime
+    training, runtime = plan.run.training, plan.run.training.runtime
+    # The formula is of a language model that is trained.
+    flops_of_token = flops_per_token(
+        machinery.model,
+        plan.model.config if is_model_trained(training) else None,
+        sequence_length=training.data.sequence_length,
+    )
     return RunInfo(
         name=plan.run.metadata.name,
         generation=world.generation,
@@ -179,8 +186,10 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
         model=plan.model.name,
         run_directory=str(plan.run_directory),
         run_id=session.progress.run_id,
-        flops_per_step=_flops_per_step(session, machinery),
-        peak_flops=plan.run.training.logging.peak_flops
+        flops_per_step=None
+        if flops_of_token is None
+        else flops_of_token * plan.numbers.tokens_per_step,
+        peak_flops=training.logging.peak_flops
         or device_peak(
             world.device,
             precision=runtime.precision,
@@ -192,15 +201,6 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
             for column in declare(session.opened.task.metrics)
         },
     )
-
-
-def _flops_per_step(session: Session, machinery: Machinery) -> float | None:
-    plan = session.plan
-    length = plan.run.training.data.sequence_length
-    # The formula is of a language model that is trained.
-    config = plan.model.config if is_model_trained(plan.run.training) else None
-    per_token = flops_per_token(machinery.model, config, sequence_length=length)
-    return None if per_token is None else per_token * plan.numbers.tokens_per_step
 
 
 def announce_first_step(session: Session) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from evergrad_manifest.differences import changed_fields, show_value
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.identity import changed_fields, show_value
 from evergrad_manifest.training import InitFrom
 from evergrad_trainer.checkpoint.files import hash_bytes, hash_file
 from evergrad_trainer.checkpoint.restoring import Restored
@@ -30,16 +30,8 @@ from evergrad_trainer.training.calls import enter_first
 from evergrad_trainer.worker.session import BEGUN_FROM, Session
 
 _FIELD: Final = "spec.training.initFrom"
-_POSITION: Final = (
-    "data",
-    "rows",
-    "tokenizer",
-    "batching",
-    "reproducibility",
-    "twoStageKl",
-    "latentEdit",
-)
-"""Sections of a recipe that decide which samples a step has."""
+_NO_POSITION: Final = ("model", "optimizer", "schedule", "ema", "horizon", "runtime")
+"""Sections of a recipe that have no say in which samples a step has."""
 _COUNTED: Final = ("step", "evaluated_step", "updates", "skipped", "non_finite")
 """Counters that go on in a run which begins with all of another one's state. The others are of its own
 directory: the run's id, the best of its checkpoints, wishes of its observers."""
@@ -58,7 +50,7 @@ def begin(session: Session, machinery: Machinery) -> None:
     path = session.plan.base_directory / wanted.path
     raise_if(check_initial(path, session.plan.run.training.model.lora), CheckpointError)
     if (path / "config.json").is_file():
-        _require_weights_alone(wanted)
+        _require_weights_alone(wanted, machinery)
         config = session.plan.model.require_config()
         load_model_directory(path, machinery.state(), config=config)
         source = {"checkpoint": "", "step": 0, "hash": _hash_weights(session, path)}
@@ -130,17 +122,21 @@ def _check_same(
     )
 
 
-def _require_weights_alone(wanted: InitFrom) -> None:
+def _require_weights_alone(wanted: InitFrom, machinery: Machinery) -> None:
     given = {"load": wanted.load != "weights", "step": wanted.step is not None}
     why = "a transformers directory has weights, and neither steps nor an optimizer's state"
-    raise_if(
-        [
-            Problem(f"{_FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
-            for key, is_given in given.items()
-            if is_given
-        ],
-        ConfigurationError,
-    )
+    problems = [
+        Problem(f"{_FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
+        for key, is_given in given.items()
+        if is_given
+    ]
+    if MODEL not in machinery.modules.trained:
+        what = f"{wanted.path} is a transformers directory"
+        names = ", ".join(machinery.modules.trained)
+        why = f"its weights are those of a model, and what is trained is {names}"
+        remedy = "Name a run of this recipe, or leave initFrom out"
+        problems.append(Problem(f"{_FIELD}.path", what, why, remedy))
+    raise_if(problems, ConfigurationError)
 
 
 def _hash_weights(session: Session, path: Path) -> str:
@@ -155,11 +151,12 @@ def _hash_weights(session: Session, path: Path) -> str:
 
 def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) -> Restored:
     """Fill the state from a checkpoint of another run, as far as is asked for."""
-    prefix: str | tuple[str, ...] = f"{MODEL}."
+    trained = machinery.modules.trained
+    prefix = tuple(f"{name}." for name in ([MODEL] if MODEL in trained else trained))
     if wanted.load == "optimizer":
-        prefix = tuple(f"{name}." for name in (*machinery.modules.trained, OPTIMIZER))
+        prefix = tuple(f"{name}." for name in (*trained, OPTIMIZER))
     elif wanted.load == "everything":
-        prefix = ""
+        prefix = ("",)
     # Collectives: rank 0 chooses and reads, the others get what it has read.
     loaded = load_weights(
         path,
@@ -210,7 +207,7 @@ def _check_position(session: Session, loaded: Restored, values: Mapping[str, Val
         changes = [
             (field, old, new)
             for field, old, new in changed_fields(stored, own)
-            if stored and own and field.split(".")[2].split("[")[0] in _POSITION
+            if stored and own and field.split(".")[2].split("[")[0] not in _NO_POSITION
         ]
         problems += [
             Problem(

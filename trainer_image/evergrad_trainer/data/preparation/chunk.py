@@ -148,7 +148,15 @@ def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[Outcome]:
     Raises DataError, OSError.
     """
     if isinstance(job, SplitJob):
-        yield _split_once(job)
+        try:
+            outcome = _split(job)
+        except FileNotFoundError:
+            # A helper that outlived its killed parent was doing the same job and has finished it.
+            known = finished(Attempt(job.attempt), "split", job.number)
+            if known is None:
+                raise
+            outcome = known
+        yield outcome
         return
     with TextReader(job.form) as reader:
         for chunk in job.chunks:
@@ -161,17 +169,6 @@ def execute(job: Job, tokenizer: TextTokenizer) -> Iterator[Outcome]:
                 if job.form.rows is not None:
                     job.form.rows.encode(tokenizer, texts, lines, tally)
             yield Outcome(chunk.number, {}, {}, tally)
-
-
-def _split_once(job: SplitJob) -> Outcome:
-    try:
-        return _split(job)
-    except FileNotFoundError:
-        # A helper that outlived its killed parent was doing the same job and has finished it.
-        outcome = finished(Attempt(job.attempt), "split", job.number)
-        if outcome is None:
-            raise
-        return outcome
 
 
 def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:

@@ -219,8 +219,9 @@ class DocumentReader:
             if not text:
                 continue
             if has_surrogates and self._render is not None:
-                # Replaced field by field, before its text was made.
-                self.tally.repaired += _has_lone_surrogate(line)
+                # Replaced field by field, before its text was made: whether there was one shows in the line.
+                plain = json.dumps(json.loads(line or "null"), ensure_ascii=False)
+                self.tally.repaired += replace_lone_surrogates(plain) != plain
             elif has_surrogates:
                 repaired = replace_lone_surrogates(text)
                 self.tally.repaired += repaired != text
@@ -295,12 +296,6 @@ class DocumentReader:
     def _count(self, reason: Reason) -> str:
         self.tally.skipped[reason] += 1
         return ""
-
-
-def _has_lone_surrogate(line: str | None) -> bool:
-    """Whether a line of JSON escapes half a surrogate pair."""
-    text = json.dumps(json.loads(line or "null"), ensure_ascii=False)
-    return replace_lone_surrogates(text) != text
 
 
 def _json_type(value: Any) -> str:

@@ -133,8 +133,11 @@ def find_files(
         left_out = _identities(prepared_directory) - _identities(folder)
         found: set[Path] = set()
         for one in _match(folder, parts[first:], left_out, is_named=True):
+            # A compressed file has the ending of its type before that of its compression.
+            is_packed = source.type in ("jsonl", "text") and one.name.endswith(_PACKED_ENDINGS)
+            name = one.stem if is_packed else one.name
             # Two ** find a file once for each way to divide its folders between them.
-            if is_pattern or _is_of_type(one, source.type):
+            if is_pattern or name.endswith(_ENDINGS[source.type]):
                 found.add(one)
             # One more than may be: a pattern that matches a whole disk is not followed to its end.
             if len(found) > MOST_FILES:
@@ -213,13 +216,6 @@ def _match(
                 yield folder / name
 
 
-def _is_of_type(file: Path, kind: str) -> bool:
-    name = file.name
-    if kind in ("jsonl", "text") and name.endswith(_PACKED_ENDINGS):
-        name = file.stem
-    return name.endswith(_ENDINGS[kind])
-
-
 def _problems_of_number(source: SourceEntry, number: int, *, is_pattern: bool) -> list[Problem]:
     """None or too many files."""
     where, named = str(source.path), f"{source.field}.path names it"
@@ -265,15 +261,12 @@ def _file_problems(source: SourceEntry, path: Path, *, of_many: bool = False) ->
         return [too_large_document(path, f"{found.st_size} bytes", source)]
     if source.type != "tokens":
         return []
-    return _problems_of_tokens(source, path, found.st_size)
 
-
-def _problems_of_tokens(source: SourceEntry, path: Path, size: int) -> list[Problem]:
-    where, width = str(path), np.dtype(source.dtype).itemsize
     # By the name alone: any bytes may be ids.
     if path.name.endswith(_PACKED_ENDINGS):
         why = "token ids are read where they lie, at any place"
         return [Problem(where, "is compressed", why, "Decompress it")]
+    size, width = found.st_size, np.dtype(source.dtype).itemsize
     if size % width:
         why = f"its size, {size} bytes, is not a multiple of {width} ({source.field}.dtype is {source.dtype})"
         remedy = "Check the dtype; if it is right the file is truncated: copy it again"

@@ -105,7 +105,11 @@ class PairFormat:
             )
         before = read_messages(prompt, row[prompt]) if prompt in row else []
         # Without a prompt of its own it is what both conversations begin with.
-        shared = 0 if before else _count_shared(*completions)
+        shared = 0
+        for chosen, rejected in zip(*completions, strict=False):
+            if before or chosen != rejected:
+                break
+            shared += 1
         texts = []
         for field, messages in zip(fields, completions, strict=True):
             if shared == len(messages):
@@ -176,13 +180,3 @@ def read_format(value: Mapping[str, Any]) -> RowFormat | PairFormat:
     names = (_CHOSEN, "rejected_field")
     rows = {key: one for key, one in value.items() if key not in names}
     return PairFormat(RowFormat.from_json(rows), *(value[name] for name in names))
-
-
-def _count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many values both begin with."""
-    shared = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        shared += 1
-    return shared

@@ -94,8 +94,16 @@ def read_rows(
     row = first_row
     with _opened(path) as file:
         for batch in _batches(file, groups, [column]):
+            values = batch.column(0)
+            try:
+                found: list[str | bytes | None] = values.to_pylist()
+            except UnicodeDecodeError:
+                # All of them as bytes, where one is no UTF-8: which one shows as each is decoded.
+                if hasattr(values, "dictionary_decode"):
+                    values = values.dictionary_decode()
+                found = values.cast("large_binary").to_pylist()
             texts, lines = [], []
-            for number, value in enumerate(_values(batch.column(0)), row):
+            for number, value in enumerate(found, row):
                 text = _text_of(value, number, column, tally)
                 if text:
                     texts.append(text)
@@ -159,36 +167,22 @@ def _objects(batch: Any) -> Iterator[dict[str, Any] | None]:
     try:
         found: list[dict[str, Any] | None] = batch.to_pylist()
     except UnicodeDecodeError:
-        found = [_object(batch.slice(index, 1)) for index in range(batch.num_rows)]
+        # One such value fails the whole batch: each row by itself shows which of them have one.
+        found = []
+        for index in range(batch.num_rows):
+            try:
+                found += batch.slice(index, 1).to_pylist()
+            except UnicodeDecodeError:
+                found.append(None)
     # Each row has all columns, and each structure all its fields: one without a value is as if it were not
     # there, so that a file may hold conversations and prompts.
     yield from (None if one is None else _without_nulls(one) for one in found)
-
-
-def _object(single: Any) -> dict[str, Any] | None:
-    try:
-        (found,) = single.to_pylist()
-    except UnicodeDecodeError:
-        return None
-    row: dict[str, Any] = found
-    return row
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
-def _values(column: Any) -> list[str | bytes | None]:
-    """The values of a column; all as bytes where one of them is no UTF-8."""
-    try:
-        values: list[str | bytes | None] = column.to_pylist()
-    except UnicodeDecodeError:
-        if hasattr(column, "dictionary_decode"):
-            column = column.dictionary_decode()
-        values = column.cast("large_binary").to_pylist()
-    return values
 
 
 def _text_of(value: str | bytes | None, row: int, column: str, tally: Tally) -> str:

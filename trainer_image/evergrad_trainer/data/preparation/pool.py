@@ -117,7 +117,7 @@ class _Worker:
     def receive(self) -> tuple[list[Outcome], bool]:
         """The outcomes that have come of the job sent last, and whether it is done.
 
-        Waits for at least a part of one. Raises what the job raised.
+        Waits for at least a part of one. Raises what the job raised in its helper.
         """
         # Not through a buffer of Python's, in which a line could wait that the selector knows nothing of.
         data = os.read(self.output.fileno(), _PIPE_BYTES)
@@ -129,8 +129,13 @@ class _Worker:
         for answer in answers:
             if "outcome" in answer:
                 outcomes.append(Outcome.from_json(answer["outcome"]))
+            elif "problems" in answer:
+                raise DataError(*(Problem(**problem) for problem in answer["problems"]))
+            elif "os" in answer:
+                number, text, name = answer["os"]
+                raise OSError(number, text, name or None)
             elif "done" not in answer:
-                raise _error_of(answer)
+                raise EvergradError(f"a helper process of prepare failed:\n{answer['failure']}")
         return outcomes, bool(answers) and "done" in answers[-1]
 
     def close(self) -> None:
@@ -153,16 +158,6 @@ class _Worker:
         return EvergradError(
             f"a helper process of prepare ended with status {status}; its own message is above"
         )
-
-
-def _error_of(answer: dict[str, Any]) -> Exception:
-    """What a job raised in its helper."""
-    if "problems" in answer:
-        return DataError(*(Problem(**problem) for problem in answer["problems"]))
-    if "os" in answer:
-        number, text, name = answer["os"]
-        return OSError(number, text, name or None)
-    return EvergradError(f"a helper process of prepare failed:\n{answer['failure']}")
 
 
 def build_pool(

@@ -229,7 +229,7 @@ def _tokenize(
     Chunks that an earlier attempt finished are taken over.
     """
     source, recipe = preparation.source, preparation.recipe
-    chunks = preparation.content.chunks
+    attempt, chunks = preparation.attempt, preparation.content.chunks
     form, tally = TextFormat.of(source, recipe.rows), Tally()
     outcomes: dict[int, Outcome] = {}
 
@@ -240,16 +240,24 @@ def _tokenize(
             # be published, only the errors are counted.
             yield TokenizeJob(
                 form,
-                preparation.attempt.directory,
+                attempt.directory,
                 run,
                 is_whole=recipe.held_out is not None,
                 only_check=recipe.malformed == "refuse" and tally.malformed > 0,
             )
 
     report.show(source.name)
-    # All records before the first job: jobs() leaves out what is in ``outcomes``.
-    recorded = filter(None, (_recorded(preparation, chunk.number) for chunk in chunks))
-    for outcome in chain(list(recorded), _run_lazily(pool, jobs())):
+    # All records before the first job: jobs() leaves out what is in ``outcomes``. Only those whose files are
+    # still whole; once split, the chunk's are gone, and those of its parts are there instead.
+    recorded = []
+    for chunk in chunks:
+        known = finished(attempt, "tokenize", chunk.number)
+        if known is None:
+            continue
+        parts = finished(attempt, "split", chunk.number) if recipe.held_out else None
+        if any(one is not None and _is_intact(preparation, one) for one in (parts, known)):
+            recorded.append(known)
+    for outcome in chain(recorded, _run_lazily(pool, jobs())):
         outcomes[outcome.number] = outcome
         tally.add(outcome.tally)
         chunk = chunks[outcome.number]
@@ -266,22 +274,6 @@ def _run_lazily(pool: Callable[[], Pool], jobs: Iterator[Job]) -> Iterator[Outco
     first = next(jobs, None)
     if first is not None:
         yield from pool().run(chain([first], jobs))
-
-
-def _recorded(preparation: Preparation, number: int) -> Outcome | None:
-    """The outcome of this chunk in an earlier attempt, if its files are still whole."""
-    attempt = preparation.attempt
-    outcome = finished(attempt, "tokenize", number)
-    if outcome is None:
-        return None
-    # Once split, the whole chunk's files are gone, and those of its parts are there instead.
-    if preparation.recipe.held_out:
-        split = finished(attempt, "split", number)
-        if split is not None and _is_intact(preparation, split):
-            return outcome
-    if _is_intact(preparation, outcome):
-        return outcome
-    return None
 
 
 def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
@@ -59,8 +59,16 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
 
 def _of_tokenizer(directory: Path) -> tuple[str | None, dict[str, str]]:
     """The chat template of a tokenizer's directory, if it has one, and its special tokens by name."""
-    # Some versions name the special tokens in a file of their own.
-    configs = [_read_object(directory / name) for name in (_SPECIAL_TOKENS, _CONFIG)]
+    # Some versions name the special tokens in a file of their own, which others do not write.
+    configs = []
+    for name in (_SPECIAL_TOKENS, _CONFIG):
+        path = directory / name
+        try:
+            value = json.loads(_read(path)) if path.is_file() else {}
+        except ValueError as error:
+            what, remedy = "is not valid JSON", "Copy the file again"
+            raise DataError(Problem(str(path), what, str(error), remedy)) from error
+        configs.append(value if isinstance(value, dict) else {})
     variables = {}
     for name in _TOKENS:
         for config in configs:
@@ -81,18 +89,6 @@ def _of_tokenizer(directory: Path) -> tuple[str | None, dict[str, str]]:
         }
         template = named.get("default")
     return (template if isinstance(template, str) else None), variables
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is no such file. Raises DataError."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read(path))
-    except ValueError as error:
-        remedy = "Copy the file again"
-        raise DataError(Problem(str(path), "is not valid JSON", str(error), remedy)) from error
-    return value if isinstance(value, dict) else {}
 
 
 def _read(path: Path) -> str:

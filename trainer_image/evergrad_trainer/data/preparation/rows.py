@@ -72,9 +72,15 @@ class RowFormat:
             what = f"the row has {self.messages_field!r} and {given[0]!r}"
             raise RowError(what, "it is a conversation, or a prompt with a completion")
         if has_messages:
-            return self._render_messages(row)
+            messages = read_messages(self.messages_field, row[self.messages_field])
+            return self.render_conversation(messages, row)
         if len(given) == 2:
-            return self._render_prompt(row)
+            prompt, completion = (_text_in(row, key, f"the field {key!r}") for key in keys)
+            if not completion:
+                what = f"the field {self.completion_field!r} is empty"
+                raise RowError(what, "there is nothing to learn")
+            span = Span(len(prompt), len(prompt) + len(completion))
+            return MarkedText(prompt + completion, (span,), is_open=True)
         if given:
             (missing,) = set(keys) - set(given)
             raise RowError(f"the row has no field {missing!r}", f"it has {given[0]!r}")
@@ -82,21 +88,6 @@ class RowFormat:
         names = ", ".join(repr(name[:40]) for name in list(row)[:5]) or "none"
         what = f"the row has neither {self.messages_field!r} nor {keys[0]!r} and {keys[1]!r}"
         raise RowError(what, f"its fields are {names}")
-
-    def _render_prompt(self, row: Mapping[str, Any]) -> MarkedText:
-        prompt, completion = (
-            _text_in(row, key, f"the field {key!r}")
-            for key in (self.prompt_field, self.completion_field)
-        )
-        if not completion:
-            what = f"the field {self.completion_field!r} is empty"
-            raise RowError(what, "there is nothing to learn")
-        span = Span(len(prompt), len(prompt) + len(completion))
-        return MarkedText(prompt + completion, (span,), is_open=True)
-
-    def _render_messages(self, row: Mapping[str, Any]) -> MarkedText:
-        messages = read_messages(self.messages_field, row[self.messages_field])
-        return self.render_conversation(messages, row)
 
     def render_conversation(
         self, messages: Sequence[Message], row: Mapping[str, Any], *, num_before: int = 0

@@ -39,7 +39,12 @@ def scan_cached(
     text = json.dumps(key)
     name = xxhash.xxh3_64_hexdigest(text.encode("utf-8", errors="surrogateescape"))
     memory = directory / f"{name}.json"
-    remembered = _read(memory)
+    # No memory, a damaged one or another version's: the files are read again.
+    remembered: dict[str, Scan] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        value = json.loads(memory.read_text(encoding="utf-8"))
+        if value["format"] == _FORMAT:
+            remembered = {file: Scan.from_json(scan) for file, scan in value["scans"].items()}
     # Also of files that are not reached this time: an interruption would otherwise forget them.
     kept = {name: remembered[name] for name in map(str, files) if name in remembered}
     scans: list[tuple[Path, Scan]] = []
@@ -65,16 +70,6 @@ def scan_cached(
         if unwritten:
             _write(memory, kept)
     return Content(tuple(scans))
-
-
-def _read(memory: Path) -> dict[str, Scan]:
-    try:
-        value = json.loads(memory.read_text(encoding="utf-8"))
-        if value["format"] == _FORMAT:
-            return {name: Scan.from_json(scan) for name, scan in value["scans"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # no memory, a damaged one or another version's: the files are read again
-    return {}
 
 
 def _write(memory: Path, scans: Mapping[str, Scan]) -> None:

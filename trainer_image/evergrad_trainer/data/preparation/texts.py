@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from evergrad_manifest.errors import Problem
-from evergrad_trainer.data.preparation.content import Chunk, Piece
+from evergrad_trainer.data.preparation.content import Chunk
 from evergrad_trainer.data.preparation.documents import (
     DocumentReader,
     LineProblem,
@@ -83,8 +83,16 @@ class TextReader:
         Raises DataError for a file that is shorter than it was, damaged or cut short; OSError.
         """
         if self._form.type == "parquet":
+            rows, column = self._form.rows, self._form.text_field
             for piece in chunk.pieces:
-                yield from self._row_groups(piece, tally)
+                path, first = piece.path, piece.first_line
+                groups = range(piece.start, piece.end)
+                if rows is None:
+                    yield from read_rows(path, groups, column, first_row=first, tally=tally)
+                    continue
+                yield from read_objects(
+                    path, groups, rows.keys, first_row=first, tally=tally, render=rows.render
+                )
             return
         if self._form.type == "text" and self._form.document == "file":
             yield from self._whole_files(chunk, tally)
@@ -104,55 +112,37 @@ class TextReader:
             except EOFError:
                 raise _shorter(piece.path) from None
 
-    def _row_groups(self, piece: Piece, tally: Tally) -> Iterator[Texts]:
-        groups, first, rows = (
-            range(piece.start, piece.end),
-            piece.first_line,
-            self._form.rows,
-        )
-        if rows is None:
-            column = self._form.text_field
-            return read_rows(piece.path, groups, column, first_row=first, tally=tally)
-        return read_objects(
-            piece.path, groups, rows.keys, first_row=first, tally=tally, render=rows.render
-        )
-
     def _whole_files(self, chunk: Chunk, tally: Tally) -> Iterator[Texts]:
         texts: list[str] = []
         lines: list[int] = []
         size = 0
         for piece in chunk.pieces:
-            text = self._whole_file(piece, tally)
+            file = self._at(piece.path)
+            data = bytearray()
+            # A read gives as much as it likes. One byte more than the scan saw shows that there is more now.
+            while len(data) <= piece.end and (more := file.read(piece.end + 1 - len(data))):
+                data += more
+            if len(data) != piece.end:
+                raise _shorter(piece.path)
             size += piece.size
-            if text:
-                texts.append(text)
-                lines.append(piece.first_line)
+            try:
+                text = data.removeprefix(_BYTE_ORDER_MARK).decode()
+            except UnicodeDecodeError as error:
+                why = f"byte {error.start} of its text starts no character"
+                problem = LineProblem(piece.first_line, "the file is not UTF-8", why)
+                tally.pass_over(problem, Reason.NOT_UTF8)
+            else:
+                if text:
+                    texts.append(text)
+                    lines.append(piece.first_line)
+                else:
+                    tally.skipped[Reason.EMPTY_TEXT] += 1
             # Small files together: a tokenizer takes many texts at a time.
             if size >= _BLOCK:
                 yield texts, lines
                 texts, lines, size = [], [], 0
         if texts:
             yield texts, lines
-
-    def _whole_file(self, piece: Piece, tally: Tally) -> str:
-        """The text of a file, or "" if it has none."""
-        file = self._at(piece.path)
-        data = bytearray()
-        # A read gives as much as it likes. One byte more than the scan saw shows that there is more now.
-        while len(data) <= piece.end and (more := file.read(piece.end + 1 - len(data))):
-            data += more
-        if len(data) != piece.end:
-            raise _shorter(piece.path)
-        try:
-            text = data.removeprefix(_BYTE_ORDER_MARK).decode()
-        except UnicodeDecodeError as error:
-            why = f"byte {error.start} of its text starts no character"
-            problem = LineProblem(piece.first_line, "the file is not UTF-8", why)
-            tally.pass_over(problem, Reason.NOT_UTF8)
-            return ""
-        if not text:
-            tally.skipped[Reason.EMPTY_TEXT] += 1
-        return text
 
     def _at(self, path: Path) -> RawIOBase:
         """The content of a file, at its beginning or wherever it was read to."""

@@ -146,33 +146,28 @@ class Unpacked(io.RawIOBase):
 
     def _unpack(self, data: bytes) -> bytes:
         """The content of the next compressed bytes; none of them is the end of the file."""
+        path, name = str(self._path), self._codec.name
+        before = f"{self._position} bytes were unpacked before that"
         parts = []
         is_end = not data
         while data:
             if self._unpacker.eof:
                 # Several archives joined are one. Zeros fill a gzip file up to the size of a block.
-                data = data.lstrip(b"\0") if self._codec.name == "gzip" else data
+                data = data.lstrip(b"\0") if name == "gzip" else data
                 if not data:
                     break
                 self._unpacker = self._codec.begin()
             try:
                 parts.append(self._unpacker.decompress(data))
             except self._codec.error as error:
-                raise DataError(self._damaged(str(error))) from error
+                what = f"is damaged: its {name} archive cannot be unpacked before byte {self.packed_bytes}"
+                remedy = "Copy it again, or make it anew"
+                raise DataError(Problem(path, what, f"{before}; {error}", remedy)) from error
             data = self._unpacker.unused_data if self._unpacker.eof else b""
         if is_end:
             self._is_at_end = True
             if not self._unpacker.eof:
-                raise DataError(self._cut_short())
+                what = f"ends within its {name} archive, after byte {self.packed_bytes}"
+                why = f"{before}; the file was cut short"
+                raise DataError(Problem(path, what, why, "Copy it again"))
         return b"".join(parts)
-
-    def _cut_short(self) -> Problem:
-        what = f"ends within its {self._codec.name} archive, after byte {self.packed_bytes}"
-        why = f"{self._position} bytes were unpacked before that; the file was cut short"
-        return Problem(str(self._path), what, why, "Copy it again")
-
-    def _damaged(self, reason: str) -> Problem:
-        archive, place = self._codec.name, self.packed_bytes
-        what = f"is damaged: its {archive} archive cannot be unpacked before byte {place}"
-        why = f"{self._position} bytes were unpacked before that; {reason}"
-        return Problem(str(self._path), what, why, "Copy it again, or make it anew")

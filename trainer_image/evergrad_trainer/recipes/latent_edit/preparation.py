@@ -132,7 +132,7 @@ def _describe(
         "mixture": [one.model_dump(mode="json", by_alias=True) for one in mixture],
         "draws": section.draws,
         "margin": section.margin,
-        "seed": setup.training.reproducibility.seed,
+        "seed": setup.training.reproducibility.seed_of_data,
         "features": section.features,
         "encoder": encoder.identity,
         "stateWidth": _probe_width(section, encoder),
@@ -262,7 +262,7 @@ class _Maker:
             tables,
             draws=self.section.draws,
             margin=self.section.margin,
-            seed=self.setup.training.reproducibility.seed,
+            seed=self.setup.training.reproducibility.seed_of_data,
             held_out=self.policy.edits if name == TRAIN else frozenset(),
         )
 

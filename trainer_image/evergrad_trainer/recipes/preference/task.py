@@ -1,6 +1,7 @@
 """The task of preferences: pairs of rows, the frozen reference, the loss of pairs and what is measured."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -43,8 +44,8 @@ class Preference(Pretrain):
         Raises DataError, and ModelError where there is no reference of the name that the file has.
         """
         found = self._find_reference()
-        if found is not None and not found[1].is_dir():
-            field, path = found
+        if found is not None and not found.path.is_dir():
+            field, path = found.field, found.path
             what, why = f"{path} is no directory", "the reference is read from it at each start"
             raise ModelError(Problem(field, what, why, "Correct the path, or bring it back"))
         return super().stages(prepared)
@@ -57,7 +58,7 @@ class Preference(Pretrain):
         model, reference = build_model(), build_model()
         found = self._find_reference()
         if found is not None:
-            _read_into(reference, *found)
+            _read_into(reference, found)
         return Modules(
             trained={MODEL: model}, frozen={REFERENCE: reference}, counterparts=(REFERENCE,)
         )
@@ -92,29 +93,40 @@ class Preference(Pretrain):
             vocab_size=self.tokenizer.vocab_size,
         )
 
-    def _find_reference(self) -> tuple[str, Path] | None:
-        """The field that names the reference, and its path; None where it is what ``model`` describes."""
+    def _find_reference(self) -> "_Named | None":
+        """What the file names as the reference; None where it is what ``model`` describes."""
         training, base = self.setup.training, self.setup.base_directory
         if self.settings.reference is not None:
-            return "spec.training.preference.reference", base / self.settings.reference
+            path = base / self.settings.reference
+            return _Named("spec.training.preference.reference", path)
         if training.init_from is not None:
             # The weights that the run begins with are not those that ``model`` describes.
-            return "spec.training.initFrom.path", base / training.init_from.path
+            path = base / training.init_from.path
+            return _Named("spec.training.initFrom.path", path, training.init_from.step)
         return None
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Weights that a field of the file names. ``step``: of a run directory, instead of its newest."""
+
+    field: str
+    path: Path
+    step: int | None = None
 
 
 def _sum_where(is_pair: Tensor, values: Tensor) -> Tensor:
     return torch.where(is_pair, values, 0.0).sum()
 
 
-def _read_into(reference: nn.Module, field: str, path: Path) -> None:
+def _read_into(reference: nn.Module, named: _Named) -> None:
     """Copy weights over those of ``reference``. Raises ModelError, CheckpointError."""
     if any(one.is_meta for one in reference.parameters()):
         # Made later, one by one, by whoever cuts the model: the whole one is asked for then.
         raise NotImplementedError
     tensors = {f"{WEIGHTS}{name}": one for name, one in module_tensors(reference).items()}
-    if (path / "config.json").is_file():
+    if (named.path / "config.json").is_file():
         config: Any = reference.config
-        load_model_directory(path, tensors, config=config, field=field)
+        load_model_directory(named.path, tensors, config=config, field=named.field)
     else:
-        load_weights(path, tensors)
+        load_weights(named.path, tensors, step=named.step)

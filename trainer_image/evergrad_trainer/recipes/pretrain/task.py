@@ -10,6 +10,7 @@ from torch import nn
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT
+from evergrad_trainer.data.chosen import choose_samples
 from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
 from evergrad_trainer.data.token_source import INPUT_IDS, LABELS, POSITIONS, TokenSource
 from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
@@ -66,15 +67,25 @@ class Pretrain:
 
         data = self.setup.training.data
         sources = {}
-        for source, declared in zip(prepared.sources, data.sources, strict=True):
-            sources[source.name] = (self._open(source, source.train), declared.weight)
+        pairs = zip(prepared.sources, data.sources, strict=True)
+        for index, (source, declared) in enumerate(pairs):
+            used = choose_samples(
+                self._open(source, source.train),
+                declared.samples,
+                seed=self.setup.training.reproducibility.seed_of_data,
+                field=f"spec.training.data.sources[{index}].samples",
+            )
+            sources[source.name] = (used, declared.weight)
         # What decides the samples besides the sources and the order: part of the fingerprint of the data.
         facts = {
             "packing": data.packing,
             "sequence_length": data.sequence_length,
             "tokenizer": self.tokenizer.identity,
         }
-        return [Stage(sources, options=self.setup.options, facts=facts)]
+        counts_passes = data.mixing == "passes"
+        return [
+            Stage(sources, options=self.setup.options, facts=facts, counts_passes=counts_passes)
+        ]
 
     def observers(self) -> Sequence[Observer]:
         """None besides those of every run."""

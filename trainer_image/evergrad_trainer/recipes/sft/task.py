@@ -2,6 +2,7 @@
 from their prompts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.training import GENERATED, RowSettings
@@ -41,7 +42,7 @@ class Sft(Pretrain):
         """All sources by their weights, from the first step to the last. Raises DataError."""
         (stage,) = super().stages(prepared)
         facts = {**stage.facts, "learn": self.settings.learn}
-        return [Stage(stage.sources, options=stage.options, facts=facts)]
+        return [replace(stage, facts=facts)]
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
         """The mean loss over each set, and what is generated from its prompts where the file asks for it."""

@@ -1,7 +1,7 @@
 """The task of two stages: their mixtures, the reference of the boundary, the loss of each, and what is
 measured."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -53,7 +53,15 @@ class TwoStageKl(Pretrain):
         (whole,) = super().stages(prepared)
         declared = self._section.stages
         (end,) = stage_ends(self.setup.training)
-        _check_shares(self._section, whole.sources.keys())
+        # Shares that would be none are refused here, by their places in the file: the stream knows only
+        # weights. In the order of the stream, which decides about ties.
+        for number, stage in enumerate(declared):
+            path = ("spec", "training", "twoStageKl", "stages", number, "mixture")
+            names = [name for name in whole.sources if name in stage.mixture]
+            if names:
+                fields = [format_path((*path, name)) for name in names]
+                quantise_weights([stage.mixture[name] for name in names], fields=fields)
+
         # In the order of data.sources, which decides about the samples: that of a mixture's keys is no part
         # of the run's identity, and changes where the file is written with sorted keys.
         first, second = (
@@ -156,16 +164,3 @@ class TwoStageKl(Pretrain):
         section = self.setup.training.two_stage_kl
         assert section is not None  # noqa: S101 - a rule of the manifest
         return section
-
-
-def _check_shares(section: StageSection, sources: Collection[str]) -> None:
-    """Refuse shares that would be none, by their places in the file: the stream knows only weights.
-
-    ``sources``: names in the order in which the stream has them, which decides about ties.
-    """
-    for number, stage in enumerate(section.stages):
-        path = ("spec", "training", "twoStageKl", "stages", number, "mixture")
-        names = [name for name in sources if name in stage.mixture]
-        if names:
-            fields = [format_path((*path, name)) for name in names]
-            quantise_weights([stage.mixture[name] for name in names], fields=fields)

@@ -1,0 +1,76 @@
+"""Fields in which two recipes differ, and what is said of them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.values.numbers import show
+
+ABSENT: Final = "(absent)"
+"""Value of a field on the side that does not have it at all."""
+
+Change = tuple[str, Any, Any]
+"""Path of a field, its old value and its new one."""
+
+
+def changed_fields(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, where: str = "spec.training"
+) -> list[Change]:
+    """Every field of two recipes that differs, with both values; lists of different length differ as a whole.
+
+    ``where``: the section both were taken from. Empty exactly when they are equal, so that a refused resume
+    always names a field.
+    """
+    return _changes(old, new, where)
+
+
+def _changes(old: Any, new: Any, path: str) -> list[Change]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        # In the order of the file, old fields first: it is the order of the message.
+        keys = [*old, *(key for key in new if key not in old)]
+        return [
+            change
+            for key in keys
+            for change in _changes(old.get(key, ABSENT), new.get(key, ABSENT), f"{path}.{key}")
+        ]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return [
+            change
+            for index, (before, after) in pairs
+            for change in _changes(before, after, f"{path}[{index}]")
+        ]
+
+    # By JSON and not by ==, for which 1, 1.0 and true are equal.
+    if _canonical(old) == _canonical(new):
+        return []
+    return [(path, old, new)]
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def problems_of_changes(changes: list[Change], *, directory: str) -> list[Problem]:
+    """One Problem for each field of the recipe that differs from the one the run in ``directory``
+    began with."""
+    return [
+        Problem(
+            path,
+            f"{show_value(new)} here, but the run in {directory} began with {show_value(old)}",
+            "the recipe of a run does not change",
+            f"Set it back to {show_value(old)}, or give the changed run a name of its own",
+        )
+        for path, old, new in changes
+    ]
+
+
+def show_value(value: Any) -> str:
+    """A value of a recipe as a message quotes it: short, with mappings and lists written out as JSON."""
+    if value == ABSENT:
+        return "nothing"
+    if not isinstance(value, Mapping | list):
+        return show(value)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 120 else f"{text[:110]}… ({len(text)} characters)"

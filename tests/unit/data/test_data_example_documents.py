@@ -1,0 +1,93 @@
+"""The example that writes objects of fields as documents."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[3] / "examples" / "documents" / "write_documents.py"
+MOLECULE: dict[str, Any] = {
+    "CID": 12,
+    "SMILES": "CCO",
+    "QED": 0.407,
+    "RINGCOUNT": 0,
+    "synonyms": [],
+    "note": None,
+    "related": [{"SMILES": f"C{number}", "similarity": 0.617} for number in range(12)],
+}
+
+
+def write(folder: Path, rows: list[Any], *arguments: str) -> list[str]:
+    """The texts that the program writes of some rows."""
+    spec = importlib.util.spec_from_file_location("write_documents", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "in.jsonl").write_text(lines, "utf-8")
+    module.main([str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"), *arguments])
+    written = (folder / "out.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line)["text"] for line in written]
+
+
+@pytest.mark.capability("C-58")
+def test_fields_are_tagged_rounded_cut_and_left_out(tmp_path: Path) -> None:
+    [text] = write(tmp_path, [MOLECULE])
+    for part in (
+        "[CID]12[/CID]",
+        "[SMILES]CCO[/SMILES]",
+        "[QED]0.41[/QED]",
+        "[RINGCOUNT]0[/RINGCOUNT]",
+    ):
+        assert part in text
+    assert text.count("[RELATED]") == 10 and "[RELATED]C0 0.62[/RELATED]" in text
+    assert "SYNONYMS" not in text and "NOTE" not in text
+
+
+@pytest.mark.capability("C-58")
+def test_what_is_drawn_follows_from_seed_pass_and_content_alone(tmp_path: Path) -> None:
+    others = [{**MOLECULE, "CID": number} for number in range(200)]
+    texts = write(tmp_path, others)
+    # Neither the lines beside it nor a string around it change a document.
+    assert write(tmp_path, [json.dumps(others[7])]) == texts[7:8]
+    assert write(tmp_path, others[:3], "--seed", "1") != texts[:3]
+    twice = write(tmp_path, others[:3], "--passes", "2")
+    assert twice[:3] == texts[:3] and twice[3:] != texts[:3]
+    assert [sorted(text) for text in twice[3:]] == [sorted(text) for text in texts[:3]]
+
+    # Half of the time, and now and then by the shuffle of its 14 places.
+    first = sum(text.startswith("[SMILES]") for text in texts)
+    assert 80 < first < 140
+
+
+@pytest.mark.capability("C-7", "C-59")
+def test_an_assay_is_cut_into_documents_that_each_have_its_description(tmp_path: Path) -> None:
+    values = [{"SMILES": "C" * 9, "value": 1.0 + number} for number in range(30)]
+    row = {"description": "binding", "values": values}
+    texts = write(tmp_path, [row], "--type", "assay", "--longest", "200")
+    assert len(texts) > 3
+    assert all(text.startswith("[ASSAY]binding[/ASSAY][VALUE]") for text in texts)
+    assert max(map(len, texts)) <= 200
+    assert sum(text.count("[VALUE]") for text in texts) == 30
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "said"),
+    [([1], "computed", "any field"), (MOLECULE, "assay", "description and values")],
+)
+def test_a_line_that_is_no_such_object_is_named(
+    tmp_path: Path, row: Any, kind: str, said: str
+) -> None:
+    with pytest.raises(SystemExit, match=f"is no object with {said}"):
+        write(tmp_path, [row], "--type", kind)
+
+
+@pytest.mark.capability("C-7")
+def test_a_type_that_is_unknown_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        write(tmp_path, [MOLECULE], "--type", "Assay")
+    assert "invalid choice: 'Assay'" in capsys.readouterr().err
