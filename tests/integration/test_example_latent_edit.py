@@ -48,4 +48,4 @@ def test_the_walk_of_edits_runs_as_written(tmp_path: Path) -> None:
     ]
     first, last = evaluations[0], evaluations[-1]
     assert abs(first["gain"]) < 1e-4
-    assert last["loss"] < last["mean_loss"] < last["unchanged_loss"]
+    assert last["loss"] < last["unchanged_loss"] < last["mean_loss"]
