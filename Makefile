@@ -11,6 +11,8 @@ PYDOC := examples/pydoc
 # Another torch to try the rendezvous backend with.
 TORCH ?= 2.15.0
 OTHER := $(VENV)-torch-$(TORCH)
+# Beside .venv, whose packages it sees: some two hundred more, which only trackers need.
+TRACKED := $(VENV)-trackers
 PACKAGES := $(addsuffix /pyproject.toml,coordinator manifest operator cli trainer_image)
 
 # The working directory never goes onto the import path: the folder operator/ would shadow the standard library's module.
@@ -21,7 +23,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -103,6 +105,20 @@ test-torch-matrix: $(INSTALLED) $(OTHER)/.installed ## the rendezvous backend wi
 		tests/integration/test_rendezvous_changes.py tests/integration/test_rendezvous_scripts.py -k 'not accelerate and not transformers'
 	$(OTHER)/bin/python -m pytest --config-file=/dev/null --noconftest --import-mode=importlib -p no:cacheprovider tests/unit/test_torch_private.py
 
+$(TRACKED)/.installed: $(INSTALLED) trainer_image/pyproject.toml
+	$(call stage,libraries of trackers)
+	@$(PYTHON) -m venv $(TRACKED)
+	@$(BIN)/python -c 'import sys, sysconfig; open(sys.argv[1] + "/beside.pth", "w").write("import site; site.addsitedir(%r)\n" % sysconfig.get_path("purelib"))' \
+		"$$($(TRACKED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@$(TRACKED)/bin/python -m pip install --disable-pip-version-check 'evergrad-trainer[wandb,mlflow,aim]'
+	@touch $@
+
+# Their newest releases that trainer_image/pyproject.toml allows; nothing is sent anywhere.
+test-trackers: $(INSTALLED) $(TRACKED)/.installed ## trackers with their own libraries, through kills of rank 0 and of whole runs, in a .venv of its own
+	$(call stage,trackers)
+	$(TRACKED)/bin/python -c 'import aim, mlflow, wandb; print("aim", aim.__version__, "mlflow", mlflow.__version__, "wandb", wandb.__version__)'
+	OMP_NUM_THREADS=1 $(TRACKED)/bin/python -m pytest tests/integration/test_observers.py -k 'tracker or rank_0_dies_twice or shows_each_step_once'
+
 lint: $(INSTALLED) ## ruff, mypy and the import directions
 	$(call stage,ruff)
 	$(BIN)/ruff check
@@ -176,4 +192,4 @@ clean: ## remove caches and build products; runs/ stays
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 distclean: clean ## clean, and remove .venv and the example's documents; runs/ stays
-	rm -rf $(VENV) $(VENV)-torch-* $(PYDOC)/documents.jsonl
+	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PYDOC)/documents.jsonl

@@ -1,12 +1,14 @@
-"""Names and values that options have in other trainers: what to write here instead, or why there is none.
+"""Names that options have in other trainers: what to write here instead, or why there is none.
 
 Compared without case, dashes and underscores. A name that a section of ours has too is not looked up here.
+One with a dot, such as ``checkpoint.type``, counts in that section alone.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from evergrad_manifest.fields import FieldPath
 from evergrad_manifest.spelling import fold
 
 
@@ -105,6 +107,12 @@ FOREIGN: Final = (
         (f"{_T}.batching.microBatchSize",),
     ),
     Foreign(
+        ("valid_batch_size", "eval_batch_size", "per_device_eval_batch_size"),
+        (f"{_T}.batching.microBatchSize",),
+        "a run evaluates in the shape of its training, which is compiled and fits; "
+        "`evergrad evaluate --micro-batch-size` has a size of its own",
+    ),
+    Foreign(
         ("auto_find_batch_size", "auto_scale_batch_size", "find_executable_batch_size"),
         (f"{_T}.batching.microBatchSize",),
         "micro-batches decide the bits of a step, so that a size that each machine finds for itself would "
@@ -171,6 +179,11 @@ FOREIGN: Final = (
         "torch's profiler records the host, too, on a schedule and into the run directory",
     ),
     Foreign(("loggers", "logger"), (f"{_T}.logging",)),
+    Foreign(
+        ("log_rotation", "rotate_logs", "rotate_mb", "max_log_size", "max_file_size"),
+        why="a resume, the report and trackers read metrics.jsonl from its beginning, and a million steps "
+        "are some hundred megabytes",
+    ),
     Foreign(("early_stopping", "early_stopping_patience"), (f"{_T}.stop.early",)),
     Foreign(("collapse_log_every_steps",), (f"{_T}.monitors",)),
     # Optimizer and schedule.
@@ -303,6 +316,11 @@ FOREIGN: Final = (
         (f"{_T}.model.configOverrides",),
     ),
     Foreign(
+        ("model.type", "model_class", "model_loader"),
+        (f"{_T}.model.config", f"{_T}.model.path"),
+        "a model is of the `model_type` of its configuration, or of the one in its directory",
+    ),
+    Foreign(
         ("torch_dtype", "model_dtype"),
         (f"{_T}.runtime.precision", f"{_T}.model.lora.baseDtype"),
         "the type of weights that are trained decides what is computed with",
@@ -313,6 +331,56 @@ FOREIGN: Final = (
     Foreign(
         ("pack_samples", "sample_packing", "use_packing", "neat_packing", "padding_free"),
         (f"{_T}.data.packing",),
+    ),
+    Foreign(
+        ("hub_dataset", "hf_dataset", "dataset_name", "dataset_config_name", "dataset_path"),
+        (f"{_T}.data.sources[].path",),
+        "nothing is downloaded; save a data set of the hub as JSON Lines or Parquet",
+    ),
+    Foreign(
+        ("data_collator", "collate_fn", "flat_batch", "flat_batcher", "padded_batch"),
+        (f"{_T}.data.packing",),
+        "documents and rows are packed, kept apart or one to a sample by the file",
+    ),
+    Foreign(
+        ("div_length", "pad_to", "pad_to_multiple_of", "pad_to_max_length"),
+        (f"{_T}.data.sequenceLength",),
+        "all samples have one length, so that nothing is compiled again; packing leaves little to fill up",
+    ),
+    Foreign(
+        ("drop_last", "dataloader_drop_last"),
+        why="a step has one size throughout: behind the last samples of an epoch come the first of the next",
+    ),
+    Foreign(
+        ("fuse_positions_prob", "fuse_positions"),
+        (f"{_T}.data.packing",),
+        "positions begin anew in each row, so that a packed row has the loss of the row by itself",
+    ),
+    Foreign(
+        ("repeat_to_pack_max_length", "repeat_to_pack"),
+        (f"{_T}.data.mixing", f"{_T}.data.sources[].weight"),
+        "rows that fill up a sample would be learned more often than others; `mixing: passes` repeats whole "
+        "sources",
+    ),
+    Foreign(
+        ("ignore_empty_think", "ignore_empty_thoughts"),
+        (f"{_T}.rows.chatTemplate",),
+        "what is learned stands in the generation blocks of a template, which can leave thoughts out",
+    ),
+    Foreign(("eval_sources", "eval_dataset"), (f"{_T}.evaluation.sources",)),
+    Foreign(
+        ("train_eval_split", "validation_split", "val_split"),
+        (f"{_T}.data.heldOut",),
+        "the share that is held out is the rest of the share that is trained on",
+    ),
+    Foreign(("cache_dir",), (f"{_T}.data.preparedDirectory",)),
+    Foreign(
+        ("cache_fs_type",),
+        why="one rename publishes prepared data, on disks of one machine and of many alike",
+    ),
+    Foreign(
+        ("fail_on_missing_cache",),
+        why="it is a matter of one start: `evergrad run --require-prepared` prepares nothing",
     ),
     Foreign(("tokenizer_chat_template", "chat_template_path"), (f"{_T}.rows.chatTemplate",)),
     Foreign(
@@ -372,7 +440,12 @@ FOREIGN: Final = (
     ),
     Foreign(("save_end_of_training", "save_last"), why="state is saved at the end in any case"),
     Foreign(
-        ("checkpoint_engines", "checkpoint_engine"),
+        ("checkpoint.enabled", "enable_checkpointing", "save_checkpoints"),
+        (f"{_T}.checkpoint.every",),
+        "a run without any that loses all its nodes would begin again at step 0",
+    ),
+    Foreign(
+        ("checkpoint_engines", "checkpoint_engine", "checkpoint.type"),
         why="all checkpoints have one format, and can be resumed; `evergrad checkpoint export` makes "
         "a transformers directory of any of them, beside the run",
     ),
@@ -396,7 +469,11 @@ FOREIGN: Final = (
     Foreign(("stopping_strategy", "stop_mode"), (f"{_T}.horizon.exhausted",)),
     Foreign(("sample_ratio", "sample_count"), (f"{_T}.data.sources[].samples",)),
     Foreign(("exp_name", "experiment_name", "run_name", "run_id"), ("metadata.name",)),
-    Foreign(("checkpoints_root_dir", "output_path"), ("spec.storage.path",)),
+    Foreign(
+        ("checkpoints_root_dir", "output_path", "output_dir"),
+        ("spec.storage.path",),
+        "a run has one directory for all that it writes; by hand `evergrad run --run-directory` names it",
+    ),
 )
 
 _BY_NAME: Final[Mapping[str, Foreign]] = {
@@ -404,58 +481,13 @@ _BY_NAME: Final[Mapping[str, Foreign]] = {
 }
 
 
-def say_foreign(key: str) -> tuple[str, str, str] | None:
-    """What is wrong with ``key``, why, and what to write: for a name of other trainers, else None."""
-    foreign = _BY_NAME.get(fold(key))
+def say_foreign(path: FieldPath) -> tuple[str, str, str] | None:
+    """What is wrong with the key at ``path``, why, and what to write: for a name of other trainers, else
+    None."""
+    # A name that counts in one section alone goes before one that counts everywhere.
+    names = (fold(".".join(map(str, path[-2:]))), fold(str(path[-1])))
+    foreign = next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
     if foreign is None:
         return None
     remedy = f"Write {' and '.join(foreign.fields)}" if foreign.fields else "Remove it"
     return "is an option of other trainers", foreign.why, remedy
-
-
-@dataclass(frozen=True)
-class ForeignValue:
-    """A value that a field has in other trainers: why it has not here, and what to write."""
-
-    key: str
-    values: tuple[str, ...]
-    why: str
-    remedy: str
-
-
-FOREIGN_VALUES: Final = (
-    ForeignValue(
-        "microBatchSize",
-        ("auto", "-1"),
-        "it cuts a step into the slots whose sums make the gradient, and one that each machine found out for "
-        "itself would make a run another one on each",
-        "Write the number that `evergrad preflight` names as the largest one that fits",
-    ),
-    ForeignValue(
-        "device",
-        ("mps", "metal"),
-        "torch.distributed exchanges no tensors of Apple's GPUs, and a run must be able to grow beyond one "
-        "process",
-        "Write cpu on such a machine, or leave it out",
-    ),
-    ForeignValue(
-        "precision",
-        ("fp8", "float8", "fp8-hybrid"),
-        "training in fp8 needs kernels of a package beside torch, which the trainer does not have",
-        "Write bf16-autocast",
-    ),
-    ForeignValue(
-        "precision",
-        ("fp16", "float16", "half", "fp16-mixed", "16-mixed"),
-        "weights in fp16 would lose most updates; what is trained stays in fp32 beside products in fp16",
-        "Write fp16-autocast, or bf16-autocast, which needs no scale of the loss",
-    ),
-)
-
-
-def say_foreign_value(key: str, value: str) -> tuple[str, str] | None:
-    """Why the field ``key`` has no ``value``, and what to write: for one of other trainers, else None."""
-    for one in FOREIGN_VALUES:
-        if one.key == key and fold(value) in map(fold, one.values):
-            return one.why, one.remedy
-    return None

@@ -22,7 +22,8 @@ from evergrad_manifest.fields import (
     value_at,
     walk_fields,
 )
-from evergrad_manifest.reading.foreign import say_foreign, say_foreign_value
+from evergrad_manifest.reading.foreign import say_foreign
+from evergrad_manifest.reading.foreign_values import WHY_LENGTH_IS_WRITTEN, say_foreign_value
 from evergrad_manifest.spelling import fold, nearest
 from evergrad_manifest.training.latent_edit import (
     CHROMOSOME,
@@ -69,6 +70,7 @@ _FORMS: Final = {
     WEIGHT_HASH: ("is no SHA-256", "it has 64 hex digits", "Write what sha256sum prints"),
 }
 """Patterns of values that are no names."""
+_POSITIONS: Final = ("spec", "training", "model", "config", "max_position_embeddings")
 _REFUSED_IN_TEMPLATE: Final = {
     "serviceAccountName": "the pods of a run talk to no API server and have no account",
     "serviceAccount": "the pods of a run talk to no API server and have no account",
@@ -118,7 +120,7 @@ def problems_of(
     told = []
     for details in found[:_MOST_IN_WORDS]:
         path: FieldPath = details["loc"]
-        finding = _Finding(path, details, value_at(raw, path), root)
+        finding = _Finding(path, details, raw, root)
         # A later pydantic may find what has no words of ours yet: then its own message is better than none.
         say = _SAYINGS.get(details["type"])
         sentence = (
@@ -159,13 +161,15 @@ class _Finding:
     """One error of pydantic's: where, its details, and the value as written."""
 
     def __init__(
-        self, path: FieldPath, details: ErrorDetails, written: Any, root: type[Section]
+        self, path: FieldPath, details: ErrorDetails, raw: Any, root: type[Section]
     ) -> None:
         self.path = path
+        self.raw = raw
         self.root = root
         self.context: Mapping[str, Any] = details.get("ctx", {})
         self.message = details["msg"]
         self.value = details["input"]
+        written = value_at(raw, path)
         # As the file has it: a parser may have made something else of it before it was refused.
         self.shown = show(self.value if written is None else written)
         if written is not None and written != self.value:
@@ -196,11 +200,13 @@ def _say_missing(finding: _Finding) -> Sentence:
     meaning = re.split(r"(?<=[a-z)])\. |\n", meaning)[0].rstrip(".").replace("``", "`")
     if meaning[1:2].islower():
         meaning = meaning[0].lower() + meaning[1:]
-    return (
-        "missing",
-        "it has no default",
-        f"Add `{finding.key}`" + (f" ({meaning})" if meaning else ""),
-    )
+    why = "it has no default"
+    if finding.key == "sequenceLength":
+        # Other trainers take it from the model: the number to write, where the file has it.
+        positions = value_at(finding.raw, _POSITIONS)
+        why = f"{why}: {WHY_LENGTH_IS_WRITTEN}"
+        meaning += f", which is {positions}" if isinstance(positions, int) else ""
+    return "missing", why, f"Add `{finding.key}`" + (f" ({meaning})" if meaning else "")
 
 
 def _say_unknown_key(finding: _Finding) -> Sentence:
@@ -224,7 +230,7 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
     # Before similar words are looked for: `warmup_steps` would be called a slip of some other key. Options of
     # a task have the user's own names, and no field of the recipe takes their place.
     is_file = finding.root is TrainingRun
-    if is_file and (foreign := say_foreign(finding.key)) is not None:
+    if is_file and (foreign := say_foreign(finding.path)) is not None:
         return foreign
     here = f"Known here: {', '.join(known)}"
     word = _OTHER_TRAINERS_WORDS.get(fold(finding.key))
@@ -308,7 +314,7 @@ def _say_choice(finding: _Finding) -> Sentence:
         return f"{finding.shown} is not supported", "", f"Write {listed}"
     near = None
     if isinstance(finding.value, str):
-        if (foreign := say_foreign_value(finding.key, finding.value)) is not None:
+        if (foreign := say_foreign_value(finding.path, finding.value)) is not None:
             return f"{finding.shown} is not one of {listed}", *foreign
         # Others' names are often one of ours with something behind it: adamw_torch, constant_with_warmup.
         begun = [one for one in choices if fold(finding.value).startswith(fold(one))]
@@ -324,7 +330,7 @@ def _say_bound(name: str) -> Callable[[_Finding], Sentence]:
     word, why, remedy = _BOUNDS[name]
 
     def say(finding: _Finding) -> Sentence:
-        if (foreign := say_foreign_value(finding.key, str(finding.value))) is not None:
+        if (foreign := say_foreign_value(finding.path, str(finding.value))) is not None:
             return f"{finding.shown} is too {word}", *foreign
         bound = f"{finding.context[name]:.15g}"
         return f"{finding.shown} is too {word}", why.format(bound), remedy.format(bound)
@@ -379,7 +385,7 @@ def _say_pattern(finding: _Finding) -> Sentence:
 def _say_own_words(finding: _Finding) -> Sentence:
     error = finding.context.get("error")
     if isinstance(error, NumberError):
-        if (foreign := say_foreign_value(finding.key, str(finding.value))) is not None:
+        if (foreign := say_foreign_value(finding.path, str(finding.value))) is not None:
             return error.what, *foreign
         # A duration such as 90s, 5m or 1h: Kubernetes' own fields of seconds take none either.
         duration = (

@@ -43,6 +43,8 @@ _HELD_OUT: Final = f"{TRAINING}.data.heldOut"
 _EVALUATION: Final = f"{TRAINING}.evaluation"
 METRICS_OF_ALL: Final = ("loss", "perplexity")
 """Metrics that every evaluation set has."""
+_LOSSES_OF_STEPS: Final = ("loss", "train/loss", "train_loss", "training/loss", "training_loss")
+"""What other trainers, and trackers, call the loss of a step."""
 
 
 def check_required(view: View) -> Iterator[Problem]:
@@ -388,6 +390,9 @@ def check_best(view: View) -> Iterator[Problem]:
             if near
             else "it is the name of an evaluation set followed by /loss or /perplexity"
         )
+        if metric in _LOSSES_OF_STEPS:
+            near = None
+            why = "the loss of a step is that of its own samples alone, so that chance would choose"
         yield Problem(
             f"{path}.metric",
             f"{metric!r} is not a metric of this run",

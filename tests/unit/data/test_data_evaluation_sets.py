@@ -55,6 +55,27 @@ def test_every_token_is_predicted_exactly_once(sequences: list[TokenSequence]) -
     assert [len(batch.samples) for batch in batches] == [4, 4, 4, 3]
 
 
+@pytest.mark.capability("C-28")
+@pytest.mark.parametrize("limit", [None, 7])
+def test_a_batch_of_another_size_has_the_same_samples_in_the_same_order(
+    sequences: list[TokenSequence], limit: int | None
+) -> None:
+    one = build(sequences, limit=limit)
+    larger = one.in_batches_of(6)
+    assert larger.batch(0).tensors["input_ids"].shape == (6, 10)
+
+    def labels(of: EvaluationSet) -> list[int]:
+        batches = [of.batch(index) for index in range(of.num_batches)]
+        found = [
+            label for batch in batches for label in batch.tensors["labels"].flatten().tolist()
+        ]
+        return [label for label in found if label != IGNORE_INDEX]
+
+    assert labels(larger) == labels(one)
+    # Sums of other parts are other bits: results of the two are kept apart.
+    assert larger.fingerprint != one.fingerprint
+
+
 @pytest.mark.capability("O-15", "T-35", "T-49")
 def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
     sequences: list[TokenSequence],

@@ -13,6 +13,7 @@ import pytest
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation import chunk
 from evergrad_trainer.data.preparation.disk_errors import disk_problem
+from evergrad_trainer.data.preparation.files import SCANS
 from evergrad_trainer.data.prepare import PrepareProgress, check_unchanged
 from evergrad_trainer.data.prepared import Prepared, TokenSequence
 from evergrad_trainer.errors import DataError
@@ -118,6 +119,28 @@ def test_the_prepared_directory_holds_nothing_but_what_is_published(
         for path in (tmp_path / "prepared" / source.fingerprint).iterdir()
     }
     assert names == {"index.json", "train", "heldOut"}
+
+
+@pytest.mark.capability("A-42")
+def test_data_that_are_not_prepared_are_refused_where_nothing_may_be_prepared(
+    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
+) -> None:
+    documents(tmp_path / "docs.jsonl", topics)
+    with pytest.raises(DataError) as refused:
+        prepared_in(training(), may_prepare=False)
+    (problem,) = refused.value.problems
+    said = f"{tmp_path / 'docs.jsonl'}: is not prepared; this start may prepare nothing"
+    assert said in str(problem)
+    assert "Run `evergrad prepare` with this file first" in str(problem)
+    assert [path.name for path in (tmp_path / "prepared").iterdir()] == [SCANS]
+
+    (made,) = prepared_in(training()).sources
+    (found,) = prepared_in(training(), may_prepare=False).sources
+    assert (found.reused, found.fingerprint) == (True, made.fingerprint)
+    # Other contents are other data.
+    documents(tmp_path / "docs.jsonl", [*topics, "more"])
+    with pytest.raises(DataError, match="is not prepared"):
+        prepared_in(training(), may_prepare=False)
 
 
 def test_the_manifest_may_name_the_prepared_directory(

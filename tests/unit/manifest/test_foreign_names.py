@@ -10,7 +10,8 @@ from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.fields import find_field, walk_fields
-from evergrad_manifest.reading.foreign import FOREIGN, FOREIGN_VALUES
+from evergrad_manifest.reading.foreign import FOREIGN
+from evergrad_manifest.reading.foreign_values import FOREIGN_VALUES
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.problems import problems_of
 from evergrad_manifest.spelling import fold
@@ -148,6 +149,115 @@ def test_what_is_not_built_is_refused_with_its_reason(key: str, said: str) -> No
     assert said in str(problem)
 
 
+@pytest.mark.capability("C-28", "O-77", "O-78", "A-41", "A-42", "A-44", "A-55")
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("valid_batch_size", "`evergrad evaluate --micro-batch-size` has a size of its own"),
+        ("log_rotation", "trackers read metrics.jsonl from its beginning"),
+        ("data.hub_dataset", "save a data set of the hub as JSON Lines or Parquet. Write spec"),
+        ("data.flat_batch", "one to a sample by the file. Write spec.training.data.packing."),
+        (
+            "checkpoint.type",
+            "`evergrad checkpoint export` makes a transformers directory of any of them",
+        ),
+        (
+            "checkpoint.enabled",
+            "would begin again at step 0. Write spec.training.checkpoint.every.",
+        ),
+        (
+            "checkpoint.output_dir",
+            "`evergrad run --run-directory` names it. Write spec.storage",
+        ),
+        ("checkpoint.auto_resume", "a run resumes by itself"),
+        ("checkpoint.save_every_n_epochs", "sources repeat each in its own epochs"),
+        ("model.type", "Write spec.training.model.config and spec.training.model.path."),
+        ("data.eval_sources", "Write spec.training.evaluation.sources."),
+        ("data.train_eval_split", "Write spec.training.data.heldOut."),
+        ("data.cache_dir", "Write spec.training.data.preparedDirectory."),
+        ("data.cache_fs_type", "one rename publishes prepared data"),
+        ("data.fail_on_missing_cache", "`evergrad run --require-prepared` prepares nothing"),
+        ("data.div_length", "all samples have one length"),
+        ("data.pad_to", "Write spec.training.data.sequenceLength."),
+        ("data.drop_last", "behind the last samples of an epoch come the first of the next"),
+        ("data.fuse_positions_prob", "positions begin anew in each row"),
+        ("data.repeat_to_pack_max_length", "would be learned more often than others"),
+        ("data.ignore_empty_think", "which can leave thoughts out"),
+    ],
+)
+def test_a_part_of_another_trainers_section_is_refused_with_its_reason(
+    key: str, said: str
+) -> None:
+    path = f"spec.training.{key}"
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=[f"{path}=2"])
+    [problem] = [one for one in refused.value.problems if one.path == path]
+    assert "is an option of other trainers" in str(problem)
+    assert said in str(problem)
+
+
+def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None:
+    path = "spec.training.data.enabled"
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=[f"{path}=true"])
+    [problem] = [one for one in refused.value.problems if one.path == path]
+    assert "unknown key" in str(problem)
+
+
+@pytest.mark.capability("T-7")
+def test_an_optimizer_of_the_users_own_is_refused_with_its_reason() -> None:
+    path = "spec.training.optimizer.type"
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=[f"{path}=mine:Sophia"])
+    [problem] = refused.value.problems
+    assert str(problem) == (
+        f"{path}: 'mine:Sophia' is not one of adamw, lion, sgd, muon, adafactor (--set); an optimizer's state "
+        "is saved, given to newcomers and cut in parts by its names, and its update has to give the same bits "
+        "on any number of processes: both are shown for those that have a name. Write one of them; `groups` "
+        "has rates and decays for parts of the model."
+    )
+    # What looks like a name is compared with those that there are.
+    with pytest.raises(ConfigurationError, match="Did you mean adamw"):
+        load_manifest(BASE, overrides=[f"{path}=adamw_torch"])
+
+
+@pytest.mark.capability("A-50")
+def test_a_length_from_the_model_is_refused_and_the_models_number_is_named(
+    tmp_path: Path,
+) -> None:
+    path = "spec.training.data.sequenceLength"
+    why = (
+        "it decides which tokens are a sample, and must not change where the model's file does"
+    )
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=[f"{path}=auto"])
+    [problem] = refused.value.problems
+    assert f"{path}: 'auto' is not a number (--set); {why}. Write the number" in str(problem)
+
+    # Left out, the error has what to write, where the file has it.
+    text = BASE.read_text("utf-8").replace("      sequenceLength: 256\n", "")
+    file = tmp_path / "run.yaml"
+    file.write_text(text.replace("llama,", "llama, max_position_embeddings: 2048,"), "utf-8")
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(file)
+    [problem] = refused.value.problems
+    assert f"{path}: missing; it has no default: {why}. Add" in str(problem)
+    assert "at most its `max_position_embeddings`, which is 2048)" in str(problem)
+
+
+@pytest.mark.capability("T-47")
+@pytest.mark.parametrize("metric", ["train/loss", "loss"])
+def test_the_loss_of_a_step_chooses_no_best_checkpoint(metric: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=[f"spec.training.checkpoint.best.metric={metric}"])
+    [problem] = refused.value.problems
+    assert str(problem) == (
+        f"spec.training.checkpoint.best.metric: '{metric}' is not a metric of this run (--set); the loss of a "
+        "step is that of its own samples alone, so that chance would choose. Known here: heldOut/loss, "
+        "heldOut/perplexity."
+    )
+
+
 @pytest.mark.capability("G-21", "O-79", "T-21", "T-42")
 @pytest.mark.parametrize(
     ("path", "value", "said"),
@@ -183,9 +293,9 @@ def test_a_value_of_other_trainers_is_refused_with_its_reason(
 
 
 def test_each_foreign_value_is_one_of_a_field_that_exists() -> None:
-    choices = {field.key: field for field in walk_fields(TrainingRun)}
+    paths = [f".{field.path}" for field in walk_fields(TrainingRun)]
     for one in FOREIGN_VALUES:
-        assert one.key in choices
+        assert any(path.endswith(f".{one.key}") for path in paths), one.key
         assert one.why
         assert one.remedy
 

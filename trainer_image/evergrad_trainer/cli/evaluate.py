@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the average is that of spec.training.ema (default: as the run evaluates itself)",
     )
     parser.add_argument(
+        "--micro-batch-size",
+        type=int,
+        metavar="N",
+        help="samples at a time; another number adds in another order (default: batching.microBatchSize)",
+    )
+    parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON document; with --watch one object a line",
@@ -96,6 +103,9 @@ def execute(args: argparse.Namespace) -> int:
         raise InputError(
             Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
         )
+    if args.micro_batch_size is not None and args.micro_batch_size < 1:
+        what = f"{args.micro_batch_size} is below 1"
+        raise InputError(Problem("--micro-batch-size", what, "", "Give a positive number"))
     recorded = read_recorded(args.run)
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
     with contextlib.ExitStack() as stack:
@@ -152,6 +162,9 @@ def _open(
             run.training, base_directory=base, prepared_directory=shared
         ),
     )
+    if args.micro_batch_size is not None:
+        sets = tuple(one.in_batches_of(args.micro_batch_size) for one in opened.sets)
+        opened = dataclasses.replace(opened, sets=sets)
     remove_stale_cuts(args.run, lambda: [one.name for one in list_checkpoints(store)])
     return Evaluator(
         opened,

@@ -48,6 +48,8 @@ class PlanRequest:
     machine alone."""
     ignores_preflight: bool = False
     """Train although preflight's estimates say that it cannot work."""
+    requires_prepared: bool = False
+    """Refuse data that are not prepared."""
     is_one_of_many: bool = False
     """Other nodes of the run are on machines that this one knows nothing of."""
 
@@ -110,6 +112,7 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
     from evergrad_trainer.data.prepare import (
         check_prepared,
         check_unchanged,
+        prepare,
         resolve_prepared_directory,
     )
     from evergrad_trainer.recipes.opening import open_recipe
@@ -125,6 +128,8 @@ def _prepare(request: PlanRequest) -> "tuple[Prepared, Opened, str]":
             prepared_directory=shared,
         )
 
+    if request.requires_prepared:
+        prepare(training, base_directory=base, prepared_directory=shared, may_prepare=False)
     # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=shared)
     check_tokenizer_unchanged(request.run_state, prepared)

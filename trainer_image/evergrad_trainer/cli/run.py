@@ -54,6 +54,8 @@ class RunRequest:
     is_extension: bool = False
     """The manifest's horizon may be longer than the run's was."""
     ignores_preflight: bool = False
+    requires_prepared: bool = False
+    """Data that are not prepared are refused, and not prepared now."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-preflight",
         action="store_true",
         help="train although preflight's estimates say it cannot work",
+    )
+    parser.add_argument(
+        "--require-prepared",
+        action="store_true",
+        help="refuse sources that `evergrad prepare` has not made tokens of, such as where cores are dear",
     )
 
 
@@ -146,6 +153,7 @@ def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) ->
         world_sizes=world_sizes_of(run, num_workers=num_workers, num_nodes=num_nodes),
         stop_after_steps=request.stop_after_steps,
         ignores_preflight=request.ignores_preflight,
+        requires_prepared=request.requires_prepared,
     )
     try:
         with sigterm_interrupts():
@@ -200,6 +208,7 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
         stop_after_steps=args.stop_after_steps,
         is_extension=args.extend,
         ignores_preflight=args.no_preflight,
+        requires_prepared=args.require_prepared,
     )
     if loaded.run.spec.script is not None:
         check_request_of_script(request)
@@ -220,6 +229,7 @@ def check_request_of_script(request: RunRequest) -> None:
             ("--stop-after-steps", request.stop_after_steps is not None),
             ("--extend", request.is_extension),
             ("--chaos", request.chaos_seed is not None),
+            ("--require-prepared", request.requires_prepared),
         )
         if is_given
     ]

@@ -39,6 +39,12 @@ class EvaluationSet:
         text = json.dumps([contents, self.num_samples, self._micro_batch_size])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def in_batches_of(self, size: int) -> "EvaluationSet":
+        """The same samples in the same order, ``size`` a batch."""
+        return EvaluationSet(
+            self.name, self._sources, micro_batch_size=size, limit=self.num_samples
+        )
+
     def batch(self, index: int) -> Batch:
         """Batch ``index`` (from 0), filled up with rows that count nothing. Raises IndexError, DataError."""
         if not 0 <= index < self.num_batches:

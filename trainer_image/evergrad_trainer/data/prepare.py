@@ -74,12 +74,13 @@ def prepare(
     prepared_directory: Path,
     workers: int | None = None,
     on_progress: OnProgress | None = None,
+    may_prepare: bool = True,
 ) -> Prepared:
     """Make all sources ready to be read; what is published already is only looked at. Idempotent.
 
     Relative paths start at ``base_directory``; ``prepared_directory`` counts where the manifest names none.
-    ``workers``: helper processes, by default one a core. Raises DataError for whatever is wrong with files,
-    lines or the tokenizer.
+    ``workers``: helper processes, by default one a core. ``may_prepare``: otherwise all has to be published.
+    Raises DataError for whatever is wrong with files, lines or the tokenizer.
     """
     root = resolve_prepared_directory(
         training, base_directory=base_directory, default=prepared_directory
@@ -114,6 +115,8 @@ def prepare(
             Preparation(source, content, one, root, compute_fingerprint(source, content, one))
             for source, content, one in zip(entries, contents, recipes, strict=True)
         ]
+        if not may_prepare:
+            raise_if(_find_unprepared(preparations), DataError)
         if not workers:
             # The cores this process may use, which in a container are fewer than the machine has.
             has_affinity = hasattr(os, "sched_getaffinity")
@@ -247,6 +250,17 @@ def _change_of(
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _find_unprepared(preparations: Sequence[Preparation]) -> list[Problem]:
+    """A problem for each source whose tokens are not published."""
+    why = "this start may prepare nothing (--require-prepared), and {} has no tokens of its content"
+    remedy = "Run `evergrad prepare` with this file first, or leave --require-prepared out"
+    return [
+        Problem(str(one.source.path), "is not prepared", why.format(one.final.parent), remedy)
+        for one in preparations
+        if one.source.type in TEXT_TYPES and open_published(one.final) is None
+    ]
 
 
 def _prepare_all(

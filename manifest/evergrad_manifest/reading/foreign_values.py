@@ -1,0 +1,78 @@
+"""Values that fields have in other trainers: why not here, and what to write."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Final
+
+from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.spelling import fold
+
+WHY_LENGTH_IS_WRITTEN: Final = (
+    "it decides which tokens are a sample, and must not change where the model's file does"
+)
+
+
+@dataclass(frozen=True)
+class ForeignValue:
+    """Values that a field has in other trainers: why it has not here, and what to write."""
+
+    key: str
+    """The end of the field's path, as much of it as no other field has."""
+    values: tuple[str, ...]
+    """Texts, in which ``*`` stands for anything."""
+    why: str
+    remedy: str
+
+
+FOREIGN_VALUES: Final = (
+    ForeignValue(
+        "microBatchSize",
+        ("auto", "-1"),
+        "it cuts a step into the slots whose sums make the gradient, and one that each machine found out for "
+        "itself would make a run another one on each",
+        "Write the number that `evergrad preflight` names as the largest one that fits",
+    ),
+    ForeignValue(
+        "device",
+        ("mps", "metal"),
+        "torch.distributed exchanges no tensors of Apple's GPUs, and a run must be able to grow beyond one "
+        "process",
+        "Write cpu on such a machine, or leave it out",
+    ),
+    ForeignValue(
+        "precision",
+        ("fp8", "float8", "fp8-hybrid"),
+        "training in fp8 needs kernels of a package beside torch, which the trainer does not have",
+        "Write bf16-autocast",
+    ),
+    ForeignValue(
+        "precision",
+        ("fp16", "float16", "half", "fp16-mixed", "16-mixed"),
+        "weights in fp16 would lose most updates; what is trained stays in fp32 beside products in fp16",
+        "Write fp16-autocast, or bf16-autocast, which needs no scale of the loss",
+    ),
+    ForeignValue(
+        "optimizer.type",
+        ("*:*",),
+        "an optimizer's state is saved, given to newcomers and cut in parts by its names, and its update has "
+        "to give the same bits on any number of processes: both are shown for those that have a name",
+        "Write one of them; `groups` has rates and decays for parts of the model",
+    ),
+    ForeignValue(
+        "data.sequenceLength",
+        ("auto", "model", "max"),
+        WHY_LENGTH_IS_WRITTEN,
+        "Write the number; `evergrad preflight` refuses one above the model's max_position_embeddings",
+    ),
+)
+
+
+def say_foreign_value(path: FieldPath, value: str) -> tuple[str, str] | None:
+    """Why the field at ``path`` has no ``value``, and what to write: for one of other trainers, else None."""
+    where = f".{format_path(path)}"
+    for one in FOREIGN_VALUES:
+        if where.endswith(f".{one.key}") and any(
+            fnmatchcase(fold(value), fold(pattern)) for pattern in one.values
+        ):
+            return one.why, one.remedy
+    return None
