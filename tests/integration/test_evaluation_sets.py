@@ -37,7 +37,7 @@ def rows(directory: Path) -> list[dict[str, Any]]:
     return read_lines(directory / "evaluation.jsonl")
 
 
-@pytest.mark.capability("O-47", "O-65", "T-27")
+@pytest.mark.capability("C-28", "O-47", "O-65", "T-27")
 def test_cadence_and_size_of_a_set_change_on_a_live_run_without_a_bit_of_its_training(
     experiment: Experiment,
 ) -> None:
@@ -76,6 +76,15 @@ def test_cadence_and_size_of_a_set_change_on_a_live_run_without_a_bit_of_its_tra
     assert "spec.training.evaluation.sets" in json.dumps(change["changes"])
     assert_same_curve(experiment.at("undisturbed"), experiment.at())
     assert_same_state(experiment.at("undisturbed"), experiment.at(), prefix="model.")
+
+    # Batches of another size have the same tokens, and a result of their own.
+    larger = ("--set", "heldOut", "--micro-batch-size", "5")
+    ended = experiment.command("evaluate", "runs/tiny", *larger, "--json").expect(DONE)
+    (result,) = json.loads(ended.out)["results"]
+    last = next(row for row in rows(experiment.at()) if row["step"] == 8)
+    assert result["tokens"] == last["tokens"]
+    assert result["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    assert result["is_new"]
 
     # The set that the run has left out is there for the command.
     ended = experiment.command("evaluate", "runs/tiny", "--json").expect(DONE)

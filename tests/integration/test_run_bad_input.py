@@ -58,6 +58,22 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.capability("A-42")
+def test_a_start_that_may_prepare_nothing_trains_once_the_data_are_prepared(
+    experiment: Experiment,
+) -> None:
+    experiment.write()
+    said = (
+        "documents.jsonl: is not prepared; this start may prepare nothing (--require-prepared)"
+    )
+    refused(experiment, said, arguments=("--require-prepared",))
+    assert not (experiment.at() / "metrics.jsonl").exists()
+    experiment.command("prepare", "tiny.yaml").expect(DONE)
+    one = ("--require-prepared", "--stop-after-steps", "1")
+    experiment.run(*one, expect=STOPPED_SAVED)
+    assert steps_of(experiment.at()) == [1]
+
+
 # --- the manifest
 
 

@@ -37,6 +37,7 @@ def test_a_manifest_is_read_back_as_it_was_written() -> None:
     assert decode_manifest(encode_manifest(build_manifest())) == build_manifest()
 
 
+@pytest.mark.capability("G-69")
 @given(st.data())
 def test_a_flipped_bit_in_a_manifest_is_refused_or_changes_nothing(data: st.DataObject) -> None:
     encoded = bytearray(encode_manifest(build_manifest()))

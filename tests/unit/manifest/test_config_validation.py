@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.fields import choices_of, fields_of
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.validation import check_run, parse_run
-from evergrad_manifest.training import sft
+from evergrad_manifest.training import Optimizer, Schedule, Source, Tokenizer, sft
 from evergrad_manifest.view import UNKNOWN, View, without_nulls
 
 FOLDER = Path(__file__).parent
@@ -46,7 +48,31 @@ def test_documents_are_kept_apart_by_the_recipes_that_can(
     )
 
 
-@pytest.mark.capability("O-6", "A-4", "A-6")
+@pytest.mark.capability("A-55")
+@pytest.mark.parametrize(
+    ("section", "path"),
+    [
+        (Optimizer, "optimizer"),
+        (Schedule, "schedule"),
+        (Tokenizer, "tokenizer"),
+        (Source, "data.sources[0]"),
+    ],
+)
+def test_a_part_is_of_its_first_type_unless_it_names_another_of_its_own(
+    section: type[Section], path: str
+) -> None:
+    field = fields_of(section)["type"]
+    first, *others = choices_of(field)
+    assert field.default == first
+    assert others
+    where = f"spec.training.{path}.type"
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=[f"{where}=unknown"])
+    [said] = [str(one) for one in refused.value.problems if one.path == where]
+    assert f"'unknown' is not one of {', '.join((first, *others))}" in said
+
+
+@pytest.mark.capability("O-6", "A-1", "A-4", "A-6")
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
 def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
     case: dict[str, Any],

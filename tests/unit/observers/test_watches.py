@@ -107,6 +107,7 @@ def test_ten_thousand_healthy_values_raise_no_alert() -> None:
         assert alerts_of(rule, values) == [], rule
 
 
+@pytest.mark.capability("G-69")
 @pytest.mark.parametrize(
     "rule",
     [
@@ -128,6 +129,7 @@ def test_a_watch_that_goes_on_anywhere_decides_as_one_that_was_never_stopped(
         second.load_state(json.loads(json.dumps(first.state())))
         found += [second.look(step, {"loss": values[step - 1]}) for step in range(cut + 1, 61)]
         assert [one for one in found if one is not None] == whole, cut
+        assert second.state()["alerts"] == len(whole)
 
 
 def test_more_patience_lets_a_stopped_run_go_on() -> None:

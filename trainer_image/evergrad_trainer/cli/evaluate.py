@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batch-size",
         type=int,
         metavar="N",
-        help="samples at a time; another number adds in another order (default: batching.microBatchSize)",
+        help="samples at a time, for memory and speed (default: the run's batching.microBatchSize)",
     )
     parser.add_argument(
         "--json",
