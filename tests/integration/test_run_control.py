@@ -374,7 +374,7 @@ def test_a_horizon_in_tokens_or_epochs_is_rounded_up_to_steps(
         assert 1.5 <= derived["epochs"] < 1.5 + 8 * derived["epochs"] / derived["samples"]
 
 
-@pytest.mark.capability("C-12", "O-49", "A-28", "T-34", "T-46")
+@pytest.mark.capability("C-12", "O-49", "A-28", "A-41", "T-34", "T-46")
 def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment) -> None:
     best = {"metric": "heldOut/loss", "mode": "max"}
     experiment.write(

@@ -126,6 +126,7 @@ def test_a_bad_step_ends_the_run_saved_and_a_run_is_taken_past_it_by_skip_steps(
     assert rows[4]["loss"] is None and rows[4]["tokens"] == 0
 
 
+@pytest.mark.capability("O-78")
 def test_bad_steps_in_a_row_are_skipped_as_often_as_asked_for(bad: Experiment) -> None:
     write(bad, onNonFinite={"skip": 1, "then": "stop"})
     ended = bad.run("--workers", "2", name="bad", directory="one", expect=STOPPED_SAVED)

@@ -317,6 +317,7 @@ def test_a_folder_of_one_file_is_the_same_data_as_the_file(
     assert (len(folder.files), len(file.files)) == (1, 0)
 
 
+@pytest.mark.capability("O-78")
 def test_files_of_tokens_are_one_sequence_and_its_end_is_held_out(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
