@@ -343,7 +343,7 @@ FOREIGN: Final = (
         "documents and rows are packed, kept apart or one to a sample by the file",
     ),
     Foreign(
-        ("div_length", "pad_to", "pad_to_multiple_of", "pad_to_max_length"),
+        ("div_length", "data.pad_to", "pad_to_multiple_of", "pad_to_max_length"),
         (f"{_T}.data.sequenceLength",),
         "all samples have one length, so that nothing is compiled again; packing leaves little to fill up",
     ),

@@ -240,8 +240,8 @@ def test_a_length_from_the_model_is_refused_and_the_models_number_is_named(
     file.write_text(text.replace("llama,", "llama, max_position_embeddings: 2048,"), "utf-8")
     with pytest.raises(ConfigurationError) as refused:
         load_manifest(file)
-    [problem] = refused.value.problems
-    assert f"{path}: missing; it has no default: {why}. Add" in str(problem)
+    [problem] = [one for one in refused.value.problems if one.path == path]
+    assert f"it has no default: {why}. Add `sequenceLength`" in str(problem)
     assert "at most its `max_position_embeddings`, which is 2048)" in str(problem)
 
 
