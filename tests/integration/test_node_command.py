@@ -68,6 +68,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         one.communicate()
 
 
+@pytest.mark.timeout(600)
 def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_complete(
     node: Callable[..., Any], tmp_path: Path
 ) -> None:
