@@ -132,7 +132,8 @@ def test_data_that_are_not_prepared_are_refused_where_nothing_may_be_prepared(
     said = f"{tmp_path / 'docs.jsonl'}: is not prepared; this start may prepare nothing"
     assert said in str(problem)
     assert "Run `evergrad prepare` with this file first" in str(problem)
-    assert [path.name for path in (tmp_path / "prepared").iterdir()] == [SCANS]
+    # Nothing is begun; what was seen of the files may be kept.
+    assert {path.name for path in (tmp_path / "prepared").iterdir()} <= {SCANS}
 
     (made,) = prepared_in(training()).sources
     (found,) = prepared_in(training(), may_prepare=False).sources
