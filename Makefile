@@ -11,7 +11,7 @@ PYDOC := examples/pydoc
 # Another torch to try the rendezvous backend with.
 TORCH ?= 2.15.0
 OTHER := $(VENV)-torch-$(TORCH)
-# Beside .venv, whose packages it sees: some two hundred more, which only trackers need.
+# Beside .venv, whose packages it sees: some fifty more, which only trackers need.
 TRACKED := $(VENV)-trackers
 PACKAGES := $(addsuffix /pyproject.toml,coordinator manifest operator cli trainer_image)
 

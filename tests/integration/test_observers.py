@@ -173,7 +173,7 @@ def make_tracked(tracked: Experiment, tmp_path: Path) -> Iterator[Callable[..., 
         cluster.close()
 
 
-@pytest.mark.capability("C-53", "O-40", "T-56")
+@pytest.mark.capability("A-8", "A-48", "C-25", "C-53", "O-40", "O-77", "T-36", "T-56")
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_three_nodes_of_which_rank_0_dies_twice_are_one_run_without_gaps(
     tracked: Experiment, make_tracked: Callable[..., Cluster], tracker: str
@@ -201,7 +201,7 @@ def test_three_nodes_of_which_rank_0_dies_twice_are_one_run_without_gaps(
     assert not events(cluster.directory, "warning"), cluster.describe()
 
 
-@pytest.mark.capability("T-56")
+@pytest.mark.capability("A-8", "A-48", "C-25", "T-36", "T-56")
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_run_that_is_killed_and_goes_back_to_its_checkpoint_shows_each_step_once(
     experiment: Experiment, tracker: str
