@@ -4,6 +4,8 @@ gaps, and decide nothing anew."""
 import gzip
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,10 @@ def show_mlflow(folder: Path) -> tuple[list[str], Points]:
 def show_aim(folder: Path) -> tuple[list[str], Points]:
     import aim
 
+    # Runs are read through an index, which `aim up` keeps as it begins to show them.
+    command = Path(sys.executable).with_name("aim")
+    reindex = [command, "storage", "--repo", folder, "reindex", "--yes"]
+    subprocess.run(reindex, check=True, capture_output=True, timeout=120)
     repo = aim.Repo.from_path(str(folder))
     points, ids = Points(), []
     for run in repo.iter_runs():
