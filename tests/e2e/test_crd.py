@@ -255,7 +255,7 @@ ALONE = {
     ),
     "two sizes held out": (
         {"spec.training.data.heldOut": {"fraction": "1%", "count": 3}},
-        "spec.training.data.heldOut: Too many",
+        "must validate one and only one schema (oneOf)",
     ),
 }
 
