@@ -100,7 +100,8 @@ def show_aim(folder: Path) -> tuple[list[str], Points]:
     for run in repo.iter_runs():
         ids.append(run.hash)
         for metric in run.metrics():
-            steps, values = metric.values.sparse_list()
+            # Its values alone stand by hashes of their steps.
+            steps, (values, *_) = metric.data.items_list()
             points.setdefault(metric.name, []).extend(zip(steps, values, strict=True))
     return ids, points
 
