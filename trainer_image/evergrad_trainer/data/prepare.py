@@ -99,14 +99,13 @@ def prepare(
     )
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-
         # First all scans: what is to be prepared, and in how many bytes, follows from the contents.
         report.begin("scan", sum(path.stat().st_size for paths in files for path in paths))
         contents = []
         for source, paths in zip(entries, files, strict=True):
             report.show(source.name)
-            memory = root / SCANS
-            contents.append(scan_cached(source, paths, memory, on_bytes=report.advance))
+            found = scan_cached(source, paths, root / SCANS, on_bytes=report.advance)
+            contents.append(found)
 
         # Nothing is held out of a source that is only evaluated on.
         whole = replace(recipe, held_out=None)
@@ -115,8 +114,7 @@ def prepare(
             Preparation(source, content, one, root, compute_fingerprint(source, content, one))
             for source, content, one in zip(entries, contents, recipes, strict=True)
         ]
-        if not may_prepare:
-            raise_if(_find_unprepared(preparations), DataError)
+        raise_if([] if may_prepare else _find_unprepared(preparations), DataError)
         if not workers:
             # The cores this process may use, which in a container are fewer than the machine has.
             has_affinity = hasattr(os, "sched_getaffinity")
