@@ -238,15 +238,16 @@ def _change_of(
         ("missing", sorted(old.keys() - new.keys())),
         ("changed", sorted(changed)),
     )
-    shown = [f"{word}: {_some(names)}" for word, names in differences if names]
+    shown = []
+    for word, names in differences:
+        if names:
+            # A folder may have thousands.
+            left = len(names) - _MOST_NAMES
+            more = f" and {left} more" if left > 0 else ""
+            shown.append(f"{word}: {', '.join(names[:_MOST_NAMES])}{more}")
     what = "its files are not those that this run was prepared from"
     remedy = f"Restore them to go on with this run, or {other}"
     return Problem(str(path), what, "; ".join(shown), remedy)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _prepare_all(
