@@ -376,21 +376,13 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
         raise DataError(Problem(str(path), what, why, f"Lower {_HELD_OUT}.fraction"))
 
     # The end, not a random part: a window must not lie on both sides.
-    return _cut(whole, whole.tokens - held_out)
-
-
-def _cut(sequence: TokenSequence, at: int) -> tuple[TokenSequence, TokenSequence]:
-    """The first ``at`` tokens of a sequence, and the others."""
-    first, rest = [], []
-    for shard in sequence.shards:
-        before = max(0, min(at, shard.tokens))
+    left, first, rest = whole.tokens - held_out, [], []
+    for shard in shards:
+        before = max(0, min(left, shard.tokens))
         if before:
             first.append(replace(shard, tokens=before))
         if before < shard.tokens:
-            rest.append(
-                replace(shard, start=shard.start + before, tokens=shard.tokens - before)
-            )
-        at -= before
-    return TokenSequence(sequence.dtype, tuple(first)), TokenSequence(
-        sequence.dtype, tuple(rest)
-    )
+            after = shard.tokens - before
+            rest.append(replace(shard, start=shard.start + before, tokens=after))
+        left -= before
+    return TokenSequence(source.dtype, tuple(first)), TokenSequence(source.dtype, tuple(rest))

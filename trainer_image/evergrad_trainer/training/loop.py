@@ -69,14 +69,10 @@ def train(run: Run) -> StopReason:
     # What the world before this one was to do after its last step, and did not get to.
     reason = _pause(run, limits, _QUIET, is_entering=True)
     # A start of a run that an observer has stopped trains nothing, for as long as it wishes so.
-    is_at_stop = progress.stop_asked == progress.finished_steps > 0
-    # Collective: an observer that fails on one rank has no wish there.
-    if (
-        reason is None
-        and is_at_stop
-        and not world.all_agree("stop" not in run.lasting.wishes())
-    ):
-        reason = "observer"
+    if reason is None and progress.stop_asked == progress.finished_steps > 0:
+        # Collective: an observer that fails on one rank has no wish there.
+        is_wished = not world.all_agree("stop" not in run.lasting.wishes())
+        reason = "observer" if is_wished else None
 
     while reason is None:
         step = progress.finished_steps + 1

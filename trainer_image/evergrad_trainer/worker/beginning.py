@@ -67,7 +67,15 @@ def begin(session: Session, machinery: Machinery) -> None:
         raise_if(problems, ConfigurationError)
         config = session.plan.model.require_config()
         load_model_directory(path, machinery.state(), config=config)
-        source = {"checkpoint": "", "step": 0, "hash": _hash_weights(session, path)}
+        digest: str | None = None
+        if session.world.is_main:
+            hashes = [
+                f"{one.name} {hash_file(one)}" for one in sorted(path.glob("*.safetensors"))
+            ]
+            digest = hash_bytes("\n".join(hashes).encode())
+        # Collective: one answer, also where a directory is another one on another host.
+        digest = str(session.world.broadcast_json(digest))
+        source = {"checkpoint": "", "step": 0, "hash": digest}
     else:
         loaded = _load(session, machinery, wanted, path)
         source = {
@@ -134,16 +142,6 @@ def _check_same(
             "Name what it began with, or give the changed run a directory of its own",
         )
     )
-
-
-def _hash_weights(session: Session, path: Path) -> str:
-    """One hash over all files of weights, as rank 0 reads them."""
-    found: str | None = None
-    if session.world.is_main:
-        hashes = [f"{one.name} {hash_file(one)}" for one in sorted(path.glob("*.safetensors"))]
-        found = hash_bytes("\n".join(hashes).encode())
-    # Collective: one answer, also where a directory is another one on another host.
-    return str(session.world.broadcast_json(found))
 
 
 def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) -> Restored:
