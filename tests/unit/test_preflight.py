@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.training import Model, Training
 from evergrad_trainer.errors import ModelError
@@ -17,11 +16,11 @@ from evergrad_trainer.machine import Machine
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes
 from evergrad_trainer.preflight import (
+    check_cadences,
     check_device,
     check_files,
     check_model,
     check_run_directory,
-    check_schedule,
     check_shards,
     check_workers,
     examine,
@@ -216,19 +215,16 @@ def test_things_that_never_happen_are_warned_of() -> None:
     sets = [{"name": "other", "every": {"steps": 101}}]
     evaluation = {"every": {"steps": 500}, "sources": sources, "sets": sets}
     late = training(checkpoint={"every": {"steps": 101}}, evaluation=evaluation)
-    levels = {
-        f.problem.path: f.level
-        for f in check_schedule(late, derive_steps(late, num_samples=50))
-    }
+    levels = {f.problem.path: f.level for f in check_cadences(late, total=100)}
     assert levels == {
         "spec.training.checkpoint.every.steps": "warning",
         "spec.training.evaluation.every.steps": "warning",
         "spec.training.evaluation.sets[0].every.steps": "warning",
-        "spec.training.horizon": "ok",
     }
-    fine = training(checkpoint={"every": {"steps": 10}})
-    finding = only(check_schedule(fine, derive_steps(fine, num_samples=50)))
-    assert "100 steps, 51,200 tokens, 16.00 epochs; warm-up 0" in str(finding.problem)
+    in_tokens = training(checkpoint={"every": {"tokens": 51_201}})
+    assert only(check_cadences(in_tokens, total=100)).level == "warning"
+    for fine in ({"every": {"steps": 100}}, {"every": {"tokens": 51_200}}, {}):
+        assert list(check_cadences(training(checkpoint=fine), total=100)) == []
 
 
 @pytest.mark.capability("A-56")
@@ -236,23 +232,21 @@ def test_an_evaluation_at_the_end_only_is_said_where_there_is_something_to_evalu
     None
 ):
     sources = [{"name": "other", "path": "other.jsonl"}]
-    saves = {"every": {"steps": 10}}
 
     def said(evaluation: dict[str, Any]) -> list[str]:
-        given = training(evaluation=evaluation, checkpoint=saves)
         return [
             str(one.problem)
-            for one in check_schedule(given, derive_steps(given, num_samples=50))
+            for one in check_cadences(training(evaluation=evaluation), total=100)
         ]
 
-    assert said({"sources": sources})[:-1] == [
+    assert said({"sources": sources}) == [
         (
             "spec.training.evaluation.every: Evaluation happens at the end only; there is something to "
             "evaluate on, and evaluation.every is not set."
         )
     ]
     sets = [{"name": "other", "every": {"steps": 10}}]
-    assert len(said({"sources": sources, "sets": sets})) == 1
+    assert said({"sources": sources, "sets": sets}) == []
 
 
 @pytest.mark.capability("A-59")
@@ -568,3 +562,27 @@ def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own
 
     assert told(2).level == "ok" and told(3).level == "error"
     assert "6 workers cannot share 4 slots a step" in str(told(3).problem)
+
+
+def test_preflight_says_what_never_happens_where_the_steps_are_known_without_data(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"text": "x"}\n')
+
+    def told(horizon: dict[str, int]) -> list[str]:
+        late = training(checkpoint={"every": {"steps": 101}}, horizon=horizon)
+        spec = {"training": late.model_dump(by_alias=True, exclude_unset=True, mode="json")}
+        run = parse_run(
+            {
+                "apiVersion": "evergrad.dev/v1alpha1",
+                "kind": "TrainingRun",
+                "metadata": {"name": "tiny"},
+                "spec": spec,
+            }
+        )
+        places = {"base_directory": tmp_path, "run_directory": tmp_path / "run"}
+        found = examine(run, **places, machine=MACHINE, num_workers=1).findings
+        return [one.level for one in found if "checkpoint.every" in one.problem.path]
+
+    assert told({"steps": 100}) == ["warning"]
+    assert told({"steps": 101}) == told({"epochs": 1}) == []

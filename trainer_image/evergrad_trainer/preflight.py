@@ -14,11 +14,11 @@ from pathlib import Path
 from evergrad_coordinator.contract import RunFile
 from evergrad_coordinator.text import size
 from evergrad_manifest.derive import (
-    HorizonNumbers,
     is_model_trained,
     loss_chunk,
     slots_per_step,
     stage_ends,
+    steps_without_data,
 )
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import InputError, Problem
@@ -120,6 +120,9 @@ def examine(
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     level: Level = "warning" if (run_directory / RunFile.RESOLVED).exists() else "error"
     findings += [Finding(level, one) for one in find_traps(training, plan, machine=machine)]
+    # Of a horizon in epochs the number of steps is known once the data are prepared.
+    if (total := steps_without_data(training)) is not None:
+        findings += check_cadences(training, total=total)
     # Last, since it writes. Checkpoints of boundaries between stages are kept besides.
     keep = training.checkpoint.keep + len(stage_ends(training))
     findings += check_run_directory(run_directory, size, keep=keep)
@@ -452,46 +455,38 @@ def _check_kernels(training: Training, machine: Machine) -> Iterator[Problem]:
         )
 
 
-def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Finding]:
-    """Check that saves and evaluations happen at least once. Where the horizon is derived, warm-up and decay
-    are checked."""
-    total = numbers.total_steps
+def check_cadences(training: Training, *, total: int) -> Iterator[Finding]:
+    """Check that what the file asks for every so often happens at least once in a run of ``total`` steps."""
     at_end = "Evaluation happens at the end only"
-    evaluation = training.evaluation
-    rhythms = [
-        (f"evaluation.sets[{index}].every", one.every)
+    evaluation, saves = training.evaluation, training.checkpoint
+    asked = [("evaluation.every", evaluation.every, at_end)]
+    asked += [
+        (f"evaluation.sets[{index}].every", one.every, at_end)
         for index, one in enumerate(evaluation.sets)
     ]
-    rhythms = [("evaluation.every", evaluation.every), *rhythms]
     firsts = [
-        (f"{where}.steps", rhythm.steps, rhythm.steps, at_end)
-        for where, rhythm in rhythms
-        if rhythm is not None
+        (f"{where}.steps", every.steps, every.steps, end)
+        for where, every, end in asked
+        if every is not None
     ]
-    saves = training.checkpoint
-    for where, every in (("every", saves.every), ("keepEvery", saves.keep_every)):
-        end = (
-            "State is saved at the end only"
-            if where == "every"
-            else "No checkpoint is kept for ever"
-        )
-        if every is not None and every.steps is not None:
-            firsts.append((f"checkpoint.{where}.steps", every.steps, every.steps, end))
-        if every is not None and every.tokens is not None:
-            first = -(-every.tokens // numbers.tokens_per_step)
-            firsts.append((f"checkpoint.{where}.tokens", every.tokens, first, end))
+    # What is saved so often unless the file says otherwise is nothing to warn of in a short run.
+    every = saves.every if "every" in saves.model_fields_set else None
+    tokens_per_step = training.batching.global_batch_size * training.sample_tokens
+    for where, rhythm, end in (
+        ("every", every, "State is saved at the end only"),
+        ("keepEvery", saves.keep_every, "No checkpoint is kept for ever"),
+    ):
+        if rhythm is not None and rhythm.steps is not None:
+            firsts.append((f"checkpoint.{where}.steps", rhythm.steps, rhythm.steps, end))
+        if rhythm is not None and rhythm.tokens is not None:
+            first = -(-rhythm.tokens // tokens_per_step)
+            firsts.append((f"checkpoint.{where}.tokens", rhythm.tokens, first, end))
     for where, written, first, consequence in firsts:
         if first > total:
             what = f"{written} is beyond the last step {total}"
             yield Finding("warning", Problem(f"spec.training.{where}", what, "", consequence))
     has_data = bool(evaluation.sources) or training.data.held_out is not None
     cadences = (evaluation.every, *(one.every for one in evaluation.sets))
-    is_measured = any(every is not None for every in cadences)
-    if has_data and not is_measured:
+    if has_data and all(every is None for every in cadences):
         why = "there is something to evaluate on, and evaluation.every is not set"
         yield Finding("ok", Problem("spec.training.evaluation.every", at_end, why))
-    text = (
-        f"{total:,} steps, {numbers.tokens:,} tokens, {numbers.epochs:.2f} epochs; warm-up "
-        f"{numbers.warmup_steps}"
-    )
-    yield Finding("ok", Problem("spec.training.horizon", text))

@@ -22,8 +22,10 @@ from evergrad_trainer.resume import (
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from evergrad_trainer.data.prepared import Prepared
-    from evergrad_trainer.preflight import Examination
+    from evergrad_trainer.preflight import Examination, Finding
     from evergrad_trainer.recipes.opening import Opened
     from evergrad_trainer.worker.session import SessionPlan
 
@@ -58,8 +60,10 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     Raises:
         InputError: preflight or the run directory's state forbids it.
     """
+    from evergrad_manifest.derive import steps_without_data
     from evergrad_manifest.identity import config_hash
     from evergrad_manifest.task_files import hash_task_files
+    from evergrad_trainer.preflight import check_cadences
     from evergrad_trainer.training.build import threads_per_worker
     from evergrad_trainer.worker.session import SessionPlan
 
@@ -74,6 +78,9 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     check_model_unchanged(directory, run_state, model.describe())
     prepared, opened, task_hash = _prepare(request)
     numbers = opened.data.derive_steps(training)
+    if steps_without_data(training) is None:
+        # A horizon in epochs has its number of steps only now.
+        _warn(check_cadences(training, total=numbers.total_steps))
     check_extension(directory, run_state, total_steps=numbers.total_steps)
     marks["data"] = time.time()
     if run_state.state != "fresh":
@@ -175,10 +182,14 @@ def _examine(request: PlanRequest) -> "Examination":
             _record(request, examination, is_overruled=bool(errors) and not is_refused)
     if is_refused:
         raise InputError(*errors)
-    for finding in examination.findings:
+    _warn(examination.findings)
+    return examination
+
+
+def _warn(findings: "Iterable[Finding]") -> None:
+    for finding in findings:
         if finding.level == "warning":
             print(f"warning: {finding.problem}", file=sys.stderr)
-    return examination
 
 
 def _record(request: PlanRequest, examination: "Examination", *, is_overruled: bool) -> None:
