@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from evergrad_trainer.data.prepared import Prepared
-    from evergrad_trainer.preflight import Examination, Finding
+    from evergrad_trainer.preflight import Examination
+    from evergrad_trainer.preflight_memory import Finding
     from evergrad_trainer.recipes.opening import Opened
     from evergrad_trainer.worker.session import SessionPlan
 
