@@ -99,7 +99,12 @@ def build_hostile(rng: random.Random) -> bytes:
 
 async def send(port: int, data: bytes, *, pieces: int = 1) -> None:
     """One connection; cut anywhere, ended by whoever is first."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while True:
+        # A coordinator that has as many connections as it takes may reset one before it stands.
+        with contextlib.suppress(ConnectionResetError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            break
+        await asyncio.sleep(0.05)
     draining = asyncio.create_task(reader.read())
     with contextlib.suppress(OSError):
         size = len(data) // pieces + 1

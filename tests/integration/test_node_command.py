@@ -68,6 +68,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         one.communicate()
 
 
+@pytest.mark.timeout(600)
 def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_complete(
     node: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -96,7 +97,7 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
             for index in (0, 1)
         ]
         for one in nodes:
-            out, _ = one.communicate(timeout=100)
+            out, _ = one.communicate(timeout=300)
             assert one.returncode == 0, out
             assert "] generation 1: ranks " in out, "what its supervisor says"
     finally:

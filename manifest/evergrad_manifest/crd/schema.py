@@ -32,8 +32,11 @@ SHOWN_DEFAULTS: Final = (
 """Fields whose default the API server fills in. None of the recipe: it must read as it was written."""
 LEFT_OUT: Final = ("spec.training.evaluation.sources[].weight",)
 """Fields that the models have only so that their refusal is worded better."""
-EXACTLY_ONE: Final = ("spec.training.horizon", "spec.training.data.heldOut")
-"""Sections that have exactly one field.
+EXACTLY_ONE: Final = {
+    "spec.training.horizon": ("steps", "epochs", "tokens"),
+    "spec.training.data.heldOut": ("fraction", "count"),
+}
+"""Sections that have exactly one of these fields.
 
 A rule could not see those of their fields that take shares, which have no type.
 """
@@ -78,7 +81,7 @@ def field_schema(field: Field) -> Schema:
 
     # Rules that a schema can express without a CEL rule, whose cost the API server would count.
     if field.path in EXACTLY_ONE:
-        found |= {"minProperties": 1, "maxProperties": 1}
+        found["oneOf"] = [{"required": [key]} for key in EXACTLY_ONE[field.path]]
     if field.path in SHOWN_DEFAULTS:
         found["default"] = field.info.default
     return found

@@ -233,9 +233,8 @@ def test_weights_to_begin_with_are_refused_beside_adapters(tmp_path: Path) -> No
 
 
 def test_a_snapshot_of_adapters_is_refused() -> None:
-    training: Any = type(
-        "Training", (), {"runtime": type("Runtime", (), {"parallelism": ""}), "ema": None}
-    )
+    runtime = type("Runtime", (), {"parallelism": "", "precision": "fp32"})
+    training: Any = type("Training", (), {"runtime": runtime, "ema": None})
     modules = Modules(
         {"model": build()},
         {"reference": build()},
