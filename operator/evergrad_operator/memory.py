@@ -250,7 +250,15 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         # An older release did not note it; a phase Running says the same.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
         last_failure=_parse_failure(get_map(status, "lastFailure")),
-        ends=tuple(map(_parse_end, get_maps(status, "attempts")[-MAX_ENDS:])),
+        ends=tuple(
+            EndRecord(
+                get_text(raw, "pod"),
+                get_text(raw, "cause"),
+                get_int(raw, "exitCode"),
+                parse_time(raw.get("at")) or 0.0,
+            )
+            for raw in get_maps(status, "attempts")[-MAX_ENDS:]
+        ),
         training=_parse_training(status),
         preparation=parse_preparation(
             get_map(status, "preparation"), get_text(notes, "preparation")
@@ -261,15 +269,6 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         reason=get_text(status, "reason"),
         message=get_text(status, "message"),
         conditions=conditions,
-    )
-
-
-def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
-    return EndRecord(
-        get_text(raw, "pod"),
-        get_text(raw, "cause"),
-        get_int(raw, "exitCode"),
-        parse_time(raw.get("at")) or 0.0,
     )
 
 

@@ -144,7 +144,16 @@ class WorkQueue(Generic[K]):
         """Work on keys, at most ``workers`` at a time, until cancelled or closed."""
         while not self._is_closed:
             self._wake.clear()
-            while len(self._active) < workers and (key := self._pop()) is not None:
+            while self._heap and len(self._active) < workers:
+                due, _, key = self._heap[0]
+                # An entry that an earlier time has superseded, or whose key is worked on, is passed over.
+                is_passed_over = key in self._active or self._due.get(key) != due
+                if not is_passed_over and due > self._clock():
+                    break
+                heapq.heappop(self._heap)
+                if is_passed_over:
+                    continue
+                del self._due[key]
                 task = asyncio.create_task(self._work(process, key), name=f"work on {key}")
                 self._active[key] = (self._clock(), task)
 
@@ -200,21 +209,3 @@ class WorkQueue(Generic[K]):
                 self._num_added -= 1
             # A worker is free now, whatever became of the key.
             self._wake.set()
-
-    def _pop(self) -> K | None:
-        """Take the next key that is due and not worked on; None if there is none.
-
-        An entry that an earlier time has superseded is passed over.
-        """
-        now = self._clock()
-        while self._heap:
-            due, _, key = self._heap[0]
-            if key in self._active or self._due.get(key) != due:
-                heapq.heappop(self._heap)
-            elif due <= now:
-                heapq.heappop(self._heap)
-                del self._due[key]
-                return key
-            else:
-                return None
-        return None

@@ -52,17 +52,19 @@ def loud(make_experiment: Callable[[], Experiment]) -> Experiment:
 
 
 def assert_falls_and_learns(experiment: Experiment, directory: str) -> int:
-    """The scale is halved by each step that overflows, and then steps are trained; how often it was halved."""
+    """The scale is halved by each step that overflows, the first ones among them, and the others are trained;
+    how many overflowed before the first that did not."""
     rows = curve(experiment.at(directory))
-    skipped = [step for step, row in rows.items() if row["skipped"] == "overflow"]
-    num_skipped = len(skipped)
-    assert 3 <= num_skipped <= STEPS - 3 and skipped == list(range(1, num_skipped + 1))
+    skipped = [step for step, row in rows.items() if row["skipped"] is not None]
+    trained = [step for step in rows if step not in skipped]
+    assert {rows[step]["skipped"] for step in skipped} == {"overflow"}
     assert [row["loss_scale"] for row in rows.values()] == [
-        FIRST / 2 ** min(step - 1, num_skipped) for step in rows
+        FIRST / 2 ** sum(one < step for one in skipped) for step in rows
     ]
-    assert all(row["skipped"] is None for step, row in rows.items() if step > num_skipped)
-    assert rows[STEPS]["loss"] < rows[1]["loss"]
-    return num_skipped
+    first = trained[0]
+    assert first > 3 and len(trained) >= 3
+    assert rows[trained[-1]]["loss"] < rows[1]["loss"]
+    return first - 1
 
 
 @pytest.mark.capability("O-74")
@@ -70,6 +72,7 @@ def test_a_run_that_was_killed_while_the_scale_falls_goes_on_to_the_same_bits(
     loud: Experiment,
 ) -> None:
     num_skipped = assert_falls_and_learns(loud, "undisturbed")
+    assert num_skipped <= STEPS - 3
     said = events(loud.at("undisturbed"), "skipped")
     assert [(one["why"], one["in_a_row"]) for one in said] == [("overflow", 0)] * num_skipped
     assert events(loud.at("undisturbed"), "non_finite") == []
@@ -92,7 +95,9 @@ def test_a_run_that_was_killed_while_the_scale_falls_goes_on_to_the_same_bits(
 def test_a_loss_and_a_newcomer_leave_scale_and_bits_as_they_are(
     loud: Experiment, make_elastic: Callable[..., Cluster]
 ) -> None:
-    kill = fault("SIGKILL", "update", node=1, step=9, to="node", name="kill")
+    # A step that overflows has no update: the first one that has is later than the newcomer.
+    first = assert_falls_and_learns(loud, "undisturbed") + 1
+    kill = fault("SIGKILL", "update", node=1, step=first, to="node", name="kill")
     hold = fault("hold", "slot", node=0, step=3, name="held")
     cluster = make_elastic(loud).start(faults=[kill, hold])
     cluster.until_held()

@@ -92,7 +92,17 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
     kinds = [resource.get("name") for resource in (served or {}).get("resources") or ()]
     is_served = "trainingruns" in kinds
     found.append(checks.check_crd(raw, is_served=is_served, may_read=may_read))
-    found += _check_operator(cluster, operator_namespace, now)
+    within = "" if operator_namespace is None else f"/namespaces/{operator_namespace}"
+    deployments = _list(cluster, f"/apis/apps/v1{within}/deployments", _OPERATOR)
+    found.append(checks.check_operator(deployments, __version__))
+    if deployments:
+        # The chart gives the lease the Deployment's name; other operators have leases there too.
+        place = deployments[0]["metadata"]["namespace"]
+        names = {one["metadata"]["name"] for one in deployments}
+        leases = _list(cluster, f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases")
+        if leases is not None:
+            leases = [one for one in leases if one["metadata"]["name"] in names]
+        found.append(checks.check_lease(leases, now=now))
     found.append(_check_webhook(cluster, now))
 
     # This user, and the namespace that runs are created in.
@@ -140,26 +150,6 @@ def _list(cluster: Cluster, path: str, query: dict[str, str] | None = None) -> O
         return list(cluster.items(path, what=path.rpartition("/")[2], query=query))
     except (NotFoundError, RefusedError):
         return None
-
-
-def _check_operator(cluster: Cluster, namespace: str | None, now: float) -> list[Check]:
-    within = f"/namespaces/{namespace}" if namespace is not None else ""
-    deployments = _list(cluster, f"/apis/apps/v1{within}/deployments", _OPERATOR)
-    found = [checks.check_operator(deployments, __version__)]
-    if deployments:
-        place, names = (
-            deployments[0]["metadata"]["namespace"],
-            {raw["metadata"]["name"] for raw in deployments},
-        )
-        leases = _list(cluster, f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases")
-        # The chart gives the lease the Deployment's name; other operators have leases there too.
-        ours = (
-            None
-            if leases is None
-            else [raw for raw in leases if raw["metadata"]["name"] in names]
-        )
-        found.append(checks.check_lease(ours, now=now))
-    return found
 
 
 def _check_webhook(cluster: Cluster, now: float) -> Check:

@@ -5,10 +5,8 @@ from dataclasses import replace
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Decision
-from evergrad_operator.memory import Memory
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Observation
-from evergrad_operator.pods import PodState
 from evergrad_operator.policies.completion import complete_if_done, complete_if_recorded
 from evergrad_operator.policies.conflict import refuse_if_taken
 from evergrad_operator.policies.context import ReconcileContext
@@ -76,9 +74,16 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
             for pod in (*context.nodes, *context.observation.preparations)
             if pod.end is not None and pod.has_sidecar and pod.name not in chosen
         ]
-        recorded = [
-            pod for pod in left if known.finish is not None or _has_recorded(known, pod)
-        ]
+        recorded, newest = [], known.preparation
+        for pod in left:
+            is_recorded = known.has_recorded(pod.index, pod.attempt)
+            if pod.role == names.ROLE_PREPARATION:
+                # The status names the newest of these alone; older ones belong to the past.
+                is_recorded = pod.attempt < newest.attempt or (
+                    pod.attempt == newest.attempt and newest.is_recorded
+                )
+            if is_recorded or known.finish is not None:
+                recorded.append(pod)
         # The pass that follows the status write deletes the others.
         seconds = 1.0 if len(recorded) < len(left) else None
         decision = replace(
@@ -92,16 +97,6 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
         return decision
     refusal = explain_refusal(observation.failures[0])
     return replace(decision, message=f"{decision.message}; {refusal.message}")
-
-
-def _has_recorded(known: Memory, pod: PodState) -> bool:
-    """Whether the status has the end of this pod."""
-    if pod.role != names.ROLE_PREPARATION:
-        return known.has_recorded(pod.index, pod.attempt)
-    newest = known.preparation
-    return pod.attempt < newest.attempt or (
-        pod.attempt == newest.attempt and newest.is_recorded
-    )
 
 
 def _decide(context: ReconcileContext) -> Decision:

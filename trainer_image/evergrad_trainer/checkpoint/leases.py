@@ -84,18 +84,13 @@ def find_leased(directory: Path, *, now: float) -> set[str]:
                 with contextlib.suppress(OSError):
                     path.unlink()
                 continue
-            names.add(_read(path))
+            try:
+                names.add(str(json.loads(path.read_bytes())["checkpoint"]))
+            except FileNotFoundError:
+                raise
+            except (OSError, ValueError, TypeError, KeyError):
+                # It is being written, or cannot be read. Its name says the same, for as long as no
+                # checkpoint's name ends like a suffix.
+                names.add(path.name.rpartition(".")[0])
     names.discard("")
     return names
-
-
-def _read(path: Path) -> str:
-    """The checkpoint of a lease, also of one that is being written or cannot be read. Raises
-    FileNotFoundError."""
-    try:
-        return str(json.loads(path.read_bytes())["checkpoint"])
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError):
-        # Its name says the same, for as long as no checkpoint's name ends like a suffix.
-        return path.name.rpartition(".")[0]

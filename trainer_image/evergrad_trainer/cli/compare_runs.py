@@ -10,7 +10,6 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import InputError, Problem
 
 if TYPE_CHECKING:
-    from evergrad_trainer.checkpoint.compare import StateComparison
     from evergrad_trainer.observers.history import History
     from evergrad_trainer.report.compare import Comparison, Difference, Rules
 
@@ -97,7 +96,20 @@ def execute(args: argparse.Namespace) -> int:
         print(dumps_strict(document, indent=2))
     else:
         lines = [*_as_text((args.a, args.b), rules, comparison)]
-        print("\n".join([*lines, *(_state_as_text(state) if state is not None else ())]))
+        if state is not None:
+            # Either how much is equal, or the first of what differs.
+            tensors = _number(state.num_tensors, "tensor")
+            after = f"The states after step {state.step:,}"
+            if state.is_equal:
+                lines.append(f"{after} are equal bit by bit: {tensors}.")
+            else:
+                lines.append(f"{after} differ in {len(state.differences):,} of {tensors}:")
+            for one in state.differences[:_MOST_SHOWN]:
+                size = "" if one.largest is None else f", by at most {one.largest:.3g}"
+                lines.append(f"differs  {one.name}: {one.what}{size}")
+            if len(state.differences) > _MOST_SHOWN:
+                lines.append(f"         and {len(state.differences) - _MOST_SHOWN:,} more")
+        print("\n".join(lines))
     is_equal = comparison.is_equal and (state is None or state.is_equal)
     return int(ExitCode.DONE) if is_equal else DIFFERENT
 
@@ -241,20 +253,6 @@ def _as_text(
         yield f"The runs agree: equal samples in every step, losses equal {how}."
     else:
         yield "The runs differ."
-
-
-def _state_as_text(state: "StateComparison") -> Iterable[str]:
-    if state.is_equal:
-        tensors = _number(state.num_tensors, "tensor")
-        yield f"The states after step {state.step:,} are equal bit by bit: {tensors}."
-        return
-    many = f"{len(state.differences):,} of {_number(state.num_tensors, 'tensor')}"
-    yield f"The states after step {state.step:,} differ in {many}:"
-    for one in state.differences[:_MOST_SHOWN]:
-        size = "" if one.largest is None else f", by at most {one.largest:.3g}"
-        yield f"differs  {one.name}: {one.what}{size}"
-    if len(state.differences) > _MOST_SHOWN:
-        yield f"         and {len(state.differences) - _MOST_SHOWN:,} more"
 
 
 def _difference(difference: "Difference") -> str:

@@ -194,7 +194,12 @@ def _watch(args: argparse.Namespace, evaluator: "Evaluator", signals: "StopSigna
         if args.json:
             print(dumps_strict(_row(measured)), flush=True)
         else:
-            print(_line(measured), flush=True)
+            # On one line each, for a log.
+            cells = zip(_TITLES, _cells(measured.values), strict=True)
+            shown = [f"{title.lower()}={cell}" for title, cell in cells]
+            metrics = measured.values.get("metrics", {})
+            shown += [f"{name}={value}" for name, value in metrics.items()]
+            print(" ".join(shown), flush=True)
     if signals.is_requested:
         print("stopped while it waited for the next checkpoint", file=sys.stderr)
         return int(ExitCode.STOPPED_SAVED)
@@ -222,17 +227,6 @@ def _cells(values: dict[str, Any]) -> tuple[str, ...]:
         count(values["tokens"]),
         duration(values["seconds"]),
     )
-
-
-def _line(measured: "Measured") -> str:
-    """A result on one line, for a log."""
-    cells = _cells(measured.values)
-    shown = " ".join(
-        f"{title.lower()}={cell}" for title, cell in zip(_TITLES, cells, strict=True)
-    )
-    metrics = measured.values.get("metrics", {})
-    more = "".join(f" {name}={value}" for name, value in metrics.items())
-    return shown + more
 
 
 def _print_table(measured: Sequence["Measured"]) -> None:

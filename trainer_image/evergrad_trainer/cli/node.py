@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.secret import read_token
-from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest, load_from
 from evergrad_trainer.cli.planning import PlanRequest, plan_session
@@ -141,7 +140,14 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
 
     # This process forks its workers: it must not touch an accelerator before them.
     machine, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)
-    _check_accelerators(run, machine)
+    # A pod that was given accelerators does not train on its processor. Elsewhere, as on a laptop with the
+    # same file, nobody has given any.
+    asked = [one for one in run.spec.resources.limits if one.startswith(_ACCELERATOR_PREFIXES)]
+    wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
+    has_none = machine.num_accelerators <= 0 and "KUBERNETES_SERVICE_HOST" in os.environ
+    if asked and not wants_cpu and has_none:
+        what = f"no accelerator is visible; spec.resources.limits asks for {asked[0]}"
+        raise HostError(f"{what}. Check the driver of this host.")
 
     # Imports make objects that stay: to collect among them costs a tenth of the start-up.
     gc.disable()
@@ -178,21 +184,6 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
             num_workers=num_workers,
         ),
     )
-
-
-def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
-    """Refuse to train on the processor of a pod that was given accelerators. Raises HostError."""
-    asked = [
-        name for name in run.spec.resources.limits if name.startswith(_ACCELERATOR_PREFIXES)
-    ]
-    wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
-    has_some = machine.num_accelerators > 0
-    if not asked or wants_cpu or has_some:
-        return
-    # Elsewhere, as on a laptop with the same file, nobody has given any.
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        what = f"no accelerator is visible; spec.resources.limits asks for {asked[0]}"
-        raise HostError(f"{what}. Check the driver of this host.")
 
 
 def _prepare_typed(

@@ -239,15 +239,16 @@ def _change_of(
         ("missing", sorted(old.keys() - new.keys())),
         ("changed", sorted(changed)),
     )
-    shown = [f"{word}: {_some(names)}" for word, names in differences if names]
+    shown = []
+    for word, names in differences:
+        if names:
+            # A folder may have thousands.
+            left = len(names) - _MOST_NAMES
+            more = f" and {left} more" if left > 0 else ""
+            shown.append(f"{word}: {', '.join(names[:_MOST_NAMES])}{more}")
     what = "its files are not those that this run was prepared from"
     remedy = f"Restore them to go on with this run, or {other}"
     return Problem(str(path), what, "; ".join(shown), remedy)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _find_unprepared(preparations: Sequence[Preparation]) -> list[Problem]:
@@ -387,21 +388,13 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
         raise DataError(Problem(str(path), what, why, f"Lower {_HELD_OUT}.fraction"))
 
     # The end, not a random part: a window must not lie on both sides.
-    return _cut(whole, whole.tokens - held_out)
-
-
-def _cut(sequence: TokenSequence, at: int) -> tuple[TokenSequence, TokenSequence]:
-    """The first ``at`` tokens of a sequence, and the others."""
-    first, rest = [], []
-    for shard in sequence.shards:
-        before = max(0, min(at, shard.tokens))
+    left, first, rest = whole.tokens - held_out, [], []
+    for shard in shards:
+        before = max(0, min(left, shard.tokens))
         if before:
             first.append(replace(shard, tokens=before))
         if before < shard.tokens:
-            rest.append(
-                replace(shard, start=shard.start + before, tokens=shard.tokens - before)
-            )
-        at -= before
-    return TokenSequence(sequence.dtype, tuple(first)), TokenSequence(
-        sequence.dtype, tuple(rest)
-    )
+            after = shard.tokens - before
+            rest.append(replace(shard, start=shard.start + before, tokens=after))
+        left -= before
+    return TokenSequence(source.dtype, tuple(first)), TokenSequence(source.dtype, tuple(rest))

@@ -35,10 +35,19 @@ class TrainingStream:
     """Samples of all sources, mixed and permuted stage by stage, cut into steps of M = G / b slots."""
 
     def __init__(self, stages: Sequence[Stage], *, seed: int, batching: Batching) -> None:
+        """Raises ValueError unless the ends of the stages rise, and only the last has none."""
         self.stages = tuple(stages)
         self.slots_per_step = batching.global_batch_size // batching.micro_batch_size
         self._batching = batching
-        self._ends = _ends_of(stages)
+        ends = [stage.until for stage in stages[:-1]]
+        # The last step of each stage but the last one.
+        self._ends = [end for end in ends if end is not None]
+        is_open_too_early = len(self._ends) < len(ends)
+        is_rising = sorted({0, *self._ends}) == [0, *self._ends]
+        if not stages or is_open_too_early or not is_rising:
+            raise ValueError(
+                f"stages end at steps that rise, and only the last one is open; these end at {ends}"
+            )
         self._orders: list[_StageOrder] = []
         for number, stage in enumerate(stages):
             # Each stage has an order of its own; the first stage's is that of a run without stages.
@@ -198,19 +207,3 @@ def read_rows(sources: Sequence[Source], samples: Sequence[SampleId]) -> Rows:
     }
     weight = sum(part.weight for part in parts)
     return Rows(tensors, weight=weight)
-
-
-def _ends_of(stages: Sequence[Stage]) -> list[int]:
-    """The last step of each stage but the last one.
-
-    Raises ValueError unless they rise, and only the last has no end.
-    """
-    ends = [stage.until for stage in stages[:-1]]
-    known = [end for end in ends if end is not None]
-    is_open_too_early = len(known) < len(ends)
-    is_rising = sorted({0, *known}) == [0, *known]
-    if not stages or is_open_too_early or not is_rising:
-        raise ValueError(
-            f"stages end at steps that rise, and only the last one is open; these end at {ends}"
-        )
-    return known

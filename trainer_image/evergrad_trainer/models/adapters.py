@@ -40,7 +40,12 @@ def add_adapters(
     Their first values are a function of ``seed`` alone; what they add is zero until the first update. Raises
     ModelError for layers that there are not, and where peft is not installed.
     """
-    peft = _import_peft()
+    try:
+        peft: Any = importlib.import_module("peft")
+    except ImportError:
+        what, why = "cannot be used here", "the package peft is not installed"
+        remedy = "Install evergrad-trainer[lora], or train the model whole"
+        raise ModelError(Problem(_FIELD, what, why, remedy)) from None
     targets = choose_targets(model, lora)
     is_transposed = any(not isinstance(layer, nn.Linear) for layer in targets.values())
     config = peft.LoraConfig(
@@ -130,15 +135,6 @@ def _is_linear(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(module, nn.Linear | Conv1D)
-
-
-def _import_peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError:
-        what, why = "cannot be used here", "the package peft is not installed"
-        remedy = "Install evergrad-trainer[lora], or train the model whole"
-        raise ModelError(Problem(_FIELD, what, why, remedy)) from None
 
 
 def check_initial(path: Path, lora: Lora | None) -> list[Problem]:

@@ -68,7 +68,15 @@ def choose_kernels(
     that is no language model. Raises ModelError where the device cannot do what was chosen.
     """
     attention = runtime.attention
-    if runtime.matmul_precision == "high" and (why := _lack_of_tf32(device)):
+    why = ""
+    if runtime.matmul_precision == "high" and device.type != "cuda":
+        why = "only accelerators have TF32"
+    elif runtime.matmul_precision == "high":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FIRST_WITH_TF32:
+            found = ".".join(map(str, capability))
+            why = f"TF32 came with compute capability 8.0, and this device has {found}"
+    if why:
         raise ModelError(
             Problem(
                 f"{_RUNTIME}.matmulPrecision",
@@ -134,17 +142,6 @@ def _try_attention(device: torch.device, shape: AttentionShape, *, runs: bool) -
     except RuntimeError:
         return "none"
     return chosen
-
-
-def _lack_of_tf32(device: torch.device) -> str:
-    """Return why fp32 products on ``device`` cannot be made in TF32; empty if they can."""
-    if device.type != "cuda":
-        return "only accelerators have TF32"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _FIRST_WITH_TF32:
-        found = ".".join(map(str, capability))
-        return f"TF32 came with compute capability 8.0, and this device has {found}"
-    return ""
 
 
 def choose_autocast(

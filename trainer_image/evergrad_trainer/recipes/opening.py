@@ -69,7 +69,19 @@ def open_recipe(
         name: (*METRICS_OF_ALL, *(task.metrics if one.metrics is None else one.metrics))
         for name, one in evaluators.items()
     }
-    _check_names(training, measured)
+    # The names of a task's own sets and metrics are known here first.
+    problems = []
+    for index, one in enumerate(training.evaluation.sets):
+        if one.name not in measured:
+            where = f"{_EVALUATION}.sets[{index}].name"
+            what = f"{one.name!r} is no evaluation set"
+            problems.append(_unknown(where, what, one.name, measured))
+    if (best := training.checkpoint.best) is not None:
+        metrics = [f"{name}/{metric}" for name, own in measured.items() for metric in own]
+        if best.metric not in metrics:
+            what = f"{best.metric!r} is not a metric of this run"
+            problems.append(_unknown(_BEST, what, best.metric, metrics))
+    raise_if(problems, ConfigurationError)
     check_watched(training, task.metrics, measured)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
     with code.guarding("its observers"):
@@ -85,28 +97,6 @@ def open_recipe(
         problem = Problem("spec.training.recipe", str(error), why, "Correct them")
         raise code.explain(problem) from error
     return Opened(task, code, data, evaluators, observers, prepared)
-
-
-def _check_names(training: Training, measured: Mapping[str, Collection[str]]) -> None:
-    """What the file says of evaluation sets and their metrics is of some that there are.
-
-    ``measured``: the metrics of each set. The names of a task's own are known here first. Raises
-    ConfigurationError.
-    """
-    problems = []
-    for index, one in enumerate(training.evaluation.sets):
-        if one.name not in measured:
-            where, what = (
-                f"{_EVALUATION}.sets[{index}].name",
-                f"{one.name!r} is no evaluation set",
-            )
-            problems.append(_unknown(where, what, one.name, measured))
-    if (best := training.checkpoint.best) is not None:
-        metrics = [f"{name}/{metric}" for name, own in measured.items() for metric in own]
-        if best.metric not in metrics:
-            what = f"{best.metric!r} is not a metric of this run"
-            problems.append(_unknown(_BEST, what, best.metric, metrics))
-    raise_if(problems, ConfigurationError)
 
 
 def _unknown(where: str, what: str, name: str, known: Collection[str]) -> Problem:

@@ -145,7 +145,19 @@ def load_own(
     module_name, _, attribute = training.recipe.partition(":")
     code = Code(folder, has_trained=has_trained)
     with code.guarding("its import"):
-        module = _import(module_name, path.resolve(), folder.resolve())
+        # First, as for a script: a package that is installed under the same name must not be trained instead.
+        # What lies beside the file can be imported by it.
+        if (beside := str(folder.resolve())) not in sys.path:
+            sys.path.insert(0, beside)
+        # The file may have been written a moment ago, by this process.
+        importlib.invalidate_caches()
+        module = importlib.import_module(module_name)
+        # By the file and not by the name: in a pod some of the task's files are links.
+        found = getattr(module, "__file__", None)
+        if found is None or not os.path.samefile(found, path.resolve()):
+            what = f"the module {module_name} is taken from {found or 'Python itself'}"
+            why = f"a module of that name was loaded before {path.resolve()}"
+            raise ConfigurationError(Problem(_RECIPE, what, why, "Rename the file"))
     made = getattr(module, attribute, None)
     options_model = getattr(made, "Options", None)
     is_typed = isinstance(options_model, type) and issubclass(options_model, Section)
@@ -180,20 +192,3 @@ def parse_options(model: type[Section], values: Mapping[str, Any]) -> Section:
     except ValidationError as error:
         found = problems_of(error, values, root=model, below=_OPTIONS)
         raise ConfigurationError(*found) from None
-
-
-def _import(name: str, path: Path, folder: Path) -> Any:
-    """Run the file as the module ``name``; what lies beside it can be imported by it."""
-    if str(folder) not in sys.path:
-        # First, as for a script: a package that is installed under the same name must not be trained instead.
-        sys.path.insert(0, str(folder))
-    # The file may have been written a moment ago, by this process.
-    importlib.invalidate_caches()
-    module = importlib.import_module(name)
-    # By the file and not by the name: in a pod some of the task's files are links.
-    found = getattr(module, "__file__", None)
-    if found is None or not os.path.samefile(found, path):
-        what = f"the module {name} is taken from {found or 'Python itself'}"
-        why = f"a module of that name was loaded before {path}"
-        raise ConfigurationError(Problem(_RECIPE, what, why, "Rename the file"))
-    return module

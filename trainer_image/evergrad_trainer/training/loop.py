@@ -67,7 +67,12 @@ def train(run: Run) -> StopReason:
     first = progress.finished_steps + 1
 
     # What the world before this one was to do after its last step, and did not get to.
-    reason = _pause(run, limits, _QUIET, is_entering=True) or _stop_again(run)
+    reason = _pause(run, limits, _QUIET, is_entering=True)
+    # A start of a run that an observer has stopped trains nothing, for as long as it wishes so.
+    if reason is None and progress.stop_asked == progress.finished_steps > 0:
+        # Collective: an observer that fails on one rank has no wish there.
+        is_wished = not world.all_agree("stop" not in run.lasting.wishes())
+        reason = "observer" if is_wished else None
 
     while reason is None:
         step = progress.finished_steps + 1
@@ -152,17 +157,6 @@ def _pause(
     run.checkpoints.poll()
     # An evaluation that was cut short comes first: what it was part of is not over.
     return interrupted or find_stop_reason(run.limits, progress, flags)
-
-
-def _stop_again(run: Run) -> StopReason | None:
-    """Stop at the step at which an observer had the run stopped, for as long as it wishes so: a start of such
-    a run trains nothing."""
-    progress = run.progress
-    if progress.finished_steps == 0 or progress.stop_asked != progress.finished_steps:
-        return None
-    # Collective: an observer that fails on one rank has no wish there.
-    is_wished = not run.membership.world.all_agree("stop" not in run.lasting.wishes())
-    return "observer" if is_wished else None
 
 
 def _own_flags(run: Run) -> Flags:

@@ -49,7 +49,17 @@ class Tally:
 
     def means(self) -> list[float]:
         """The mean a unit of weight of the total and of each part; nan where nothing weighs anything."""
-        return [_to_float(one) / self.weight if self.weight else math.nan for one in self.sums]
+        if not self.weight:
+            return [math.nan for _ in self.sums]
+        means = []
+        for total in self.sums:
+            # The nearest float, as ``math.fsum`` gives it of the same numbers.
+            try:
+                nearest = float(total)
+            except OverflowError:
+                nearest = math.inf if total > 0 else -math.inf
+            means.append(nearest / self.weight)
+        return means
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that :meth:`from_json` reads, without rounding."""
@@ -74,14 +84,6 @@ class Tally:
             sums=[_parse(one) for one in values["sums"]],
             seconds=float(values["seconds"]),
         )
-
-
-def _to_float(total: Sum) -> float:
-    """The nearest float, as ``math.fsum`` gives it of the same numbers."""
-    try:
-        return float(total)
-    except OverflowError:
-        return math.inf if total > 0 else -math.inf
 
 
 def _parse(text: str) -> Sum:

@@ -50,10 +50,32 @@ def begin(session: Session, machinery: Machinery) -> None:
     path = session.plan.base_directory / wanted.path
     raise_if(check_initial(path, session.plan.run.training.model.lora), CheckpointError)
     if (path / "config.json").is_file():
-        _require_weights_alone(wanted, machinery)
+        # Such a directory has the weights of a model, and nothing else that could be asked for.
+        given = {"load": wanted.load != "weights", "step": wanted.step is not None}
+        why = "a transformers directory has weights, and neither steps nor an optimizer's state"
+        problems = [
+            Problem(f"{_FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
+            for key, is_given in given.items()
+            if is_given
+        ]
+        if MODEL not in machinery.modules.trained:
+            what = f"{wanted.path} is a transformers directory"
+            names = ", ".join(machinery.modules.trained)
+            why = f"its weights are those of a model, and what is trained is {names}"
+            remedy = "Name a run of this recipe, or leave initFrom out"
+            problems.append(Problem(f"{_FIELD}.path", what, why, remedy))
+        raise_if(problems, ConfigurationError)
         config = session.plan.model.require_config()
         load_model_directory(path, machinery.state(), config=config)
-        source = {"checkpoint": "", "step": 0, "hash": _hash_weights(session, path)}
+        digest: str | None = None
+        if session.world.is_main:
+            hashes = [
+                f"{one.name} {hash_file(one)}" for one in sorted(path.glob("*.safetensors"))
+            ]
+            digest = hash_bytes("\n".join(hashes).encode())
+        # Collective: one answer, also where a directory is another one on another host.
+        digest = str(session.world.broadcast_json(digest))
+        source = {"checkpoint": "", "step": 0, "hash": digest}
     else:
         loaded = _load(session, machinery, wanted, path)
         source = {
@@ -122,33 +144,6 @@ def _check_same(
     )
 
 
-def _require_weights_alone(wanted: InitFrom, machinery: Machinery) -> None:
-    given = {"load": wanted.load != "weights", "step": wanted.step is not None}
-    why = "a transformers directory has weights, and neither steps nor an optimizer's state"
-    problems = [
-        Problem(f"{_FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
-        for key, is_given in given.items()
-        if is_given
-    ]
-    if MODEL not in machinery.modules.trained:
-        what = f"{wanted.path} is a transformers directory"
-        names = ", ".join(machinery.modules.trained)
-        why = f"its weights are those of a model, and what is trained is {names}"
-        remedy = "Name a run of this recipe, or leave initFrom out"
-        problems.append(Problem(f"{_FIELD}.path", what, why, remedy))
-    raise_if(problems, ConfigurationError)
-
-
-def _hash_weights(session: Session, path: Path) -> str:
-    """One hash over all files of weights, as rank 0 reads them."""
-    found: str | None = None
-    if session.world.is_main:
-        hashes = [f"{one.name} {hash_file(one)}" for one in sorted(path.glob("*.safetensors"))]
-        found = hash_bytes("\n".join(hashes).encode())
-    # Collective: one answer, also where a directory is another one on another host.
-    return str(session.world.broadcast_json(found))
-
-
 def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) -> Restored:
     """Fill the state from a checkpoint of another run, as far as is asked for."""
     trained = machinery.modules.trained
@@ -167,7 +162,14 @@ def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) 
         prefix=prefix,
     )
     values = from_extra(loaded.extra)
-    _check_base(path, machinery, values.get(FROZEN, {}))
+    # Adapters of another run were trained beside the weights that they stand beside here.
+    name = f"{MODEL}.base"
+    own = machinery.frozen.get(name)
+    if own is not None and values.get(FROZEN, {}).get(name) not in (None, own):
+        what = f"the adapters in {path} were trained beside other frozen weights"
+        why = "what they add would mean nothing beside these"
+        remedy = "Use the model that they were trained with, or leave initFrom out"
+        raise CheckpointError(Problem(f"{_FIELD}.path", what, why, remedy))
     if wanted.load == "optimizer":
         machinery.registry.load_values(values, only={OPTIMIZER})
     elif wanted.load == "everything":
@@ -176,18 +178,6 @@ def _load(session: Session, machinery: Machinery, wanted: InitFrom, path: Path) 
         session.state_from = str(loaded.path)
         machinery.registry.load_values({**values, COUNTERS: {**counters, "best": None}})
     return loaded
-
-
-def _check_base(path: Path, machinery: Machinery, stored: Values) -> None:
-    """Adapters of another run were trained beside the weights that they stand beside here."""
-    name = f"{MODEL}.base"
-    own = machinery.frozen.get(name)
-    if own is None or stored.get(name) in (None, own):
-        return
-    what = f"the adapters in {path} were trained beside other frozen weights"
-    why = "what they add would mean nothing beside these"
-    remedy = "Use the model that they were trained with, or leave initFrom out"
-    raise CheckpointError(Problem(f"{_FIELD}.path", what, why, remedy))
 
 
 def _check_position(session: Session, loaded: Restored, values: Mapping[str, Values]) -> None:

@@ -42,8 +42,13 @@ def register_state(session: Session, machinery: Machinery) -> None:
     )
     # Behind the counters: the cursor follows from the step that they load.
     machinery.registry.register(CURSOR, cursor)
+    # The checkpoint's tensors may fit a model that computes something else with them.
     description = Agreement(
-        value=plan.model.describe, check=lambda stored: _check_model(session, stored)
+        value=plan.model.describe,
+        check=lambda stored: raise_if(
+            compare_models(stored, plan.model.describe(), where=_where(session)),
+            CheckpointError,
+        ),
     )
     machinery.registry.register(DESCRIPTION, description)
     machinery.registry.register(OBSERVERS, session.opened.observers)
@@ -137,14 +142,6 @@ def _check_cursor(session: Session, stored: Values) -> None:
                 "Go on with the version of Evergrad that began this run",
             )
         )
-
-
-def _check_model(session: Session, stored: Values) -> None:
-    """The checkpoint's tensors may fit a model that computes something else with them."""
-    where = _where(session)
-    raise_if(
-        compare_models(stored, session.plan.model.describe(), where=where), CheckpointError
-    )
 
 
 def _check_frozen(session: Session, machinery: Machinery, stored: Values) -> None:

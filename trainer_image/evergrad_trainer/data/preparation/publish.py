@@ -207,7 +207,17 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
         raise DataError(*_malformed_lines(preparation, tally))
     if tally.skipped[Reason.TOO_LONG]:
         # Too long is not malformed: the policy for those does not let it pass in silence.
-        raise DataError(*_too_long_rows(preparation, tally))
+        shown = [problem for problem in tally.problems if problem.is_too_long]
+        problems = [
+            Problem(_place(preparation, one), one.what, one.why, _IF_TOO_LONG) for one in shown
+        ]
+        number = tally.skipped[Reason.TOO_LONG]
+        if number > len(shown):
+            what = f"{number} of {preparation.content.lines} rows are too long"
+            why = f"the first {len(shown)} are named above"
+            path = str(preparation.source.path)
+            problems.append(Problem(path, what, why, _IF_TOO_LONG))
+        raise DataError(*problems)
 
     stream = WHOLE if preparation.recipe.held_out else TRAIN
     documents = sum(outcome.documents.get(stream, 0) for outcome in outcomes)
@@ -385,20 +395,6 @@ def _malformed_lines(preparation: Preparation, tally: Tally) -> list[Problem]:
         why = f"the first {len(problems)} are named above"
         remedy = f"Correct them, or set {_POLICY} to skip"
         problems.append(Problem(str(source.path), what, why, remedy))
-    return problems
-
-
-def _too_long_rows(preparation: Preparation, tally: Tally) -> list[Problem]:
-    """The first rows that do not fit into a sample, and how many there are."""
-    shown = [problem for problem in tally.problems if problem.is_too_long]
-    problems = [
-        Problem(_place(preparation, one), one.what, one.why, _IF_TOO_LONG) for one in shown
-    ]
-    number = tally.skipped[Reason.TOO_LONG]
-    if number > len(shown):
-        what = f"{number} of {preparation.content.lines} rows are too long"
-        why = f"the first {len(shown)} are named above"
-        problems.append(Problem(str(preparation.source.path), what, why, _IF_TOO_LONG))
     return problems
 
 

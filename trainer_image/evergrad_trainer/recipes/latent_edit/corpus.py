@@ -104,23 +104,18 @@ def read_corpus(folder: Path, *, windows: str | None) -> Corpus:
             problems.append(found)
         else:
             files.append(found)
-    problems += _unlisted(folder, path, {one.name for one in files} if not problems else None)
+    # What lies there and is not listed would not be read. A manifest that is wrong itself lists too little.
+    listed = {one.name for one in files}
+    for kind in _KINDS if not problems else ():
+        for file in sorted((folder / kind).rglob("*")):
+            name = file.relative_to(folder).as_posix()
+            if file.suffix in (".jsonl", ".parquet") and name not in listed:
+                what = "is not a part of the corpus"
+                why = f"{path.name} does not list it, and it would not be read"
+                problems.append(Problem(str(file), what, why, "List it, or move it"))
     raise_if(problems[:_MOST_PROBLEMS], DataError)
     chosen = _choose_windows(files, windows, path)
     return Corpus(folder, str(snapshot), hashlib.sha256(text).hexdigest(), tuple(chosen))
-
-
-def _unlisted(folder: Path, manifest: Path, names: set[str] | None) -> Iterator[Problem]:
-    """Files that look like a part of the corpus, and that its manifest does not know. ``names``: those that
-    it lists; None where it is wrong itself."""
-    for kind in _KINDS if names is not None else ():
-        for path in sorted((folder / kind).rglob("*")):
-            name = path.relative_to(folder).as_posix()
-            if path.suffix in (".jsonl", ".parquet") and name not in (names or ()):
-                why = f"{manifest.name} does not list it, and it would not be read"
-                yield Problem(
-                    str(path), "is not a part of the corpus", why, "List it, or move it"
-                )
 
 
 def _choose_windows(

@@ -95,7 +95,20 @@ class Encoder:
         if self.plan.weights is not None:
             files = sorted(self.plan.weights.glob("*.safetensors"))
             weights = {path.name: hash_file(path) for path in files}
-        self._check_weights(weights)
+        # A file that names the hash of its weights means no others.
+        wanted = settings.weight_hash
+        if wanted is not None:
+            found, name = "", "no file of weights"
+            if self.plan.weights is not None:
+                index = self.plan.weights / "model.safetensors.index.json"
+                path = index if index.is_file() else self.plan.weights / next(iter(weights))
+                found, name = hash_file(path), str(path)
+            if found != wanted[-64:]:
+                what = f"{name} has the SHA-256 {found}" if found else f"there is {name}"
+                why = f"the file asks for {wanted[-64:]}"
+                remedy = "Use the encoder that is meant, or correct weightHash"
+                raise ModelError(Problem(f"{_SECTION}.weightHash", what, why, remedy))
+
         facts: dict[str, Any] = {
             "model": self.plan.describe()["config"],
             "weights": weights,
@@ -157,21 +170,6 @@ class Encoder:
         if self.settings.pooling == "globalMean":
             return 0
         return _RADIUS if self.settings.radius is None else self.settings.radius
-
-    def _check_weights(self, weights: dict[str, str]) -> None:
-        wanted = self.settings.weight_hash
-        if wanted is None:
-            return
-        found, name = "", "no file of weights"
-        if self.plan.weights is not None:
-            index = self.plan.weights / "model.safetensors.index.json"
-            path = index if index.is_file() else self.plan.weights / next(iter(weights))
-            found, name = hash_file(path), str(path)
-        if found != wanted[-64:]:
-            what = f"{name} has the SHA-256 {found}" if found else f"there is {name}"
-            why = f"the file asks for {wanted[-64:]}"
-            remedy = "Use the encoder that is meant, or correct weightHash"
-            raise ModelError(Problem(f"{_SECTION}.weightHash", what, why, remedy))
 
 
 def _token_of(starts: list[int], character: int) -> int:

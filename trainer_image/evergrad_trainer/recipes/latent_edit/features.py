@@ -110,7 +110,12 @@ def compute_states(
                 layer=encoder.layer,
                 normalize=encoder.settings.normalize,
             )
-            _check_width(encoder, state)
+            # The predictor is made for the width that the configuration says.
+            if len(state) != encoder.width:
+                what = f"its states have {len(state)} numbers"
+                why = f"its configuration says hidden_size {encoder.width}"
+                remedy = "Use an encoder whose layers all have one width"
+                raise ModelError(Problem("spec.training.model", what, why, remedy))
             fresh[key] = state.numpy()
             if len(fresh) == _STATES_A_FILE or number == len(missing):
                 with disk_errors(cache.folder):
@@ -119,12 +124,3 @@ def compute_states(
                 fresh = {}
             on_progress(number, len(missing))
     return found
-
-
-def _check_width(encoder: Encoder, state: torch.Tensor) -> None:
-    """Compare what the model gives with what its configuration says, and the predictor is made for."""
-    if len(state) != encoder.width:
-        what = f"its states have {len(state)} numbers"
-        why = f"its configuration says hidden_size {encoder.width}"
-        remedy = "Use an encoder whose layers all have one width"
-        raise ModelError(Problem("spec.training.model", what, why, remedy))

@@ -113,7 +113,12 @@ class Items:
             raise IndexError(f"item {index} of {len(self)}")
         rest, place = divmod(index, self.per_draw)
         number, draw = divmod(rest, self.draws)
-        quota, within = self._quota_at(place)
+        # The quota that has this place of the mixture, and the place within it.
+        within = place
+        for quota in self.mixture:
+            if within < quota.count:
+                break
+            within -= quota.count
         window = self.windows[number]
         try:
             return Item(
@@ -131,13 +136,6 @@ class Items:
         except TooFewError as error:
             raise DataError(_too_few(window, quota, str(error))) from None
         return Item(number, edits, quota.fallback, quota.family)
-
-    def _quota_at(self, place: int) -> tuple[EditQuota, int]:
-        for quota in self.mixture:
-            if place < quota.count:
-                return quota, place
-            place -= quota.count
-        raise IndexError(place)
 
     def _choose(
         self, window: Window, quota: EditQuota, draw: int, place: int, within: int
@@ -162,9 +160,18 @@ class Items:
             if not any(one.overlaps(other) for other in chosen):
                 chosen.append(one)
             if len(chosen) == quota.edits:
-                _check_fits(window, chosen)
-                return tuple(chosen)
-        raise TooFewError(f"only {len(chosen)} of its {len(rows)} do not overlap")
+                break
+        else:
+            raise TooFewError(f"only {len(chosen)} of its {len(rows)} do not overlap")
+
+        # A row says itself what stands at its place: a table of another genome must not be trained on.
+        try:
+            apply_edits(window.sequence, chosen)
+        except EditError as error:
+            why = "windows and edits are of two different genomes, or positions do not count from 1"
+            problem = Problem(window.place, str(error), why, "Correct the corpus")
+            raise DataError(problem) from None
+        return tuple(chosen)
 
     def _synthesize(
         self, window: Window, family: str, count: int, draw: int, place: int
@@ -236,15 +243,6 @@ _DRAWN: Final = {
     "syntheticIndel": draw_indel,
     "syntheticMnv": draw_mnv,
 }
-
-
-def _check_fits(window: Window, edits: Sequence[RelativeEdit]) -> None:
-    """Raises DataError for a row whose reference is not what stands in the window."""
-    try:
-        apply_edits(window.sequence, edits)
-    except EditError as error:
-        why = "windows and edits are of two different genomes, or positions do not count from 1"
-        raise DataError(Problem(window.place, str(error), why, "Correct the corpus")) from None
 
 
 def _too_few(window: Window, quota: EditQuota, why: str) -> Problem:

@@ -95,33 +95,47 @@ def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
                 found = {**facts, **made, "folder": final.name}
                 (unfinished / FACTS).write_text(json.dumps(found, indent=2), "utf-8")
                 shutil.copy2(corpus.folder / MANIFEST, unfinished / MANIFEST)
-                found = _publish(unfinished, final, found, facts)
+                # One rename: what has the name is whole. Without locks another node may have made the same
+                # meanwhile, and then its folder is the one that is used.
+                try:
+                    os.rename(unfinished, final)
+                except OSError:
+                    if not (final / FACTS).is_file():
+                        raise
+                    found = _read_facts(final, facts)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    for line in _describe_doubts(found):
-        # At every start: what takes the place of something else, or is in two sets, is never silent.
+
+    # At every start: what takes the place of something else, or is in two sets, is never silent.
+    doubts = [
+        f"{name}: {count} of {split['items']} items are {pair.replace('>', ' replaced by ')}"
+        for name, split in found["splits"].items()
+        for pair, count in split["fallbacks"].items()
+    ]
+    doubts += [
+        describe_leaks(name, found["splits"][name]["windows"], leaks)
+        for name, leaks in found["leaks"].items()
+    ]
+    for line in doubts:
         print(f"warning: {line}", file=sys.stderr, flush=True)
-    return found
-
-
-def _publish(
-    unfinished: Path, final: Path, found: dict[str, Any], facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Give a finished folder its name, by one rename: what has it is whole. What it says of itself."""
-    try:
-        os.rename(unfinished, final)
-    except OSError:
-        # Without locks another node may have made the same meanwhile.
-        if not (final / FACTS).is_file():
-            raise
-        return _read_facts(final, facts)
     return found
 
 
 def _describe(
     setup: Setup, section: LatentEdit, corpus: Corpus, policy: HoldOutPolicy, encoder: Encoder
 ) -> dict[str, Any]:
-    """What decides the items and their states, as JSON values; no path of this machine."""
+    """What decides the items and their states, as JSON values; no path of this machine.
+
+    Raises DataError where the predictor is for states of another width.
+    """
+    # Before the identity, for which all weights are hashed.
+    wanted, width = section.predictor.state_width, encoder.width
+    if wanted is not None and wanted != width:
+        where = "spec.training.latentEdit.predictor.stateWidth"
+        what = f"{wanted} is not the width of a state"
+        why = f"the encoder's states have {width}"
+        remedy = f"Set it to {width}, leave it out, or use another encoder"
+        raise DataError(Problem(where, what, why, remedy))
     mixture = section.mixture or published_mixture()
     return {
         "format": _FORMAT,
@@ -135,22 +149,8 @@ def _describe(
         "seed": setup.training.reproducibility.seed_of_data,
         "features": section.features,
         "encoder": encoder.identity,
-        "stateWidth": _probe_width(section, encoder),
+        "stateWidth": width,
     }
-
-
-def _probe_width(section: LatentEdit, encoder: Encoder) -> int:
-    """The width of a state. Raises ModelError where the predictor is for another one."""
-    wanted, width = section.predictor.state_width, encoder.width
-    if wanted is not None and wanted != width:
-        where = "spec.training.latentEdit.predictor.stateWidth"
-        what, why = (
-            f"{wanted} is not the width of a state",
-            f"the encoder's states have {width}",
-        )
-        remedy = f"Set it to {width}, leave it out, or use another encoder"
-        raise DataError(Problem(where, what, why, remedy))
-    return width
 
 
 def _read_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,20 +173,6 @@ def _read_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _describe_doubts(facts: Mapping[str, Any]) -> list[str]:
-    """What a reader of the run's numbers has to know of its items."""
-    lines = [
-        f"{name}: {count} of {split['items']} items are {pair.replace('>', ' replaced by ')}"
-        for name, split in facts["splits"].items()
-        for pair, count in split["fallbacks"].items()
-    ]
-    lines += [
-        describe_leaks(name, facts["splits"][name]["windows"], leaks)
-        for name, leaks in facts["leaks"].items()
-    ]
-    return lines
-
-
 @dataclass(frozen=True)
 class _Maker:
     """Makes the folder of one content."""
@@ -198,7 +184,10 @@ class _Maker:
     encoder: Encoder
 
     def make(self, folder: Path, unfinished: Path) -> dict[str, Any]:
-        """Write everything but the facts into ``unfinished``; what is still to be said of it."""
+        """Write everything but the facts into ``unfinished``; what is still to be said of it.
+
+        Raises DataError and ModelError.
+        """
         windows = read_windows(self.corpus.windows(), self.policy)
         wanted: dict[bytes, Tokens] = {}
         passed_over: dict[str, dict[str, int]] = {}
@@ -206,7 +195,14 @@ class _Maker:
         for name, own in windows.items():
             items = self._items(name, own, passed_over)
             splits.append(self._split(name, items, wanted))
-        tokens = self._check_lengths(wanted)
+        # The batches of a step that encodes have one shape.
+        lengths = {len(one.ids) for one in wanted.values()}
+        if self.section.features == "live" and len(lengths) > 1:
+            what = f"windows have {min(lengths)} to {max(lengths)} tokens"
+            why = "states that are computed in each step need sequences of one length"
+            remedy = "Set features: cached, or use a tokenizer of bases or fixed groups of them"
+            where = "spec.training.latentEdit.features"
+            raise DataError(Problem(where, what, why, remedy))
 
         states: States | None = None
         if self.section.features == "cached":
@@ -230,7 +226,7 @@ class _Maker:
             content = hashlib.sha256(states.tobytes()).hexdigest()
         return {
             "made": hashes,
-            "tokens": tokens,
+            "tokens": max(lengths),
             "passedOver": passed_over,
             "leaks": {
                 name: leaks
@@ -270,7 +266,21 @@ class _Maker:
         """All items of a split; the sequences that the encoder has to read are added to ``wanted``."""
         numbers = {key: number for number, key in enumerate(wanted)}
         most = max(quota.edits for quota in items.mixture)
-        arrays = _empty(len(items), most, items.windows)
+        num_items, bases = len(items), len(items.windows[0].sequence)
+        sequences = b"".join(window.sequence for window in items.windows)
+        places = [window.place.encode() for window in items.windows]
+        # An item is a row; a place of an edit that it has not stays empty, and has no state.
+        arrays: Arrays = {
+            "sequences": np.frombuffer(sequences, dtype=np.uint8).reshape(-1, bases).copy(),
+            "places": np.array(places, dtype=np.bytes_),
+            "windows": np.zeros(num_items, dtype=np.int32),
+            "families": np.zeros(num_items, dtype=np.int8),
+            "counts": np.zeros(num_items, dtype=np.int8),
+            "positions": np.zeros((num_items, most), dtype=np.int32),
+            "references": np.zeros((num_items, most), dtype="S16"),
+            "alternates": np.zeros((num_items, most), dtype="S16"),
+            "rows": np.full((num_items, 1 + most), -1, dtype=np.int64),
+        }
         families, fallbacks = Counter[str](), Counter[str]()
 
         def number_of(sequence: bytes, focus: int | None) -> int:
@@ -280,7 +290,7 @@ class _Maker:
             return numbers.setdefault(key, len(numbers))
 
         before = [number_of(window.sequence, None) for window in items.windows]
-        for index in range(len(items)):
+        for index in range(num_items):
             item = items.item(index)
             families[item.family] += 1
             if item.family != item.asked:
@@ -290,20 +300,6 @@ class _Maker:
             for place, one in enumerate(after_edits(items.windows[item.window].sequence, item)):
                 arrays["rows"][index, 1 + place] = number_of(one.sequence, one.places[-1])
         return Split(name, arrays, families, fallbacks)
-
-    def _check_lengths(self, wanted: Mapping[bytes, Tokens]) -> int:
-        """How many tokens the longest sequence has.
-
-        Raises DataError where they differ and are encoded in each step, whose batches have one shape.
-        """
-        lengths = {len(one.ids) for one in wanted.values()}
-        if self.section.features == "live" and len(lengths) > 1:
-            what = f"windows have {min(lengths)} to {max(lengths)} tokens"
-            why = "states that are computed in each step need sequences of one length"
-            remedy = "Set features: cached, or use a tokenizer of bases or fixed groups of them"
-            where = "spec.training.latentEdit.features"
-            raise DataError(Problem(where, what, why, remedy))
-        return max(lengths)
 
     def _states(self, folder: Path, wanted: Mapping[bytes, Tokens]) -> States:
         cache = FeatureCache(folder, self.encoder.identity)
@@ -326,22 +322,6 @@ def after_edits(sequence: bytes, item: Item) -> list[Applied]:
     return [
         apply_edits(sequence, item.edits[: number + 1]) for number in range(len(item.edits))
     ]
-
-
-def _empty(num_items: int, most: int, windows: Sequence[Window]) -> Arrays:
-    length = len(windows[0].sequence)
-    sequences = b"".join(window.sequence for window in windows)
-    return {
-        "sequences": np.frombuffer(sequences, dtype=np.uint8).reshape(-1, length).copy(),
-        "places": np.array([window.place.encode() for window in windows], dtype=np.bytes_),
-        "windows": np.zeros(num_items, dtype=np.int32),
-        "families": np.zeros(num_items, dtype=np.int8),
-        "counts": np.zeros(num_items, dtype=np.int8),
-        "positions": np.zeros((num_items, most), dtype=np.int32),
-        "references": np.zeros((num_items, most), dtype="S16"),
-        "alternates": np.zeros((num_items, most), dtype="S16"),
-        "rows": np.full((num_items, 1 + most), -1, dtype=np.int64),
-    }
 
 
 def fill_row(arrays: Arrays, index: int, item: Item) -> None:

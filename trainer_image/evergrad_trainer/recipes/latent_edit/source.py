@@ -117,7 +117,11 @@ class EditSource:
             for name, values in self._actions.items()
         }
         if self._encoder is None:
-            tensors |= self._read_states(numbers)
+            rows = self._arrays["rows"][numbers]
+            # Rows of no edit (-1) get the first state, and are then cleared.
+            states = torch.from_numpy(np.array(self._states[np.maximum(rows, 0)]))
+            states[torch.from_numpy(rows < 0)] = 0
+            tensors |= {STATE: states[:, 0].clone(), TARGET: states[:, 1:].clone()}
         else:
             tensors |= self._read_tokens(numbers, self._encoder)
         return Rows(tensors, weight=int(self._arrays["counts"][numbers].sum()))
@@ -162,13 +166,6 @@ class EditSource:
             ALTERNATE: mers_of(alternates),
             MASK: mask,
         }
-
-    def _read_states(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        rows = self._arrays["rows"][numbers]
-        # Rows of no edit (-1) get the first state, and are then cleared.
-        found = torch.from_numpy(np.array(self._states[np.maximum(rows, 0)]))
-        found[torch.from_numpy(rows < 0)] = 0
-        return {STATE: found[:, 0].clone(), TARGET: found[:, 1:].clone()}
 
     def _read_tokens(self, numbers: Sequence[int], encoder: Encoder) -> dict[str, Tensor]:
         arrays, length = self._arrays, self._tokens

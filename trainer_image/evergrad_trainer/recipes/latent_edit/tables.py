@@ -125,23 +125,22 @@ def _read_rows(
     elif file.path.suffix == ".jsonl":
         with file.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _parse_line(line, f"{file.name}:{number}")
+                if not line.strip():
+                    continue
+                place = f"{file.name}:{number}"
+                try:
+                    row: Any = json.loads(line)
+                except ValueError as error:
+                    row = Problem(place, "is no JSON", str(error), "Correct it")
+                if not isinstance(row, Mapping | Problem):
+                    why = "each line is one edit"
+                    row = Problem(place, "holds no object", why, "Correct it")
+                yield number, row
     else:
         why = "tables of edits end in .parquet or .jsonl"
         raise DataError(
             Problem(str(file.path), "is no table of edits", why, "Convert it, or move it")
         )
-
-
-def _parse_line(line: bytes, place: str) -> Mapping[str, Any] | Problem:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        return Problem(place, "is no JSON", str(error), "Correct it")
-    if isinstance(row, Mapping):
-        return row
-    return Problem(place, "holds no object", "each line is one edit", "Correct it")
 
 
 def _read_parquet(

@@ -1,6 +1,7 @@
 """The task of edits: items of a corpus, a frozen encoder, a predictor, and trivial baselines beside it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -109,13 +110,15 @@ class LatentEdit:
         self._read(prepared)
         without = () if self._is_cached else (MEAN_LOSS,)
         metrics = {key: text for key, text in self.measured.items() if key not in without}
+        width = int(self._facts["stateWidth"])
+        to_metrics = functools.partial(summarize, width=width, section=self._section)
         return {
             name: Evaluator(
                 [self._open(name)],
                 measure=self._measure,
                 metrics=metrics,
                 parts=self._parts,
-                summarize=self._summarize,
+                summarize=to_metrics,
             )
             for name in self._facts["splits"]
             if name != TRAIN
@@ -265,9 +268,6 @@ class LatentEdit:
         means = [f"{name}_{one}" for name in ("predicted", "target") for one in range(width)]
         of_sets = [one for one in _OF_SETS if self._is_cached or one != MEAN_LOSS]
         return [*of_sets, *_MOMENTS, *means]
-
-    def _summarize(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        return summarize(means, width=int(self._facts["stateWidth"]), section=self._section)
 
     def _open(self, split: str) -> EditSource:
         encoder = None if self._is_cached else self.encoder

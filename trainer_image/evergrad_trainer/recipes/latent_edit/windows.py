@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training.latent_edit import HoldOut
@@ -113,30 +113,35 @@ def read_windows(files: Sequence[CorpusFile], policy: HoldOutPolicy) -> dict[str
     length: tuple[int, str] | None = None
     for file in files:
         count, known = 0, len(problems)
-        for one in _read_file(file):
-            if isinstance(one, Problem):
-                problems.append(one)
-                continue
-            count += 1
-            if one.record_id in seen:
-                why = f"{seen[one.record_id]} has it, too"
-                what = f"the record id {one.record_id!r} is not the only one"
-                problems.append(
-                    Problem(one.place, what, why, "Give each window an id of its own")
-                )
-            length = length or (len(one.sequence), one.place)
-            if len(one.sequence) != length[0]:
-                why = f"the first, {length[1]}, has {length[0]}"
-                what = f"the sequence has {len(one.sequence)} bases"
-                remedy = "Cut all windows of a corpus to one length"
-                problems.append(Problem(one.place, what, why, remedy))
-            seen[one.record_id] = one.place
-            split = TRAIN if file.is_train else str(file.split)
-            if file.is_train and policy.meets(one):
-                split = HELD_OUT
-            found.setdefault(split, []).append(one)
-            if len(problems) >= _MOST_PROBLEMS:
-                raise DataError(*problems)
+        with file.path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                place, is_placed = f"{file.name}:{number}", file.kind == "placed"
+                one = _read_line(line, place, is_placed=is_placed)
+                if isinstance(one, Problem):
+                    problems.append(one)
+                    continue
+                count += 1
+                if one.record_id in seen:
+                    why = f"{seen[one.record_id]} has it, too"
+                    what = f"the record id {one.record_id!r} is not the only one"
+                    problems.append(
+                        Problem(one.place, what, why, "Give each window an id of its own")
+                    )
+                length = length or (len(one.sequence), one.place)
+                if len(one.sequence) != length[0]:
+                    why = f"the first, {length[1]}, has {length[0]}"
+                    what = f"the sequence has {len(one.sequence)} bases"
+                    remedy = "Cut all windows of a corpus to one length"
+                    problems.append(Problem(one.place, what, why, remedy))
+                seen[one.record_id] = one.place
+                split = TRAIN if file.is_train else str(file.split)
+                if file.is_train and policy.meets(one):
+                    split = HELD_OUT
+                found.setdefault(split, []).append(one)
+                if len(problems) >= _MOST_PROBLEMS:
+                    raise DataError(*problems)
         if file.records is not None and count != file.records and len(problems) == known:
             what, why = f"has {count} windows", f"the corpus's manifest says {file.records}"
             problems.append(Problem(str(file.path), what, why, "Make the manifest anew"))
@@ -147,13 +152,6 @@ def read_windows(files: Sequence[CorpusFile], policy: HoldOutPolicy) -> dict[str
         problems.append(Problem(names, what, why, "Add windows, or hold out less"))
     raise_if(problems, DataError)
     return found
-
-
-def _read_file(file: CorpusFile) -> Iterator[Window | Problem]:
-    with file.path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _read_line(line, f"{file.name}:{number}", is_placed=file.kind == "placed")
 
 
 def _read_line(line: bytes, place: str, *, is_placed: bool) -> Window | Problem:
@@ -178,13 +176,8 @@ def _read_line(line: bytes, place: str, *, is_placed: bool) -> Window | Problem:
         return Problem(
             place, f"sequence has another letter at {at + 1}", why, "Replace it by N"
         )
-    return _placed(raw, canonical.encode(), place, is_placed=is_placed)
 
-
-def _placed(
-    raw: Mapping[str, Any], sequence: bytes, place: str, *, is_placed: bool
-) -> Window | Problem:
-    """The window with its coordinates, which one of ``placed/`` has to have."""
+    # Coordinates, which a window of ``placed/`` has to have.
     chromosome, start = raw.get("chrom"), raw.get("start_bp", 0)
     if is_placed and (not isinstance(chromosome, str) or not chromosome):
         why = "windows of placed/ have coordinates"
@@ -193,7 +186,7 @@ def _placed(
         return Problem(place, "start_bp is no count", "it counts bases from 0", "Correct it")
     return Window(
         record_id=str(raw.get("record_id") or place),
-        sequence=sequence,
+        sequence=canonical.encode(),
         place=place,
         source=str(raw.get("source") or ""),
         chromosome=chromosome if isinstance(chromosome, str) and chromosome else None,

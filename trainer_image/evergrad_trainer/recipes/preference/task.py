@@ -56,9 +56,19 @@ class Preference(Pretrain):
         Raises ModelError and CheckpointError where the reference cannot be read.
         """
         model, reference = build_model(), build_model()
-        found = self._find_reference()
-        if found is not None:
-            _read_into(reference, found)
+        named = self._find_reference()
+        if named is not None and any(one.is_meta for one in reference.parameters()):
+            # Made later, one by one, by whoever cuts the model: the whole one is asked for then.
+            raise NotImplementedError
+        if named is not None:
+            tensors = {
+                f"{WEIGHTS}{name}": one for name, one in module_tensors(reference).items()
+            }
+            if (named.path / "config.json").is_file():
+                config: Any = reference.config
+                load_model_directory(named.path, tensors, config=config, field=named.field)
+            else:
+                load_weights(named.path, tensors, step=named.step)
         return Modules(
             trained={MODEL: model}, frozen={REFERENCE: reference}, counterparts=(REFERENCE,)
         )
@@ -117,16 +127,3 @@ class _Named:
 
 def _sum_where(is_pair: Tensor, values: Tensor) -> Tensor:
     return torch.where(is_pair, values, 0.0).sum()
-
-
-def _read_into(reference: nn.Module, named: _Named) -> None:
-    """Copy weights over those of ``reference``. Raises ModelError, CheckpointError."""
-    if any(one.is_meta for one in reference.parameters()):
-        # Made later, one by one, by whoever cuts the model: the whole one is asked for then.
-        raise NotImplementedError
-    tensors = {f"{WEIGHTS}{name}": one for name, one in module_tensors(reference).items()}
-    if (named.path / "config.json").is_file():
-        config: Any = reference.config
-        load_model_directory(named.path, tensors, config=config, field=named.field)
-    else:
-        load_weights(named.path, tensors, step=named.step)
