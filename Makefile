@@ -13,6 +13,8 @@ TORCH ?= 2.15.0
 OTHER := $(VENV)-torch-$(TORCH)
 # Beside .venv, whose packages it sees: some fifty more, which only trackers need.
 TRACKED := $(VENV)-trackers
+# Likewise: libraries that benchmarks measure Evergrad beside.
+PEERS := $(VENV)-peers
 PACKAGES := $(addsuffix /pyproject.toml,coordinator manifest operator cli trainer_image)
 
 # The working directory never goes onto the import path: the folder operator/ would shadow the standard library's module.
@@ -23,7 +25,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -105,11 +107,16 @@ test-torch-matrix: $(INSTALLED) $(OTHER)/.installed ## the rendezvous backend wi
 		tests/integration/test_rendezvous_changes.py tests/integration/test_rendezvous_scripts.py -k 'not accelerate and not transformers'
 	$(OTHER)/bin/python -m pytest --config-file=/dev/null --noconftest --import-mode=importlib -p no:cacheprovider tests/unit/test_torch_private.py
 
+# A .venv (1) that sees the packages of the one of all.
+define make_beside
+@$(PYTHON) -m venv $(1)
+@$(BIN)/python -c 'import sys, sysconfig; open(sys.argv[1] + "/beside.pth", "w").write("import site; site.addsitedir(%r)\n" % sysconfig.get_path("purelib"))' \
+	"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+endef
+
 $(TRACKED)/.installed: $(INSTALLED) trainer_image/pyproject.toml
 	$(call stage,libraries of trackers)
-	@$(PYTHON) -m venv $(TRACKED)
-	@$(BIN)/python -c 'import sys, sysconfig; open(sys.argv[1] + "/beside.pth", "w").write("import site; site.addsitedir(%r)\n" % sysconfig.get_path("purelib"))' \
-		"$$($(TRACKED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(call make_beside,$(TRACKED))
 	@$(TRACKED)/bin/python -m pip install --disable-pip-version-check 'evergrad-trainer[wandb,mlflow,aim]'
 	@touch $@
 
@@ -159,6 +166,15 @@ bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Tra
 gpu-check: $(INSTALLED) ## check and measure on this machine's accelerator, into benchmarks/results/gpu.md; exits with 69 where there is none
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/gpu_check.py $(GPU)
 
+$(PEERS)/.installed: $(INSTALLED) requirements/peers.in
+	$(call stage,libraries to measure beside)
+	$(call make_beside,$(PEERS))
+	@$(PEERS)/bin/python -m pip install --disable-pip-version-check --requirement requirements/peers.in
+	@touch $@
+
+bench-peers: $(INSTALLED) $(PEERS)/.installed ## measure packing beside TRL and preparation beside datasets, in a .venv of their own
+	PYTHONPATH=$(CURDIR)/benchmarks $(PEERS)/bin/python benchmarks/run.py $(or $(BENCH),sft-packing prepare-mixture)
+
 bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the cost of being elastic
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
 
@@ -192,4 +208,4 @@ clean: ## remove caches and build products; runs/ stays
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 distclean: clean ## clean, and remove .venv and the example's documents; runs/ stays
-	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PYDOC)/documents.jsonl
+	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PEERS) $(PYDOC)/documents.jsonl
