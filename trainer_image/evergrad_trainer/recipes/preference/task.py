@@ -42,6 +42,7 @@ class Preference(Pretrain):
     """The loss of pairs beside a frozen model, which is the one that the run begins with or another one."""
 
     metrics: ClassVar[Mapping[str, str]] = METRICS
+    loss_items: ClassVar[str] = "pairs"
 
     @property
     def settings(self) -> PreferenceSection:
