@@ -24,7 +24,7 @@ SECONDS = 1500.0
 IMAGE = "registry.example.com/evergrad-trainer:0.1.0"
 """The trainer's image in the pages."""
 SETTINGS = "--set spec.nodes.min=2 --set spec.nodes.max=2 --set spec.training.runtime.threads=1"
-"""Two nodes, and not one until the other has started. One thread each, for the same reason as above."""
+"""Two nodes, and not one until the other has started; one thread each, for the same reason as above."""
 PLOTS = ("Training loss", "Evaluation loss", "Learning rate", "Throughput", "Gradient norm")
 SECTIONS = ("Where the time went", "Evaluations", "Checkpoints", "Restarts", "Environment")
 
@@ -103,11 +103,11 @@ class Walk:
         assert process.returncode == 0, said[-8000:]
         return said
 
-    def train(self, example: Example) -> "subprocess.Popen[str]":
-        """Begin with the commands of an example's page."""
+    def train(self, example: Example, *, settings: str = "") -> "subprocess.Popen[str]":
+        """Begin with the commands of an example's page, ``settings`` laid over each of its files."""
         script = commands_of(ROOT / f"examples/{example.folder}/README.md", "On a cluster")
         assert script.count(" --wait") == len(example.runs)
-        return self.start(script.replace(" --wait", f" {SETTINGS} --wait"))
+        return self.start(script.replace(" --wait", f" {settings} --wait"))
 
     def fetch(self, name: str, claim: str) -> Path:
         """Copy the files of a run as the page says; the folder that they are in then."""
@@ -202,7 +202,7 @@ def test_the_example_of_a_recipe_trains_on_two_nodes_and_its_report_is_whole(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    walk.finish(walk.train(example))
+    walk.finish(walk.train(example, settings=SETTINGS))
     for name, claim in example.runs.items():
         run = runs.adopt(name)
         assert run.status()["phase"] == "Complete"
@@ -226,11 +226,12 @@ def test_the_example_of_two_stages_has_the_bits_of_an_undisturbed_run_through_a_
 
     def is_training() -> bool:
         assert process.poll() is None, process.communicate()[0][-8000:]
-        return runs.get("trainingruns", "two-stages") is not None and run.newest_step() >= 3
+        if runs.get("trainingruns", "two-stages") is None:
+            return False
+        last = (run.rows() or [{"step": 0, "world_size": 0}])[-1]
+        return bool(last["step"] >= 3 and last["world_size"] == 2)
 
-    wait_for(is_training, "the third step", seconds=SECONDS)
-    # From here on one node is enough, so that the other one goes on alone until there is a new one.
-    run.patch({"nodes": {"min": 1, "max": 2}})
+    wait_for(is_training, "the third step, of two nodes", seconds=SECONDS)
     faults.kill_container(runs.namespace, run.live_pods()[1]["metadata"]["name"])
     walk.finish(process)
     assert 137 in [one.get("exitCode") for one in run.status()["attempts"]]

@@ -302,6 +302,7 @@ def test_a_run_from_given_weights_has_them_as_its_reference(base: Experiment) ->
 
 
 @pytest.mark.long
+@pytest.mark.capability("A-80")
 @pytest.mark.parametrize(
     "first",
     [
