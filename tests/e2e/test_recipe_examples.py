@@ -250,3 +250,4 @@ def test_the_example_of_two_stages_has_the_bits_of_an_undisturbed_run_through_a_
         walk.start("evergrad compare-runs runs/two-stages two-stages --exact --state")
     )
     assert "losses equal bit by bit" in compared
+    assert "The states after step 240 are equal bit by bit" in compared
