@@ -302,6 +302,60 @@ def test_a_run_from_given_weights_has_them_as_its_reference(base: Experiment) ->
 
 
 @pytest.mark.long
+@pytest.mark.capability("A-80")
+@pytest.mark.parametrize(
+    "first",
+    [
+        {},
+        {"initFrom": {"path": "runs/base"}},
+        {"preference": {**PAIRS["preference"], "reference": "runs/base"}},
+    ],
+    ids=["seed", "initial", "named"],
+)
+def test_a_run_that_goes_on_with_the_state_of_another_keeps_its_reference(
+    base: Experiment, first: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Whichever way the first run names it, and also over a run that itself goes on with another."""
+    name = request.node.callspec.id
+    write(base, **first)
+    base.run(directory=f"first-{name}")
+    for of, step, after in (("first", 5, "second"), ("second", 10, "third")):
+        begun = {"path": f"runs/{of}-{name}", "step": step, "load": "everything"}
+        write(base, initFrom=begun)
+        # Stopped once: the reference is found again at each start.
+        stopped = ("--stop-after-steps", "1")
+        base.run(*stopped, directory=f"{after}-{name}", expect=STOPPED_SAVED)
+        base.run(directory=f"{after}-{name}")
+        whole, rest = curve(base.at(f"first-{name}")), curve(base.at(f"{after}-{name}"))
+        assert sorted(rest) == list(range(step + 1, STEPS + 1))
+        for at, row in rest.items():
+            assert (row["loss"], row["metrics"]) == (whole[at]["loss"], whole[at]["metrics"])
+        assert_same_state(base.at(f"first-{name}"), base.at(f"{after}-{name}"))
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_a_checkpoint_that_was_copied_without_its_run(
+    base: Experiment,
+) -> None:
+    """It cannot be known what the reference was, so that it has to be named."""
+    write(base, initFrom={"path": "runs/base"})
+    base.run(directory="copied")
+    copied = base.path / "copied" / "step"
+    newest = max(step for step in checkpoints(base.at("copied")) if step < STEPS)
+    shutil.copytree(base.at("copied") / "checkpoints" / f"step-{newest}", copied)
+    begun = {"path": "copied/step", "load": "everything"}
+    write(base, initFrom=begun)
+    err = base.run(directory="unnamed", expect=USER_ERROR).err
+    assert "spec.training.initFrom.path: " in err and "is not in the directory of a run" in err
+    assert "Name that reference as preference.reference" in err
+    own = {**PAIRS["preference"], "reference": "runs/base"}
+    write(base, initFrom=begun, preference=own)
+    base.run(directory="named-copy")
+    whole, rest = curve(base.at("copied")), curve(base.at("named-copy"))
+    assert [row["loss"] for row in rest.values()] == [whole[at]["loss"] for at in rest] != []
+
+
+@pytest.mark.long
 def test_another_reference_is_the_one_that_the_file_names(base: Experiment) -> None:
     found = []
     for reference in ("runs/other", "exported-other"):
