@@ -1,6 +1,7 @@
-"""Marks of checkpoints that were evaluated: empty files in ``evaluated/``, by which retention knows what waits.
+"""Marks of checkpoints that were evaluated: empty files in ``evaluated/``. Retention leaves what has none.
 
-A mark names the checkpoint and the beginning of its manifest's hash: another checkpoint may have its name later.
+A mark names the checkpoint and the beginning of its manifest's hash, because another checkpoint may have its
+name later.
 """
 
 import contextlib
