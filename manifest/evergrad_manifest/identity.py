@@ -362,13 +362,13 @@ def settings_hash(run: TrainingRun) -> str:
     for item in shared["evaluation"]["sets"]:
         if item["whileTraining"] in (None, is_inline):
             del item["whileTraining"]
-    if not is_inline:
-        shared["evaluatedByPods"] = True
 
     # As the first version wrote it, which knew only true and false here.
     shared = _without_later_defaults(
         shared, run.training, "training.", _LATER_SETTINGS.__contains__
     )
+    if not is_inline:
+        shared["evaluatedByPods"] = True
     mode = shared["runtime"]["activationCheckpointing"]
     shared["runtime"]["activationCheckpointing"] = _SWITCH_OF_RECOMPUTATION.get(mode, mode)
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]

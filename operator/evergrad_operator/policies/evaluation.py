@@ -87,7 +87,7 @@ def _find_surplus(
     surplus = [*live[:-1], *ended[:-1]]
     for pod in live[-1:]:
         hosts = {node.node_name for node in context.live if node.node_name}
-        is_in_the_way = _has_one_host(context) and pod.node_name not in hosts
+        is_in_the_way = _has_one_host(context) and pod.node_name not in {"", *hosts}
         if pod.restart < restart or (is_in_the_way and context.live and not is_over):
             surplus.append(pod)
     return surplus
