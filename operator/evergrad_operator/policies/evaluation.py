@@ -107,7 +107,9 @@ def _choose_host(context: ReconcileContext, *, is_over: bool) -> str | None:
     if not working:
         return "" if is_over else None
     claim = context.observation.claim
-    is_for_one_pod = claim is not None and "ReadWriteOncePod" in claim.spec["accessModes"]
+    is_for_one_pod = claim is not None and "ReadWriteOncePod" in (
+        claim.spec.get("accessModes") or ()
+    )
     return None if is_for_one_pod else working[0].node_name
 
 
