@@ -8,6 +8,7 @@ from typing import Any, Final
 from evergrad_operator import names
 from evergrad_operator.conditions import build_conditions, build_refused_conditions
 from evergrad_operator.decision import Action, Decision
+from evergrad_operator.evaluation import show_evaluation
 from evergrad_operator.memory import Coordinator, Memory, Training, build_memory
 from evergrad_operator.observe import Observation
 from evergrad_operator.packing import format_rate, without_empty
@@ -85,6 +86,7 @@ def build_status(
         },
         "progress": _build_progress(training, is_running=not is_at_rest),
         "preparation": show_preparation(memory.preparation),
+        "evaluation": show_evaluation(memory.evaluation),
         "checkpoint": {
             "step": training.checkpoint_step,
             "savedAt": None if saved_at is None else format_time(saved_at),
@@ -149,12 +151,16 @@ def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
     attempt = decision.preparation_attempt
     if attempt is not None and names.preparation_pod_name(run, attempt) in created:
         preparation = replace(preparation, attempt=attempt, is_recorded=False)
+    evaluation, made = memory.evaluation, decision.evaluation
+    if made is not None and names.evaluation_pod_name(run, made.step, made.attempt) in created:
+        evaluation = replace(evaluation, attempt=made.attempt, is_recorded=False)
     return replace(
         memory,
         attempts=tuple(attempts),
         recorded=frozenset(recorded),
         coordinator=coordinator,
         preparation=preparation,
+        evaluation=evaluation,
     )
 
 

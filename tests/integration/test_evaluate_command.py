@@ -27,6 +27,8 @@ from run_helpers import (
     write_documents,
 )
 
+from evergrad_coordinator.evaluated import Evaluated, decode_evaluated
+
 EVALUATED: dict[str, Any] = {
     "data": {"heldOut": {"count": 6}},
     "evaluation": {
@@ -231,3 +233,34 @@ def test_results_are_in_the_report(trained: Experiment, finished: Path) -> None:
     text = (finished / "report.md").read_text()
     assert "## Evaluated beside the run" in text
     assert "Evaluated beside the run" in (finished / "report.html").read_text()
+
+
+@pytest.mark.capability("C-2")
+def test_a_pod_leaves_the_results_of_its_checkpoint_and_the_steps_that_wait(
+    trained: Experiment, finished: Path, tmp_path: Path
+) -> None:
+    run, log = f"runs/{finished.name}", tmp_path / "termination-log"
+
+    def pod(step: int) -> Evaluated:
+        arguments = ("--checkpoint", str(step), "--termination-log", str(log))
+        trained.command("evaluate", run, *arguments).expect(DONE)
+        report = decode_evaluated(log.read_text())
+        assert report is not None
+        return report
+
+    steps = checkpoints(finished)
+    report = pod(steps[0])
+    assert (report.step, list(report.waiting)) == (steps[0], steps[1:])
+    written = {
+        row["name"]: row["loss"]
+        for path in (finished / "evaluations").glob("*.json")
+        if (row := json.loads(path.read_text()))["step"] == steps[0]
+    }
+    assert {name: float(one["loss"]) for name, one in report.results.items()} == written
+    own = [(step, name, loss) for step, name, loss, _ in own_rows(finished)]
+    for name, one in pod(steps[-1]).results.items():
+        assert (steps[-1], name, float(one["loss"])) in own
+
+    # One that is gone is passed over, and says so.
+    gone = pod(999)
+    assert not gone.results and "holds no checkpoint of step 999" in gone.passed_over

@@ -21,10 +21,11 @@ NON_FINITE: Final = "NonFinite"
 NODE: Final = "node"
 COORDINATOR: Final = "coordinator"
 PREPARATION: Final = "preparation"
+EVALUATION: Final = "evaluation"
 _OWN_CONTAINERS: Final = ("trainer", "coordinator")
 """Names of the containers that the operator builds; whatever else a pod has was injected."""
 _NOTHING: Final[Mapping[str, Any]] = {}
-_ORDER: Final = {NODE: 0, PREPARATION: 1, COORDINATOR: 2}
+_ORDER: Final = {NODE: 0, PREPARATION: 1, EVALUATION: 2, COORDINATOR: 3}
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Run:
     folder: str
     """Folder of the claim that is the run directory."""
     preparation: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
     """How far a pod that prepares the data is, as the status has it."""
 
     def condition(self, kind: str) -> Condition | None:
@@ -231,6 +233,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         claim=_text(storage, "claimName") or name,
         folder=_text(storage, "path") or name,
         preparation=_mapping(status, "preparation"),
+        evaluation=_mapping(status, "evaluation"),
     )
 
 

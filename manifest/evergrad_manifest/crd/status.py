@@ -190,6 +190,32 @@ STATUS: Final[Schema] = mapping(
                 "tokens": integer("Tokens made.", least=0, large=True),
             },
         ),
+        "evaluation": mapping(
+            "The evaluation of checkpoints in pods of their own.",
+            {
+                "state": text("UpToDate, Waiting, Evaluating or Failed.", longest=32),
+                "message": text("Why, and what to do.", longest=1024),
+                "step": integer("Checkpoint evaluated last.", least=0, large=True),
+                "evaluated": integer("Checkpoints evaluated.", least=0, large=True),
+                "waiting": integer("Checkpoints that wait.", least=0),
+                "passedOver": text("Newest checkpoint without results, and why.", longest=1024),
+                "results": items(
+                    "Its results.",
+                    mapping(
+                        "One set.",
+                        {
+                            "name": text("Its name.", longest=64),
+                            "values": texts_by_name(
+                                "Its loss and other metrics, without rounding.",
+                                most=12,
+                                longest=32,
+                            ),
+                        },
+                    ),
+                    most=16,
+                ),
+            },
+        ),
         "checkpoint": mapping(
             "The newest valid checkpoint.",
             {

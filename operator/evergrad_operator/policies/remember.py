@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator import names
 from evergrad_operator.config import Config
+from evergrad_operator.evaluation import Tries
 from evergrad_operator.images import pin_image
 from evergrad_operator.memory import (
     MAX_CAUSES,
@@ -25,6 +26,7 @@ from evergrad_operator.observe import Observation, Progress
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.budget import add_short_life, forgive
 from evergrad_operator.policies.ends import is_letting_go, note_nodes
+from evergrad_operator.policies.evaluation_ends import note_evaluation
 from evergrad_operator.policies.preparation_ends import note_preparation
 from evergrad_operator.policies.root_cause import CAUSES, note_outcome
 from evergrad_operator.raw import get_int, get_map
@@ -55,6 +57,7 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
         )
     memory = note_nodes(memory, observation, config, now)
     memory = note_preparation(memory, observation, config, now)
+    memory = note_evaluation(memory, observation, config, now)
     return _note_coordinators(memory, observation, config, now)
 
 
@@ -81,6 +84,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
             *observation.nodes,
             *observation.coordinators,
             *observation.preparations,
+            *observation.evaluations,
         )
         visible = max((pod.restart for pod in everything), default=0)
         memory = replace(memory, restart_nonce=nonce, restart=max(memory.restart, visible))
@@ -94,6 +98,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
             restart=memory.restart + 1,
             coordinator=replace(memory.coordinator, is_recorded=True),
             preparation=replace(memory.preparation, is_recorded=True),
+            evaluation=replace(memory.evaluation, is_recorded=True),
             has_formed=False,
             gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),
@@ -129,6 +134,9 @@ def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
             memory.preparation,
             is_recorded=True,
             prepared="" if memory.training.step is None else memory.preparation.prepared,
+        ),
+        evaluation=replace(
+            memory.evaluation, is_recorded=True, failed=0, failure="", tries=Tries()
         ),
         image="",
         image_id="",

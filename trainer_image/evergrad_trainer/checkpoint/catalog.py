@@ -3,11 +3,12 @@
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evergrad_trainer.checkpoint import files, layout, leases
+from evergrad_trainer.checkpoint import evaluated, files, layout, leases
 from evergrad_trainer.checkpoint.faults import RETENTION, FaultPoints
 from evergrad_trainer.checkpoint.layout import Version, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import (
@@ -63,6 +64,20 @@ class Catalog:
         of the volume's clock."""
         written = os.stat(self._directory / layout.LATEST)
         return leases.find_leased(self._directory, now=written.st_mtime)
+
+    def waiting(self, candidates: Sequence[Candidate], *, most: int) -> set[str]:
+        """Names of the newest ``candidates``, at most so many, that were not evaluated yet.
+
+        Raises OSError for trouble of the volume, and not for what belongs to another user, as for leases.
+        """
+        try:
+            marks = evaluated.list_marks(self._directory)
+        except PermissionError as error:
+            _log.warning(
+                "retention waits for no evaluation: its marks cannot be read: %s", error
+            )
+            return set()
+        return {one.name for one in evaluated.find_waiting(candidates, marks)[-most:]}
 
     def set_aside(self) -> list[str]:
         """Names in quarantine."""

@@ -58,7 +58,8 @@ class SaveOrder:
     """One save: the version, the values beside the tensors, and the place of this rank.
 
     ``group`` (gloo, None in a world of one) belongs to this save alone until it ends. ``anchors``: steps
-    whose checkpoints are never removed.
+    whose checkpoints are never removed. ``keep_waiting``: of the checkpoints that were not evaluated so many,
+    the newest, stay.
     """
 
     version: Version
@@ -70,6 +71,7 @@ class SaveOrder:
     world_size: int
     group: dist.ProcessGroup | None
     anchors: frozenset[int] = frozenset()
+    keep_waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,8 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
                 store.reader.validate(candidate.name, checksums=False)
             valid.append(candidate)
     pinned = {name, *store.catalog.leased()}
+    if order.keep_waiting:
+        pinned |= store.catalog.waiting(valid, most=order.keep_waiting)
     if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
         pinned.add(best)
     pinned |= {

@@ -58,6 +58,7 @@ def build_checkpoints(session: Session, machinery: Machinery) -> CheckpointManag
         on_event=session.emit,
     )
     checkpoints.anchors = machinery.snapshots.steps
+    checkpoints.keep_waiting = plan.keep_waiting
     return checkpoints
 
 
@@ -72,7 +73,14 @@ def has_steps(directory: RunDirectory) -> bool:
 
 def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
     training, numbers = session.plan.run.training, session.plan.numbers
-    left_out = {one.name for one in training.evaluation.sets if not one.while_training}
+    # With pods of their own only the sets that the file names are evaluated here.
+    named = {one.name: one.while_training for one in training.evaluation.sets}
+    is_default = session.plan.keep_waiting == 0
+    left_out = {
+        one.name
+        for one in session.data.evaluation
+        if not (is_default if named.get(one.name) is None else named[one.name])
+    }
     return Run(
         limits=build_limits(
             training,
