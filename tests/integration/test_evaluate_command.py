@@ -72,6 +72,7 @@ def results_of(ended: Ended) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.acceptance("8d-6a:pretrain")
 @pytest.mark.capability("O-39", "C-22", "C-27", "C-34", "C-44", "O-69", "O-80")
 def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     trained: Experiment, finished: Path

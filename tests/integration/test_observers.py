@@ -348,6 +348,7 @@ def test_three_nodes_stop_together_where_a_monitor_decides_although_rank_0_dies(
     assert (alert["step"], alert["monitor"]) == (3, "plateau")
 
 
+@pytest.mark.acceptance("8d-11d:latent_edit")
 def test_a_monitor_has_the_run_saved_where_it_alerts_and_warns_where_it_shall(
     experiment: Experiment,
 ) -> None:

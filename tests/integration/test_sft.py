@@ -79,6 +79,7 @@ def evaluations(directory: Path) -> dict[tuple[int, str], Any]:
     return {(row["step"], row["name"]): [row["loss"], row.get("metrics")] for row in rows}
 
 
+@pytest.mark.acceptance("8d-13c:sft")
 @pytest.mark.capability("C-3", "C-35", "C-36", "C-47")
 def test_each_set_is_evaluated_by_its_loss_and_by_what_is_generated(tuned: Experiment) -> None:
     found = evaluations(tuned.at("undisturbed"))
@@ -91,6 +92,7 @@ def test_each_set_is_evaluated_by_its_loss_and_by_what_is_generated(tuned: Exper
     assert all(0 < row["valid_tokens"] < row["tokens"] for row in rows.values())
 
 
+@pytest.mark.acceptance("8d-1b:sft")
 @pytest.mark.capability("C-3")
 def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_one(
     tuned: Experiment,
@@ -106,6 +108,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_o
     assert evaluations(tuned.at("undisturbed")) == evaluations(tuned.at("killed"))
 
 
+@pytest.mark.acceptance("8d-3b:sft")
 def test_generation_ends_where_a_peer_dies_and_is_made_again(
     tuned: Experiment, tmp_path: Path
 ) -> None:
@@ -123,6 +126,7 @@ def test_generation_ends_where_a_peer_dies_and_is_made_again(
         cluster.close()
 
 
+@pytest.mark.acceptance("8d-12d:sft")
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -261,6 +265,7 @@ def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_rows(
     assert (2, "heldOut-generated") in evaluations(experiment.at())
 
 
+@pytest.mark.acceptance("8d-6a:sft")
 @pytest.mark.capability("C-36", "O-39")
 def test_evaluate_generates_what_the_run_itself_has_generated(tuned: Experiment) -> None:
     run = tuned.at("undisturbed")

@@ -33,6 +33,7 @@ def as_override(path: str, value: Any) -> str:
     return f"{path}={text}"
 
 
+@pytest.mark.acceptance("8d-8f")
 def test_documents_are_kept_apart_by_the_recipes_that_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -48,6 +49,7 @@ def test_documents_are_kept_apart_by_the_recipes_that_can(
     )
 
 
+@pytest.mark.acceptance("input-A-54")
 @pytest.mark.capability("A-55")
 @pytest.mark.parametrize(
     ("section", "path"),
@@ -72,6 +74,37 @@ def test_a_part_is_of_its_first_type_unless_it_names_another_of_its_own(
     assert f"'unknown' is not one of {', '.join((first, *others))}" in said
 
 
+@pytest.mark.acceptance(
+    "8d-4h",
+    "8d-8b",
+    "8d-8d",
+    "8d-8h",
+    "8d-8i",
+    "number-A-58",
+    "input-G-6",
+    "input-G-12",
+    "input-G-60",
+    "input-G-73",
+    "input-G-82",
+    "input-G-85",
+    "input-C-30",
+    "input-O-6",
+    "input-O-73",
+    "input-A-1",
+    "input-A-17",
+    "input-A-42",
+    "input-A-43",
+    "input-A-56",
+    "input-A-68",
+    "input-T-29",
+    "input-T-41",
+    "input-1e-12",
+    "input-2e-2",
+    "input-2e-3",
+    "input-4e-2",
+    "input-4e-14",
+    "input-5e-12",
+)
 @pytest.mark.capability("O-6", "A-1", "A-4", "A-6")
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
 def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
@@ -95,6 +128,7 @@ def test_the_names_of_the_cases_are_unique() -> None:
 GOOD: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "good_manifests.yaml").read_text())
 
 
+@pytest.mark.acceptance("8d-8j", "input-2e-3")
 @pytest.mark.capability("O-34")
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
 def test_what_is_right_at_the_edge_is_accepted(changes: dict[str, Any]) -> None:

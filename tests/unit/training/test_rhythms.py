@@ -24,6 +24,7 @@ def saves_of(run: Run) -> dict[int, dict[str, Any]]:
     return saves
 
 
+@pytest.mark.acceptance("number-T-45", "input-5e-16")
 @pytest.mark.capability("T-45")
 def test_a_rhythm_in_tokens_is_due_with_the_step_that_reaches_each_multiple() -> None:
     rhythm = Rhythm(10, per_step=4)
