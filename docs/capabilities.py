@@ -100,11 +100,11 @@ def find_tests(folder: Path, marker: str = MARKER) -> dict[str, list[ShowingTest
             marks = [*of_module, *node.decorator_list]
             is_long = any(ast.unparse(mark) == "pytest.mark.long" for mark in marks)
             test = ShowingTest(where, node.name, is_long)
-            for mark in marks:
-                if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith(
+            for call in (one for mark in marks for one in ast.walk(mark)):
+                if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(
                     f"mark.{marker}"
                 ):
-                    for one in mark.args:
+                    for one in call.args:
                         found.setdefault(ast.literal_eval(one), []).append(test)
     return found
 

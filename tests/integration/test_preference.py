@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import shutil
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from elastic_helpers import STEPS, Cluster, elastic_recipe, fault, train_undisturbed
+from recipe_runs import PAIRS, write_pairs
 from run_helpers import (
     DONE,
     STOPPED_SAVED,
@@ -40,38 +40,6 @@ METRICS = {
     "chosen_log_probability",
     "rejected_log_probability",
 }
-PAIRS: dict[str, Any] = {
-    "recipe": "preference",
-    "rows": {
-        "chatTemplate": "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    },
-    "data": {
-        "sources": [{"name": "sums", "path": "pairs.jsonl"}],
-        "sequenceLength": 48,
-        "heldOut": {"count": 5},
-    },
-    "preference": {"beta": 0.5, "labelSmoothing": 0.1},
-    "evaluation": {"every": {"steps": 4}},
-}
-
-
-def write_pairs(path: Path, *, count: int = 60) -> None:
-    """Sums with a right and a wrong answer, as texts and as conversations."""
-    source = random.Random(0)
-    rows: list[dict[str, Any]] = []
-    for at in range(count):
-        one, other = source.randrange(50), source.randrange(50)
-        question, good, bad = f"{one}+{other}=", str(one + other), str(one + other + 7)
-        if at % 2:
-            rows.append({"prompt": question, "chosen": good, "rejected": bad})
-        else:
-            talks = [
-                [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
-                for said in (good, bad)
-            ]
-            rows.append({"chosen": talks[0], "rejected": talks[1]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write(experiment: Experiment, **changes: Any) -> None:

@@ -1,7 +1,6 @@
 """The recipe sft: elastic and resumable as any other, with completions that are generated in its evaluations."""
 
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from elastic_helpers import Cluster, elastic_recipe, fault, train_undisturbed
+from recipe_runs import SFT, TEMPLATE, write_rows
 from run_helpers import (
     DONE,
     STOPPED_SAVED,
@@ -27,36 +27,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-SFT: dict[str, Any] = {
-    "recipe": "sft",
-    "rows": {"chatTemplate": TEMPLATE},
-    "data": {
-        "sources": [{"name": "sums", "path": "rows.jsonl"}],
-        "sequenceLength": 64,
-        "heldOut": {"count": 5},
-    },
-    "evaluation": {"every": {"steps": 4}, "generation": {"maxNewTokens": 5}},
-}
-
-
-def write_rows(path: Path, *, count: int = 120) -> None:
-    """Sums, as conversations and as prompts with completions."""
-    source = random.Random(0)
-    rows: list[dict[str, Any]] = []
-    for at in range(count):
-        one, other = source.randrange(50), source.randrange(50)
-        question, answer = f"{one}+{other}=", str(one + other)
-        if at % 2:
-            rows.append({"prompt": question, "completion": answer})
-        else:
-            pair = [("user", question), ("assistant", answer)]
-            rows.append({"messages": [{"role": role, "content": said} for role, said in pair]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_sft(experiment: Experiment, **changes: Any) -> None:
