@@ -200,6 +200,7 @@ def test_a_sharded_checkpoint_of_two_processes_is_evaluated_in_one(
         assert found[2] == pytest.approx(measured[2], rel=1e-6)
 
 
+@pytest.mark.acceptance("8d-6d")
 def test_an_elastic_run_is_evaluated_also_where_its_prepared_data_are_gone(
     experiment: Experiment,
 ) -> None:

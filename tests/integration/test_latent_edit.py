@@ -157,7 +157,6 @@ def test_a_collapse_is_told_and_training_goes_on(whole: Experiment) -> None:
 
 
 @pytest.mark.acceptance("8d-6a:latent_edit")
-@pytest.mark.long
 def test_a_finished_run_is_evaluated_again_with_the_same_numbers(whole: Experiment) -> None:
     ended = whole.command("evaluate", str(whole.at("undisturbed")), "--json")
     ended.expect(0)

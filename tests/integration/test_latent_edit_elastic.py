@@ -35,6 +35,7 @@ def check(cluster: Cluster, edits: Experiment) -> None:
         assert one[step]["metrics"] == other[step]["metrics"], f"step {step}"
 
 
+@pytest.mark.acceptance("8d-11j:latent_edit")
 @pytest.mark.acceptance("8d-1g:latent_edit", "8d-2e:latent_edit")
 @pytest.mark.capability("G-51")
 @pytest.mark.parametrize(("place", "rank"), [("slot", 0), ("update", 1)])

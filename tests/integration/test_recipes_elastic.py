@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from elastic_helpers import STEPS, Cluster, fault
 from recipe_runs import assert_same_run
-from run_helpers import STOPPED_SAVED, Experiment, checkpoints, steps_of
+from run_helpers import INTERNAL, STOPPED_SAVED, Experiment, checkpoints, steps_of
 
 MakeCluster = Callable[..., Cluster]
 WholeOf = Callable[[str], Experiment]
@@ -18,6 +18,7 @@ def check(cluster: Cluster, whole: Experiment, **lost: bool) -> None:
     assert_same_run(whole.at("undisturbed"), cluster.directory)
 
 
+@pytest.mark.acceptance("8d-11j:latent_edit", "8d-10g:two_stage_kl")
 @pytest.mark.acceptance(
     "8d-1f:sft", "8d-1f:two_stage_kl", "8d-1f:latent_edit", "8d-1f:preference"
 )
@@ -66,7 +67,9 @@ PLACES = {
 }
 
 
-@pytest.mark.acceptance("8d-2e:sft", "8d-2f:sft", "8d-2f:latent_edit", "8d-2f:preference")
+@pytest.mark.acceptance(
+    "8d-2e:sft", "8d-2e:latent_edit", "8d-2f:sft", "8d-2f:latent_edit", "8d-2f:preference"
+)
 @pytest.mark.acceptance("8d-3b:two_stage_kl", "8d-3b:latent_edit", "8d-3b:preference")
 @pytest.mark.parametrize(
     ("recipe", "place"),
@@ -75,6 +78,7 @@ PLACES = {
         ("sft", "a save"),
         ("sft", "an evaluation"),
         ("two_stage_kl", "an evaluation"),
+        ("latent_edit", "an update"),
         ("latent_edit", "a save"),
         ("latent_edit", "an evaluation"),
         ("preference", "a save"),
@@ -136,3 +140,31 @@ def test_when_all_nodes_are_killed_at_once_the_run_goes_on_from_its_newest_check
     cluster.finish()
     check(cluster, whole, is_state_lost=True)
     assert steps_of(cluster.directory) == [*range(1, 8), *range(6, STEPS + 1)]
+
+
+OWN_SETTINGS = {
+    "sft": "spec.training.rows.learn=everything",
+    "two_stage_kl": "spec.training.twoStageKl.stages[1].beta=3",
+    "latent_edit": "spec.training.latentEdit.beta=0.2",
+    "preference": "spec.training.preference.beta=0.1",
+}
+
+
+@pytest.mark.acceptance("8d-4j:sft", "8d-4j:two_stage_kl", "8d-4j:preference")
+@pytest.mark.parametrize(("recipe", "change"), OWN_SETTINGS.items())
+def test_a_node_with_other_settings_of_the_recipe_does_not_join_and_the_run_goes_on(
+    make_elastic: MakeCluster, whole_of: WholeOf, recipe: str, change: str
+) -> None:
+    whole = whole_of(recipe)
+    cluster = make_elastic(whole, expect=1).start(
+        faults=[fault("hold", "report", node=0, step=2, name="held")]
+    )
+    cluster.until_held()
+    stranger = cluster.start_node(1, sets=[change])
+    assert stranger.wait() == INTERNAL, cluster.describe()
+    assert "fingerprint.configuration" in stranger.said(), stranger.said()
+    assert "Traceback" not in stranger.said()
+    cluster.release("held")
+    cluster.finish(nodes=[0])
+    check(cluster, whole)
+    assert {row["size"] for row in cluster.trace()} == {1}

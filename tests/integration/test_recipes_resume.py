@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from latent_corpus import write_corpus
 from recipe_runs import DATA, RECIPES, assert_same_run, write_recipe
 from run_helpers import (
     STOPPED_SAVED,
@@ -102,19 +103,30 @@ OTHER_DATA = {"sft": "rows.jsonl", "two_stage_kl": "more.jsonl", "preference": "
 
 
 @pytest.mark.acceptance("8d-4b:sft", "8d-4b:two_stage_kl", "8d-4b:preference")
-@pytest.mark.parametrize(("recipe", "file"), OTHER_DATA.items())
+@pytest.mark.acceptance("8d-4b:latent_edit")
+@pytest.mark.parametrize("recipe", [*OTHER_DATA, "latent_edit"])
 def test_a_run_does_not_go_on_with_other_data_and_nothing_is_overwritten(
-    experiment: Experiment, recipe: str, file: str
+    experiment: Experiment, recipe: str
 ) -> None:
     write_recipe(experiment, recipe)
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
     before = files_of(experiment.at())
-    path = experiment.path / file
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+
+    if recipe == "latent_edit":
+        write_corpus(experiment.path / "corpus", train=5)
+        where = str(experiment.at() / "checkpoints/step-2")
+        texts = [f"{where}: the data's fingerprint is", "Restore the data this run began with"]
+    else:
+        path = experiment.path / OTHER_DATA[recipe]
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+        texts = [
+            f"{path}: its content changed since this run was prepared",
+            "Restore the file to go on with this run",
+        ]
     said = experiment.run(expect=USER_ERROR).err
-    assert f"{path}: its content changed since this run was prepared" in said, said
-    assert "Restore the file to go on with this run" in said, said
+    assert all(text in said for text in texts), said
     assert files_of(experiment.at()) == before
+
     # The same data in their place again are the same run.
     DATA[recipe](experiment.path)
     experiment.run("--stop-after-steps", "1", expect=STOPPED_SAVED)
@@ -129,10 +141,14 @@ OTHER_RECIPES: dict[str, tuple[dict[str, Any], str]] = {
         {"latentEdit": {"alpha": 2}},
         "spec.training.latentEdit.alpha: 2.0 here, but",
     ),
+    "preference": (
+        {"preference": {"beta": 0.1}},
+        "spec.training.preference.beta: 0.1 here, but",
+    ),
 }
 
 
-@pytest.mark.acceptance("8d-4i:sft", "8d-4i:latent_edit")
+@pytest.mark.acceptance("8d-4i:sft", "8d-4i:latent_edit", "8d-4i:preference")
 @pytest.mark.parametrize("recipe", OTHER_RECIPES)
 def test_a_run_does_not_go_on_as_another_recipe_and_nothing_is_overwritten(
     experiment: Experiment, recipe: str

@@ -209,6 +209,7 @@ def test_a_model_configuration_that_cannot_be_is_refused(
     assert not steps_of(experiment.at())
 
 
+@pytest.mark.acceptance("input-G-4")
 def test_weights_in_a_pickle_are_refused_and_never_opened(experiment: Experiment) -> None:
     directory = experiment.path / "pickled"
     directory.mkdir()
@@ -233,6 +234,7 @@ def test_weights_in_a_pickle_are_refused_and_never_opened(experiment: Experiment
     assert not trap.exists()
 
 
+@pytest.mark.acceptance("input-G-4")
 @pytest.mark.acceptance("input-4e-20")
 def test_remote_code_is_never_run(experiment: Experiment) -> None:
     directory = experiment.path / "remote"
@@ -440,6 +442,7 @@ def test_a_start_that_fails_leaves_what_it_was_asked_for_and_what_was_found(
     assert (overruled["fine"], overruled["overruled"]) == (False, True)
 
 
+@pytest.mark.acceptance("input-3e-1")
 def test_a_directory_without_run_json_is_nobodys(experiment: Experiment) -> None:
     experiment.run("--stop-after-steps", "3", expect=STOPPED_SAVED)
     kept = (experiment.at() / "run.json").rename(experiment.path / "kept.json")

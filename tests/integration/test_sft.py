@@ -78,6 +78,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_o
     assert evaluations(tuned.at("undisturbed")) == evaluations(tuned.at("killed"))
 
 
+@pytest.mark.acceptance("8d-13d:sft")
 @pytest.mark.acceptance("8d-3b:sft")
 def test_generation_ends_where_a_peer_dies_and_is_made_again(
     tuned: Experiment, tmp_path: Path

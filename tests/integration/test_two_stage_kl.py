@@ -245,6 +245,7 @@ def test_workers_of_one_node_have_the_same_bits(whole: Experiment, workers: str)
     assert_same_run(whole, f"workers-{workers}")
 
 
+@pytest.mark.acceptance("input-5e-5")
 def test_without_the_boundarys_checkpoint_a_resume_is_refused(whole: Experiment) -> None:
     stopped = whole.at("no-boundary")
     whole.run("--stop-after-steps", "8", directory="no-boundary", expect=STOPPED_SAVED)
@@ -256,6 +257,7 @@ def test_without_the_boundarys_checkpoint_a_resume_is_refused(whole: Experiment)
     assert before == sorted(path.name for path in (stopped / "checkpoints").iterdir())
 
 
+@pytest.mark.acceptance("input-5e-5")
 def test_another_checkpoint_in_the_boundarys_place_is_refused(
     make_experiment: Callable[[], Experiment],
 ) -> None:

@@ -71,6 +71,7 @@ FURTHER = [
 ]
 
 
+@pytest.mark.acceptance("8d-10g:two_stage_kl")
 @pytest.mark.acceptance("8d-1g:two_stage_kl", "8d-2e:two_stage_kl", "8d-2f:two_stage_kl")
 @pytest.mark.parametrize(
     ("place", "rank", "step"),
@@ -95,6 +96,7 @@ def test_a_node_that_is_lost_around_the_boundary_costs_no_bit(
     assert len(cluster.pids(left[0])) == 1, "it went on in the process it was"
 
 
+@pytest.mark.acceptance("8d-10g:two_stage_kl")
 @pytest.mark.acceptance("8d-1h:two_stage_kl")
 def test_a_newcomer_in_the_second_stage_gets_the_same_reference(
     make_elastic: MakeCluster, two_stages: Experiment

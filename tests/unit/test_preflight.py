@@ -383,6 +383,7 @@ def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would
     assert "no model fits. Use runtime.activationCheckpointing" in refused
 
 
+@pytest.mark.acceptance("input-T-42")
 @pytest.mark.acceptance("number-T-41")
 @pytest.mark.capability("T-21", "T-41", "T-42")
 def test_the_largest_micro_batch_that_fits_is_named_and_leaves_one_to_each_worker() -> None:

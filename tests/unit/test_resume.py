@@ -222,6 +222,7 @@ def test_another_runs_directory_is_refused_with_both_names(directory: RunDirecto
     assert f"{directory.path}: holds the run 'one'; this manifest is the run 'two'" in text
 
 
+@pytest.mark.acceptance("input-3e-1")
 @pytest.mark.capability("G-68")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/latest"])
 def test_leftovers_of_nobody_are_not_trained_over(directory: RunDirectory, name: str) -> None:

@@ -75,6 +75,7 @@ def test_a_part_is_of_its_first_type_unless_it_names_another_of_its_own(
     assert f"'unknown' is not one of {', '.join((first, *others))}" in said
 
 
+@pytest.mark.acceptance("input-G-4", "input-A-46", "input-2e-1", "input-4e-11")
 @pytest.mark.acceptance(
     "8d-4h",
     "8d-8b",
@@ -121,6 +122,9 @@ def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
     assert len(refused.value.problems) == len(said)
 
 
+@pytest.mark.acceptance(
+    "input-G-4", "input-A-46", "input-2e-1", "input-4e-11", "input-1e-12", "input-2e-2"
+)
 @pytest.mark.acceptance(
     "input-G-6",
     "input-G-12",

@@ -261,6 +261,7 @@ def test_the_loss_of_a_step_chooses_no_best_checkpoint(metric: str) -> None:
     )
 
 
+@pytest.mark.acceptance("input-T-42")
 @pytest.mark.capability("G-21", "O-79", "T-21", "T-42")
 @pytest.mark.parametrize(
     ("path", "value", "said"),
