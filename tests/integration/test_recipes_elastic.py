@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from elastic_helpers import STEPS, Cluster, fault
-from recipe_runs import assert_same_run
+from recipe_runs import RECIPES, assert_same_run
 from run_helpers import INTERNAL, STOPPED_SAVED, Experiment, checkpoints, steps_of
 
 MakeCluster = Callable[..., Cluster]
@@ -28,7 +28,8 @@ def check(cluster: Cluster, whole: Experiment, **lost: bool) -> None:
 @pytest.mark.acceptance(
     "8d-1h:sft", "8d-1h:two_stage_kl", "8d-1h:latent_edit", "8d-1h:preference"
 )
-@pytest.mark.parametrize("recipe", ["sft", "two_stage_kl", "latent_edit", "preference"])
+@pytest.mark.acceptance("8d-1f:pretrain", "8d-1g:pretrain", "8d-1h:pretrain")
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_one_of_two_nodes_leaves_another_comes_and_the_one_that_stayed_is_killed(
     make_elastic: MakeCluster, whole_of: WholeOf, recipe: str
 ) -> None:
@@ -67,6 +68,7 @@ PLACES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.acceptance(
     "8d-2e:sft", "8d-2e:latent_edit", "8d-2f:sft", "8d-2f:latent_edit", "8d-2f:preference"
 )
@@ -96,6 +98,7 @@ def test_one_of_two_nodes_is_killed_in_the_middle_of_something(
     assert len(cluster.pids(0)) == 1, "it went on in the process it was"
 
 
+@pytest.mark.long
 @pytest.mark.acceptance(
     "8d-5f:sft", "8d-5f:two_stage_kl", "8d-5f:latent_edit", "8d-5f:preference"
 )
@@ -123,6 +126,7 @@ def test_when_both_nodes_are_asked_to_leave_they_save_together_and_the_run_goes_
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), "no step is trained twice"
 
 
+@pytest.mark.long
 @pytest.mark.acceptance("8d-2g:pretrain", "8d-2g:sft", "8d-2g:latent_edit", "8d-2g:preference")
 @pytest.mark.parametrize("recipe", ["pretrain", "sft", "latent_edit", "preference"])
 def test_when_all_nodes_are_killed_at_once_the_run_goes_on_from_its_newest_checkpoint(
@@ -150,6 +154,7 @@ OWN_SETTINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.acceptance("8d-4j:sft", "8d-4j:two_stage_kl", "8d-4j:preference")
 @pytest.mark.parametrize(("recipe", "change"), OWN_SETTINGS.items())
 def test_a_node_with_other_settings_of_the_recipe_does_not_join_and_the_run_goes_on(
