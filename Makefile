@@ -145,6 +145,7 @@ generate: $(INSTALLED) ## write the generated files anew
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate
 	$(BIN)/python docs/tree.py
 	$(BIN)/python docs/capabilities.py
+	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py
 	$(BIN)/python examples/quickstart/make_documents.py
 
 generated: $(INSTALLED) ## check that the generated files are up to date
@@ -154,6 +155,7 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
 	$(BIN)/python docs/tree.py --check
 	$(BIN)/python docs/capabilities.py --check
+	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
 verify: generated chart-lint ## all that CI checks: generated files, chart, lint, tests

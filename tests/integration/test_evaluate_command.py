@@ -74,6 +74,7 @@ def results_of(ended: Ended) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.acceptance("8d-6a:pretrain")
 @pytest.mark.capability("O-39", "C-22", "C-27", "C-34", "C-44", "O-69", "O-80")
 def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     trained: Experiment, finished: Path
@@ -201,6 +202,7 @@ def test_a_sharded_checkpoint_of_two_processes_is_evaluated_in_one(
         assert found[2] == pytest.approx(measured[2], rel=1e-6)
 
 
+@pytest.mark.acceptance("8d-6d")
 def test_an_elastic_run_is_evaluated_also_where_its_prepared_data_are_gone(
     experiment: Experiment,
 ) -> None:

@@ -145,6 +145,7 @@ def test_what_is_operational_may_change(override: str) -> None:
     assert changed_fields(recipe_of(run()), recipe_of(run(override))) == []
 
 
+@pytest.mark.acceptance("8d-4c", "8d-4d")
 @pytest.mark.capability("G-65")
 @pytest.mark.parametrize(("override", "path", "old", "new"), RECIPE)
 def test_what_belongs_to_the_recipe_changes_the_hash_and_is_named_with_both_values(

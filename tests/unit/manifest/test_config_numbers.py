@@ -92,6 +92,7 @@ READ: list[tuple[Parser, Any, int | float]] = [
 ]
 
 
+@pytest.mark.acceptance("8d-8c", "number-A-67")
 @pytest.mark.parametrize(
     ("parse", "written", "meant"),
     READ,
@@ -228,6 +229,9 @@ REFUSED: list[tuple[Parser, Any, str]] = [
 ]
 
 
+@pytest.mark.acceptance(
+    "8d-4h", "8d-8c", "number-A-67", "input-G-6", "input-A-67", "input-1e-12", "input-2e-2"
+)
 @pytest.mark.capability("A-67", "G-6")
 @pytest.mark.parametrize(
     ("parse", "written", "said"),
