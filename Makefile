@@ -136,6 +136,7 @@ generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python -m evergrad_manifest.generate
 	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate
+	$(BIN)/python docs/chart_values.py
 	$(BIN)/python docs/tree.py
 	$(BIN)/python docs/capabilities.py
 	$(BIN)/python examples/quickstart/make_documents.py
@@ -145,6 +146,7 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	$(BIN)/python -m evergrad_manifest.generate --check
 	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
+	$(BIN)/python docs/chart_values.py --check
 	$(BIN)/python docs/tree.py --check
 	$(BIN)/python docs/capabilities.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
