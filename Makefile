@@ -176,7 +176,7 @@ numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the pro
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images
 
-chart-lint: $(INSTALLED) ## helm lint --strict, and kubeconform on what the chart renders
+chart-lint: $(INSTALLED) ## helm lint --strict, ct lint, the chart's own tests (helm-unittest), and kubeconform on what it renders
 	$(call stage,chart)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.chart
 
