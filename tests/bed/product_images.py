@@ -261,7 +261,8 @@ def ensure(targets: Sequence[str] = TARGETS, *, is_loaded: bool = True) -> tuple
 
 
 def ensure_earlier(commit: str, *, tag: str) -> tuple[str, ...]:
-    """The names, under `tag`, of both images as an earlier commit describes them; built once, and in the bed's nodes.
+    """The names, under `tag`, of both images as an earlier commit describes them: built once, and brought into
+    the nodes that run, but not into those of later beds.
 
     Raises BedError, also where the history does not have the commit.
     """
@@ -271,9 +272,9 @@ def ensure_earlier(commit: str, *, tag: str) -> tuple[str, ...]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         chosen = settings()
         for target, name in zip(TARGETS, names, strict=True):
-            if images.identity(name) is None:
-                with tempfile.TemporaryDirectory() as scratch:
-                    archive, tree = Path(scratch, "tree.tar"), Path(scratch, "tree")
+            with tempfile.TemporaryDirectory(dir=images.folder()) as scratch:
+                archive, tree = Path(scratch, "archive.tar"), Path(scratch, "tree")
+                if images.identity(name) is None:
                     git = [
                         "git",
                         "-c",
@@ -287,7 +288,8 @@ def ensure_earlier(commit: str, *, tag: str) -> tuple[str, ...]:
                     tree.mkdir()
                     run(["tar", "-C", tree, "-xf", archive])
                     _build(target, name, chosen, Path(scratch), tree=tree)
-        loading.load(names)
+                images.pack(images.archive(name), set(), archive)
+                loading.load([archive])
     return names
 
 

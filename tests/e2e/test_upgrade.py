@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FIRST_COMMIT, FIRST_TAG = "05accba", "v0.1.0"
 FIRST_CHART = ROOT / "tests/earlier/evergrad-0.1.0.tgz"
 CRD = "trainingruns.evergrad.dev"
+NARROW = ("crds.install=false", "rbac.scope=namespaced", "rbac.aggregatedRoles=false")
+"""An installation that asks for nothing outside of its namespace."""
 
 
 def uids(run: Run) -> dict[str, str]:
@@ -71,19 +73,22 @@ def fields_of_tree() -> Any:
     ]
 
 
-@pytest.fixture
-def first(cluster: Any, operator: Operator) -> Iterator[Operator]:
-    """The first release in the place of the session's operator, which is back after the test."""
+@pytest.fixture(scope="module")
+def first(cluster: Any, operator: Operator) -> Operator:
+    """The first release under the session's operator's name, not installed; its images are there."""
     if not cluster.is_bed:
         pytest.skip("The first release's images are built for the bed only.")
     operator_image, trainer_image = cluster.earlier_images(FIRST_COMMIT, tag=FIRST_TAG)
-    one = dataclasses.replace(
+    return dataclasses.replace(
         operator, operator_image=operator_image, trainer_image=trainer_image
     )
+
+
+@contextlib.contextmanager
+def back_afterwards(operator: Operator) -> Iterator[None]:
+    """The session's operator is there again after the block, whatever became of it inside."""
     try:
-        one.upgrade(chart=FIRST_CHART)
-        one.wait_until_ready()
-        yield one
+        yield
     finally:
         operator.upgrade()
         operator.wait_until_ready()
@@ -95,27 +100,28 @@ def first(cluster: Any, operator: Operator) -> Iterator[Operator]:
 def test_a_run_of_the_first_release_trains_on_through_an_upgrade_and_its_rollback(
     first: Operator, runs: Runs, operator: Operator
 ) -> None:
-    before_upgrade = fields_of_crd(first)
-    assert sorted(before_upgrade) != sorted(fields_of_tree())
-    run = start(runs, "veteran")
-    pods = uids(run)
+    with back_afterwards(operator):
+        first.upgrade(chart=FIRST_CHART)
+        first.wait_until_ready()
+        before_upgrade = fields_of_crd(first)
+        assert sorted(before_upgrade) != sorted(fields_of_tree())
+        run = start(runs, "veteran")
+        pods = uids(run)
 
-    operator.upgrade()
-    operator.wait_until_ready()
-    assert sorted(fields_of_crd(operator)) == sorted(fields_of_tree())
-    expect_undisturbed(run, pods)
-    expect_reported(run)
+        operator.upgrade()
+        operator.wait_until_ready()
+        assert sorted(fields_of_crd(operator)) == sorted(fields_of_tree())
+        expect_undisturbed(run, pods)
+        expect_reported(run)
 
-    # Rolled back: the earlier operator and definition, the same pods.
-    first.helm("rollback", RELEASE, "--wait", "--timeout", "300s")
-    first.wait_until_ready()
-    assert fields_of_crd(first) == before_upgrade
-    expect_undisturbed(run, pods)
-    expect_reported(run)
+        # Rolled back: the earlier operator and definition, the same pods.
+        first.helm("rollback", RELEASE, "--wait", "--timeout", "300s")
+        first.wait_until_ready()
+        assert fields_of_crd(first) == before_upgrade
+        expect_undisturbed(run, pods)
+        expect_reported(run)
 
-    # And upgraded again, after which a lost node is replaced as ever.
-    operator.upgrade()
-    operator.wait_until_ready()
+    # Upgraded again: a lost node is replaced as ever.
     expect_undisturbed(run, pods)
     expect_reported(run)
     runs.kubectl("delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false")
@@ -128,23 +134,14 @@ def test_a_run_of_the_first_release_trains_on_through_an_upgrade_and_its_rollbac
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors(".")
 def test_a_run_of_this_release_trains_on_while_the_first_one_is_back(
-    cluster: Any, runs: Runs, operator: Operator, reference: Reference
+    first: Operator, runs: Runs, operator: Operator, reference: Reference
 ) -> None:
-    if not cluster.is_bed:
-        pytest.skip("The first release's images are built for the bed only.")
-    operator_image, trainer_image = cluster.earlier_images(FIRST_COMMIT, tag=FIRST_TAG)
-    first = dataclasses.replace(
-        operator, operator_image=operator_image, trainer_image=trainer_image
-    )
     run = start(runs, "newer")
     pods = uids(run)
-    try:
+    with back_afterwards(operator):
         first.upgrade(chart=FIRST_CHART)
         first.wait_until_ready()
         expect_undisturbed(run, pods)
-    finally:
-        operator.upgrade()
-        operator.wait_until_ready()
     expect_undisturbed(run, pods)
     expect_reported(run)
     run.expect_same_as(reference)
@@ -156,15 +153,12 @@ def test_a_run_trains_on_without_its_operator_and_the_next_installation_takes_it
 ) -> None:
     run = start(runs, "left")
     pods = uids(run)
-    try:
+    with back_afterwards(operator):
         operator.helm("uninstall", RELEASE, "--wait", "--cascade", "foreground")
         assert operator.pods() == []
         crd = json.loads(operator.kubectl("get", "crd", CRD, "--output", "json"))
         assert "deletionTimestamp" not in crd["metadata"]
         expect_undisturbed(run, pods)
-    finally:
-        operator.upgrade()
-        operator.wait_until_ready()
     expect_undisturbed(run, pods)
     expect_reported(run)
     run.expect_same_as(reference)
@@ -174,10 +168,9 @@ def test_a_run_trains_on_without_its_operator_and_the_next_installation_takes_it
 def installed(operator: Operator, *namespaces: str) -> Iterator[list[Operator]]:
     """A release of its own in each namespace, which serves that namespace; all are installed at the same time."""
     ones = [dataclasses.replace(operator, namespace=name) for name in namespaces]
-    settings = ("crds.install=false", "rbac.scope=namespaced", "rbac.aggregatedRoles=false")
     try:
         with ThreadPoolExecutor(len(ones)) as pool:
-            for done in [pool.submit(one.upgrade, settings=settings) for one in ones]:
+            for done in [pool.submit(one.upgrade, settings=NARROW) for one in ones]:
                 done.result()
         yield ones
     finally:
