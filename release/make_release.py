@@ -42,7 +42,7 @@ class Release:
 
 
 def build_wheels(release: Release) -> None:
-    """The five wheels, from copies without build products and with modes that no umask decides."""
+    """The five wheels, from copies without build products and with the same modes everywhere."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in FOLDERS:
         with tempfile.TemporaryDirectory() as scratch:
@@ -236,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
     options.into.parent.mkdir(parents=True, exist_ok=True)
+    os.umask(0o022)  # modes of what is generated on the way stand in the wheels
     try:
         # Beside its place, so that a release that fails half-way leaves the last one alone.
         with tempfile.TemporaryDirectory(
