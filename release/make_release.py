@@ -44,29 +44,20 @@ class Release:
 def build_wheels(release: Release) -> None:
     """The five wheels, from copies without build products and with the same modes everywhere."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
-    for name in FOLDERS:
-        with tempfile.TemporaryDirectory() as scratch:
-            copy = Path(scratch, name)
-            shutil.copytree(REPOSITORY / name, copy, ignore=ignored)
-            for file in copy.rglob("*"):
-                file.chmod(0o755 if file.is_dir() else 0o644)
-            run(
-                [
-                    *(
-                        sys.executable,
-                        "-m",
-                        "pip",
-                        "wheel",
-                        "--quiet",
-                        "--no-deps",
-                        "--no-index",
-                    ),
-                    *("--no-build-isolation", "--disable-pip-version-check"),
-                    *("--wheel-dir", release.folder, copy),
-                ],
-                directory=Path(scratch),
-                environment={"SOURCE_DATE_EPOCH": str(release.seconds)},
-            )
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in FOLDERS:
+            shutil.copytree(REPOSITORY / name, Path(scratch, name), ignore=ignored)
+        for file in Path(scratch).rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
+        run(
+            [
+                *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"),
+                *("--no-build-isolation", "--disable-pip-version-check"),
+                *("--wheel-dir", release.folder, *(Path(scratch, name) for name in FOLDERS)),
+            ],
+            directory=Path(scratch),
+            environment={"SOURCE_DATE_EPOCH": str(release.seconds)},
+        )
 
 
 def build_chart(release: Release) -> None:
