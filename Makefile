@@ -25,7 +25,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods numbers images release chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -33,7 +33,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too), RELEASE (for make release)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the five of this repository, editable
 
@@ -143,6 +143,7 @@ generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python -m evergrad_manifest.generate
 	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate
+	$(BIN)/python docs/chart_values.py
 	$(BIN)/python docs/tree.py
 	$(BIN)/python docs/capabilities.py
 	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py
@@ -153,6 +154,7 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	$(BIN)/python -m evergrad_manifest.generate --check
 	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
+	$(BIN)/python docs/chart_values.py --check
 	$(BIN)/python docs/tree.py --check
 	$(BIN)/python docs/capabilities.py --check
 	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py --check
@@ -192,7 +194,11 @@ numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the pro
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images
 
-chart-lint: $(INSTALLED) ## helm lint --strict, and kubeconform on what the chart renders
+release: $(INSTALLED) ## write wheels, chart, images, bills of materials and checksums into dist/ (RELEASE=--without-images: where one is not root)
+	$(call stage,release)
+	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/requirements:$(CURDIR)/release $(BIN)/python release/make_release.py $(RELEASE)
+
+chart-lint: $(INSTALLED) ## helm lint --strict, ct lint, the chart's own tests (helm-unittest), and kubeconform on what it renders
 	$(call stage,chart)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.chart
 

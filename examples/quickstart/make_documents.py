@@ -27,7 +27,15 @@ def main() -> int:
     # Those of people, without the ones that would make the file too large for kubectl apply.
     left_out = {
         ROOT / "docs" / name
-        for name in ("reference", "capabilities.md", "runbooks", "migrating", "recipes")
+        for name in (
+            "reference",
+            "capabilities.md",
+            "acceptance.md",
+            "decisions",
+            "runbooks",
+            "migrating",
+            "recipes",
+        )
     }
     pages = sorted(
         page for page in ROOT.glob("docs/**/*.md") if not left_out & {page, *page.parents}
