@@ -15,6 +15,8 @@ for _name in (
     "rendezvous_cluster",
     "elastic_helpers",
     "chaos_helpers",
+    "browser",
+    "page_site",
 ):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(

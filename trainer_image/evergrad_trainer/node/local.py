@@ -333,6 +333,7 @@ def run_local(
     try:
         coordinator.start()
         print(
+            f"page http://127.0.0.1:{coordinator.status_port}/\n"
             f"coordinator 127.0.0.1:{coordinator.port}, state "
             f"http://127.0.0.1:{coordinator.status_port}/status; "
             f"another node: evergrad node FILE --join 127.0.0.1:{coordinator.port} --token-file "
