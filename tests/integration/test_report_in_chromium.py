@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
 from browser import Browser, open_browser
 
 from evergrad_trainer.report.build import write_report

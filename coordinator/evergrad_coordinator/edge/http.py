@@ -1,5 +1,5 @@
-"""A very small HTTP/1.1 server: the run's page and its events, GET of /status, /healthz, /readyz and /metrics,
-POST of /bounds. All bounded.
+"""A very small HTTP/1.1 server: the run's page and its events, GET of /status, /healthz, /readyz and
+/metrics, POST of /bounds. All bounded.
 
 /healthz, /metrics and the page itself, which says nothing of the run, answer everybody; all other paths need
 the run's token. Events need none on a loopback address, where a browser of this machine asks.
