@@ -1,7 +1,12 @@
 """The page of a run in a real browser: live, without the network, with a keyboard, at any width, for hours."""
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 from browser import Browser, open_browser
@@ -9,6 +14,7 @@ from page_site import Site
 
 from evergrad_coordinator.edge.live import MOST_PAGES
 from evergrad_coordinator.rules.track import MOST_ROWS
+from evergrad_operator.fleet_page import FleetPage
 
 PATIENCE_MS = 100_000
 """Long enough for a busy machine."""
@@ -285,9 +291,6 @@ def test_eight_hours_at_ten_steps_a_second_keep_the_browser_small(
 
 
 def test_more_pages_than_the_bound_are_told_so(browser: Browser, site: Site) -> None:
-    from urllib.error import HTTPError
-    from urllib.request import urlopen
-
     site.train(5)
     answers: list[Any] = []
     try:
@@ -302,3 +305,85 @@ def test_more_pages_than_the_bound_are_told_so(browser: Browser, site: Site) -> 
             one.close()
     # Those that are closed make room again.
     open_page(browser, site, step=5)
+
+
+@contextmanager
+def fleet_page(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """The address of the operator's page of these runs, served by a loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    page = FleetPage(lambda: list(runs))
+    try:
+        port = asyncio.run_coroutine_threadsafe(page.listen(0), loop).result(60)
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        asyncio.run_coroutine_threadsafe(page.close(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def run_of(name: str, phase: str, step: int, **more: Any) -> dict[str, Any]:
+    progress = {
+        "step": step, "totalSteps": 20000, "loss": f"{2 + 100 / (step + 50):.3f}", "tokensPerSecond": f"{step / 100:.3g}k", "eta": "5h12m",
+    }  # fmt: skip
+    return {
+        "metadata": {"name": name, "namespace": "lab", "creationTimestamp": f"2026-03-01T12:00:{step % 60:02d}Z"},
+        "spec": {},
+        "status": {"phase": phase, "nodes": {"summary": "3/4"}, "progress": progress, **more},
+    }  # fmt: skip
+
+
+FLEET = [
+    run_of("docs-lm", "Running", 1200, message="3 nodes, 3 workers", checkpoint={"step": 1200}),
+    run_of("code-lm", "Running", 9100, message="4 nodes, 4 workers", checkpoint={"step": 9000}),
+    run_of("preference", "Waiting", 300, message="1 nodes are here; at least 2 are needed", restarts={"total": 4}),
+    run_of("<b>molecules</b>", "Failed", 40, message="data.sources[0].path: there is no such file"),
+    run_of("small", "Complete", 20000, message="all workers ended well"),
+]  # fmt: skip
+
+
+def test_the_page_of_all_runs_lists_sorts_and_finds_them(browser: Browser) -> None:
+    names = "[...document.querySelectorAll('tbody tr')].map(row => row.children[1].textContent)"
+    runs = list(FLEET)
+    with fleet_page(runs) as url:
+        browser.requested()
+        browser.log("browser")
+        browser.open(url)
+        wait(browser, "document.title.startsWith('2 running')")
+        assert text_of(browser, "heading") == "5 runs"
+        assert browser.run(f"return {names}")[-2:] == ["<b>molecules</b>", "small"]
+        # Sorted by a column's head, which is a button, in both directions; and searched.
+        browser.run(
+            "[...document.querySelectorAll('th button')].find(one => one.textContent === 'Step').click()"
+        )
+        assert browser.run(f"return {names}")[0] == "<b>molecules</b>"
+        browser.run(
+            "[...document.querySelectorAll('th button')].find(one => one.textContent === 'Step').click()"
+        )
+        assert browser.run(f"return {names}")[0] == "small"
+        assert (
+            browser.run("return document.querySelector('[aria-sort=descending]').textContent")
+            == "Step"
+        )
+        browser.run(
+            "const box = document.getElementById('find'); box.value = 'waiting'; box.dispatchEvent(new Event('input'))"
+        )
+        wait(browser, f"{names}.join() === 'preference'")
+        browser.run(
+            "const box = document.getElementById('find'); box.value = ''; box.dispatchEvent(new Event('input'))"
+        )
+        # It follows: a run that is new is there without a reload.
+        runs.append(run_of("new", "Running", 1))
+        wait(browser, f"{names}.includes('new')")
+        for width in (360, 1180):
+            browser.view(width=width, scheme="dark")
+            assert browser.run("return document.documentElement.scrollWidth") == width
+        assert browser.log("browser") == []
+        assert [one for one in browser.requested() if not one.startswith("data:")] == [
+            url,
+            f"{url}live",
+        ]
+        browser.open("about:blank")
+    browser.log("browser")

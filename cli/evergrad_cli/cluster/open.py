@@ -77,12 +77,20 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
     """Forward a port to the run's coordinator until Ctrl-C."""
     run = read_run(cluster, args.name)
     pod = _find_coordinator(cluster, args.name, phase=run.phase)
-    token = _read_token(cluster, pod)
+    # The Secret is the one that the pod mounts: a namesake's run has another.
+    volume = next(one for one in pod["spec"]["volumes"] if one["name"] == _TOKEN_VOLUME)
+    name = volume["secret"]["secretName"]
+    secret = cluster.get(core_path("secrets", cluster.namespace, name), what=f"secret {name}")
+    token = base64.b64decode(next(iter(secret["data"].values()))).decode("ascii").strip()
 
     # Looked up for each connection: the coordinator may have another pod by now, and the page comes back.
     def connect_again() -> socket.socket:
         newest = _find_coordinator(cluster, args.name, phase=run.phase)
-        return cluster.connect_to_pod(newest["metadata"]["name"], _find_port(newest))
+        ports = [
+            one for part in newest["spec"]["containers"] for one in part.get("ports") or ()
+        ]
+        port = next(one["containerPort"] for one in ports if one.get("name") == "status")
+        return cluster.connect_to_pod(newest["metadata"]["name"], port)
 
     with contextlib.ExitStack() as stack:
         try:
@@ -162,22 +170,6 @@ def _find_coordinator(cluster: Cluster, name: str, *, phase: str) -> Mapping[str
             )
         )
     return max(pods, key=lambda pod: int(pod["metadata"]["labels"].get(LABEL_ATTEMPT) or 0))
-
-
-def _find_port(pod: Mapping[str, Any]) -> int:
-    ports = [one for part in pod["spec"]["containers"] for one in part.get("ports") or ()]
-    return next(int(one["containerPort"]) for one in ports if one.get("name") == "status")
-
-
-def _read_token(cluster: Cluster, pod: Mapping[str, Any]) -> str:
-    """The run's token, from the Secret that the pod mounts."""
-    name = next(
-        one["secret"]["secretName"]
-        for one in pod["spec"]["volumes"]
-        if one["name"] == _TOKEN_VOLUME
-    )
-    secret = cluster.get(core_path("secrets", cluster.namespace, name), what=f"secret {name}")
-    return base64.b64decode(next(iter(secret["data"].values()))).decode("ascii").strip()
 
 
 def _find_local_port(directory: Path) -> int:

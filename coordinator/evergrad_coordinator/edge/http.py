@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evergrad_coordinator.edge.live import MOST_PAGES, LiveFeed
-from evergrad_coordinator.edge.page import build_page
+from evergrad_coordinator.edge.page import build_page, is_own_request
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.rules.status import EdgeFacts, build_metrics, build_status
 from evergrad_coordinator.secret import is_token
@@ -32,8 +32,6 @@ _PAGE = "/"
 _LIVE = "/live"
 _OPEN = ("/healthz", "/metrics", _PAGE)
 _PAGES = (_PAGE, "/status", "/healthz", "/readyz", "/metrics")
-_OWN_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-"""Names under which a browser of this machine asks a loopback address."""
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -65,24 +63,6 @@ def _find_header(head: bytes, wanted: str) -> str:
     return ""
 
 
-def _is_from_this_machine(head: bytes) -> bool:
-    """Whether a page that this machine itself has opened asks, as far as a browser says.
-
-    Any site can make a browser ask a loopback address, also under a name of its own.
-    """
-    host = _find_header(head, "host")
-    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    site = _find_header(head, "sec-fetch-site")
-    return name in _OWN_HOSTS and site in ("", "none", "same-origin")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class StatusServer:
     """Answers one request a connection."""
 
@@ -99,7 +79,9 @@ class StatusServer:
         self._listener = await asyncio.start_server(
             self._serve, host, port, limit=MAX_REQUEST_BYTES
         )
-        self._is_local = _is_loopback(host)
+        # A name that is no address, such as one of DNS, is elsewhere: then the token is asked for.
+        with contextlib.suppress(ValueError):
+            self._is_local = ipaddress.ip_address(host).is_loopback
         self._feed.start(self._server.group)
         return int(self._listener.sockets[0].getsockname()[1])
 
@@ -153,9 +135,9 @@ class StatusServer:
         scheme, _, said = _find_header(head, "authorization").partition(" ")
         token = self._server.group.settings.token
         is_ours = scheme.lower() == "bearer" and is_token(said.strip(), token)
-        is_open = path in _OPEN or (
-            path == _LIVE and self._is_local and _is_from_this_machine(head)
-        )
+        site = _find_header(head, "sec-fetch-site")
+        is_own = self._is_local and is_own_request(_find_header(head, "host"), site)
+        is_open = path in _OPEN or (path == _LIVE and is_own)
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             return Answer(400, _TEXT, "not an HTTP/1.1 request\n")
         if not is_open and not is_ours:

@@ -9,6 +9,8 @@ from importlib import resources
 
 _CHART = "uplot-1.6.32.min"
 """The vendored chart library, uPlot; its license is beside it."""
+_OWN_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+"""Names under which a browser asks a loopback address of its own machine, also one that is forwarded."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ def build_page(name: str, *, needs_token: bool) -> Page:
         "X-Content-Type-Options": "nosniff",
     }
     return Page(text, headers)
+
+
+def is_own_request(host: str, site: str) -> bool:
+    """Whether a page that was itself loaded from a loopback address asks, as far as a browser says.
+
+    ``host`` and ``site`` are the headers Host and Sec-Fetch-Site. Any site can make a browser ask a loopback
+    address, also under a name of its own that it lets point there.
+    """
+    name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+    return name in _OWN_HOSTS and site in ("", "none", "same-origin")
 
 
 def _hash(text: str) -> str:

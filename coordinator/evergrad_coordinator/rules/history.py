@@ -4,7 +4,7 @@ Everything is bounded, and nothing here changes the group. ``observe`` folds a l
 history; ``take_update`` returns what has changed since it was called last.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -38,13 +38,13 @@ _TEXTS: Final[Mapping[str, str]] = {
 """Events of the coordinator's log that are shown, each with its text; all others are left out."""
 
 
-@dataclass
 class _Ring:
-    """The newest of a row of things, and how many have come in all."""
+    """The newest ``most`` of a row of things, and how many have come in all."""
 
-    newest: deque[list[Any]]
-    num: int = 0
-    num_sent: int = 0
+    def __init__(self, most: int) -> None:
+        self.newest: deque[list[Any]] = deque(maxlen=most)
+        self.num = 0
+        self.num_sent = 0
 
     def add(self, one: list[Any]) -> None:
         self.newest.append(one)
@@ -55,10 +55,6 @@ class _Ring:
         num_unsent = min(self.num - self.num_sent, len(self.newest))
         self.num_sent = self.num
         return list(self.newest)[len(self.newest) - num_unsent :]
-
-
-def _ring(most: int) -> _Ring:
-    return _Ring(deque(maxlen=most))
 
 
 @dataclass
@@ -73,8 +69,8 @@ class History:
     """Processes that train and nodes that are here, over the time."""
     evaluations: dict[str, Track] = field(default_factory=dict)
     """Results by evaluation set, over the step."""
-    checkpoints: _Ring = field(default_factory=lambda: _ring(MOST_CHECKPOINTS))
-    events: _Ring = field(default_factory=lambda: _ring(MOST_EVENTS))
+    checkpoints: _Ring = field(default_factory=lambda: _Ring(MOST_CHECKPOINTS))
+    events: _Ring = field(default_factory=lambda: _Ring(MOST_EVENTS))
     reported_at: float | None = None
     """Time of the newest report of the training that was read."""
     checkpoint_step: int = -1
@@ -111,16 +107,11 @@ def note_event(
     text = _TEXTS.get(event)
     if text is None:
         return
-    # Every text finds its fields: the log's lines are ours, and one without them is no reason to fail.
+    # Every text finds its fields: a line of the log that has not all of them is no reason to fail.
     cause = CHANGES[read_change(fields.get("cause"))].text
-    known = _Known({**fields, "causeText": cause})
-    elapsed = round(now - history.began_at, 1)
-    history.events.add([elapsed, event, text.format_map(known)[:_MOST_CHARACTERS]])
-
-
-class _Known(dict[str, object]):
-    def __missing__(self, key: str) -> str:
-        return "?"
+    known = defaultdict(lambda: "?", {name: str(value) for name, value in fields.items()})
+    said = text.format_map(known | {"causeText": cause})[:_MOST_CHARACTERS]
+    history.events.add([round(now - history.began_at, 1), event, said])
 
 
 def rewind(history: History) -> None:
