@@ -61,6 +61,11 @@ def figure(browser: Browser, title: str) -> str:
     )
 
 
+def requested(browser: Browser) -> list[str]:
+    """Addresses that were asked for since the last call, but for the browser's own page of a new tab."""
+    return [one for one in browser.requested() if not one.startswith(("chrome:", "data:"))]
+
+
 def open_page(browser: Browser, site: Site, *, step: int) -> None:
     browser.requested()
     browser.log("browser")
@@ -103,8 +108,7 @@ def test_it_shows_the_run_and_loads_nothing_but_itself(browser: Browser, site: S
         ".getImageData(0, 0, one.width, one.height).data.some(value => value > 0))",
     )
     assert browser.log("browser") == []
-    asked = [one for one in browser.requested() if not one.startswith("data:")]
-    assert asked == [site.url, f"{site.url}live"]
+    assert requested(browser) == [site.url, f"{site.url}live"]
 
 
 def test_it_follows_the_run_while_it_is_open(browser: Browser, site: Site) -> None:
@@ -228,7 +232,7 @@ def test_elsewhere_than_on_loopback_the_token_is_asked_for(browser: Browser) -> 
         browser.log("browser")
         browser.open(one.url)
         wait(browser, "!document.getElementById('ask').hidden")
-        assert browser.requested() == [one.url]
+        assert requested(browser) == [one.url]
         assert browser.run("return document.getElementById('all').hidden")
         assert browser.log("browser") == []
         # A wrong one is refused, and forgotten.
@@ -381,9 +385,6 @@ def test_the_page_of_all_runs_lists_sorts_and_finds_them(browser: Browser) -> No
             browser.view(width=width, scheme="dark")
             assert browser.run("return document.documentElement.scrollWidth") == width
         assert browser.log("browser") == []
-        assert [one for one in browser.requested() if not one.startswith("data:")] == [
-            url,
-            f"{url}live",
-        ]
+        assert requested(browser) == [url, f"{url}live"]
         browser.open("about:blank")
     browser.log("browser")
