@@ -16,6 +16,8 @@ for _name in (
     "elastic_helpers",
     "chaos_helpers",
     "recipe_runs",
+    "browser",
+    "page_site",
 ):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(
