@@ -52,7 +52,7 @@ class Evaluation:
     ``attempt``: serial of the newest pod (-1: none so far), whatever its step; ``is_recorded``: its end is
     counted. ``seen``: the checkpoint that was taken up last. ``pending``: steps that wait, ascending.
     ``failed``: generation of the run at which it was given up, until the next one; 0 for not. ``failure``:
-    the newest one in words. ``step``: the checkpoint that was evaluated last; ``evaluated``: how many were.
+    the newest one in words. ``step``: the newest checkpoint that was evaluated; ``evaluated``: how many were.
     ``passed_over``: the newest checkpoint without results, and why. ``state`` and ``message``: as shown.
     """
 
@@ -92,9 +92,11 @@ def take_report(known: Evaluation, report: Evaluated) -> Evaluation:
     known = replace(known, pending=tuple(pending), tries=Tries(hosts=known.tries.hosts))
     if report.passed_over:
         return replace(known, passed_over=f"step {report.step}: {report.passed_over}")
-    return replace(
-        known, step=report.step, evaluated=known.evaluated + 1, results=report.results
-    )
+    known = replace(known, evaluated=known.evaluated + 1)
+    # An older checkpoint that was found later does not hide the newest.
+    if known.step is not None and report.step < known.step:
+        return known
+    return replace(known, step=report.step, results=report.results)
 
 
 def parse_evaluation(shown: Mapping[str, Any], notes: str) -> Evaluation:

@@ -28,7 +28,7 @@ class RunFacts:
     """Share of the steps that are done, 0 to 1."""
     progressed_at: float | None
     evaluated_step: int | None = None
-    """Checkpoint that a pod has evaluated last."""
+    """Newest checkpoint that a pod has evaluated."""
     evaluated: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Its results by set and metric."""
     waiting: int | None = None

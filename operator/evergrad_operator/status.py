@@ -231,6 +231,7 @@ def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **status,
         "message": "",
+        "evaluation": {**get_map(status, "evaluation"), "message": ""},
         "nodes": [nodes.get("min"), nodes.get("max")],
         "conditions": conditions,
     }

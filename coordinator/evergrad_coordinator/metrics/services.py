@@ -333,7 +333,7 @@ OPERATOR: Final[tuple[Series, ...]] = (
     Series(
         "operator_run_evaluation_step",
         "gauge",
-        "Step of the checkpoint that a pod has evaluated last",
+        "Step of the newest checkpoint that a pod has evaluated",
         unit="steps",
         labels=_RUN,
     ),

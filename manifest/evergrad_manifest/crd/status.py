@@ -195,7 +195,7 @@ STATUS: Final[Schema] = mapping(
             {
                 "state": text("UpToDate, Waiting, Evaluating or Failed.", longest=32),
                 "message": text("Why, and what to do.", longest=1024),
-                "step": integer("Checkpoint evaluated last.", least=0, large=True),
+                "step": integer("Newest checkpoint evaluated.", least=0, large=True),
                 "evaluated": integer("Checkpoints evaluated.", least=0, large=True),
                 "waiting": integer("Checkpoints that wait.", least=0),
                 "passedOver": text("Newest checkpoint without results, and why.", longest=1024),

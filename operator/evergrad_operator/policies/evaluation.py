@@ -12,21 +12,17 @@ One pod at a time evaluates the oldest checkpoint that waits.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from evergrad_operator import names
 from evergrad_operator.decision import Action, Decision, EvaluationPod
 from evergrad_operator.evaluation import Evaluation, take_up
-from evergrad_operator.names import EvaluationState, Phase, Reason
+from evergrad_operator.names import EvaluationState, Phase
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
-from evergrad_operator.policies.evaluation_ends import is_evaluation_due
+from evergrad_operator.policies.evaluation_ends import NONE_AFTER, is_evaluation_due
 from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.waiting import explain_pod, explain_refusal
 from evergrad_operator.times import format_time
-
-_NONE_AFTER: Final = (Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT)
-"""Ends of a run after which nothing of it may go on."""
 
 
 def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
@@ -42,7 +38,7 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
     known = take_up(memory.evaluation, memory.training.checkpoint_step)
     memory = replace(memory, evaluation=known)
     finish = memory.finish
-    is_over = finish is not None and finish.reason not in _NONE_AFTER
+    is_over = finish is not None and finish.reason not in NONE_AFTER
     is_training = decision.action == Action.RUN and decision.phase == Phase.RUNNING
     has_to_leave = decision.action == Action.STOP or (finish is not None and not is_over)
     surplus = _find_surplus(context, memory.restart, live, is_over=is_over)
@@ -64,11 +60,14 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
     staying = [pod for pod in live if pod not in surplus]
     state, message = _describe(context, known, staying, made, may_make=may_make)
     known = replace(known, state=state.value, message=message)
+    # Ends and pauses of the run may have sent them away already.
+    chosen = {one.name for one in decision.pods_to_delete}
+    leaving = remove(pod for pod in surplus if pod.name not in chosen)
     return replace(
         decision,
         memory=replace(memory, evaluation=known),
         evaluation=made,
-        pods_to_delete=decision.pods_to_delete + remove(surplus),
+        pods_to_delete=decision.pods_to_delete + leaving,
         requeue_after=earliest(
             decision.requeue_after,
             known.tries.retry_at - now if may_make and now < known.tries.retry_at else None,

@@ -19,12 +19,15 @@ from evergrad_coordinator.evaluated import decode_evaluated
 from evergrad_operator.config import Config
 from evergrad_operator.evaluation import Evaluation, Tries, take_report, take_up
 from evergrad_operator.memory import Budget, HostFaults, LastFailure, Memory
+from evergrad_operator.names import Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import count_failures
 from evergrad_operator.policies.host_faults import note_host_faults
 from evergrad_operator.policies.wording import describe_end, quote, stop
 
+NONE_AFTER: Final = (Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT)
+"""Ends of a run after which nothing of it may go on."""
 _OF_HOST: Final = (PodCause.HOST_FAULT, PodCause.REFUSED_BY_NODE)
 _REMEDIES: Final = {
     PodCause.OUT_OF_MEMORY: "Raise spec.evaluation.resources.limits.memory",
@@ -65,8 +68,10 @@ def note_evaluation(
 
 def is_evaluation_due(memory: Memory, observation: Observation) -> bool:
     """Whether checkpoints of the run wait for a pod that may still be made for them."""
-    run = observation.run
+    run, finish = observation.run, memory.finish
     if run.spec.evaluation is None or not run.parsed.is_typed:
+        return False
+    if finish is not None and finish.reason in NONE_AFTER:
         return False
     known = take_up(memory.evaluation, memory.training.checkpoint_step)
     return bool(known.pending) and known.failed != run.generation

@@ -87,11 +87,7 @@ def conclude(context: ReconcileContext) -> Decision:
     is_evaluated = (
         not is_evaluation_due(context.memory, context.observation) and not context.evaluating
     )
-    if (
-        ttl is not None
-        and now >= finish.at + ttl
-        and (is_evaluated or finish.reason in _AT_ONCE)
-    ):
+    if ttl is not None and now >= finish.at + ttl and is_evaluated:
         seen = context.observation
         everything = (*context.nodes, *seen.coordinators, *seen.preparations, *seen.evaluations)
         return Decision(

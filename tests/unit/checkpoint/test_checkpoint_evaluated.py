@@ -30,8 +30,7 @@ def evaluate(directory: Path, *names: str) -> None:
 
 @pytest.mark.capability("C-2")
 def test_a_checkpoint_outlives_retention_until_it_is_evaluated(make_solo: MakeSolo) -> None:
-    solo = make_solo(keep=1)
-    solo.manager.keep_waiting = 4
+    solo = make_solo(keep=1, keep_waiting=4)
     for step in (1, 2, 3):
         solo.save(step)
     assert solo.names() == ["step-1", "step-2", "step-3"]
@@ -46,14 +45,13 @@ def test_a_checkpoint_outlives_retention_until_it_is_evaluated(make_solo: MakeSo
 def test_of_those_that_wait_the_newest_stay_and_a_run_without_pods_keeps_none(
     make_solo: MakeSolo,
 ) -> None:
-    solo = make_solo(keep=1)
-    solo.manager.keep_waiting = 2
+    solo = make_solo(keep=1, keep_waiting=2)
     for step in (1, 2, 3, 4):
         solo.save(step)
     assert solo.names() == ["step-3", "step-4"]
-    solo.manager.keep_waiting = 0
-    solo.save(5)
-    assert solo.names() == ["step-5"]
+    again = make_solo(keep=1)
+    again.save(5)
+    assert again.names() == ["step-5"]
 
 
 def test_another_checkpoint_of_the_same_name_waits_for_an_evaluation_of_its_own(

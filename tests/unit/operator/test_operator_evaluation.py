@@ -136,6 +136,21 @@ def test_one_pod_at_a_time_takes_the_oldest_checkpoint_and_finds_what_was_never_
     )
 
 
+def test_an_older_checkpoint_that_is_found_later_does_not_hide_the_newest(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 4)
+    start(simulation)
+    end(simulation, "run-evaluate-4-0", 4, waiting=[2])
+    start(simulation)
+    report = encode_evaluated(2, [{**ROW, "loss": 9.5}])
+    simulation.end_pod("run-evaluate-2-1", message=report.decode())
+    simulation.settle()
+    (result,) = shown(simulation)["results"]
+    assert (shown(simulation)["step"], shown(simulation)["evaluated"]) == (4, 2)
+    assert float(result["values"]["loss"]) == ROW["loss"]
+
+
 def test_the_pod_has_its_own_resources_and_needs_neither_the_token_nor_the_file(
     simulation: Simulation,
 ) -> None:

@@ -25,10 +25,13 @@ _log = logging.getLogger(__name__)
 class Catalog:
     """The published names of one directory. Methods raise OSError for what the volume refuses."""
 
-    def __init__(self, directory: Path, *, reader: Reader, faults: FaultPoints) -> None:
+    def __init__(
+        self, directory: Path, *, reader: Reader, faults: FaultPoints, keep_waiting: int = 0
+    ) -> None:
         self._directory = directory
         self._reader = reader
         self._faults = faults
+        self._keep_waiting = keep_waiting
 
     def scan(self) -> list[Candidate]:
         """All published names, newest first, valid or not; none if the directory does not exist.
@@ -65,11 +68,13 @@ class Catalog:
         written = os.stat(self._directory / layout.LATEST)
         return leases.find_leased(self._directory, now=written.st_mtime)
 
-    def waiting(self, candidates: Sequence[Candidate], *, most: int) -> set[str]:
-        """Names of the newest ``candidates``, at most so many, that were not evaluated yet.
+    def waiting(self, candidates: Sequence[Candidate]) -> set[str]:
+        """Names of the newest ``candidates`` that were not evaluated yet, at most ``keep_waiting``.
 
         Raises OSError for trouble of the volume, and not for what belongs to another user, as for leases.
         """
+        if not self._keep_waiting:
+            return set()
         try:
             marks = evaluated.list_marks(self._directory)
         except PermissionError as error:
@@ -77,7 +82,9 @@ class Catalog:
                 "retention waits for no evaluation: its marks cannot be read: %s", error
             )
             return set()
-        return {one.name for one in evaluated.find_waiting(candidates, marks)[-most:]}
+        return {
+            one.name for one in evaluated.find_waiting(candidates, marks)[-self._keep_waiting :]
+        }
 
     def set_aside(self) -> list[str]:
         """Names in quarantine."""

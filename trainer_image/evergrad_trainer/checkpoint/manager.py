@@ -85,8 +85,6 @@ class CheckpointManager:
         """Saves that have failed in a row."""
         self.anchors: frozenset[int] = frozenset()
         """Steps whose checkpoints retention leaves, however old they are."""
-        self.keep_waiting = 0
-        """How many checkpoints, the newest, retention leaves until pods have evaluated them."""
         self._directory = directory
         self._membership = membership
         self._settings = settings
@@ -150,7 +148,6 @@ class CheckpointManager:
             world_size=world.size,
             group=world.checkpoint,
             anchors=self.anchors,
-            keep_waiting=self.keep_waiting,
         )
         ignore_solo_warning()
         planner = plan_snapshot(self._stager, state, rank=world.rank, world_size=world.size)

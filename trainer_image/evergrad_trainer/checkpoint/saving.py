@@ -58,8 +58,7 @@ class SaveOrder:
     """One save: the version, the values beside the tensors, and the place of this rank.
 
     ``group`` (gloo, None in a world of one) belongs to this save alone until it ends. ``anchors``: steps
-    whose checkpoints are never removed. ``keep_waiting``: of the checkpoints that were not evaluated so many,
-    the newest, stay.
+    whose checkpoints are never removed.
     """
 
     version: Version
@@ -71,7 +70,6 @@ class SaveOrder:
     world_size: int
     group: dist.ProcessGroup | None
     anchors: frozenset[int] = frozenset()
-    keep_waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -259,8 +257,7 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
                 store.reader.validate(candidate.name, checksums=False)
             valid.append(candidate)
     pinned = {name, *store.catalog.leased()}
-    if order.keep_waiting:
-        pinned |= store.catalog.waiting(valid, most=order.keep_waiting)
+    pinned |= store.catalog.waiting(valid)
     if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
         pinned.add(best)
     pinned |= {

@@ -3,6 +3,7 @@ uses."""
 
 from evergrad_manifest.task_files import hash_task, task_path
 from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.observers.history import last_step
 from evergrad_trainer.recipes.opening import Opened, open_recipe
@@ -56,9 +57,9 @@ def build_checkpoints(session: Session, machinery: Machinery) -> CheckpointManag
         settings=plan.run.training.checkpoint,
         identity=session.identity,
         on_event=session.emit,
+        store=open_store(session.directory.checkpoints, keep_waiting=plan.keep_waiting),
     )
     checkpoints.anchors = machinery.snapshots.steps
-    checkpoints.keep_waiting = plan.keep_waiting
     return checkpoints
 
 
