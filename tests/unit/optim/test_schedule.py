@@ -157,6 +157,15 @@ def test_pieces_make_two_decays_with_a_hold_between_and_a_cosine_that_is_warmed_
     assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
 
 
+@pytest.mark.acceptance("number-T-55")
+def test_a_wsd_of_shares_has_the_published_points() -> None:
+    # Theseus' wsd: from 1 % over 0.5 % of the steps, and over the last 1 % to 1 %.
+    shares = {"warmup": "0.5%", "startRatio": "1%", "decay": "1%", "minimumRatio": "1%"}
+    rate = schedule(1000, type="wsd", **shares)
+    points = {1: 0.208, 4: 0.802, 5: 1, 500: 1, 991: 1, 996: 0.505, 1000: 0.109, 1001: 0.01}
+    assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
+
+
 @pytest.mark.acceptance("input-4e-15")
 def test_each_name_that_the_file_may_have_is_registered() -> None:
     assert set(choices_of(fields_of(Schedule)["type"])) == set(CURVES)
