@@ -40,9 +40,15 @@ class FleetPage:
 
     async def listen(self, port: int) -> int:
         """Begin to serve; return the port. 0 where that fails, which is no reason not to look after runs."""
+        page = build_page("fleet", needs_token=False)
+        headers = {**page.headers, "Cache-Control": "no-store"}
+
+        async def answer_page(_: web.Request) -> web.Response:
+            return web.Response(text=page.text, content_type="text/html", headers=headers)
+
         app = web.Application()
-        app.router.add_get("/", self._answer_page)
-        app.router.add_get("/live", self._answer_live)
+        app.router.add_get("/", answer_page)
+        app.router.add_get("/live", self.follow)
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=0.1
         )
@@ -78,16 +84,7 @@ class FleetPage:
             )
         return self._update
 
-    async def _answer_page(self, request: web.Request) -> web.Response:
-        del request
-        page = build_page("fleet", needs_token=False)
-        return web.Response(
-            text=page.text,
-            content_type="text/html",
-            headers={**page.headers, "Cache-Control": "no-store"},
-        )
-
-    async def _answer_live(self, request: web.Request) -> web.StreamResponse:
+    async def follow(self, request: web.Request) -> web.StreamResponse:
         """Send the fleet now, and whenever it has changed."""
         if not is_own_request(request.host, request.headers.get("Sec-Fetch-Site", "")):
             return web.Response(text="not for other sites\n", status=403)

@@ -57,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
     """Returns 0 when it is interrupted, or at once for a run of this machine; 64 or 70."""
     directory = Path(args.name)
     if directory.is_dir():
-        _show(args, f"http://127.0.0.1:{_find_local_port(directory)}/")
+        _show(args, f"http://127.0.0.1:{find_local_port(directory)}/")
         return int(ExitCode.DONE)
     try:
         args.name = run_name(args.name)
@@ -110,7 +110,7 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
         # Behind a #, which no browser sends; and in a file of the user's own, since a command's arguments are
         # seen by everybody on the machine.
         address = f"http://127.0.0.1:{port}/"
-        file = stack.enter_context(_private_file(f"{address}#token={quote(token, safe='')}"))
+        file = stack.enter_context(private_file(f"{address}#token={quote(token, safe='')}"))
         _show(args, address, file=file)
         note("Ctrl-C ends it.")
         with contextlib.suppress(KeyboardInterrupt):
@@ -137,7 +137,7 @@ def _show(args: argparse.Namespace, address: str, *, file: Path | None = None) -
 
 
 @contextlib.contextmanager
-def _private_file(address: str) -> Iterator[Path]:
+def private_file(address: str) -> Iterator[Path]:
     """A file that sends a browser to ``address``, readable by its owner alone."""
     with tempfile.TemporaryDirectory(prefix="evergrad-") as folder:
         file = Path(folder) / "open.html"
@@ -172,7 +172,7 @@ def _find_coordinator(cluster: Cluster, name: str, *, phase: str) -> Mapping[str
     return max(pods, key=lambda pod: int(pod["metadata"]["labels"].get(LABEL_ATTEMPT) or 0))
 
 
-def _find_local_port(directory: Path) -> int:
+def find_local_port(directory: Path) -> int:
     """The port of a local run's page. Raises ClusterInputError where no coordinator answers there."""
     file = directory / RunFile.COORDINATOR_ADDRESS
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 
+from evergrad_coordinator.edge.bounded_log import LogLine
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.history import (
     History,
@@ -34,9 +35,18 @@ def pause_after(cost_seconds: float) -> float:
 
 
 class LiveFeed:
-    """One history, and the pages that follow it. ``clock``: monotonic seconds."""
+    """One history, and the pages that follow it.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    ``pass_on``: gets every line of the coordinator's log. ``clock``: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        pass_on: LogLine = lambda *_, **__: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pass_on = pass_on
         self._clock = clock
         self._history = History(began_at=clock())
         self._began_at_unix = round(time.time(), 1)
@@ -53,8 +63,9 @@ class LiveFeed:
         """Whether as many pages are open as may be."""
         return len(self._pages) >= MOST_PAGES
 
-    def note_event(self, event: str, **fields: object) -> None:
-        """Note a line of the coordinator's log."""
+    def log(self, event: str, **fields: object) -> None:
+        """Pass a line of the coordinator's log on, and note it for the page, bounded as the log is."""
+        self._pass_on(event, **fields)
         note_event(self._history, event, fields, now=self._clock())
 
     def start(self, group: Group) -> None:
