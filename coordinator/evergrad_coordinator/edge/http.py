@@ -129,7 +129,7 @@ class StatusServer:
                     await writer.drain()
             if answer.is_live:
                 # The places of those that are answered at once are not for one that stays.
-                del self._open[writer]
+                self._open.pop(writer, None)
                 self._feed.open(writer)
                 # Nothing is expected of a page but that it goes.
                 while await reader.read(MAX_REQUEST_BYTES):

@@ -7,11 +7,14 @@ two updates grows with what an update costs.
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 
 from evergrad_coordinator.edge.bounded_log import LogLine
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.history import (
+    MOST_EVENTS,
+    SHOWN_EVENTS,
     History,
     note_event,
     observe,
@@ -51,6 +54,8 @@ class LiveFeed:
         self._history = History(began_at=clock())
         self._began_at_unix = round(time.time(), 1)
         self._group: Group | None = None
+        self._heard: deque[tuple[float, str, dict[str, object]]] = deque(maxlen=MOST_EVENTS)
+        """Lines of the log since the group was read."""
         self._pages: dict[asyncio.StreamWriter, None] = {}
         self._whole: bytes = b""
         """All that has been sent so far as one update; empty where more has been sent since."""
@@ -66,7 +71,9 @@ class LiveFeed:
     def log(self, event: str, **fields: object) -> None:
         """Pass a line of the coordinator's log on, and note it for the page, bounded as the log is."""
         self._pass_on(event, **fields)
-        note_event(self._history, event, fields, now=self._clock())
+        # Only kept here, since the rules' effects are being carried out: the page is never in their way.
+        if event in SHOWN_EVENTS:
+            self._heard.append((self._clock(), event, fields))
 
     def start(self, group: Group) -> None:
         """Read ``group`` from now on, once between two pauses."""
@@ -76,6 +83,9 @@ class LiveFeed:
     def update(self) -> None:
         """Read the group once, and send what is new to every page."""
         if self._group is not None:
+            while self._heard:
+                at, event, fields = self._heard.popleft()
+                note_event(self._history, event, fields, now=at)
             observe(self._history, self._group, now=self._clock())
             self._send_update()
 

@@ -184,6 +184,19 @@ def test_the_same_report_is_read_once() -> None:
     assert update["times"]["x"] == [2]
 
 
+def test_a_step_that_is_reported_again_with_an_evaluation_changes_no_curve() -> None:
+    group, history = make_group(), History(began_at=0.0)
+    for second in range(2 * MOST_ROWS):
+        report(group, second, now=float(second), loss=1.0)
+        read(history, group, now=float(second))
+    before = [len(history.steps.x), *history.steps.columns["loss"].num]
+    report(group, 2 * MOST_ROWS - 1, now=1e6, loss=1.0)
+    group.training.evaluations = {"held out": Evaluation(5, {"loss": 2.0})}
+    update = read(history, group, now=1e6)
+    assert "steps" not in update and "held out" in update["evaluations"]
+    assert [len(history.steps.x), *history.steps.columns["loss"].num] == before
+
+
 def test_only_the_parts_of_the_status_that_differ_are_sent() -> None:
     group, history = make_group(), History(began_at=0.0)
     read(history, group, now=0.0)
@@ -209,10 +222,9 @@ def test_a_page_that_is_opened_later_gets_all_there_is() -> None:
     assert set(update["status"]) >= {"run", "phase", "nodes", "restarts"}
 
 
-def test_an_event_without_its_fields_or_of_another_kind_fails_nothing() -> None:
+def test_an_event_without_its_fields_fails_nothing() -> None:
     history = History(began_at=0.0)
     note_event(history, "broken", {}, now=1.0)
-    note_event(history, "a later version's", {"node": "0"}, now=1.0)
     note_event(history, "gone", {"node": "{x}" * 1000, "why": "y"}, now=1.0)
     _, [at, kind, text] = list(history.events.newest)
     assert (at, kind, len(text)) == (1, "gone", 300)

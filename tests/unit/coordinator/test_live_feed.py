@@ -122,6 +122,8 @@ def test_the_page_only_reads(method: str) -> None:
 def test_a_page_gets_all_there_is_and_then_what_is_new() -> None:
     async def story(place: Place) -> None:
         place.feed.log("gone", node="3", why="silence")
+        place.feed.log("rejected", peer="x")
+        place.feed.update()
         reader, writer = await place.ask("/live")
         first = await read_update(reader)
         assert first["status"]["run"] == place.server.group.settings.run
