@@ -3,7 +3,6 @@ there, for which the API server asks for a right.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from typing import Final
 
 from aiohttp import web
 
+from evergrad_coordinator.edge.live import encode_event
 from evergrad_coordinator.edge.page import build_page, is_own_request
 from evergrad_operator.fleet import build_fleet
 from evergrad_operator.kinds import Raw
@@ -76,8 +76,7 @@ class FleetPage:
         if time.monotonic() >= self._next_at:
             begin = time.thread_time()
             content = {**build_fleet(self._list_runs()), "beganAt": self._began_at}
-            text = json.dumps(content, separators=(",", ":"))
-            self._update = f"event: update\ndata: {text}\n\n".encode("ascii")
+            self._update = encode_event(content)
             cost_seconds = time.thread_time() - begin
             self._next_at = time.monotonic() + max(
                 _UPDATE_SECONDS, cost_seconds / _LARGEST_SHARE

@@ -8,7 +8,8 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from evergrad_coordinator.edge.bounded_log import LogLine
 from evergrad_coordinator.rules.group import Group
@@ -21,6 +22,7 @@ from evergrad_coordinator.rules.history import (
     rewind,
     take_update,
 )
+from evergrad_coordinator.rules.status import build_status
 
 MOST_PAGES = 8
 """Pages that are open at once; further ones are answered 503."""
@@ -35,6 +37,12 @@ _LARGEST_SHARE = 0.005
 def pause_after(cost_seconds: float) -> float:
     """Seconds until the next update, after one that took ``cost_seconds`` of a core."""
     return max(UPDATE_SECONDS, cost_seconds / _LARGEST_SHARE)
+
+
+def encode_event(update: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    text = json.dumps(update, allow_nan=False, separators=(",", ":"))
+    return f"event: update\ndata: {text}\n\n".encode("ascii")
 
 
 class LiveFeed:
@@ -140,7 +148,6 @@ class LiveFeed:
                 writer.write(data)
 
     def _encode_update(self, group: Group) -> bytes:
-        update = take_update(self._history, group, now=self._clock())
-        update["beganAt"] = self._began_at_unix
-        text = json.dumps(update, allow_nan=False, separators=(",", ":"))
-        return f"event: update\ndata: {text}\n\n".encode("ascii")
+        now = self._clock()
+        update = take_update(self._history, build_status(group, now=now), now=now)
+        return encode_event({**update, "beganAt": self._began_at_unix})

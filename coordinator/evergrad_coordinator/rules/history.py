@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from evergrad_coordinator.causes import CHANGES, read_change
 from evergrad_coordinator.rules.group import Group
-from evergrad_coordinator.rules.status import build_status, count_current_workers
+from evergrad_coordinator.rules.status import count_current_workers
 from evergrad_coordinator.rules.track import Track
 
 MOST_EVENTS: Final = 200
@@ -123,13 +123,15 @@ def rewind(history: History) -> None:
     history.sent = {}
 
 
-def take_update(history: History, group: Group, *, now: float) -> dict[str, Any]:
-    """Return what has changed since the last call, as JSON values; parts without a change are left out."""
-    status = build_status(group, now=now)
+def take_update(history: History, status: Mapping[str, Any], *, now: float) -> dict[str, Any]:
+    """Return what has changed since the last call, as JSON values; parts without a change are left out.
+
+    ``status``: as it is now, in the form of ``build_status``.
+    """
     changed = {
         key: value for key, value in status.items() if history.sent.get(key, ...) != value
     }
-    history.sent = status
+    history.sent = dict(status)
     tracks = {"steps": history.steps.take_change(), "times": history.times.take_change()}
     evaluations = {name: one.take_change() for name, one in history.evaluations.items()}
     parts: dict[str, Any] = {

@@ -20,6 +20,7 @@ from evergrad_coordinator.rules.history import (
     take_update,
 )
 from evergrad_coordinator.rules.state import MOST_SETS
+from evergrad_coordinator.rules.status import build_status
 from evergrad_coordinator.rules.track import MOST_COLUMNS, MOST_ROWS, Track
 
 
@@ -140,7 +141,7 @@ def report(group: Group, step: int, *, now: float, **values: Any) -> None:
 
 def read(history: History, group: Group, *, now: float) -> dict[str, Any]:
     observe(history, group, now=now)
-    return take_update(history, group, now=now)
+    return take_update(history, build_status(group, now=now), now=now)
 
 
 def test_a_report_of_a_node_is_seen_with_all_of_its_numbers() -> None:
@@ -215,7 +216,7 @@ def test_a_page_that_is_opened_later_gets_all_there_is() -> None:
         note_event(history, "gone", {"node": second, "why": "silence"}, now=second)
         read(history, group, now=float(second))
     rewind(history)
-    update = take_update(history, group, now=50.0)
+    update = take_update(history, build_status(group, now=50.0), now=50.0)
     assert update["steps"]["x"] == list(range(50))
     assert len(update["events"]) == len(update["checkpoints"]) == 50
     assert update["events"][3] == [3, "gone", "node 3 is gone: silence"]
@@ -254,10 +255,12 @@ def test_eight_hours_at_ten_steps_a_second_stay_within_the_bounds(num_metrics: i
         observe(history, group, now=float(second))
         if second % 600 == 0 or second == 8 * 3600 - 1:
             rewind(history)
-            text = json.dumps(take_update(history, group, now=float(second)))
+            text = json.dumps(
+                take_update(history, build_status(group, now=float(second)), now=float(second))
+            )
             largest = max(largest, len(text))
         else:
-            take_update(history, group, now=float(second))
+            take_update(history, build_status(group, now=float(second)), now=float(second))
     assert group.training.step == 288_000
     tracks = [history.steps, history.times, *history.evaluations.values()]
     assert all(len(one.x) <= MOST_ROWS for one in tracks)
