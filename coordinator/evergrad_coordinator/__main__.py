@@ -205,18 +205,12 @@ async def serve(
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
-    # The page shows what the log has, bounded as the log is.
-    feed = LiveFeed()
-
-    def log_and_show(event: str, **fields: object) -> None:
-        log_line(event, **fields)
-        feed.note_event(event, **fields)
-
+    feed = LiveFeed(log_line)
     # The limits begin now, by the clock whose time every event brings with it.
     server = Server(
         new_group(settings, generation=generation, now=time.monotonic()),
         store,
-        log=log_and_show,
+        log=feed.log,
     )
     status = StatusServer(server, feed)
     loop = asyncio.get_running_loop()

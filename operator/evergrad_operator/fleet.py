@@ -15,7 +15,7 @@ _ENDED: Final = ("Complete", "Failed", "Stopped")
 def build_fleet(runs: Iterable[Raw]) -> dict[str, Any]:
     """Return the page's content: the number of runs, of those in each phase, and a row for each of the first
     MOST_RUNS."""
-    rows = [_build_row(raw) for raw in runs]
+    rows = [build_row(raw) for raw in runs]
     phases: dict[str, int] = {}
     for row in rows:
         phases[row["phase"]] = phases.get(row["phase"], 0) + 1
@@ -28,7 +28,8 @@ def build_fleet(runs: Iterable[Raw]) -> dict[str, Any]:
     }
 
 
-def _build_row(raw: Raw) -> dict[str, Any]:
+def build_row(raw: Raw) -> dict[str, Any]:
+    """Return one run's row."""
     metadata, status = get_map(raw, "metadata"), get_map(raw, "status")
     progress = get_map(status, "progress")
     # Any version of the operator may have written the status: what is no text or number is left out.

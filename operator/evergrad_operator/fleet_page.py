@@ -3,7 +3,6 @@ there, for which the API server asks for a right.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from typing import Final
 
 from aiohttp import web
 
+from evergrad_coordinator.edge.live import encode_event
 from evergrad_coordinator.edge.page import build_page, is_own_request
 from evergrad_operator.fleet import build_fleet
 from evergrad_operator.kinds import Raw
@@ -40,9 +40,15 @@ class FleetPage:
 
     async def listen(self, port: int) -> int:
         """Begin to serve; return the port. 0 where that fails, which is no reason not to look after runs."""
+        page = build_page("fleet", needs_token=False)
+        headers = {**page.headers, "Cache-Control": "no-store"}
+
+        async def answer_page(_: web.Request) -> web.Response:
+            return web.Response(text=page.text, content_type="text/html", headers=headers)
+
         app = web.Application()
-        app.router.add_get("/", self._answer_page)
-        app.router.add_get("/live", self._answer_live)
+        app.router.add_get("/", answer_page)
+        app.router.add_get("/live", self.follow)
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=0.1
         )
@@ -70,24 +76,14 @@ class FleetPage:
         if time.monotonic() >= self._next_at:
             begin = time.thread_time()
             content = {**build_fleet(self._list_runs()), "beganAt": self._began_at}
-            text = json.dumps(content, separators=(",", ":"))
-            self._update = f"event: update\ndata: {text}\n\n".encode("ascii")
+            self._update = encode_event(content)
             cost_seconds = time.thread_time() - begin
             self._next_at = time.monotonic() + max(
                 _UPDATE_SECONDS, cost_seconds / _LARGEST_SHARE
             )
         return self._update
 
-    async def _answer_page(self, request: web.Request) -> web.Response:
-        del request
-        page = build_page("fleet", needs_token=False)
-        return web.Response(
-            text=page.text,
-            content_type="text/html",
-            headers={**page.headers, "Cache-Control": "no-store"},
-        )
-
-    async def _answer_live(self, request: web.Request) -> web.StreamResponse:
+    async def follow(self, request: web.Request) -> web.StreamResponse:
         """Send the fleet now, and whenever it has changed."""
         if not is_own_request(request.host, request.headers.get("Sec-Fetch-Site", "")):
             return web.Response(text="not for other sites\n", status=403)

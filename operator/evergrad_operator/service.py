@@ -72,8 +72,7 @@ class Service:
             scopes=settings.scopes,
             resync_seconds=settings.resync_seconds,
         )
-        last_event = metrics.last_event
-        self.sync.on_event = lambda resource: last_event.labels(resource).set_to_current_time()
+        self.sync.on_event = lambda name: metrics.last_event.labels(name).set_to_current_time()
 
         def queue_news(key: Key, is_urgent: bool) -> None:
             self.queue.add(key, after=0.0 if is_urgent else _PROGRESS_PAUSE)

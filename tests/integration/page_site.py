@@ -137,4 +137,4 @@ class Site:
             }  # fmt: skip
 
     def note(self, event: str, **fields: Any) -> None:
-        self.call(lambda: self.feed.note_event(event, **fields))
+        self.call(lambda: self.feed.log(event, **fields))

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
+import synthetic_run
 from page_site import Site
 
 from evergrad_cli.cluster import open as command
@@ -185,7 +186,7 @@ def test_a_connection_that_cannot_be_made_ends_alone(site: Site) -> None:
         socket.create_connection(("127.0.0.1", port), timeout=100)
 
 
-def test_a_run_directory_names_its_page(
+def test_a_run_directory_names_the_page_of_its_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened: list[str] = []
@@ -193,7 +194,7 @@ def test_a_run_directory_names_its_page(
         command.webbrowser, "open", lambda target: opened.append(target) or True
     )
     assert main(["open", str(tmp_path)]) == 64
-    assert "no coordinator of this run answers on this machine" in capsys.readouterr().err
+    assert "is no run directory" in capsys.readouterr().err
     one = Site()
     with one.serving():
         (tmp_path / "coordinator").mkdir()
@@ -204,3 +205,54 @@ def test_a_run_directory_names_its_page(
     assert capsys.readouterr().out == f"page {one.url}\n"
     # One that is gone has left its file behind where it was killed.
     assert main(["open", str(tmp_path)]) == 64
+
+
+def test_a_run_without_a_coordinator_is_shown_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = synthetic_run.RunWriter(tmp_path, total_steps=400, name="docs-lm")
+    run.write(synthetic_run.Process(last=157, ended="killed"))
+    run.write(synthetic_run.Process(last=300, resumed_from=150, downtime_seconds=30.0))
+    updates: list[dict[str, Any]] = []
+
+    def browse(target: str) -> bool:
+        assert ask(target).startswith("<!doctype html>")
+        with pytest.raises(HTTPError, match="403") as refused:
+            urlopen(Request(f"{target}live", headers={"Host": "evil.example"}), timeout=100)
+        refused.value.close()
+        with urlopen(f"{target}live", timeout=100) as events:
+            updates.append(read_event(events))
+            # It follows the files as they grow; half a line waits for its end.
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                row = json.dumps(
+                    {"step": 301, "loss": 0.5, "tokens": 10, "step_seconds": 0.1, "time": 2e9}
+                )
+                file.write(row[:20])
+                file.flush()
+                updates.append(read_event(events))
+                file.write(row[20:] + "\n")
+            while "steps" not in updates[-1]:
+                updates.append(read_event(events))
+        return True
+
+    monkeypatch.setattr(command.webbrowser, "open", browse)
+    monkeypatch.setattr(command, "wait_for_interrupt", lambda: None)
+    assert main(["open", str(tmp_path)]) == 0
+    first, last = updates[0], updates[-1]
+    assert (first["status"]["run"], first["status"]["step"]) == ("docs-lm", 300)
+    # Steps that were lost in the kill count by their last row.
+    assert first["steps"]["x"] == list(range(1, 301))
+    assert {"loss", "learning_rate", "grad_norm", "tokens_per_second"} <= set(
+        first["steps"]["columns"]
+    )
+    assert first["evaluations"] and first["checkpoints"]
+    assert first["status"]["restarts"] == {"process_started": 1}
+    assert "steps" not in updates[1]
+    assert (last["steps"]["x"][-1], last["status"]["loss"]) == (301, 0.5)
+
+
+def read_event(events: Any) -> dict[str, Any]:
+    assert events.readline() == b"event: update\n"
+    found: dict[str, Any] = json.loads(events.readline().removeprefix(b"data: "))
+    assert events.readline() == b"\n"
+    return found

@@ -33,7 +33,7 @@ def forwarded(
                 report(error)
                 return
             with contextlib.closing(far):
-                _join(near, far)
+                join_connections(near, far)
 
     def accept() -> None:
         while not is_over.is_set():
@@ -56,7 +56,7 @@ def forwarded(
         accepting.join()
 
 
-def _join(near: socket.socket, far: socket.socket) -> None:
+def join_connections(near: socket.socket, far: socket.socket) -> None:
     """Pass bytes on in both directions until either side ends."""
 
     def pump(source: socket.socket, target: socket.socket) -> None:

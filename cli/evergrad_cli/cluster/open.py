@@ -21,6 +21,7 @@ from evergrad_cli.cluster.errors import ClusterInputError
 from evergrad_cli.cluster.forwarding import forwarded
 from evergrad_cli.cluster.runs import COORDINATOR, LABEL_ATTEMPT, LABEL_ROLE, LABEL_RUN
 from evergrad_cli.cluster.waiting import read_run
+from evergrad_cli.run_page import serving_files
 from evergrad_coordinator.contract import ExitCode, RunFile
 from evergrad_manifest.errors import Problem
 
@@ -28,7 +29,7 @@ NAME = "open"
 EXAMPLES = """\
   evergrad open docs-lm                     # forwards a port of this machine, until Ctrl-C
   evergrad open docs-lm -n team-a --port 8080 --no-browser
-  evergrad open runs/docs-lm                # a run of this machine that trains now"""
+  evergrad open runs/docs-lm                # a run of this machine, while it trains or later"""
 _TOKEN_VOLUME: Final = "evergrad-token"
 _ANSWER_SECONDS: Final = 5.0
 
@@ -54,11 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0 when it is interrupted, or at once for a run of this machine; 64 or 70."""
+    """Returns 0 when it is interrupted, or at once where a local coordinator serves the page; 64 or 70."""
     directory = Path(args.name)
     if directory.is_dir():
-        _show(args, f"http://127.0.0.1:{_find_local_port(directory)}/")
-        return int(ExitCode.DONE)
+        return open_local(args, directory)
     try:
         args.name = run_name(args.name)
     except argparse.ArgumentTypeError as error:
@@ -110,7 +110,7 @@ def _serve(cluster: Cluster, args: argparse.Namespace) -> int:
         # Behind a #, which no browser sends; and in a file of the user's own, since a command's arguments are
         # seen by everybody on the machine.
         address = f"http://127.0.0.1:{port}/"
-        file = stack.enter_context(_private_file(f"{address}#token={quote(token, safe='')}"))
+        file = stack.enter_context(private_file(f"{address}#token={quote(token, safe='')}"))
         _show(args, address, file=file)
         note("Ctrl-C ends it.")
         with contextlib.suppress(KeyboardInterrupt):
@@ -137,7 +137,7 @@ def _show(args: argparse.Namespace, address: str, *, file: Path | None = None) -
 
 
 @contextlib.contextmanager
-def _private_file(address: str) -> Iterator[Path]:
+def private_file(address: str) -> Iterator[Path]:
     """A file that sends a browser to ``address``, readable by its owner alone."""
     with tempfile.TemporaryDirectory(prefix="evergrad-") as folder:
         file = Path(folder) / "open.html"
@@ -172,21 +172,49 @@ def _find_coordinator(cluster: Cluster, name: str, *, phase: str) -> Mapping[str
     return max(pods, key=lambda pod: int(pod["metadata"]["labels"].get(LABEL_ATTEMPT) or 0))
 
 
-def _find_local_port(directory: Path) -> int:
-    """The port of a local run's page. Raises ClusterInputError where no coordinator answers there."""
+def open_local(args: argparse.Namespace, directory: Path) -> int:
+    """Open the page of a run of this machine: its coordinator's, or one that is made of its files."""
+    if (port := find_local_port(directory)) is not None:
+        _show(args, f"http://127.0.0.1:{port}/")
+        return int(ExitCode.DONE)
+    if not (directory / RunFile.EVENTS).exists():
+        raise ClusterInputError(
+            Problem(
+                str(directory),
+                "is no run directory, or no process of the run has written anything yet",
+                f"it has no {RunFile.EVENTS}",
+                "Name the directory of a run, such as runs/docs-lm",
+            )
+        )
+    with contextlib.ExitStack() as stack:
+        try:
+            port = stack.enter_context(serving_files(directory, port=args.port))
+        except OSError as error:
+            raise build_port_error(args.port, error) from error
+        _show(args, f"http://127.0.0.1:{port}/")
+        note("It is made of the run's files, as they grow. Ctrl-C ends it.")
+        with contextlib.suppress(KeyboardInterrupt):
+            wait_for_interrupt()
+    return int(ExitCode.DONE)
+
+
+def build_port_error(port: int, error: OSError) -> ClusterInputError:
+    """The error of a local port that cannot be had."""
+    return ClusterInputError(
+        Problem("--port", f"{port} cannot be used", str(error), "Choose another port")
+    )
+
+
+def find_local_port(directory: Path) -> int | None:
+    """The port of a local coordinator's page; None where none answers."""
     file = directory / RunFile.COORDINATOR_ADDRESS
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(
+        OSError, ValueError, KeyError, TypeError, http.client.HTTPException
+    ):
         port = int(json.loads(file.read_text("utf-8"))["statusPort"])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_SECONDS)
         with contextlib.closing(connection):
             connection.request("GET", "/healthz")
             if connection.getresponse().status == http.client.OK:
                 return port
-    raise ClusterInputError(
-        Problem(
-            str(directory),
-            "no coordinator of this run answers on this machine",
-            "only a run that trains with --nodes or several processes has one, while it trains",
-            f"See what it has done: evergrad report {directory}",
-        )
-    )
+    return None

@@ -53,6 +53,21 @@ class Answer:
     is_live: bool = False
     """The connection stays open behind the headers, and gets events."""
 
+    def encode(self, *, has_body: bool) -> bytes:
+        """The whole answer as bytes; of one that goes on, its headers."""
+        data = self.body.encode()
+        # One request a connection, which ends with its answer: nothing of a caller is kept.
+        headers = {
+            "Content-Type": self.kind,
+            **({} if self.is_live else {"Content-Length": str(len(data))}),
+            **self.headers,
+            "Cache-Control": "no-store",
+            "Connection": "close",
+        }
+        lines = [f"HTTP/1.1 {self.status} {_REASONS[self.status]}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + (data if has_body else b"")
+
 
 def _find_header(head: bytes, wanted: str) -> str:
     """The value of a header, whose name is given in lower case; empty without it."""
@@ -109,12 +124,12 @@ class StatusServer:
                     raise OSError("no such body is taken")
                 body = await reader.readexactly(int(length))
                 answer = self._answer(head, body)
-                writer.write(_encode(answer, has_body=not head.startswith(b"HEAD ")))
+                writer.write(answer.encode(has_body=not head.startswith(b"HEAD ")))
                 if not answer.is_live:
                     await writer.drain()
             if answer.is_live:
                 # The places of those that are answered at once are not for one that stays.
-                del self._open[writer]
+                self._open.pop(writer, None)
                 self._feed.open(writer)
                 # Nothing is expected of a page but that it goes.
                 while await reader.read(MAX_REQUEST_BYTES):
@@ -205,19 +220,3 @@ class StatusServer:
             rejected_total=counters.rejected,
         )
         return Answer(200, _METRICS, build_metrics(server.group, edge, now=time.monotonic()))
-
-
-def _encode(answer: Answer, *, has_body: bool) -> bytes:
-    """The whole answer as bytes; of one that goes on, its headers."""
-    data = answer.body.encode()
-    # One request a connection, which ends with its answer: nothing of a caller is kept.
-    headers = {
-        "Content-Type": answer.kind,
-        **({} if answer.is_live else {"Content-Length": str(len(data))}),
-        **answer.headers,
-        "Cache-Control": "no-store",
-        "Connection": "close",
-    }
-    lines = [f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode("latin-1") + (data if has_body else b"")

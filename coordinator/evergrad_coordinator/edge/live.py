@@ -7,16 +7,22 @@ two updates grows with what an update costs.
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from evergrad_coordinator.edge.bounded_log import LogLine
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.history import (
+    MOST_EVENTS,
+    SHOWN_EVENTS,
     History,
     note_event,
     observe,
     rewind,
     take_update,
 )
+from evergrad_coordinator.rules.status import build_status
 
 MOST_PAGES = 8
 """Pages that are open at once; further ones are answered 503."""
@@ -33,14 +39,31 @@ def pause_after(cost_seconds: float) -> float:
     return max(UPDATE_SECONDS, cost_seconds / _LARGEST_SHARE)
 
 
-class LiveFeed:
-    """One history, and the pages that follow it. ``clock``: monotonic seconds."""
+def encode_event(update: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    text = json.dumps(update, allow_nan=False, separators=(",", ":"))
+    return f"event: update\ndata: {text}\n\n".encode("ascii")
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+
+class LiveFeed:
+    """One history, and the pages that follow it.
+
+    ``pass_on``: gets every line of the coordinator's log. ``clock``: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        pass_on: LogLine = lambda *_, **__: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pass_on = pass_on
         self._clock = clock
         self._history = History(began_at=clock())
         self._began_at_unix = round(time.time(), 1)
         self._group: Group | None = None
+        self._heard: deque[tuple[float, str, dict[str, object]]] = deque(maxlen=MOST_EVENTS)
+        """Lines of the log since the group was read."""
         self._pages: dict[asyncio.StreamWriter, None] = {}
         self._whole: bytes = b""
         """All that has been sent so far as one update; empty where more has been sent since."""
@@ -53,9 +76,12 @@ class LiveFeed:
         """Whether as many pages are open as may be."""
         return len(self._pages) >= MOST_PAGES
 
-    def note_event(self, event: str, **fields: object) -> None:
-        """Note a line of the coordinator's log."""
-        note_event(self._history, event, fields, now=self._clock())
+    def log(self, event: str, **fields: object) -> None:
+        """Pass a line of the coordinator's log on, and note it for the page, bounded as the log is."""
+        self._pass_on(event, **fields)
+        # Only kept here, since the rules' effects are being carried out: the page is never in their way.
+        if event in SHOWN_EVENTS:
+            self._heard.append((self._clock(), event, fields))
 
     def start(self, group: Group) -> None:
         """Read ``group`` from now on, once between two pauses."""
@@ -65,6 +91,9 @@ class LiveFeed:
     def update(self) -> None:
         """Read the group once, and send what is new to every page."""
         if self._group is not None:
+            while self._heard:
+                at, event, fields = self._heard.popleft()
+                note_event(self._history, event, fields, now=at)
             observe(self._history, self._group, now=self._clock())
             self._send_update()
 
@@ -119,7 +148,6 @@ class LiveFeed:
                 writer.write(data)
 
     def _encode_update(self, group: Group) -> bytes:
-        update = take_update(self._history, group, now=self._clock())
-        update["beganAt"] = self._began_at_unix
-        text = json.dumps(update, allow_nan=False, separators=(",", ":"))
-        return f"event: update\ndata: {text}\n\n".encode("ascii")
+        now = self._clock()
+        update = take_update(self._history, build_status(group, now=now), now=now)
+        return encode_event({**update, "beganAt": self._began_at_unix})

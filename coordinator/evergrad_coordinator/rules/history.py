@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from evergrad_coordinator.causes import CHANGES, read_change
 from evergrad_coordinator.rules.group import Group
-from evergrad_coordinator.rules.status import build_status, count_current_workers
+from evergrad_coordinator.rules.status import count_current_workers
 from evergrad_coordinator.rules.track import Track
 
 MOST_EVENTS: Final = 200
@@ -36,6 +36,7 @@ _TEXTS: Final[Mapping[str, str]] = {
     "finished": "the run has ended: {reason}",
 }
 """Events of the coordinator's log that are shown, each with its text; all others are left out."""
+SHOWN_EVENTS: Final = frozenset(_TEXTS)
 
 
 class _Ring:
@@ -87,7 +88,10 @@ def observe(history: History, group: Group, *, now: float) -> None:
         history.reported_at = training.updated_at
         known = {"loss": training.loss, "tokens_per_second": training.tokens_per_second}
         values = {name: value for name, value in known.items() if value is not None}
-        history.steps.add(training.step, values | training.values)
+        # An evaluation is told with the step before it, which was read already.
+        newest = history.steps.x[-1] if history.steps.x else -1
+        if training.step not in (-1, newest):
+            history.steps.add(training.step, values | training.values)
     for name, one in training.evaluations.items():
         # The training keeps MOST_SETS sets, and so does this.
         if history.evaluated.get(name) != one.step:
@@ -103,14 +107,11 @@ def observe(history: History, group: Group, *, now: float) -> None:
 def note_event(
     history: History, event: str, fields: Mapping[str, object], *, now: float
 ) -> None:
-    """Note a line of the coordinator's log, where it is one that people are shown."""
-    text = _TEXTS.get(event)
-    if text is None:
-        return
+    """Note a line of the coordinator's log, one of SHOWN_EVENTS."""
     # Every text finds its fields: a line of the log that has not all of them is no reason to fail.
     cause = CHANGES[read_change(fields.get("cause"))].text
     known = defaultdict(lambda: "?", {name: str(value) for name, value in fields.items()})
-    said = text.format_map(known | {"causeText": cause})[:_MOST_CHARACTERS]
+    said = _TEXTS[event].format_map(known | {"causeText": cause})[:_MOST_CHARACTERS]
     history.events.add([round(now - history.began_at, 1), event, said])
 
 
@@ -122,13 +123,15 @@ def rewind(history: History) -> None:
     history.sent = {}
 
 
-def take_update(history: History, group: Group, *, now: float) -> dict[str, Any]:
-    """Return what has changed since the last call, as JSON values; parts without a change are left out."""
-    status = build_status(group, now=now)
+def take_update(history: History, status: Mapping[str, Any], *, now: float) -> dict[str, Any]:
+    """Return what has changed since the last call, as JSON values; parts without a change are left out.
+
+    ``status``: as it is now, in the form of ``build_status``.
+    """
     changed = {
         key: value for key, value in status.items() if history.sent.get(key, ...) != value
     }
-    history.sent = status
+    history.sent = dict(status)
     tracks = {"steps": history.steps.take_change(), "times": history.times.take_change()}
     evaluations = {name: one.take_change() for name, one in history.evaluations.items()}
     parts: dict[str, Any] = {

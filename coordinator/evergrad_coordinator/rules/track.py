@@ -81,12 +81,12 @@ class Track:
         """Add one reading. Names beyond MOST_COLUMNS are left out."""
         # A step that is trained again counts by its last reading, as in metrics.jsonl.
         if self.x and x <= self.x[-1]:
-            self._cut(x)
+            self.cut(x)
 
         # A row is full, or there is none: a new one, which may be one too many.
         if not self.x or self._num_in_last >= self.stride:
             if len(self.x) >= MOST_ROWS:
-                self._merge()
+                self.merge()
             self.x.append(x)
             for column in self.columns.values():
                 column.append_empty()
@@ -122,7 +122,7 @@ class Track:
         }
         return {"from": begin, "x": _plain(self.x[begin:], digits=12), "columns": columns}
 
-    def _cut(self, x: float) -> None:
+    def cut(self, x: float) -> None:
         """Drop the rows that reach ``x`` or go beyond it."""
         num_rows = len(self.x)
         while num_rows and self.x[num_rows - 1] >= x:
@@ -133,7 +133,8 @@ class Track:
         self._num_in_last = self.stride
         self._changed_from = min(self._changed_from, num_rows)
 
-    def _merge(self) -> None:
+    def merge(self) -> None:
+        """Make one row of each two."""
         # The row behind an odd number of rows stays alone, and with it the newest x.
         last = self.x[-1:] if len(self.x) % 2 else array("d")
         self.x = array("d", chain(self.x[1::2], last))

@@ -72,6 +72,8 @@
     byId("all").hidden = false;
     showHead();
     showFigures();
+    // A page that is made of a run's files has no nodes.
+    byId("members").parentElement.hidden = !run.status.nodes;
     if (changed.has("members")) showMembers();
     if (changed.has("status")) showRestarts();
     if (changed.has("checkpoints")) {
@@ -127,7 +129,7 @@
   }
 
   function showFigures() {
-    const { status } = run, nodes = status.nodes ?? {};
+    const { status } = run, { nodes } = status;
     const restarts = sum(status.restarts), lost = sum(status.lostSeconds);
     const share = run.elapsed > 0 ? Math.min(1, lost / run.elapsed) : 0;
     const age = status.updatedSecondsAgo;
@@ -136,14 +138,14 @@
     figure("Tokens per second", shortCount(status.tokensPerSecond), "all processes together");
     figure("Time left", duration(status.etaSeconds),
       status.etaSeconds ? `ends ${new Date(Date.now() + status.etaSeconds * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short", hour12: false })}` : "");
-    figure("Processes", count(status.worldSize), `${nodes.connected ?? 0} nodes of ${nodes.min}–${nodes.max} are here`);
+    figure("Processes", count(status.worldSize), nodes ? `${nodes.connected} nodes of ${nodes.min}–${nodes.max} are here` : "that train together");
     figure("Checkpoint", count(status.checkpointStep), status.checkpointStep === null ? "none yet" : "newest step on disk");
     figure("Restarts", count(restarts), restarts ? "changes of the group" : "trained in one go");
     figure("Waste", duration(lost), `nobody trained in ${(100 * share).toFixed(1)}% of ${duration(run.elapsed)}`);
   }
 
   function showMembers() {
-    const nodes = run.status.nodes;
+    const { nodes } = run.status;
     const rows = nodes.members.map((one) => [
       one.node, one.state,
       one.firstRank === null ? MISSING : one.workers > 1 ? `${one.firstRank}–${one.firstRank + one.workers - 1}` : `${one.firstRank}`,
@@ -183,7 +185,7 @@
       const { columns, x } = run.times;
       const times = x.map((one) => run.beganAt + one);
       draw("times", { title: "Processes and nodes", unit: "", isHero: true, isTime: true },
-        ["processes", "nodes"], [times, columns.processes?.[0] ?? [], columns.nodes?.[0] ?? []]);
+        Object.keys(columns), [times, ...Object.values(columns).map((parts) => parts[0])]);
     }
   }
 

@@ -121,12 +121,14 @@ def test_the_page_only_reads(method: str) -> None:
 
 def test_a_page_gets_all_there_is_and_then_what_is_new() -> None:
     async def story(place: Place) -> None:
-        place.feed.note_event("gone", node="3", why="silence")
+        place.feed.log("gone", node="3", why="silence")
+        place.feed.log("rejected", peer="x")
+        place.feed.update()
         reader, writer = await place.ask("/live")
         first = await read_update(reader)
         assert first["status"]["run"] == place.server.group.settings.run
         assert [text for _, _, text in first["events"]] == ["node 3 is gone: silence"]
-        place.feed.note_event("empty")
+        place.feed.log("empty")
         second = await read_update(reader)
         while "events" not in second:
             second = await read_update(reader)
@@ -141,7 +143,7 @@ def test_the_last_update_has_the_end_of_the_run() -> None:
     async def story(place: Place) -> None:
         reader, writer = await place.ask("/live")
         await read_update(reader)
-        place.feed.note_event("finished", reason="Complete")
+        place.feed.log("finished", reason="Complete")
         place.feed.close()
         rest = await asyncio.wait_for(reader.read(), 60)
         assert b"the run has ended: Complete" in rest
@@ -180,7 +182,7 @@ def test_a_page_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -
         # The system's own buffers take some megabytes first; the test ends by its time limit if nothing does.
         while place.feed._pages:
             for number in range(200):
-                place.feed.note_event("gone", node=str(number), why="x" * 300)
+                place.feed.log("gone", node=str(number), why="x" * 300)
             place.feed.update()
             await asyncio.sleep(0)
         assert await place.status("/healthz") == 200

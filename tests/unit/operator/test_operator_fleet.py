@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import urllib.request
 from typing import Any
 from urllib.error import HTTPError
@@ -87,6 +88,8 @@ def test_it_answers_pages_of_this_machine_alone() -> None:
             "text/html; charset=utf-8",
             b"<!doctype html>",
         )
+        # No other address of the machine is taken, as it would be by all of them: other pods do not reach it.
+        socket.create_server(("127.0.0.2", port)).close()
         status, kind, text = await asyncio.to_thread(ask, f"{url}/live")
         assert (status, kind) == (200, "text/event-stream")
         assert b'"docs-lm"' in text
