@@ -51,6 +51,7 @@ TOOLS = {
     "helm": Tool({"helm": "helm.sh/helm/v3/cmd/helm"}, minutes="1 to 3 minutes"),
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
+    "kstatus": Tool({"kstatus": "."}),
 }
 NEEDED = {
     "full": ("kubernetes", "etcd", "coredns", "pause"),
