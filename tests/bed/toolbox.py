@@ -52,6 +52,8 @@ TOOLS = {
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
     "kstatus": Tool({"kstatus": "."}),
+    "lua": Tool({"lua": "."}),
+    "argolua": Tool({"argolua": "."}, minutes="2 to 6 minutes"),
 }
 NEEDED = {
     "full": ("kubernetes", "etcd", "coredns", "pause"),

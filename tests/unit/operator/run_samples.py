@@ -4,6 +4,7 @@
 """
 
 import copy
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ ARGO: Final = (
 
 def make_samples() -> dict[str, Raw]:
     """Name → the run as a client reads it from an API server, in a fixed order."""
-    return {name: make() for name, make in _SAMPLES.items()}
+    return {name: json.loads(json.dumps(make())) for name, make in _SAMPLES.items()}
 
 
 def _new() -> Raw:
@@ -207,25 +208,42 @@ _SAMPLES: Final[dict[str, Callable[[], Raw]]] = {
 }
 
 
-def render_test_data() -> Iterator[tuple[str, str]]:
-    """File name and text of each run in Argo CD's test data.
+_READ: Final = ("observedGeneration", "phase", "reason", "message", "attempt", "progress")
+_CONDITIONS: Final = ("Ready", "Complete", "Failed", "Suspended", "Stalled", "Reconciling")
+_ACTIONS: Final[dict[str, tuple[str, Raw]]] = {
+    "suspend": ("running", {"suspend": True}),
+    "resume": ("suspended", {"suspend": False}),
+    "restart": ("failed", {"restartNonce": "argocd-1"}),
+}
+"""Name of an action → a sample, and what the action changes in its spec."""
 
-    Without the recipe and the operator's own notes, which no script reads.
-    """
+
+def render_test_data() -> Iterator[tuple[str, str]]:
+    """Paths below ``ARGO`` and texts of Argo CD's test data: the parts of each run that a script might read,
+    and of some runs what an action makes of them."""
+    shown = {}
     for name, raw in make_samples().items():
+        status = {key: raw["status"][key] for key in _READ if key in raw["status"]}
+        conditions = raw["status"].get("conditions", ())
+        if conditions:
+            status["conditions"] = [one for one in conditions if one["type"] in _CONDITIONS]
         spec = {key: value for key, value in raw["spec"].items() if key != "training"}
-        status = {key: value for key, value in raw["status"].items() if key != "memory"}
-        shown = {**raw, "spec": spec, "status": status}
-        yield f"{name}.yaml", yaml.safe_dump(shown, sort_keys=False, width=110)
+        shown[name] = {**raw, "spec": spec, "status": status}
+        yield f"testdata/{name}.yaml", _write(shown[name])
+    for action, (name, change) in _ACTIONS.items():
+        made = {**shown[name], "spec": {**shown[name]["spec"], **change}}
+        yield f"actions/testdata/{action}.yaml", _write(made)
+
+
+def _write(raw: Raw) -> str:
+    return yaml.safe_dump(raw, sort_keys=False, width=110)
 
 
 if __name__ == "__main__":
-    folder = ARGO / "testdata"
-    folder.mkdir(parents=True, exist_ok=True)
     texts = dict(render_test_data())
-    for path in folder.glob("*.yaml"):
-        if path.name not in texts:
-            path.unlink()
+    for path in (*ARGO.glob("testdata/*"), *ARGO.glob("actions/testdata/*")):
+        path.unlink()
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    sys.stdout.write(f"{folder.name}: {len(texts)} runs\n")
+        (ARGO / name).parent.mkdir(parents=True, exist_ok=True)
+        (ARGO / name).write_text(text, encoding="utf-8")
+    sys.stdout.write(f"{ARGO.name}: {len(texts)} files of test data\n")
