@@ -54,6 +54,7 @@ TOOLS = {
     "kstatus": Tool({"kstatus": "."}),
     "lua": Tool({"lua": "."}),
     "argolua": Tool({"argolua": "."}, minutes="2 to 6 minutes"),
+    "fluxhealth": Tool({"fluxhealth": "."}, minutes="1 to 4 minutes"),
 }
 NEEDED = {
     "full": ("kubernetes", "etcd", "coredns", "pause"),
