@@ -72,7 +72,7 @@ def test_through_a_whole_run_no_diff_and_no_apply_shows_or_makes_a_change(
     git.assert_in_sync("while it trains")
     pods = run.wait_for_pods(0, 1)
     faults.kill_container(runs.namespace, pods[1]["metadata"]["name"])
-    wait_for(lambda: run.restarts(), "the loss in the status")
+    wait_for(run.restarts, "the loss in the status")
     git.assert_in_sync("after it has lost a pod")
 
     # Edits of a run that trains, each by a commit.
