@@ -53,7 +53,7 @@ TOOLS = {
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
     "kstatus": Tool({"kstatus": "."}),
     "lua": Tool({"lua": "."}),
-    "argolua": Tool({"argolua": "."}, minutes="2 to 6 minutes"),
+    "argolua": Tool({"argolua": "."}, ("argosync",), minutes="2 to 6 minutes"),
     "fluxhealth": Tool({"fluxhealth": "."}, minutes="1 to 4 minutes"),
 }
 NEEDED = {

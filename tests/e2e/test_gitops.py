@@ -2,13 +2,16 @@
 what is edited in Git changes while it trains."""
 
 import json
+import subprocess
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from cluster_runs import ENDLESS, GROUP, RESOURCE, Run, Runs, make_manifest, wait_for
+from bed import toolbox
+from cluster_runs import ENDLESS, GROUP, RESOURCE, ROOT, Run, Runs, make_manifest, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+HEALTH = "examples/gitops/argocd/resource_customizations/evergrad.dev/TrainingRun/health.lua"
 SECOND = "argocd-controller"
 """The field manager of another tool that has the same file."""
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -126,3 +129,59 @@ def test_an_edit_of_the_recipe_is_refused_with_its_field_and_changes_nothing(
     said = runs.kubectl("apply", "-f", "-", text=json.dumps(edited), check=False)
     assert "spec.training" in said and "new TrainingRun" in said
     git.assert_in_sync("after the refusal")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has_no_more(
+    runs: Runs, cluster: Any
+) -> None:
+    program = toolbox.build("argolua") / "argosync"
+
+    def make_file(name: str, *, wave: int) -> dict[str, Any]:
+        manifest = make_manifest(name, steps=20)
+        manifest["metadata"] |= {
+            "namespace": runs.namespace,
+            "labels": {"app.kubernetes.io/instance": "experiments"},
+            "annotations": {"argocd.argoproj.io/sync-wave": str(wave)},
+        }
+        return manifest
+
+    def sync(*files: dict[str, Any]) -> dict[str, str]:
+        """Name → what became of it, as Argo CD says."""
+        question = {
+            "kubeconfig": str(cluster.kubeconfig),
+            "namespace": runs.namespace,
+            "application": "experiments",
+            "health": (ROOT / HEALTH).read_text("utf-8"),
+            "seconds": 900,
+            "objects": files,
+        }
+        done = subprocess.run(
+            [program],
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            timeout=1000,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return {one["name"]: one["status"] for one in json.loads(done.stdout)}
+
+    first, second = (
+        make_file(name, wave=wave) for wave, name in enumerate(("first", "second"))
+    )
+    for name in ("first", "second"):
+        runs.adopt(name)
+    assert sync(second, first) == {"first": "Synced", "second": "Synced"}
+    ended = Run(runs, "first").status()["completionTime"]
+    begun = Run(runs, "second").get()["metadata"]["creationTimestamp"]
+    assert ended <= begun, "the second wave began before the first had ended"
+    assert Run(runs, "second").is_so("Complete"), "a sync is over when its last wave is"
+
+    sync(first, second)
+    for name in ("first", "second"):
+        assert Run(runs, name).get()["metadata"]["generation"] == 1
+    assert sync(first)["second"] == "Pruned"
+    wait_for(lambda: runs.get("trainingruns", "second") is None, "the run's end")
+    assert runs.get("persistentvolumeclaims", "second") is not None

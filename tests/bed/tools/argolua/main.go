@@ -2,12 +2,14 @@
 //
 // Standard input: {"health": Lua, "discovery": Lua, "actions": {name: Lua}, "objects": [object, …]}.
 // Standard output: for each object its health, its actions, and the object that each action would store.
+// Called as argosync it makes a namespace what Git has; see sync.go.
 package main
 
 import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"path/filepath"
 
 	appv1 "github.com/argoproj/argo-cd/v3/pkg/apis/application/v1alpha1"
 	"github.com/argoproj/argo-cd/v3/util/lua"
@@ -29,8 +31,12 @@ type answer struct {
 }
 
 func main() {
-	if err := run(); err != nil {
-		fmt.Fprintln(os.Stderr, "argolua:", err)
+	name, work := filepath.Base(os.Args[0]), run
+	if name == "argosync" {
+		work = syncOnce
+	}
+	if err := work(); err != nil {
+		fmt.Fprintf(os.Stderr, "%s: %v\n", name, err)
 		os.Exit(1)
 	}
 }
