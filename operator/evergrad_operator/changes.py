@@ -23,7 +23,7 @@ def is_edited(observation: Observation) -> bool:
         and run.parsed.is_typed
         and not run.parsed.problems
         and not run.is_deleting
-        and run.is_edited
+        and run.has_new_spec
     )
 
 

@@ -100,8 +100,8 @@ class TrainingRun:
         return self.parsed.spec
 
     @property
-    def is_edited(self) -> bool:
-        """Whether the last status says that an earlier generation was acted upon, or that this one could not
+    def has_new_spec(self) -> bool:
+        """Whether an earlier generation was acted upon last, or the last status says that this one could not
         be."""
         status = get_map(self.raw, "status")
         # What was refused by one version of the operator may be readable to the next.

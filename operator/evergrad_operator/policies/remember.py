@@ -147,7 +147,7 @@ def _has_other_settings(observation: Observation) -> bool:
     run, memory = observation.run, observation.status
     # Without a new generation only the operator is another, whose hash covers more or fewer fields.
     new = run.parsed.settings_hash
-    if not run.is_edited or not new or memory.finish is not None or run.parsed.problems:
+    if not run.has_new_spec or not new or memory.finish is not None or run.parsed.problems:
         return False
 
     # An older release noted no hash: its pods have what their ConfigMap has.
