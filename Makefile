@@ -148,6 +148,8 @@ generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python docs/capabilities.py
 	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py
 	$(BIN)/python examples/quickstart/make_documents.py
+	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/unit/operator $(BIN)/python -m run_samples
+	$(BIN)/python examples/gitops/argocd/make_argocd_cm.py
 
 generated: $(INSTALLED) ## check that the generated files are up to date
 	$(call stage,generated files)

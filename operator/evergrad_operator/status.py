@@ -15,7 +15,7 @@ from evergrad_operator.packing import format_rate, without_empty
 from evergrad_operator.pods import MAX_MESSAGE
 from evergrad_operator.preparation import show_preparation
 from evergrad_operator.problems import LONGEST_LIST
-from evergrad_operator.raw import get_map, get_maps, get_text, keep_start
+from evergrad_operator.raw import get_int, get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_duration, format_time, parse_time
 
 PROGRESS_SECONDS: Final = 10.0
@@ -117,10 +117,12 @@ def build_refused_status(
         return dict(old)
 
     text = keep_start(message, LONGEST_LIST)
+    generation = get_int(get_map(raw, "metadata"), "generation") or 0
     conditions = build_refused_conditions(raw, text, now=now)
     return {
         **old,
-        # The generation is not acted upon, so that observedGeneration stays.
+        # Without it, tools would wait for a look at this generation, and never find that a person must act.
+        "observedGeneration": generation,
         "phase": get_text(old, "phase") or names.Phase.WAITING.value,
         "reason": names.Reason.INVALID_SPEC.value,
         "message": text,

@@ -174,8 +174,9 @@ def lint(values: dict[str, Any]) -> None:
         )
 
 
-def conform(files: Sequence[Path]) -> str:
-    """kubeconform -strict with Kubernetes' schemas, Prometheus Operator's and ours; its summary.
+def conform(files: Sequence[Path], *, more: Sequence[Path] = ()) -> str:
+    """kubeconform -strict with Kubernetes' schemas, Prometheus Operator's, ours and those in folders of
+    ``more``; its summary.
 
     Raises BedError with its findings.
     """
@@ -183,7 +184,7 @@ def conform(files: Sequence[Path]) -> str:
         ours = schemas.of_ours(Path(scratch))
         locations = [
             f"{folder}/{{{{ .ResourceKind }}}}{{{{ .KindSuffix }}}}.json"
-            for folder in (ours, schemas.of_monitoring(), schemas.of_kubernetes())
+            for folder in (ours, schemas.of_monitoring(), schemas.of_kubernetes(), *more)
         ]
         options = [word for location in locations for word in ("-schema-location", location)]
         return run(

@@ -59,6 +59,10 @@ TOOLS = {
     "chart-testing": Tool({"ct": "github.com/helm/chart-testing/v3/ct"}),
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
+    "kstatus": Tool({"kstatus": "."}),
+    "lua": Tool({"lua": "."}),
+    "argolua": Tool({"argolua": "."}, ("argosync",), minutes="2 to 6 minutes"),
+    "fluxhealth": Tool({"fluxhealth": "."}, minutes="1 to 4 minutes"),
 }
 NEEDED = {
     "full": ("kubernetes", "etcd", "coredns", "pause"),

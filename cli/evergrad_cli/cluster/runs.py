@@ -202,7 +202,8 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         phase=_text(status, "phase") or "Pending",
         reason=_text(status, "reason"),
         message=_text(status, "message"),
-        is_observed=bool(status),
+        # The API server gives each new run a status with observedGeneration alone.
+        is_observed=bool(_text(status, "phase")),
         is_current=(_integer(status.get("observedGeneration")) or 0) >= generation,
         is_deleting=metadata.get("deletionTimestamp") is not None,
         wants_suspension=spec.get("suspend") is True,

@@ -149,7 +149,9 @@ STATUS: Final[Schema] = mapping(
     "What the operator reports. Written by it alone.",
     {
         "observedGeneration": integer(
-            "Newest generation of the run that was acted upon.", least=0, large=True
+            "Newest generation of the run that was looked at; -1 before the first.",
+            least=-1,
+            large=True,
         ),
         "phase": text("The run in one word, for people; programs read conditions.", longest=32),
         "reason": text("Why it is so, in one CamelCase word.", longest=128),
@@ -242,6 +244,9 @@ STATUS: Final[Schema] = mapping(
             keys=("type",),
         ),
     },
+    # A run that no operator has seen would count as done: kstatus, and Flux with it, calls an object without
+    # any status current.
+    default={"observedGeneration": -1},
 )
 """The structural schema of ``status``.
 

@@ -29,7 +29,6 @@ from evergrad_operator.policies.ends import is_letting_go, note_nodes
 from evergrad_operator.policies.evaluation_ends import note_evaluation
 from evergrad_operator.policies.preparation_ends import note_preparation
 from evergrad_operator.policies.root_cause import CAUSES, note_outcome
-from evergrad_operator.raw import get_int, get_map
 
 Value = TypeVar("Value")
 IN_POD_CAUSES: Final = ("worker_crash", "out_of_memory", "stuck", "setup_failed", "environment")
@@ -155,9 +154,8 @@ def _has_other_settings(observation: Observation) -> bool:
     """Whether a run that goes on was edited to other settings than its pods have."""
     run, memory = observation.run, observation.status
     # Without a new generation only the operator is another, whose hash covers more or fewer fields.
-    is_edited = get_int(get_map(run.raw, "status"), "observedGeneration") != run.generation
     new = run.parsed.settings_hash
-    if not is_edited or not new or memory.finish is not None or run.parsed.problems:
+    if not run.has_new_spec or not new or memory.finish is not None or run.parsed.problems:
         return False
 
     # An older release noted no hash: its pods have what their ConfigMap has.
