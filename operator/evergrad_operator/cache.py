@@ -7,15 +7,17 @@ watch that was restarted after 410 never shows what vanished meanwhile.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.claim_index import ClaimIndex
 from evergrad_operator.expectations import Expectations
 from evergrad_operator.names import Key
-from evergrad_operator.slim import Raw
+from evergrad_operator.slim import Raw, slim_pod
 from evergrad_operator.store import CLAIMS, PODS, RUNS, Store, place_of, uid_of
 
+NEW_POD_STATUS: Final = {"phase": "Pending"}
+"""Status of a pod that was made a moment ago, as far as the answer to its creation says."""
 _TOMBSTONE_SECONDS = 600.0
 """Time for which an older answer cannot bring a deleted object back."""
 
@@ -99,7 +101,17 @@ class InformerCache:
         keys = self._concerned(resource, raw)
         known = self.store.find(resource, raw)
         is_same = known is not None and uid_of(known) == identity
-        if known is not None and not _is_news(known, raw, is_deleted=is_deleted):
+        # The answer to a creation lacks what others have added to the pod in it, such as a queue's gate: the
+        # watch shows that in the same version, and nothing more until the gate goes.
+        is_fuller = (
+            resource == PODS
+            and known is not None
+            and is_same
+            and _version(metadata) == _version(known["metadata"])
+            and known["status"] == NEW_POD_STATUS != slim_pod(raw)["status"]
+        )
+        is_old = known is not None and not _is_news(known, raw, is_deleted=is_deleted)
+        if is_old and not is_fuller:
             # No watch will ever show the version of an older object of that name.
             if not is_same:
                 self.expectations.forget(resource, identity)

@@ -118,13 +118,14 @@ class InputError:
 class Coordinator:
     """The newest coordinator pod that was made (-1: none so far), and its counters as last read.
 
-    ``is_recorded``: its end is counted. ``restarts`` and ``lost_seconds``: counters that begin at 0 with each
-    coordinator pod.
+    ``is_recorded``: its end is counted. ``is_queued``: Kueue admits no coordinator without a queue.
+    ``restarts`` and ``lost_seconds``: counters that begin at 0 with each coordinator pod.
     """
 
     attempt: int = -1
     image: str = ""
     is_recorded: bool = False
+    is_queued: bool = False
     restarts: Mapping[str, int] = field(default_factory=dict)
     lost_seconds: Mapping[str, int] = field(default_factory=dict)
 
@@ -157,11 +158,11 @@ class Memory:
     end is counted. ``restart``: how often ``restartNonce`` or other settings have restarted the run;
     ``restart_nonce``, ``settings_hash``: those acted upon. ``stop_reason``: why the run itself has stopped,
     empty if it has not. ``has_formed``: a group has been up since the run was started, resumed or restarted.
-    ``input_errors``: the exit codes 64 before that. ``gang_size``: nodes that a queue admits together, 0
-    before the first pod; ``gang``: the number of that group. ``phase``, ``reason`` and ``message``: as last
-    shown. ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this
-    restart; ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the
-    edited fields that an event named last.
+    ``input_errors``: the exit codes 64 before that. ``gang``: number of the newest group of nodes that a
+    queue admits together, -1 for none; it only grows. ``phase``, ``reason`` and ``message``: as last shown.
+    ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this restart;
+    ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the edited
+    fields that an event named last.
     """
 
     is_known: bool = False
@@ -190,8 +191,7 @@ class Memory:
     ends: tuple[EndRecord, ...] = ()
     training: Training = Training()
     preparation: Preparation = field(default_factory=Preparation)
-    gang_size: int = 0
-    gang: int = 0
+    gang: int = -1
     phase: str = ""
     reason: str = ""
     message: str = ""
@@ -263,8 +263,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         preparation=parse_preparation(
             get_map(status, "preparation"), get_text(notes, "preparation")
         ),
-        gang_size=gang[0] if len(gang) == 2 else 0,
-        gang=gang[1] if len(gang) == 2 else 0,
+        # An older release wrote the group's size before its number.
+        gang=gang[-1] if gang else -1,
         phase=get_text(status, "phase"),
         reason=get_text(status, "reason"),
         message=get_text(status, "message"),
@@ -298,6 +298,7 @@ def _parse_coordinator(raw: Mapping[str, Any], notes: Mapping[str, Any]) -> Coor
         attempt=-1 if attempt is None else attempt,
         image=get_text(notes, "coordinatorImage"),
         is_recorded=notes.get("coordinatorEnded") == "true",
+        is_queued=notes.get("coordinatorQueued") == "true",
         restarts=_parse_counters(_unpack(notes, "coordinatorRestarts")),
         lost_seconds=_parse_counters(_unpack(notes, "coordinatorLostSeconds")),
     )
@@ -465,12 +466,13 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "formed": "true" if memory.has_formed else None,
         "coordinatorImage": coordinator.image,
         "coordinatorEnded": "true" if coordinator.is_recorded else None,
+        "coordinatorQueued": "true" if coordinator.is_queued else None,
         "coordinatorRestarts": _pack(coordinator.restarts),
         "coordinatorLostSeconds": _pack(coordinator.lost_seconds),
         "finishingTime": _time(memory.finishing_since),
         "preparation": pack_preparation(memory.preparation),
         "stopped": memory.stop_reason,
-        "gang": pack_counts((memory.gang_size, memory.gang)) if memory.gang_size else None,
+        "gang": str(memory.gang) if memory.gang >= 0 else None,
     }
 
 

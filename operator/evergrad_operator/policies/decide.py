@@ -16,6 +16,7 @@ from evergrad_operator.policies.failure import (
     fail_if_due,
     is_backing_off,
 )
+from evergrad_operator.policies.gang import find_newest_gang
 from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import (
     conclude,
@@ -198,11 +199,11 @@ def _run(context: ReconcileContext) -> Decision:
         return preparing
 
     scale = decide_scale(context)
-    memory = context.memory
-    if memory.gang_size == 0 and names.LABEL_QUEUE in context.run.labels:
-        # The size of a group in the queue is fixed at a start or resumption: live bounds must not leave a
-        # group that can never be complete.
-        memory = replace(memory, gang_size=context.run.spec.nodes.min, gang=scale.epoch)
+    memory = replace(
+        context.memory,
+        recorded=context.memory.recorded | scale.withdrawn,
+        gang=find_newest_gang(context),
+    )
     record = plan_record(context, scale.epoch)
     has_record = is_recorded(context, record)
 
@@ -225,6 +226,7 @@ def _run(context: ReconcileContext) -> Decision:
         message,
         memory,
         nodes_to_create=scale.nodes_to_create,
+        gang=scale.gang,
         pods_to_delete=scale.pods_to_delete + remove(context.preparing),
         coordinator_attempt=scale.coordinator_attempt,
         bounds=scale.bounds,

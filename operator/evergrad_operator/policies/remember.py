@@ -95,7 +95,6 @@ def _begin(observation: Observation, config: Config) -> Memory:
             coordinator=replace(memory.coordinator, is_recorded=True),
             preparation=replace(memory.preparation, is_recorded=True),
             has_formed=False,
-            gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),
         )
 
@@ -138,7 +137,6 @@ def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
         faults=HostFaults(at=memory.faults.at),
         input_errors=(),
         has_formed=False,
-        gang_size=0,
         recorded=frozenset(range(len(memory.attempts))),
     )
 
@@ -212,7 +210,7 @@ def _note_coordinators(
                 config,
                 now,
             )
-        known = Coordinator(newest, known.image)
+        known = Coordinator(newest, known.image, is_queued=known.is_queued)
     pod = pods.get(known.attempt)
     memory = replace(memory, coordinator=known)
 
@@ -226,6 +224,10 @@ def _note_coordinators(
             config,
             now,
         )
+    # It has never run: the one that takes its place is no restart.
+    if observation.is_coordinator_unqueued:
+        queued = replace(memory.coordinator, is_queued=True, is_recorded=True)
+        memory = replace(memory, coordinator=queued)
     return memory
 
 
@@ -319,7 +321,7 @@ def _add_counters(memory: Memory, progress: Progress) -> Memory:
     """Add what the coordinator has counted since its last reading. Each coordinator counts from 0."""
     known = memory.coordinator
     if known.attempt != progress.attempt:
-        known = Coordinator(progress.attempt, known.image)
+        known = Coordinator(progress.attempt, known.image, is_queued=known.is_queued)
     restarts, lost = dict(memory.restarts), dict(memory.lost_seconds)
 
     # Restarts that no pod shows: a worker was started again inside its pod.

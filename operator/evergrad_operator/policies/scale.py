@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from evergrad_coordinator.causes import PodCause
-from evergrad_operator.decision import Bounds, PodDeletion
+from evergrad_operator.decision import Bounds, Gang, PodDeletion
 from evergrad_operator.images import pin_image
 from evergrad_operator.memory import Memory
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.failure import is_backing_off
+from evergrad_operator.policies.gang import decide_queueing
 from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import find_own_record
 
@@ -19,9 +20,11 @@ COORDINATOR_SILENCE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class Scale:
-    """Pods to make and to delete. ``missing``: nodes without a live pod, those that have to wait included.
+    """Pods to make and to delete. ``missing``: nodes without a live pod, those that have to wait included,
+    but for those that wait for the gang.
 
-    ``faulty``: nodes that wait after a host fault, while others do not.
+    ``faulty``: nodes that wait after a host fault, while others do not. ``withdrawn``: nodes whose pods go
+    once the status shows that their end counts for nothing.
     """
 
     nodes_to_create: tuple[tuple[int, int], ...]
@@ -31,6 +34,8 @@ class Scale:
     bounds: Bounds | None
     missing: int
     faulty: frozenset[int]
+    gang: Gang | None
+    withdrawn: frozenset[int]
     requeue_after: float | None
 
 
@@ -61,11 +66,19 @@ def decide_scale(context: ReconcileContext) -> Scale:
     faulty = faults.nodes.intersection(missing if is_faulty else ())
     due = [] if is_waiting else [index for index in missing if index not in held | faulty]
 
+    # A queue admits some nodes together, and others only after them. The end of a pod that goes for that
+    # reason is counted before it comes, or it would look like a loss.
+    queueing = decide_queueing(context, missing, due)
+    known = context.observation.status
+    counted = [pod for pod in queueing.withdrawn if known.has_recorded(pod.index, pod.attempt)]
+    surplus += counted
+    withdrawn = frozenset(pod.index for pod in queueing.withdrawn if pod not in counted)
+
     # An attempt is beyond all that are known, so that no name is used twice.
     visible = {pod.index: pod.attempt for pod in context.nodes}
     nodes_to_create = tuple(
         (index, 1 + max(visible.get(index, -1), context.memory.attempt_of(index)))
-        for index in due
+        for index in queueing.due
     )
 
     # The bounds are posted where the coordinator has others, unless its group is over. A coordinator of an
@@ -85,12 +98,16 @@ def decide_scale(context: ReconcileContext) -> Scale:
         coordinator_attempt=coordinator if not is_waiting else None,
         epoch=epoch,
         bounds=bounds,
-        missing=len(missing),
+        missing=len(missing) - len(queueing.elastic),
         faulty=faulty,
+        gang=queueing.gang,
+        withdrawn=withdrawn,
         requeue_after=earliest(
             context.memory.budget.retry_at - context.now if is_waiting else None,
             faults.retry_at - context.now if faulty else None,
-            context.seconds_to_unreachable if held else None,
+            context.seconds_to_unreachable if held or queueing.gang else None,
+            queueing.requeue_after,
+            1.0 if withdrawn or context.observation.is_coordinator_unqueued else None,
         ),
     )
 
@@ -157,6 +174,13 @@ def _find_coordinators(
         for pod in context.observation.coordinators
         if not pod.is_deleting and pod.attempt < epoch
     ]
+    # One that Kueue admits in no queue is made again in the run's.
+    # As with nodes, the status shows first that its end counts for nothing.
+    is_noted = context.observation.status.coordinator.is_queued
+    if live is not None and context.observation.is_coordinator_unqueued and is_noted:
+        older.append(live)
+        return attempt, epoch, older
+
     # The live one is lost if it has served, and its host is silent for longer than its nodes wait for it:
     # Kubernetes gives up a pod on a dead host after 45 s and more. Its successor, which takes the group over
     # as it is, is made only once it is being deleted: the API server keeps the deletion, whatever becomes of
