@@ -217,7 +217,7 @@ def test_a_replacement_that_joined_a_group_too_late_leaves_and_comes_in_a_new_on
     world.kueue.finished.add(old)
     restarts = 2
     world.go_on(10)
-    assert world.running() == ["run-0-2", "run-1-1", "run-2-0"]
+    assert world.running() == ["run-0-2", "run-1-2", "run-2-0"]
     assert world.groups()["run-0-2"] == f"{old[:-1]}1"
     assert world.status["restarts"]["total"] == restarts, "what never ran is no loss"
 
