@@ -101,17 +101,7 @@ class InformerCache:
         keys = self._concerned(resource, raw)
         known = self.store.find(resource, raw)
         is_same = known is not None and uid_of(known) == identity
-        # The answer to a creation lacks what others have added to the pod in it, such as a queue's gate: the
-        # watch shows that in the same version, and nothing more until the gate goes.
-        is_fuller = (
-            resource == PODS
-            and known is not None
-            and is_same
-            and _version(metadata) == _version(known["metadata"])
-            and known["status"] == NEW_POD_STATUS != slim_pod(raw)["status"]
-        )
-        is_old = known is not None and not _is_news(known, raw, is_deleted=is_deleted)
-        if is_old and not is_fuller:
+        if known is not None and not _is_news(known, raw, is_deleted=is_deleted):
             # No watch will ever show the version of an older object of that name.
             if not is_same:
                 self.expectations.forget(resource, identity)
@@ -248,8 +238,12 @@ def _is_news(known: Raw, raw: Raw, *, is_deleted: bool) -> bool:
     version = _version(raw["metadata"])
     newest = _version(known["metadata"])
     if uid_of(known) == uid_of(raw):
-        # The watch often shows a version that an answer of the API server has brought before.
-        return is_deleted or version > newest or version == 0
+        # The watch often shows a version that an answer of the API server has brought before. The answer to a
+        # pod's creation lacks what others have added in it, such as a queue's gate: the watch shows that in
+        # the same version, and nothing more until the gate goes.
+        is_brief = version == newest and known.get("status") == NEW_POD_STATUS
+        is_fuller = is_brief and slim_pod(raw)["status"] != NEW_POD_STATUS
+        return is_deleted or version > newest or version == 0 or is_fuller
     # Two objects had this name one after the other, and the older one's end or version may come late.
     return not is_deleted and (version >= newest or version == 0)
 

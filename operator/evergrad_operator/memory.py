@@ -158,8 +158,10 @@ class Memory:
     end is counted. ``restart``: how often ``restartNonce`` or other settings have restarted the run;
     ``restart_nonce``, ``settings_hash``: those acted upon. ``stop_reason``: why the run itself has stopped,
     empty if it has not. ``has_formed``: a group has been up since the run was started, resumed or restarted.
-    ``input_errors``: the exit codes 64 before that. ``gang``: number of the newest group of nodes that a
-    queue admits together, -1 for none; it only grows. ``phase``, ``reason`` and ``message``: as last shown.
+    ``input_errors``: the exit codes 64 before that. ``given_back``: how often a run below its minimum has
+    given its pods back since it trained last; none is made before ``come_again_at``. ``gang``: number of the
+    newest group of nodes that a queue admits together, -1 for none; it only grows. ``phase``, ``reason`` and
+    ``message``: as last shown.
     ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this restart;
     ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the edited
     fields that an event named last.
@@ -185,6 +187,8 @@ class Memory:
     lost_seconds: Mapping[str, int] = field(default_factory=dict)
     budget: Budget = Budget()
     faults: HostFaults = HostFaults()
+    given_back: int = 0
+    come_again_at: float = 0.0
     input_errors: tuple[InputError, ...] = ()
     has_formed: bool = False
     last_failure: LastFailure | None = None
@@ -217,7 +221,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
-    gang = unpack_counts(get_text(notes, "gang"))
+    gang = unpack_counts(get_text(notes, "gang")) or (-1,)
+    given_back = unpack_counts(get_text(notes, "givenBack")) or (0,)
     # An older release noted only that the run had stopped, which then was always on request.
     stopped = get_text(notes, "stopped")
     stop_reason = Reason.STOPPED.value if stopped == "true" else stopped
@@ -246,6 +251,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
         budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
         faults=_parse_faults(_unpack(notes, "hostFaults"), get_text(notes, "faultyNodes")),
+        given_back=given_back[0],
+        come_again_at=float(given_back[-1]),
         input_errors=tuple(errors[-MAX_HOSTS:]),
         # An older release did not note it; a phase Running says the same.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
@@ -263,8 +270,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         preparation=parse_preparation(
             get_map(status, "preparation"), get_text(notes, "preparation")
         ),
-        # An older release wrote the group's size before its number.
-        gang=gang[-1] if gang else -1,
+        gang=gang[-1],  # an older release wrote the group's size before its number
         phase=get_text(status, "phase"),
         reason=get_text(status, "reason"),
         message=get_text(status, "message"),
@@ -460,6 +466,9 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "budget": _pack(rest),
         "hostFaults": _pack(faults),
         "faultyNodes": pack_ranges(memory.faults.nodes),
+        "givenBack": pack_counts((memory.given_back, int(memory.come_again_at)))
+        if memory.given_back
+        else None,
         "inputErrors": _pack(
             {"said": [[error.node, error.host] for error in memory.input_errors]}
         ),

@@ -181,6 +181,8 @@ class Reason(StrEnum):
     """A replacement waits after failures."""
     HOST_FAULTS = "HostFaults"
     """Hosts fail the pods one after the other; these come again elsewhere, later each time."""
+    GIVEN_BACK = "PodsGivenBack"
+    """Fewer pods than ``nodes.min`` found a host for long: all have left, and come again later."""
     WAITING_FOR_NODES = "WaitingForNodes"
     """Fewer nodes than ``nodes.min`` are there."""
     COORDINATOR_LOST = "CoordinatorLost"

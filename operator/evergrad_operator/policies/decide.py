@@ -17,6 +17,7 @@ from evergrad_operator.policies.failure import (
     is_backing_off,
 )
 from evergrad_operator.policies.gang import find_newest_gang
+from evergrad_operator.policies.give_back import describe_give_back, give_back_if_short
 from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import (
     conclude,
@@ -198,6 +199,7 @@ def _run(context: ReconcileContext) -> Decision:
     if preparing is not None:
         return preparing
 
+    context, seconds_to_pause = give_back_if_short(context)
     scale = decide_scale(context)
     memory = replace(
         context.memory,
@@ -234,6 +236,7 @@ def _run(context: ReconcileContext) -> Decision:
         is_blocked=is_blocked,
         requeue_after=earliest(
             scale.requeue_after,
+            seconds_to_pause,
             None if is_blocked else seconds_to_person,
         ),
     )
@@ -275,6 +278,8 @@ def _describe(
             behind = describe_host_faults(context)
         return phase, reason, f"{text}; {behind}" if behind else text, None
 
+    if context.now < memory.come_again_at:
+        return Phase.WAITING, Reason.GIVEN_BACK, describe_give_back(context), None
     # Obstacles are named in this order: what a person or the cluster can mend, hosts, pauses, and only
     # then what the coordinator waits for.
     if obstacle is not None:

@@ -47,6 +47,8 @@ def decide_queueing(
 ) -> Queueing:
     """Decide which of the ``due`` nodes get a pod now, and in which group. ``missing``: all without a live
     pod."""
+    if context.now < context.memory.come_again_at:
+        return Queueing((), withdrawn=context.live)
     queue = context.run.labels.get(names.LABEL_QUEUE, "")
     if not queue:
         return Queueing(tuple(due))

@@ -232,6 +232,8 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         start_time=None,
         budget=Budget(at=memory.budget.at),
         faults=HostFaults(hosts=memory.faults.hosts, at=memory.faults.at),
+        given_back=0,
+        come_again_at=0.0,
         has_formed=False,
         input_errors=(),
     )

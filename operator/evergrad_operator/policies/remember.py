@@ -135,6 +135,8 @@ def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
         coordinator=replace(memory.coordinator, image="", is_recorded=True),
         budget=Budget(),
         faults=HostFaults(at=memory.faults.at),
+        given_back=0,
+        come_again_at=0.0,
         input_errors=(),
         has_formed=False,
         recorded=frozenset(range(len(memory.attempts))),
@@ -305,6 +307,8 @@ def _note_progress(
     # A step of this coordinator's own group shows that one was up, also where no poll fell into that time.
     has_formed = memory.has_formed or progress.phase in _FORMED or progress.step is not None
     memory = replace(memory, training=training, has_formed=has_formed)
+    if progress.phase in _FORMED:
+        memory = replace(memory, given_back=0, come_again_at=0.0)
 
     # The order matters: counters before the outcome, which names the failure that the counters count.
     memory = _add_counters(memory, progress)

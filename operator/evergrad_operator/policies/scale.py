@@ -68,11 +68,11 @@ def decide_scale(context: ReconcileContext) -> Scale:
 
     # A queue admits some nodes together, and others only after them. The end of a pod that goes for that
     # reason is counted before it comes, or it would look like a loss.
-    queueing = decide_queueing(context, missing, due)
-    known = context.observation.status
-    counted = [pod for pod in queueing.withdrawn if known.has_recorded(pod.index, pod.attempt)]
-    surplus += counted
-    withdrawn = frozenset(pod.index for pod in queueing.withdrawn if pod not in counted)
+    queueing, known = decide_queueing(context, missing, due), context.observation.status
+    leaving = queueing.withdrawn
+    counted = [pod for pod in leaving if known.has_recorded(pod.index, pod.attempt)]
+    surplus += [pod for pod in counted if pod not in surplus]
+    withdrawn = frozenset(pod.index for pod in leaving if pod not in counted)
 
     # An attempt is beyond all that are known, so that no name is used twice.
     visible = {pod.index: pod.attempt for pod in context.nodes}
@@ -81,23 +81,13 @@ def decide_scale(context: ReconcileContext) -> Scale:
         for index in queueing.due
     )
 
-    # The bounds are posted where the coordinator has others, unless its group is over. A coordinator of an
-    # older release reports no number of failures, and gets none for that reason alone.
-    progress, nodes, bounds = context.progress, context.run.spec.nodes, None
-    if progress is not None and progress.phase not in ("Complete", "Stopped", "Failed"):
-        most = context.run.spec.failure_policy.max_failures_without_progress
-        failures = most if progress.max_failures is None else progress.max_failures
-        wanted = Bounds(nodes.min, nodes.largest, most)
-        if wanted != Bounds(progress.min_nodes, progress.max_nodes, failures):
-            bounds = wanted
-
     coordinator, epoch, older = _find_coordinators(context)
     return Scale(
         nodes_to_create=nodes_to_create,
         pods_to_delete=remove(surplus) + remove(older),
         coordinator_attempt=coordinator if not is_waiting else None,
         epoch=epoch,
-        bounds=bounds,
+        bounds=_find_bounds(context),
         missing=len(missing) - len(queueing.elastic),
         faulty=faulty,
         gang=queueing.gang,
@@ -110,6 +100,19 @@ def decide_scale(context: ReconcileContext) -> Scale:
             1.0 if withdrawn or context.observation.is_coordinator_unqueued else None,
         ),
     )
+
+
+def _find_bounds(context: ReconcileContext) -> Bounds | None:
+    """Return the bounds that the coordinator has to be sent; None where it has them, or its group is over."""
+    progress, nodes = context.progress, context.run.spec.nodes
+    if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
+        return None
+    # A coordinator of an older release reports no number of failures, and gets none for that reason alone.
+    most = context.run.spec.failure_policy.max_failures_without_progress
+    failures = most if progress.max_failures is None else progress.max_failures
+    wanted = Bounds(nodes.min, nodes.largest, most)
+    is_known = wanted == Bounds(progress.min_nodes, progress.max_nodes, failures)
+    return None if is_known else wanted
 
 
 def find_epoch(context: ReconcileContext) -> int:

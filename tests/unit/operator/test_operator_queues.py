@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import simulated_run
 from fake_kubernetes.kueue import FINALIZER, GROUP, QUEUE, Kueue
 from fake_kubernetes.simulation import KEY, Simulation
 
 from evergrad_operator.kueue import parse_place
+from evergrad_operator.policies.give_back import PATIENCE_SECONDS
 
 LABELS = {QUEUE: "gpus", "kueue.x-k8s.io/priority-class": "normal"}
 
@@ -460,3 +462,82 @@ def test_an_operator_killed_at_any_write_of_a_queued_run_leads_to_the_same_end(
         if end != expected:
             other[number] = copy.copy(end)
     assert other == {}, expected
+
+
+def contend(uid: str = "") -> simulated_run.Simulation:
+    """A run of which one node has a host, and the other finds none."""
+    world = simulated_run.Simulation()
+    world.raw["metadata"]["uid"] = uid or world.raw["metadata"]["uid"]
+    world.set_spec(nodes={"min": 2, "max": 2})
+    world.reconcile()
+    world.start("docs-lm-coordinator-0", "docs-lm-0-0")
+    world.unschedulable("docs-lm-1-0", "0/2 nodes are available: 2 Insufficient cpu.")
+    world.progress = simulated_run.make_progress(0, phase="Waiting", nodes={"ready": 0})
+    return world
+
+
+def test_a_run_that_stays_below_its_minimum_gives_its_pods_back_and_asks_again_later() -> None:
+    world = contend()
+    decision = world.settle()
+    assert decision.reason == "Unschedulable"
+    assert decision.requeue_after == PATIENCE_SECONDS, "a host that comes ends the wait"
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    world.leave()
+    decision = world.settle()
+    assert world.live() == [] and len(world.live(role="coordinator")) == 1
+    assert (decision.phase, decision.reason) == ("Waiting", "PodsGivenBack")
+    assert "fewer than 2 nodes found a host within 20m" in decision.message
+    assert (world.condition("Stalled")["status"], world.status["restarts"]) == (
+        "False",
+        {"total": 0},
+    )
+    # They come again once the pause is over, and no earlier.
+    assert decision.requeue_after is not None
+    world.age(decision.requeue_after - 1)
+    world.settle()
+    assert world.live() == []
+    world.age(1)
+    world.reconcile()
+    assert world.live() == ["docs-lm-0-1", "docs-lm-1-1"]
+    # The next pause is longer; a group that forms ends that.
+    first = decision.requeue_after
+    world.start("docs-lm-0-1")
+    world.unschedulable("docs-lm-1-1", "0/2 nodes are available: 2 Insufficient cpu.")
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    world.leave()
+    second = world.settle().requeue_after
+    assert second is not None and first * 2 / 3 < second
+    world.age(second)
+    world.reconcile()
+    world.start()
+    world.train()
+    world.settle()
+    assert "givenBack" not in world.status["memory"]
+
+
+def test_two_runs_that_have_waited_for_each_other_come_again_at_different_moments() -> None:
+    pauses = set()
+    for uid in ("one", "other"):
+        world = contend(uid)
+        world.settle()
+        world.age(PATIENCE_SECONDS)
+        world.settle()
+        world.leave()
+        pauses.add(world.settle().requeue_after)
+    assert len(pauses) == 2
+
+
+def test_a_run_that_has_no_host_at_all_or_enough_of_them_gives_nothing_back() -> None:
+    world = contend()
+    world.unschedulable("docs-lm-0-0", "0/2 nodes are available: 2 Insufficient cpu.")
+    del world.pods["docs-lm-0-0"]["spec"]["nodeName"]
+    world.settle()
+    world.age(PATIENCE_SECONDS)
+    assert world.settle().reason == "Unschedulable" and len(world.live()) == 2
+    world.set_spec(nodes={"min": 1, "max": 2})
+    world.start("docs-lm-0-0")
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    assert len(world.live()) == 2
