@@ -215,11 +215,13 @@ def _build_queue(run: TrainingRun, node: Node) -> tuple[dict[str, str], dict[str
         # Kueue takes a pod of other affinities for one of another role, which its group has no place for: a
         # replacement that keeps away from a faulty host would never be admitted.
         names.ANNOTATION_QUEUE_ROLE: names.ROLE_NODE,
-        # Neighbours in rank are placed next to each other, where a topology is asked for.
-        names.ANNOTATION_QUEUE_INDEX: names.LABEL_INDEX,
         # A node that went silent is fenced off: Kueue, if it is configured to, need not wait for its host.
         names.ANNOTATION_QUEUE_FORCED: "true",
     }
+    # Neighbours in rank are placed next to each other, where a topology is asked for. Kueue refuses a group
+    # with an index beyond its size, as of one that was begun beside a node that lives.
+    if max(gang.members) < gang.size:
+        annotations[names.ANNOTATION_QUEUE_INDEX] = names.LABEL_INDEX
     group = names.queue_group_name(run.name, run.uid, gang.number)
     return {names.LABEL_QUEUE_GROUP: group}, annotations
 

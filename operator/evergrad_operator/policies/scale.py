@@ -50,8 +50,7 @@ def decide_scale(context: ReconcileContext) -> Scale:
 
     # Which nodes get a pod now, and which have to wait: for the budget, for the last holder of the state, or
     # after a fault of their host.
-    indices = range(context.run.spec.nodes.largest)
-    missing = [index for index in indices if index not in newest]
+    missing = [index for index in range(context.run.spec.nodes.largest) if index not in newest]
     is_waiting = is_backing_off(context)
     # Where only a leaving pod may hold the state, a successor, the same node to the coordinator, would cut
     # its save short. A pod on a lost node is not waited for: whatever it holds cannot be reached.

@@ -318,6 +318,24 @@ def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone
     ] * 3
 
 
+def test_nodes_lost_beside_one_that_was_admitted_alone_are_a_group_of_their_own() -> None:
+    world = full()
+    world.set_spec(nodes={"min": 3, "max": 3})
+    world.run()
+    key = "kueue.x-k8s.io/pod-group-name"
+    del world.pods["docs-lm-0-0"]["metadata"]["labels"][key]
+    world.age(100)
+    for name in ("docs-lm-1-0", "docs-lm-2-0"):
+        world.end(name, 137)
+    world.reconcile()
+    made = [pod["metadata"] for pod in world.plan.create]
+    assert [one["labels"][key] for one in made] == ["docs-lm-uid-d-1"] * 2
+    annotations = [one["annotations"] for one in made]
+    assert [one["kueue.x-k8s.io/pod-group-total-count"] for one in annotations] == ["2"] * 2
+    # Kueue refuses an index that is not below the size.
+    assert all("kueue.x-k8s.io/pod-group-pod-index-label" not in one for one in annotations)
+
+
 def test_the_users_tolerations_for_silent_nodes_take_the_place_of_ours() -> None:
     patient = [
         {

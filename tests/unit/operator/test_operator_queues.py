@@ -344,6 +344,20 @@ def test_elastic_nodes_have_a_priority_of_their_own_if_the_run_names_one() -> No
     assert classes == ["normal", "normal", "low"]
 
 
+def test_a_preparation_that_waits_in_no_queue_comes_again_in_the_one_that_is_named() -> None:
+    preparation = {"resources": {"requests": {"cpu": "1"}}}
+    world = Queued(quota=4, manages_all=True, preparation=preparation)
+    world.labels = None
+    world.create().go_on(3)
+    assert world.status["reason"] == "Queued" and world.condition("Stalled") == "True"
+    assert "the preparation (pod run-prepare-0) waits for a queue" in world.status["message"]
+    world.label(LABELS)
+    world.go_on()
+    (name,) = world.simulation.pods("preparation")
+    assert world.pod(name)["status"]["phase"] == "Running"
+    assert world.pod(name)["metadata"]["labels"][QUEUE] == "gpus"
+
+
 def test_a_coordinator_that_kueue_holds_comes_again_in_the_runs_queue() -> None:
     world = Queued(quota=4, manages_all=True).create()
     world.go_on(8)
