@@ -217,6 +217,10 @@ def test_quota_is_given_back_on_completion(queue: Queue) -> None:
 def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) -> None:
     sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
     run = queue.start("wrong", nodes=(3, 3), training={"data": {"sources": sources}})
+    # The first to come is the first to be admitted.
+    wait_for(
+        lambda: queue.used() == 3 * NODE or run.status().get("phase") == "Failed", "admission"
+    )
     next_run = queue.start("next", nodes=(3, 3))
     run.wait_for_phase("Failed", seconds=600)
     queue.wait_for_use(3)

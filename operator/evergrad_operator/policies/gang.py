@@ -21,9 +21,9 @@ from evergrad_operator.decision import Gang
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
 
-EVICTED_SECONDS: Final = 10.0
+HELD_SECONDS: Final = 10.0
 """Time for which a pod of the gang waits to be admitted before the elastic nodes, too few to train alone,
-leave: a node that is replaced waits for a moment only."""
+leave, and before a pod that its group left behind does: a node that is replaced waits for a moment only."""
 _SECOND: Final = 1.0
 """Precision of the times by which Kueue takes the youngest workload first where it needs quota."""
 
@@ -134,7 +134,9 @@ def _begin(
     """Return a new group of all nodes below the minimum that have no pod, and the nodes that wait for the
     others: a group that is not complete is not admitted."""
     nodes = frozenset(index for index in missing if index < gang.minimum)
-    if not nodes <= frozenset(due):
+    # One that its group left behind comes again with the others.
+    is_left_behind = any(pod.place.is_abandoned for pod in context.live)
+    if is_left_behind or not nodes <= frozenset(due):
         return gang, nodes
     # A node that needs no other is admitted alone.
     if len(nodes) < 2:
@@ -147,16 +149,19 @@ def _withdraw(
 ) -> tuple[tuple[PodState, ...], float | None]:
     """Return the pods that are to go, and the seconds until others may have to."""
     gated = [pod for pod in context.live if pod.place.is_gated]
-    # Those that are never admitted: the group was over when they joined it, or the queue is another by now.
-    useless = [pod for pod in gated if pod.place.is_abandoned or pod.place.queue != queue]
+    useless = [pod for pod in gated if pod.place.queue != queue]
+
+    # A group was over when they joined it. Kueue may have ended it because its pods cannot start: they are
+    # not made anew in a storm.
+    abandoned = [pod for pod in gated if pod.place.is_abandoned and pod not in useless]
+    held = [(pod, pod.created_at) for pod in abandoned]
 
     # A gang that was evicted is admitted only with all of its quota, which its own elastic nodes may hold.
-    below = [pod for pod in gated if pod.index < minimum and pod not in useless]
-    above = [pod for pod in context.live if pod.index >= minimum and pod not in useless]
-    admitted = [pod for pod in context.live if not pod.place.is_gated]
-    if not below or not above or len(admitted) >= context.run.spec.nodes.min:
-        return tuple(useless), None
-    left = min(pod.created_at for pod in below) + EVICTED_SECONDS - context.now
-    if left > 0:
-        return tuple(useless), left
-    return (*useless, *above), None
+    below = [pod.created_at for pod in gated if pod.index < minimum and pod not in useless]
+    admitted = sum(not pod.place.is_gated for pod in context.live)
+    if below and admitted < context.run.spec.nodes.min:
+        above = [pod for pod in context.live if pod.index >= minimum]
+        held += [(pod, min(below)) for pod in above if pod not in (*useless, *abandoned)]
+    times = {pod: since + HELD_SECONDS - context.now for pod, since in held}
+    going = [pod for pod, left in times.items() if left <= 0]
+    return (*useless, *going), min((left for left in times.values() if left > 0), default=None)
