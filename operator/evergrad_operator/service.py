@@ -106,7 +106,7 @@ class Service:
             ready=[self.vitals.find_unready],
             metrics=self._prepare_metrics,
         )
-        self._fleet_page = FleetPage(lambda: self.cache.store.runs.values())
+        self._fleet_page = FleetPage(self.cache.store.runs.values)
 
     async def run(self) -> int:
         """Run until asked to stop; the exit code is 0, or 1 for a fault that a new start may mend."""
