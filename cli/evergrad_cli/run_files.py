@@ -139,13 +139,13 @@ class RunFiles:
                 times.add(elapsed, {"processes": size})
 
     def _build_status(self, now: float) -> dict[str, Any]:
-        last = self._recent[-1] if self._recent else {}
+        last: Mapping[str, Any] = self._recent[-1] if self._recent else {}
         start = self._newest.get("start", {})
         total, step = start.get("total_steps"), last.get("step")
         tokens = sum(row.get("tokens") or 0 for row in self._recent)
         seconds = sum(row.get("step_seconds") or 0.0 for row in self._recent)
         phase, message = self._find_phase(now)
-        left = None
+        left: float | None = None
         if phase == "Running" and isinstance(total, int) and isinstance(step, int) and seconds:
             left = (total - step) * seconds / len(self._recent)
         return {

@@ -3,10 +3,12 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO, Final
+from types import MappingProxyType
+from typing import Final
 
 from evergrad_cli.run_files import RunFiles
 from evergrad_coordinator.edge.live import MOST_PAGES, UPDATE_SECONDS, encode_event
@@ -17,7 +19,7 @@ _WRITE_SECONDS: Final = 30.0
 """Within which a page reads what it is sent, or is dropped."""
 
 
-def follow(directory: Path, stream: BinaryIO, is_over: threading.Event) -> None:
+def follow(directory: Path, stream: BufferedIOBase, is_over: threading.Event) -> None:
     """Write events to ``stream`` until it cannot be written; they begin with all there is."""
     files = RunFiles(directory)
     with contextlib.suppress(OSError):
@@ -42,7 +44,7 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
             site = self.headers.get("Sec-Fetch-Site", "")
             if self.path == "/":
                 data = page.text.encode()
-                self._begin(200, "text/html; charset=utf-8", **page.headers)
+                self._begin(200, "text/html; charset=utf-8", page.headers)
                 self.wfile.write(data)
             elif self.path != "/live":
                 self._begin(404, "text/plain")
@@ -57,7 +59,9 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
                 finally:
                     places.release()
 
-        def _begin(self, status: int, kind: str, **headers: str) -> None:
+        def _begin(
+            self, status: int, kind: str, headers: Mapping[str, str] = MappingProxyType({})
+        ) -> None:
             self.send_response(status)
             for name, value in {
                 "Content-Type": kind,

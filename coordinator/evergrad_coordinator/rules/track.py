@@ -40,8 +40,9 @@ class _Column:
         self.most[-1] = max(self.most[-1], value)
 
     def cut(self, num_rows: int) -> None:
-        for values in (self.mean, self.least, self.most, self.num):
+        for values in (self.mean, self.least, self.most):
             del values[num_rows:]
+        del self.num[num_rows:]
 
     def merge(self) -> None:
         """Make one row of each two."""
