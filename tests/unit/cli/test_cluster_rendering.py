@@ -505,10 +505,11 @@ def test_times_of_lines_compare_although_zeros_are_dropped() -> None:
     assert sorted([stamps[2], stamps[0], stamps[3], stamps[1]], key=order_of) == stamps
 
 
-def test_a_run_without_a_status_is_pending(make_run: Make) -> None:
-    raw = make_run()
-    del raw["status"]
-    run: Run = parse_run(raw)
+@pytest.mark.parametrize("status", [None, {"observedGeneration": -1}])
+def test_a_run_that_no_operator_has_seen_is_pending(
+    status: dict[str, int] | None, make_run: Make
+) -> None:
+    run: Run = parse_run({**make_run(), "status": status})
     assert (run.phase, run.is_observed, run.is_current, run.is_over) == (
         "Pending",
         False,
