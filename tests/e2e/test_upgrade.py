@@ -204,13 +204,7 @@ def test_two_installations_at_once_serve_a_namespace_each_and_go_one_by_one(
         assert uids(one) == pods
 
         # An installation of the same name takes it over again.
-        ones[0].upgrade(
-            settings=(
-                "crds.install=false",
-                "rbac.scope=namespaced",
-                "rbac.aggregatedRoles=false",
-            )
-        )
+        ones[0].upgrade(settings=NARROW)
         expect_undisturbed(one, pods)
         expect_reported(one)
         for where, run in ((runs, one), (other_runs, other)):
