@@ -202,10 +202,11 @@ def _build_queue(run: TrainingRun, node: Node) -> tuple[dict[str, str], dict[str
     gang = node.gang
     if gang is None:
         return {}, {}
-    priority = run.annotations.get(names.ANNOTATION_ELASTIC_PRIORITY)
     if node.index not in gang.members:
-        is_lower = priority and node.index >= gang.minimum
-        return {names.LABEL_QUEUE_PRIORITY: priority} if is_lower and priority else {}, {}
+        priority = run.annotations.get(names.ANNOTATION_ELASTIC_PRIORITY)
+        if priority and node.index >= gang.minimum:
+            return {names.LABEL_QUEUE_PRIORITY: priority}, {}
+        return {}, {}
     annotations = {
         names.ANNOTATION_QUEUE_GROUP_SIZE: str(gang.size),
         # Without it Kueue keeps quota and pods of a group that has failed, is suspended or is deleted. It is

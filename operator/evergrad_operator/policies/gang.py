@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator import names
 from evergrad_operator.decision import Gang
 from evergrad_operator.pods import PodState
@@ -64,7 +65,15 @@ def decide_queueing(
         size = living[0].place.group_size or context.run.spec.nodes.min
         gang, wait = _join(context, due, members, Gang(size, newest))
     else:
-        gang, wait = _begin(context, missing, due, Gang(context.run.spec.nodes.min, newest + 1))
+        # A group that is not complete is not admitted: all nodes below the minimum that have no pod come at
+        # once, also one that its last group left behind. One that needs no other is admitted alone.
+        gang = Gang(context.run.spec.nodes.min, newest + 1)
+        nodes = wait = frozenset(index for index in missing if index < gang.minimum)
+        is_left_behind = any(pod.place.is_abandoned for pod in context.live)
+        if nodes <= frozenset(due) and not is_left_behind:
+            wait = frozenset()
+            if len(nodes) > 1:
+                gang = replace(gang, size=len(nodes), members=nodes)
 
     # A node above the minimum that were admitted or scheduled first could hold the place of one below it. It
     # is younger by a second at least: of two workloads of one priority Kueue preempts the younger.
@@ -99,6 +108,27 @@ def find_newest_gang(context: ReconcileContext) -> int:
     return max([context.memory.gang, *known])
 
 
+def describe_wait(context: ReconcileContext, where: str) -> str:
+    """Return why Kueue holds pods of the run. ``where``: one of them, in words."""
+    seen, run = context.observation, context.run
+    everything = (*seen.preparations, *seen.coordinators, *context.live)
+    held = [pod for pod in everything if pod.is_live and pod.place.is_gated]
+    who = f"{where} and {len(held) - 1} more wait" if len(held) > 1 else f"{where} waits"
+    queue = run.labels.get(names.LABEL_QUEUE, "")
+    if not queue:
+        return (
+            f"{who} for a queue: Kueue here manages pods without one, too. Set the label "
+            f"{names.LABEL_QUEUE} on the TrainingRun"
+        )
+    # The nodes that wait may have trained before.
+    last = {record.pod.rpartition("-")[0]: record.cause for record in context.memory.ends}
+    was_preempted = any(
+        last.get(pod.name.rpartition("-")[0]) == PodCause.PREEMPTED for pod in held
+    )
+    why = ", which gave their place to another" if was_preempted else ""
+    return f"{who} to be admitted by the queue {queue}{why}"
+
+
 def _join(
     context: ReconcileContext, due: Sequence[int], members: Sequence[PodState], gang: Gang
 ) -> tuple[Gang, frozenset[int]]:
@@ -115,7 +145,8 @@ def _join(
         if pod.is_live and not pod.place.is_managed and not pod.place.is_abandoned
     ]
     room = size - len(active) - len(others)
-    joined, wait = set(), set()
+    joined: set[int] = set()
+    wait: set[int] = set()
     for index in due:
         if index >= size:
             continue
@@ -126,22 +157,6 @@ def _join(
             joined.add(index)
             room -= 1
     return replace(gang, size=size, members=frozenset(joined)), frozenset(wait)
-
-
-def _begin(
-    context: ReconcileContext, missing: Sequence[int], due: Sequence[int], gang: Gang
-) -> tuple[Gang, frozenset[int]]:
-    """Return a new group of all nodes below the minimum that have no pod, and the nodes that wait for the
-    others: a group that is not complete is not admitted."""
-    nodes = frozenset(index for index in missing if index < gang.minimum)
-    # One that its group left behind comes again with the others.
-    is_left_behind = any(pod.place.is_abandoned for pod in context.live)
-    if is_left_behind or not nodes <= frozenset(due):
-        return gang, nodes
-    # A node that needs no other is admitted alone.
-    if len(nodes) < 2:
-        return gang, frozenset()
-    return replace(gang, size=len(nodes), members=nodes), frozenset()
 
 
 def _withdraw(

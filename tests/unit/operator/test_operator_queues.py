@@ -35,7 +35,7 @@ class Queued:
         self.simulation.store.change("trainingruns", *KEY, {"metadata": {"labels": labels}})
 
     def go_on(self, rounds: int = 6, *, is_reaped: bool = True) -> "Queued":
-        """Everybody does his work, again and again; a second or two pass each time."""
+        """Everybody does his work, again and again; some seconds pass each time."""
         for _ in range(rounds):
             self.simulation.settle()
             self.kueue.work()
@@ -43,7 +43,7 @@ class Queued:
             if is_reaped:
                 self.simulation.reap()
                 self.kueue.work()
-            self.simulation.now += 2
+            self.simulation.now += 4
         self.simulation.settle()
         return self
 
@@ -157,7 +157,7 @@ def test_a_lost_pod_of_a_group_is_replaced_once_and_only_when_it_has_ended() -> 
     world = Queued().create().train()
     world.simulation.now += 100
     world.simulation.store.delete("pods", "ns", "run-0-0")
-    world.go_on(5, is_reaped=False)
+    world.go_on(2, is_reaped=False)
     assert world.simulation.pods() == ["run-0-0", "run-1-0", "run-2-0"], (
         "its container saves, and Kueue would delete a successor as one too many"
     )
@@ -412,16 +412,16 @@ def test_a_run_whose_queue_is_another_one_waits_there() -> None:
 
 def story(world: Queued) -> tuple[Any, ...]:
     """The whole of it: queued, admitted, preempted, returned, suspended, resumed."""
-    world.create().train()
+    world.create().go_on(4).simulation.train()
     world.preempt(left=1)
-    world.go_on(12)
+    world.go_on(5)
     world.kueue.quota = 3
-    world.go_on(8)
+    world.go_on(4)
     world.suspend(True)
-    world.go_on(8)
+    world.go_on(4)
     assert world.kueue.used == 0
     world.suspend(False)
-    world.go_on(10)
+    world.go_on(4)
     status = world.status
     return (
         sorted(name[:5] for name in world.running()),
