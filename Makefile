@@ -13,6 +13,8 @@ TORCH ?= 2.15.0
 OTHER := $(VENV)-torch-$(TORCH)
 # Beside .venv, whose packages it sees: some fifty more, which only trackers need.
 TRACKED := $(VENV)-trackers
+# Only the site needs them, so that neither .venv nor CI's install grows.
+SITE := $(VENV)-docs
 PACKAGES := $(addsuffix /pyproject.toml,coordinator manifest operator cli trainer_image)
 
 # The working directory never goes onto the import path: the folder operator/ would shadow the standard library's module.
@@ -23,7 +25,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint docs cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -138,6 +140,7 @@ generate: $(INSTALLED) ## write the generated files anew
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate
 	$(BIN)/python docs/tree.py
 	$(BIN)/python docs/capabilities.py
+	$(BIN)/python docs/pictures.py
 	$(BIN)/python examples/quickstart/make_documents.py
 
 generated: $(INSTALLED) ## check that the generated files are up to date
@@ -147,9 +150,10 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
 	$(BIN)/python docs/tree.py --check
 	$(BIN)/python docs/capabilities.py --check
+	$(BIN)/python docs/pictures.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
-verify: generated chart-lint ## all that CI checks: generated files, chart, lint, tests
+verify: generated chart-lint docs ## all that CI checks: generated files, chart, site, lint, tests
 	$(SUB_MAKE) --no-print-directory test FRONT='lint test-e2e'
 	$(call stage,verified)
 
@@ -178,6 +182,16 @@ chart-lint: $(INSTALLED) ## helm lint --strict, and kubeconform on what the char
 	$(call stage,chart)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.chart
 
+$(SITE)/.installed: requirements/docs.in
+	$(call stage,install what builds the site)
+	@$(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/docs.in
+	@touch $@
+
+docs: $(SITE)/.installed ## build the site into build/site, where a broken link or a page outside the navigation is an error
+	$(call stage,site)
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+
 cluster: $(INSTALLED) ## a real two-node Kubernetes on this machine (as root); its kubeconfig is .cluster/kubeconfig
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed up
 
@@ -192,4 +206,4 @@ clean: ## remove caches and build products; runs/ stays
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 distclean: clean ## clean, and remove .venv and the example's documents; runs/ stays
-	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PYDOC)/documents.jsonl
+	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(SITE) $(PYDOC)/documents.jsonl
