@@ -188,9 +188,10 @@ $(SITE)/.installed: requirements/docs.in
 	@$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/docs.in
 	@touch $@
 
+# Never --quiet: MkDocs then counts no warnings, and --strict ends nothing.
 docs: $(SITE)/.installed ## build the site into build/site, where a broken link or a page outside the navigation is an error
 	$(call stage,site)
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
 cluster: $(INSTALLED) ## a real two-node Kubernetes on this machine (as root); its kubeconfig is .cluster/kubeconfig
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed up

@@ -93,3 +93,16 @@ def test_links_and_the_sites_own_files_load_nothing_from_another_host(
     hooks: ModuleType, html: str
 ) -> None:
     assert hooks.find_foreign(html) == []
+
+
+def test_the_build_ends_at_a_warning(root: Path) -> None:
+    # With --quiet MkDocs counts no warnings, and --strict has no effect.
+    (command,) = [
+        line
+        for line in (root / "Makefile").read_text("utf-8").splitlines()
+        if "mkdocs build" in line
+    ]
+    assert "--strict" in command and "--quiet" not in command and "-q" not in command.split()
+    config = yaml.load((root / "mkdocs.yml").read_text("utf-8"), Loader=_Loader)
+    assert set(config["validation"].values()) == {"warn"}
+    assert len(config["validation"]) == 5
