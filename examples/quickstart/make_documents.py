@@ -16,6 +16,7 @@ LEFT_OUT = (
     "comparison.md",
     "concepts.md",
     "faq.md",
+    "gitops.md",
     "gpu.md",
     "migrating",
     "queues.md",
@@ -26,6 +27,7 @@ LEFT_OUT = (
     "storage.md",
     "tenancy.md",
     "troubleshooting.md",
+    "upgrading.md",
 )
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
