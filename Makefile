@@ -15,6 +15,8 @@ OTHER := $(VENV)-torch-$(TORCH)
 TRACKED := $(VENV)-trackers
 # Only the site needs them, so that neither .venv nor CI's install grows.
 SITE := $(VENV)-docs
+# Likewise: libraries that benchmarks measure Evergrad beside.
+PEERS := $(VENV)-peers
 PACKAGES := $(addsuffix /pyproject.toml,coordinator manifest operator cli trainer_image)
 
 # The working directory never goes onto the import path: the folder operator/ would shadow the standard library's module.
@@ -25,7 +27,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint docs cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods numbers images release chart-lint docs cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -33,7 +35,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too), RELEASE (for make release)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the five of this repository, editable
 
@@ -107,11 +109,16 @@ test-torch-matrix: $(INSTALLED) $(OTHER)/.installed ## the rendezvous backend wi
 		tests/integration/test_rendezvous_changes.py tests/integration/test_rendezvous_scripts.py -k 'not accelerate and not transformers'
 	$(OTHER)/bin/python -m pytest --config-file=/dev/null --noconftest --import-mode=importlib -p no:cacheprovider tests/unit/test_torch_private.py
 
+# A .venv (1) that sees the packages of the one of all.
+define make_beside
+@$(PYTHON) -m venv $(1)
+@$(BIN)/python -c 'import sys, sysconfig; open(sys.argv[1] + "/beside.pth", "w").write("import site; site.addsitedir(%r)\n" % sysconfig.get_path("purelib"))' \
+	"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+endef
+
 $(TRACKED)/.installed: $(INSTALLED) trainer_image/pyproject.toml
 	$(call stage,libraries of trackers)
-	@$(PYTHON) -m venv $(TRACKED)
-	@$(BIN)/python -c 'import sys, sysconfig; open(sys.argv[1] + "/beside.pth", "w").write("import site; site.addsitedir(%r)\n" % sysconfig.get_path("purelib"))' \
-		"$$($(TRACKED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(call make_beside,$(TRACKED))
 	@$(TRACKED)/bin/python -m pip install --disable-pip-version-check 'evergrad-trainer[wandb,mlflow,aim]'
 	@touch $@
 
@@ -138,18 +145,24 @@ generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python -m evergrad_manifest.generate
 	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate
+	$(BIN)/python docs/chart_values.py
 	$(BIN)/python docs/tree.py
 	$(BIN)/python docs/capabilities.py
+	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python examples/quickstart/make_documents.py
+	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/unit/operator $(BIN)/python -m run_samples
+	$(BIN)/python examples/gitops/argocd/make_argocd_cm.py
 
 generated: $(INSTALLED) ## check that the generated files are up to date
 	$(call stage,generated files)
 	$(BIN)/python -m evergrad_manifest.generate --check
 	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	PYTHONPATH=$(CURDIR)/monitoring $(BIN)/python -m evergrad_monitoring.generate --check
+	$(BIN)/python docs/chart_values.py --check
 	$(BIN)/python docs/tree.py --check
 	$(BIN)/python docs/capabilities.py --check
+	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py --check
 	$(BIN)/python docs/pictures.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
@@ -162,6 +175,15 @@ bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Tra
 
 gpu-check: $(INSTALLED) ## check and measure on this machine's accelerator, into benchmarks/results/gpu.md; exits with 69 where there is none
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/gpu_check.py $(GPU)
+
+$(PEERS)/.installed: $(INSTALLED) requirements/peers.in
+	$(call stage,libraries to measure beside)
+	$(call make_beside,$(PEERS))
+	@$(PEERS)/bin/python -m pip install --disable-pip-version-check --requirement requirements/peers.in
+	@touch $@
+
+bench-peers: $(INSTALLED) $(PEERS)/.installed ## measure packing beside TRL and preparation beside datasets, in a .venv of their own
+	PYTHONPATH=$(CURDIR)/benchmarks $(PEERS)/bin/python benchmarks/run.py $(or $(BENCH),sft-packing prepare-mixture)
 
 bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the cost of being elastic
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
@@ -178,7 +200,11 @@ numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the pro
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images
 
-chart-lint: $(INSTALLED) ## helm lint --strict, and kubeconform on what the chart renders
+release: $(INSTALLED) ## write wheels, chart, images, bills of materials and checksums into dist/ (RELEASE=--without-images: where one is not root)
+	$(call stage,release)
+	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/requirements:$(CURDIR)/release $(BIN)/python release/make_release.py $(RELEASE)
+
+chart-lint: $(INSTALLED) ## helm lint --strict, ct lint, the chart's own tests (helm-unittest), and kubeconform on what it renders
 	$(call stage,chart)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.chart
 
@@ -207,4 +233,4 @@ clean: ## remove caches and build products; runs/ stays
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 distclean: clean ## clean, and remove .venv and the example's documents; runs/ stays
-	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(SITE) $(PYDOC)/documents.jsonl
+	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PEERS) $(SITE) $(PYDOC)/documents.jsonl

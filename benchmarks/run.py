@@ -42,6 +42,9 @@ CLUSTER = "cluster"
 CLUSTER_PODS = "cluster-pods"
 """Needs the nodes of tests/bed and has options: ``make bench-cluster-pods``."""
 
+SFT_PACKING, PREPARE_MIXTURE = "sft-packing", "prepare-mixture"
+"""Beside libraries that nothing else here needs (TRL, datasets): ``make bench-peers``."""
+
 
 def _simple(module: str) -> Callable[[], list[Row]]:
     return lambda: importlib.import_module(module).measure()
@@ -65,12 +68,14 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "lora": _simple("lora"),
     "data-reading": _simple("data_reading"),
     "prepare": _simple("prepare"),
+    SFT_PACKING: _simple("sft_packing"),
+    PREPARE_MIXTURE: _simple("prepare_mixture"),
     "coordinator": _simple("coordinator"),
     RECOVERY: _simple(RECOVERY),
     CLUSTER: _simple("cluster_scale"),
     CLUSTER_PODS: _simple("cluster_pods"),
 }
-_NOT_BY_DEFAULT = (RECOVERY, CLUSTER, CLUSTER_PODS)
+_NOT_BY_DEFAULT = (RECOVERY, CLUSTER, CLUSTER_PODS, SFT_PACKING, PREPARE_MIXTURE)
 
 
 def describe_machine() -> dict[str, object]:

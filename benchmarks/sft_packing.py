@@ -1,12 +1,14 @@
 """Fine-tuning on rows of mixed length: Evergrad's packed samples beside transformers' Trainer, once with
-padded batches of the same rows and once with packed ones.
+padded batches of the same rows and once with packed ones, and beside TRL's SFTTrainer with its own packing.
 
 ``padded``: each micro-batch is filled up to its longest row, in random order. ``packed``: rows packed best
-fit decreasing, told apart by their positions, which is how TRL packs them (TRL itself is not installed here).
+fit decreasing, told apart by their positions. ``TRL``: the same rows, packed and collated by TRL; it lays
+the samples of a micro-batch behind one another, which needs a kernel that attends by lengths to be quick.
 All train the same model on the same rows and take turns; what counts is learned tokens a second in steps.
 """
 
 import argparse
+import importlib
 import json
 import random
 import statistics
@@ -24,6 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.prepare import prepare
 from evergrad_trainer.data.token_source import IGNORE_INDEX
+from evergrad_trainer.data.tokenizers import ByteTokenizer
 from evergrad_trainer.distributed import set_threads
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.recipes.opening import Opened, open_recipe
@@ -36,7 +39,7 @@ ROWS = 2000
 SHORTEST, LONGEST = 16, 500
 TURN = 3
 """Steps of a turn; the first one of each turn does not count."""
-EVERGRAD, PADDED, PACKED = "evergrad", "Trainer, padded", "Trainer, packed"
+EVERGRAD, PADDED, PACKED, TRL = "evergrad", "Trainer, padded", "Trainer, packed", "TRL, packed"
 
 
 def build_recipe() -> Training:
@@ -164,6 +167,22 @@ def evergrad_turn(opened: Opened, training: Training) -> Callable[[], tuple[floa
     return turn
 
 
+def trainer_options(folder: Path, *, seed: int) -> dict[str, Any]:
+    """Options of transformers' Trainer, and of those built on it, for one turn."""
+    return {
+        "output_dir": str(folder),
+        "gradient_accumulation_steps": SLOTS,
+        "max_steps": TURN,
+        "learning_rate": 1e-3,
+        "seed": seed,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+
+
 def trainer_turn(
     opened: Opened, training: Training, folder: Path, *, is_packed: bool
 ) -> Callable[[], tuple[float, int]]:
@@ -183,23 +202,12 @@ def trainer_turn(
             counted.append(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()))
             return batch
 
-        arguments = TrainingArguments(
-            output_dir=str(folder / "trainer"),
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=SLOTS,
-            max_steps=TURN,
-            learning_rate=1e-3,
-            seed=next(seeds),
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-            remove_unused_columns=False,
-        )
+        options = trainer_options(folder / "trainer", seed=next(seeds))
         Trainer(
             model=model,
-            args=arguments,
+            args=TrainingArguments(
+                **options, per_device_train_batch_size=size, remove_unused_columns=False
+            ),
             train_dataset=_Samples(samples),
             data_collator=count,
             callbacks=[clock],
@@ -210,11 +218,57 @@ def trainer_turn(
     return turn
 
 
+def trl_turn(
+    opened: Opened, training: Training, folder: Path
+) -> Callable[[], tuple[float, int]]:
+    """Some steps of TRL's SFTTrainer on the same model and rows, which it packs itself."""
+    datasets, trl, transformers = map(
+        importlib.import_module, ("datasets", "trl", "transformers")
+    )
+    datasets.disable_progress_bars()
+    plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
+    model: Any = build_model(plan, seed=0, precision="fp32")
+    rows = datasets.Dataset.from_list(read_samples(opened, is_packed=False))
+    ByteTokenizer().save_pretrained(folder / "tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    seeds = iter(range(100_000))
+
+    def turn() -> tuple[float, int]:
+        clock, counted = _Clock(), []
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=trl.SFTConfig(
+                **trainer_options(folder / "trl", seed=next(seeds)),
+                per_device_train_batch_size=SAMPLES,
+                max_length=LENGTH,
+                packing=True,
+                # On by default: memory for time, which nobody else pays here.
+                gradient_checkpointing=False,
+                bf16=False,
+            ),
+            processing_class=tokenizer,
+            train_dataset=rows,
+            callbacks=[clock],
+        )
+        collate_packed = trainer.data_collator
+
+        def count(chosen: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+            batch: dict[str, torch.Tensor] = collate_packed(chosen)
+            counted.append(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()))
+            return batch
+
+        trainer.data_collator = count
+        trainer.train()
+        return sum(clock.seconds[1:]), sum(counted[SLOTS : TURN * SLOTS])
+
+    return turn
+
+
 def measure(*, rounds: int = 8) -> list[Row]:
-    """Learned tokens/s of the three, and Evergrad's beside each of the others."""
+    """Learned tokens/s of all, and Evergrad's beside each of the others."""
     set_threads(2)
     training = build_recipe()
-    speeds: dict[str, list[float]] = {EVERGRAD: [], PADDED: [], PACKED: []}
+    speeds: dict[str, list[float]] = {EVERGRAD: [], PADDED: [], PACKED: [], TRL: []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder / "rows.jsonl")
@@ -226,6 +280,7 @@ def measure(*, rounds: int = 8) -> list[Row]:
             EVERGRAD: evergrad_turn(opened, training),
             PADDED: trainer_turn(opened, training, folder, is_packed=False),
             PACKED: trainer_turn(opened, training, folder, is_packed=True),
+            TRL: trl_turn(opened, training, folder),
         }
         for number in range(rounds):
             # The one that comes second finds other caches: they change places.
@@ -238,7 +293,7 @@ def measure(*, rounds: int = 8) -> list[Row]:
         Row(what, kind, statistics.median(values), "completion tokens/s")
         for kind, values in speeds.items()
     ]
-    for other, goal in ((PADDED, ">= 1.5"), (PACKED, ">= 1.0")):
+    for other, goal in ((PADDED, ">= 1.5"), (PACKED, ">= 1.0"), (TRL, ">= 1.0")):
         ratios = [own / one for own, one in zip(speeds[EVERGRAD], speeds[other], strict=True)]
         low, high = interval_of_median(ratios)
         found.append(

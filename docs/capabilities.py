@@ -52,6 +52,8 @@ class ShowingTest:
 
     file: str
     name: str
+    is_long: bool = False
+    """All of its cases run in ``make test-long`` alone."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -73,7 +75,7 @@ def read_rows(path: Path) -> list[Row]:
         ]
 
 
-def find_tests(folder: Path) -> dict[str, list[ShowingTest]]:
+def find_tests(folder: Path, marker: str = MARKER) -> dict[str, list[ShowingTest]]:
     """Tests by the row ids that they carry, from their decorators or from their module's ``pytestmark``.
 
     The sources are parsed and not imported: some tests need packages or machines that are not here.
@@ -81,7 +83,7 @@ def find_tests(folder: Path) -> dict[str, list[ShowingTest]]:
     found: dict[str, list[ShowingTest]] = {}
     for path in sorted(folder.rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
-        if f"mark.{MARKER}" not in text:
+        if f"mark.{marker}" not in text:
             continue
         module = ast.parse(text)
         where = path.relative_to(folder.parent).as_posix()
@@ -89,26 +91,22 @@ def find_tests(folder: Path) -> dict[str, list[ShowingTest]]:
             one
             for node in module.body
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-            for one in _ids_of(node.value)
+            for one in (node.value.elts if isinstance(node.value, ast.List) else [node.value])
         ]
         for node in ast.walk(module):
             is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             if not is_function or not node.name.startswith("test_"):
                 continue
-            own = [one for decorator in node.decorator_list for one in _ids_of(decorator)]
-            for row_id in (*of_module, *own):
-                found.setdefault(row_id, []).append(ShowingTest(where, node.name))
+            marks = [*of_module, *node.decorator_list]
+            is_long = any(ast.unparse(mark) == "pytest.mark.long" for mark in marks)
+            test = ShowingTest(where, node.name, is_long)
+            for call in (one for mark in marks for one in ast.walk(mark)):
+                if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(
+                    f"mark.{marker}"
+                ):
+                    for one in call.args:
+                        found.setdefault(ast.literal_eval(one), []).append(test)
     return found
-
-
-def _ids_of(expression: ast.expr) -> Iterator[str]:
-    """The texts that calls of the marker inside ``expression`` are given."""
-    for node in ast.walk(expression):
-        is_marker = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            f"mark.{MARKER}"
-        )
-        if is_marker:
-            yield from (one.value for one in node.args if isinstance(one, ast.Constant))
 
 
 def check(rows: Sequence[Row], tests: Mapping[str, Sequence[ShowingTest]]) -> list[str]:
@@ -258,8 +256,19 @@ def render(rows: Sequence[Row], tests: Mapping[str, Sequence[ShowingTest]]) -> s
 def _render_row(row: Row, tests: Sequence[ShowingTest]) -> str:
     here = ", ".join(f"`{name}`" for name in row.where)
     text = ". ".join(part for part in (here, row.note) if part)
-    shown = "<br>".join(f"{one.file.removeprefix('tests/')}: {one.name}" for one in tests)
-    cells = (row.id, row.capability, row.state, text, shown)
+    return render_cells(row.id, row.capability, row.state, text, render_tests(tests))
+
+
+def render_tests(tests: Sequence[ShowingTest]) -> str:
+    """Tests as one cell of a table."""
+    return "<br>".join(
+        f"{one.file.removeprefix('tests/')}: {one.name}{' (long)' if one.is_long else ''}"
+        for one in tests
+    )
+
+
+def render_cells(*cells: str) -> str:
+    """One row of a table."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -270,13 +279,17 @@ def main() -> int:
     options = parser.parse_args()
     rows, tests = read_rows(DATA), find_tests(ROOT / "tests")
     problems = check(rows, tests)
-    page = render(rows, tests)
-    if options.check and (not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page):
-        problems.append(f"{PAGE.relative_to(ROOT)}: out of date. Run `make generate`.")
+    return write_page(PAGE, render(rows, tests), problems, is_check=options.check)
+
+
+def write_page(path: Path, page: str, problems: list[str], *, is_check: bool) -> int:
+    """Write or compare a generated page; the exit code, with problems on stderr where something is wrong."""
+    if is_check and (not path.exists() or path.read_text(encoding="utf-8") != page):
+        problems = [*problems, f"{path.relative_to(ROOT)}: out of date. Run `make generate`."]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
-    if not problems and not options.check:
-        PAGE.write_text(page, encoding="utf-8")
+    if not problems and not is_check:
+        path.write_text(page, encoding="utf-8")
     return 1 if problems else 0
 
 

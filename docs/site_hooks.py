@@ -21,8 +21,15 @@ if TYPE_CHECKING:  # tests read this file where MkDocs is not installed
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("*.md", "benchmarks/README.md", "benchmarks/results/*.md", "examples/*/README.md")
+OUTSIDE = (
+    "*.md",
+    "benchmarks/README.md",
+    "benchmarks/results/*.md",
+    "charts/*/README.md",
+    "examples/*/README.md",
+)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+_NAMED_LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)\)")
 _FOREIGN = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^\"'\s>]+"
     r"|<link\b(?![^>]*rel=[\"']?canonical)[^>]*\bhref=[\"']?(?:https?:)?//[^\"'\s>]+"
@@ -94,6 +101,18 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         for path in sorted(wanted)
     )
     return Files([*found, *ours])
+
+
+def unlink_folders(text: str, folder: Path) -> str:
+    """A page's text, in which links to folders of the repository are their names: a site shows no folders."""
+    return _NAMED_LINK.sub(
+        lambda found: found[1] if (folder / unquote(found[2])).is_dir() else found[0], text
+    )
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page without links to folders."""
+    return unlink_folders(markdown, (ROOT / page.file.src_uri).parent)
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:

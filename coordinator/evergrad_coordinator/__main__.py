@@ -19,6 +19,7 @@ from evergrad_coordinator.edge.journal import (
     JournalError,
     MemoryStore,
 )
+from evergrad_coordinator.edge.live import LiveFeed
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import MAX_GENERATION
 from evergrad_coordinator.rules.budget import MAX_FAILURES
@@ -204,11 +205,14 @@ async def serve(
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
+    feed = LiveFeed(log_line)
     # The limits begin now, by the clock whose time every event brings with it.
     server = Server(
-        new_group(settings, generation=generation, now=time.monotonic()), store, log=log_line
+        new_group(settings, generation=generation, now=time.monotonic()),
+        store,
+        log=feed.log,
     )
-    status = StatusServer(server)
+    status = StatusServer(server, feed)
     loop = asyncio.get_running_loop()
     over, stopped = asyncio.Event(), asyncio.Event()
 

@@ -198,6 +198,15 @@ class Result(Message):
 
 
 @dataclass(frozen=True)
+class Evaluation(Message):
+    """The newest results of one evaluation set: ``loss``, and what its evaluator measures besides."""
+
+    TYPE = "evaluation"
+    step: Step
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Progress(Message):
     """Where training is; from rank 0's node, at most twice a second. None where it is not known."""
 
@@ -209,6 +218,10 @@ class Progress(Message):
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
     checkpoint_step: Step | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the step, by the names of their columns: rates, norms, the recipe's metrics."""
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    """The newest results of each evaluation set that this node has seen."""
 
 
 @dataclass(frozen=True)

@@ -356,10 +356,19 @@ def settings_hash(run: TrainingRun) -> str:
             key: value for key, value in shared["data"].items() if key not in OPERATIONAL_DATA
         }
 
+    # Only a set that is not evaluated as the file without that word says differs from it. With pods of their
+    # own none is, but for those that are named.
+    is_inline = run.spec.evaluation is None
+    for item in shared["evaluation"]["sets"]:
+        if item["whileTraining"] in (None, is_inline):
+            del item["whileTraining"]
+
     # As the first version wrote it, which knew only true and false here.
     shared = _without_later_defaults(
         shared, run.training, "training.", _LATER_SETTINGS.__contains__
     )
+    if not is_inline:
+        shared["evaluatedByPods"] = True
     mode = shared["runtime"]["activationCheckpointing"]
     shared["runtime"]["activationCheckpointing"] = _SWITCH_OF_RECOMPUTATION.get(mode, mode)
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]

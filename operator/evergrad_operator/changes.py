@@ -7,7 +7,6 @@ from evergrad_manifest.identity import changed_settings, settings_hash
 from evergrad_manifest.validation import read_object, with_plain_numbers
 from evergrad_operator.observe import AppliedSettings, Observation
 from evergrad_operator.plan.config_map import build_manifest
-from evergrad_operator.raw import get_int, get_map
 from evergrad_operator.spec import TrainingRun
 
 
@@ -17,7 +16,6 @@ def is_edited(observation: Observation) -> bool:
     Only then is the manifest that its pods have worth a request.
     """
     run, memory = observation.run, observation.status
-    seen = get_int(get_map(run.raw, "status"), "observedGeneration")
     return (
         memory.is_known
         and bool(memory.recipe_hash)
@@ -25,7 +23,7 @@ def is_edited(observation: Observation) -> bool:
         and run.parsed.is_typed
         and not run.parsed.problems
         and not run.is_deleting
-        and seen != run.generation
+        and run.has_new_spec
     )
 
 

@@ -47,9 +47,9 @@ def build_conditions(
     phase, is_blocked = decision.phase, decision.is_blocked
     short = keep_start(decision.message, _SHORT)
 
-    # A run that somebody suspended is as it was asked to be: tools that wait for Ready, such as Flux, would
-    # wait for ever.
-    is_as_asked = phase == Phase.SUSPENDED and decision.reason == Reason.SUSPENDED
+    # A run that somebody suspended, or that stopped where its recipe says so, is as it was asked to be: tools
+    # that wait for Ready, such as Flux, would wait for ever.
+    is_as_asked = phase == Phase.SUSPENDED and not is_blocked
     is_ready = phase in (Phase.RUNNING, Phase.COMPLETE) or is_as_asked
     silence = observation.unreachable
     if phase in _WITHOUT_PODS:

@@ -66,9 +66,10 @@ class Confirmer:
                 for child in find_vanished(known, found, version=version):
                     self._cache.forget(CHILDREN, child)
 
-        # A run without a status, a pod or an open question has no pods, and a list is spared. If a pod of its
-        # name exists all the same, creating ours is refused, and the pass after it looks.
-        if work.raw.get("status") or self._cache.pods(key) or applied.is_in_doubt:
+        # A run that was never seen, without a pod or an open question, has no pods, and a list is spared. If
+        # a pod of its name exists all the same, creating ours is refused, and the pass after it looks.
+        has_status = bool(get_map(work.raw, "status").get("conditions"))
+        if has_status or self._cache.pods(key) or applied.is_in_doubt:
             if not await self._read(work, step_of_list(key), look):
                 return False
             applied.is_in_doubt = False

@@ -42,6 +42,16 @@ class PodDeletion:
 
 
 @dataclass(frozen=True)
+class EvaluationPod:
+    """The pod to make for the checkpoint of ``step``. ``host``: the only one that it may run on, empty for
+    any."""
+
+    step: int
+    attempt: int
+    host: str = ""
+
+
+@dataclass(frozen=True)
 class Decision:
     """A decision: what to do with a run, and why. ``memory`` goes into the status; ``requeue_after`` in
     seconds.
@@ -59,6 +69,7 @@ class Decision:
     pods_to_delete: tuple[PodDeletion, ...] = ()
     coordinator_attempt: int | None = None
     preparation_attempt: int | None = None
+    evaluation: EvaluationPod | None = None
     bounds: Bounds | None = None
     record: Record | None = None
     is_blocked: bool = False

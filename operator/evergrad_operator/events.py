@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from evergrad_coordinator.causes import PodCause
-from evergrad_operator.names import Phase, Reason
+from evergrad_operator.names import EvaluationState, Phase, Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.raw import get_int, get_map, get_maps, get_text
 
@@ -92,6 +92,15 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
     if step is not None and get_int(get_map(old, "checkpoint"), "step") is None:
         text = f"the first checkpoint is of step {step}"
         events.append(Event("Normal", Reason.CHECKPOINT_SAVED, text))
+
+    # Results of each checkpoint are in the status: only what is missing is an event.
+    before, after = get_map(old, "evaluation"), get_map(new, "evaluation")
+    passed_over, state = get_text(after, "passedOver"), get_text(after, "state")
+    if passed_over and passed_over != get_text(before, "passedOver"):
+        text = f"a checkpoint was not evaluated: {passed_over}"
+        events.append(Event("Warning", "CheckpointPassedOver", text))
+    if state == EvaluationState.FAILED and state != get_text(before, "state"):
+        events.append(Event("Warning", "EvaluationFailed", get_text(after, "message")))
 
     # The transition comes last: the ends of pods explain it. A run that was made a moment ago starts, as is
     # to be expected.

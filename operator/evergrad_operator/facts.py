@@ -1,11 +1,12 @@
 """Raw runs → the facts about them that are exported as metrics. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from evergrad_operator.evaluation import parse_evaluation
 from evergrad_operator.names import Phase
-from evergrad_operator.raw import get_map
+from evergrad_operator.raw import get_float, get_map, get_natural
 from evergrad_operator.times import parse_time
 
 FINISHED_SECONDS: Final = 86400.0
@@ -26,6 +27,12 @@ class RunFacts:
     progress: float | None
     """Share of the steps that are done, 0 to 1."""
     progressed_at: float | None
+    evaluated_step: int | None = None
+    """Newest checkpoint that a pod has evaluated."""
+    evaluated: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Its results by set and metric."""
+    waiting: int | None = None
+    """Checkpoints that wait for a pod; None where the run asks for none."""
 
 
 def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -61,6 +68,14 @@ def read_runs(
         counted = {
             str(cause): count for cause, count in restarts.items() if isinstance(count, int)
         }
+        shown = get_map(status, "evaluation")
+        evaluation = parse_evaluation(shown, "")
+        evaluated = {
+            (name, metric): value
+            for name, values in evaluation.results.items()
+            for metric in values
+            if (value := get_float(values, metric)) is not None
+        }
         facts.append(
             RunFacts(
                 namespace=namespace,
@@ -72,6 +87,9 @@ def read_runs(
                 completed_at=completed_at,
                 progress=share,
                 progressed_at=parse_time(progress.get("updatedAt")),
+                evaluated_step=evaluation.step,
+                evaluated=evaluated,
+                waiting=get_natural(shown, "waiting"),
             )
         )
     return tuple(facts)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from evergrad_operator.evaluation import Evaluation, pack_evaluation, parse_evaluation
 from evergrad_operator.names import Condition, Phase, Reason
 from evergrad_operator.packing import (
     pack_counts,
@@ -190,6 +191,7 @@ class Memory:
     ends: tuple[EndRecord, ...] = ()
     training: Training = Training()
     preparation: Preparation = field(default_factory=Preparation)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     gang_size: int = 0
     gang: int = 0
     phase: str = ""
@@ -262,6 +264,9 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         training=_parse_training(status),
         preparation=parse_preparation(
             get_map(status, "preparation"), get_text(notes, "preparation")
+        ),
+        evaluation=parse_evaluation(
+            get_map(status, "evaluation"), get_text(notes, "evaluation")
         ),
         gang_size=gang[0] if len(gang) == 2 else 0,
         gang=gang[1] if len(gang) == 2 else 0,
@@ -469,6 +474,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "coordinatorLostSeconds": _pack(coordinator.lost_seconds),
         "finishingTime": _time(memory.finishing_since),
         "preparation": pack_preparation(memory.preparation),
+        "evaluation": pack_evaluation(memory.evaluation),
         "stopped": memory.stop_reason,
         "gang": pack_counts((memory.gang_size, memory.gang)) if memory.gang_size else None,
     }

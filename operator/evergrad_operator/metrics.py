@@ -144,6 +144,9 @@ class FactsCollector:
         phase = _gauge_family("run_phase")
         ratio = _gauge_family("run_progress_ratio")
         times = [_gauge_family(f"run_{name}_timestamp_seconds") for name in _TIMES]
+        evaluated = _gauge_family("run_evaluation_value")
+        step = _gauge_family("run_evaluation_step")
+        waiting = _gauge_family("run_evaluations_waiting")
         for run in facts.runs:
             labels = (run.namespace, run.name)
             phase.add_metric((*labels, run.phase), 1)
@@ -161,7 +164,13 @@ class FactsCollector:
                     family.add_metric(labels, at)
             if run.progress is not None:
                 ratio.add_metric(labels, run.progress)
-        yield from (phase, restarts, *times, ratio)
+            if run.evaluated_step is not None:
+                step.add_metric(labels, run.evaluated_step)
+            if run.waiting is not None:
+                waiting.add_metric(labels, run.waiting)
+            for (name, metric), value in run.evaluated.items():
+                evaluated.add_metric((*labels, name, metric), value)
+        yield from (phase, restarts, *times, ratio, step, evaluated, waiting)
 
 
 def _gauge_family(

@@ -25,12 +25,14 @@ MANAGED_BY: Final = "evergrad"
 ROLE_NODE: Final = "node"
 ROLE_COORDINATOR: Final = "coordinator"
 ROLE_PREPARATION: Final = "preparation"
+ROLE_EVALUATION: Final = "evaluation"
 ROLE_OPERATOR: Final = "operator"
 """Role of the operator's own pod, as the chart labels it."""
 CONTAINERS: Final = {
     ROLE_NODE: "trainer",
     ROLE_COORDINATOR: "coordinator",
     ROLE_PREPARATION: "trainer",
+    ROLE_EVALUATION: "trainer",
 }
 """Our container in a pod, by the pod's role. Others in it are not ours."""
 
@@ -77,6 +79,14 @@ def coordinator_pod_name(run: str, attempt: int) -> str:
 def preparation_pod_name(run: str, attempt: int) -> str:
     """Name the pod that prepares the data in one of its attempts, from 0."""
     return f"{run}-prepare-{attempt}"
+
+
+def evaluation_pod_name(run: str, step: int, attempt: int) -> str:
+    """Name the pod that evaluates the checkpoint of a step.
+
+    ``attempt``: its serial among all such pods of the run, from 0.
+    """
+    return f"{run}-evaluate-{step}-{attempt}"
 
 
 def coordinator_service_name(run: str) -> str:
@@ -143,6 +153,19 @@ class Phase(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+
+
+class EvaluationState(StrEnum):
+    """States of the evaluation of a run's checkpoints in pods."""
+
+    UP_TO_DATE = "UpToDate"
+    """No checkpoint waits."""
+    WAITING = "Waiting"
+    """A checkpoint waits for its pod."""
+    EVALUATING = "Evaluating"
+    """A pod evaluates a checkpoint."""
+    FAILED = "Failed"
+    """It was given up until the run is edited."""
 
 
 class Reason(StrEnum):

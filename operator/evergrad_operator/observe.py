@@ -212,6 +212,7 @@ class Observation:
     preparations: tuple[PodState, ...] = ()
     report: Report | None = None
     """The answer of the pod that prepares the data."""
+    evaluations: tuple[PodState, ...] = ()
 
     @property
     def unreachable(self) -> Silence | None:
@@ -283,6 +284,7 @@ def observe(
         progress=progress,
         failures=tuple(failures),
         preparations=tuple(pod for pod in states if pod.role == names.ROLE_PREPARATION),
+        evaluations=tuple(pod for pod in states if pod.role == names.ROLE_EVALUATION),
     )
 
 

@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from evergrad_coordinator.causes import PodCause
-from evergrad_coordinator.contract import ErrorKind, ExitCode, decode_termination
+from evergrad_coordinator.contract import (
+    MAX_TERMINATION_BYTES,
+    ErrorKind,
+    ExitCode,
+    decode_termination,
+)
 from evergrad_operator import names
 from evergrad_operator.images import is_same_image
 from evergrad_operator.raw import NOTHING, get_map, get_maps, get_text, keep_end, keep_start
@@ -175,6 +180,10 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
 
     deleting = metadata.get("deletionTimestamp")
     end = _find_end(status, container, disruption, is_deleting=deleting is not None)
+    # An error's text is cut, a report is read whole.
+    is_report = role == names.ROLE_EVALUATION and end is not None and end.cause == PodCause.DONE
+    if end is not None and not is_report:
+        end = replace(end, message=keep_end(end.message, MAX_MESSAGE))
     waiting_reason, waiting_message = ("", "") if end else _why_waiting(status, container)
     return PodState(
         name=str(metadata.get("name") or ""),
@@ -275,7 +284,7 @@ def _find_end(
     return PodEnd(
         cause,
         exit_code,
-        keep_end(words.text, MAX_MESSAGE),
+        keep_end(words.text, MAX_TERMINATION_BYTES),
         parse_time(terminated.get("finishedAt")),
     )
 

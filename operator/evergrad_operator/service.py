@@ -18,6 +18,7 @@ from evergrad_operator.access import check_access
 from evergrad_operator.cache import InformerCache
 from evergrad_operator.connection import Connection, connect
 from evergrad_operator.errors import ApiError, LeaseLostError
+from evergrad_operator.fleet_page import FleetPage
 from evergrad_operator.handlers import build_registry, build_settings, check_kopf, describe_kopf
 from evergrad_operator.health import HealthServer
 from evergrad_operator.kube import Kube
@@ -71,8 +72,7 @@ class Service:
             scopes=settings.scopes,
             resync_seconds=settings.resync_seconds,
         )
-        last_event = metrics.last_event
-        self.sync.on_event = lambda resource: last_event.labels(resource).set_to_current_time()
+        self.sync.on_event = lambda name: metrics.last_event.labels(name).set_to_current_time()
 
         def queue_news(key: Key, is_urgent: bool) -> None:
             self.queue.add(key, after=0.0 if is_urgent else _PROGRESS_PAUSE)
@@ -106,6 +106,7 @@ class Service:
             ready=[self.vitals.find_unready],
             metrics=self._prepare_metrics,
         )
+        self._fleet_page = FleetPage(self.cache.store.runs.values)
 
     async def run(self) -> int:
         """Run until asked to stop; the exit code is 0, or 1 for a fault that a new start may mend."""
@@ -118,6 +119,8 @@ class Service:
         port = await self._health.listen(self._settings.host, self._settings.port)
         log.info("serving /healthz, /readyz and /metrics on port %d", port)
         try:
+            if self._settings.page_port:
+                await self._fleet_page.listen(self._settings.page_port)
             await check_access(self.kube, self._settings.scopes)
             self._spawn("event loop lag", self.vitals.measure_lag(self.metrics))
             # The webhook starts before the lease is held: a standby answers, too.
@@ -141,6 +144,7 @@ class Service:
             if self._webhook is not None:
                 await self._webhook.close()
             await self._health.close()
+            await self._fleet_page.close()
             await self.kube.close()
             await self._lease_kube.close()
 

@@ -39,6 +39,11 @@ _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
     ),
     ("host", "0.0.0.0", "address of /healthz, /readyz and /metrics"),
     ("port", 8080, "its port"),
+    (
+        "page-port",
+        0,
+        "port of the page of all runs on 127.0.0.1, for kubectl port-forward; 0: no page",
+    ),
     ("workers", 16, "runs that are worked on at a time"),
     ("in-flight", 32, "requests to the API server at a time"),
     ("resync-seconds", 600.0, "between two lists of everything"),
@@ -94,6 +99,7 @@ class Settings:
     key_name: str
     host: str
     port: int
+    page_port: int
     workers: int
     in_flight: int
     resync_seconds: float

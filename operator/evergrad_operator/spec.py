@@ -25,7 +25,7 @@ from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.validation import FIXED, manifest_of, with_plain_numbers
 from evergrad_manifest.view import without_nulls
 from evergrad_operator.errors import SpecError
-from evergrad_operator.names import Key
+from evergrad_operator.names import Key, Reason
 from evergrad_operator.raw import get_int, get_map, get_text
 from evergrad_operator.recipe import hash_spelling
 from evergrad_operator.times import parse_time
@@ -98,6 +98,15 @@ class TrainingRun:
     def spec(self) -> Spec:
         """The manifest's ``spec``, without the typed recipe."""
         return self.parsed.spec
+
+    @property
+    def has_new_spec(self) -> bool:
+        """Whether an earlier generation was acted upon last, or the last status says that this one could not
+        be."""
+        status = get_map(self.raw, "status")
+        # What was refused by one version of the operator may be readable to the next.
+        is_refused = get_text(status, "reason") == Reason.INVALID_SPEC
+        return is_refused or get_int(status, "observedGeneration") != self.generation
 
     @property
     def claim_name(self) -> str:

@@ -8,13 +8,14 @@ from typing import Any, Final
 from evergrad_operator import names
 from evergrad_operator.conditions import build_conditions, build_refused_conditions
 from evergrad_operator.decision import Action, Decision
+from evergrad_operator.evaluation import show_evaluation
 from evergrad_operator.memory import Coordinator, Memory, Training, build_memory
 from evergrad_operator.observe import Observation
 from evergrad_operator.packing import format_rate, without_empty
 from evergrad_operator.pods import MAX_MESSAGE
 from evergrad_operator.preparation import show_preparation
 from evergrad_operator.problems import LONGEST_LIST
-from evergrad_operator.raw import get_map, get_maps, get_text, keep_start
+from evergrad_operator.raw import get_int, get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_duration, format_time, parse_time
 
 PROGRESS_SECONDS: Final = 10.0
@@ -85,6 +86,7 @@ def build_status(
         },
         "progress": _build_progress(training, is_running=not is_at_rest),
         "preparation": show_preparation(memory.preparation),
+        "evaluation": show_evaluation(memory.evaluation),
         "checkpoint": {
             "step": training.checkpoint_step,
             "savedAt": None if saved_at is None else format_time(saved_at),
@@ -115,10 +117,12 @@ def build_refused_status(
         return dict(old)
 
     text = keep_start(message, LONGEST_LIST)
+    generation = get_int(get_map(raw, "metadata"), "generation") or 0
     conditions = build_refused_conditions(raw, text, now=now)
     return {
         **old,
-        # The generation is not acted upon, so that observedGeneration stays.
+        # Without it, tools would wait for a look at this generation, and never find that a person must act.
+        "observedGeneration": generation,
         "phase": get_text(old, "phase") or names.Phase.WAITING.value,
         "reason": names.Reason.INVALID_SPEC.value,
         "message": text,
@@ -149,12 +153,16 @@ def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
     attempt = decision.preparation_attempt
     if attempt is not None and names.preparation_pod_name(run, attempt) in created:
         preparation = replace(preparation, attempt=attempt, is_recorded=False)
+    evaluation, made = memory.evaluation, decision.evaluation
+    if made is not None and names.evaluation_pod_name(run, made.step, made.attempt) in created:
+        evaluation = replace(evaluation, attempt=made.attempt, is_recorded=False)
     return replace(
         memory,
         attempts=tuple(attempts),
         recorded=frozenset(recorded),
         coordinator=coordinator,
         preparation=preparation,
+        evaluation=evaluation,
     )
 
 
@@ -225,6 +233,7 @@ def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **status,
         "message": "",
+        "evaluation": {**get_map(status, "evaluation"), "message": ""},
         "nodes": [nodes.get("min"), nodes.get("max")],
         "conditions": conditions,
     }

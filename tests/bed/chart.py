@@ -1,8 +1,10 @@
 """The Helm chart rendered and checked without a cluster.
 
-python -m bed.chart     `make chart-lint`: helm lint --strict, and kubeconform -strict on each rendering of MATRIX
+python -m bed.chart     `make chart-lint`: helm lint --strict, and kubeconform -strict on each rendering of MATRIX;
+                        chart-testing's `ct lint`, and the chart's own tests (helm-unittest)
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -172,8 +174,9 @@ def lint(values: dict[str, Any]) -> None:
         )
 
 
-def conform(files: Sequence[Path]) -> str:
-    """kubeconform -strict with Kubernetes' schemas, Prometheus Operator's and ours; its summary.
+def conform(files: Sequence[Path], *, more: Sequence[Path] = ()) -> str:
+    """kubeconform -strict with Kubernetes' schemas, Prometheus Operator's, ours and those in folders of
+    ``more``; its summary.
 
     Raises BedError with its findings.
     """
@@ -181,12 +184,46 @@ def conform(files: Sequence[Path]) -> str:
         ours = schemas.of_ours(Path(scratch))
         locations = [
             f"{folder}/{{{{ .ResourceKind }}}}{{{{ .KindSuffix }}}}.json"
-            for folder in (ours, schemas.of_monitoring(), schemas.of_kubernetes())
+            for folder in (ours, schemas.of_monitoring(), schemas.of_kubernetes(), *more)
         ]
         options = [word for location in locations for word in ("-schema-location", location)]
         return run(
             [toolbox.binary("kubeconform"), "-strict", "-summary", *options, *files]
         ).strip()
+
+
+def run_unit_tests(chart: Path = CHART) -> str:
+    """The chart's own tests, in its folder tests/, and what helm-unittest counted.
+
+    Raises BedError with what failed.
+    """
+    return run([toolbox.binary("helm-unittest"), "--strict", chart]).strip()
+
+
+def run_chart_testing() -> None:
+    """`ct lint`: the chart's description and values are sound YAML of the fields that charts have.
+
+    Raises BedError with its findings. Versions are not compared with a branch here.
+    """
+    program = toolbox.binary("ct")
+    module = json.loads(
+        run(
+            ["go", "mod", "download", "-json", "github.com/helm/chart-testing/v3"],
+            directory=toolbox.SOURCES / "chart-testing",
+        )
+    )
+    rules = Path(module["Dir"], "etc")
+    programs = [toolbox.binary("helm").parent, Path(sys.executable).parent]
+    command: list[object] = [program, "lint", "--charts", CHART.relative_to(REPOSITORY)]
+    command += [
+        "--validate-maintainers=false",
+        "--chart-yaml-schema",
+        rules / "chart_schema.yaml",
+    ]
+    command += ["--lint-conf", rules / "lintconf.yaml"]
+    command += ["--helm-lint-extra-args", f"--strict --kube-version {KUBERNETES}"]
+    path = os.pathsep.join([*map(str, programs), os.environ["PATH"]])
+    run(command, directory=REPOSITORY, environment={"PATH": path})
 
 
 def check() -> None:
@@ -200,6 +237,10 @@ def check() -> None:
             files.append(file)
             print(f"helm lint --strict: {name}")
         print(f"kubeconform, the chart: {conform(files)}")
+    run_chart_testing()
+    print("ct lint: sound")
+    *_, counted = (line for line in run_unit_tests().splitlines() if line.startswith("Tests:"))
+    print(f"helm-unittest: {counted}")
     examples = sorted((REPOSITORY / "examples").glob("*/*.yaml"))
     print(f"kubeconform, the examples: {conform(examples)}")
 
@@ -208,12 +249,10 @@ def main() -> int:
     """0: sound, or not checkable here and nobody insists; 1 with the findings."""
     if (
         shutil.which("go") is None
-        and toolbox.missing(("helm", "kubeconform"))
+        and toolbox.missing(("helm", "kubeconform", "chart-testing"))
         and os.environ.get("CI") != "true"
     ):
-        print(
-            "chart-lint: left out. helm and kubeconform are built with Go, which is not here."
-        )
+        print("chart-lint: left out. Its programs are built with Go, which is not here.")
         return 0
     try:
         check()

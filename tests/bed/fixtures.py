@@ -51,6 +51,11 @@ class Cluster:
             operator, trainer = os.environ[OTHER_IMAGES].split(",")
         return operator, trainer
 
+    def earlier_images(self, commit: str, *, tag: str) -> tuple[str, str]:
+        """Both images of an earlier commit, in the bed's nodes."""
+        operator, trainer = product_images.ensure_earlier(commit, tag=tag)
+        return operator, trainer
+
     def load(self, images: Sequence[str | Path]) -> None:
         """Bring images into the bed's nodes. Another cluster must have them already."""
         if self.is_bed:

@@ -168,7 +168,9 @@ def _forget_others(target: str, name: str) -> None:
     )
 
 
-def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
+def _build(
+    target: str, name: str, chosen: Settings, scratch: Path, *, tree: Path = REPOSITORY
+) -> None:
     log = images.folder() / f"build-{target}.log"
     command = [
         "buildah",
@@ -199,7 +201,7 @@ def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
     command += _pip_secrets(scratch)
     with open(log, "w") as out:
         code = subprocess.call(
-            [*command, str(REPOSITORY)],
+            [*command, str(tree)],
             env={**os.environ, **images.environment()},
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -256,6 +258,39 @@ def ensure(targets: Sequence[str] = TARGETS, *, is_loaded: bool = True) -> tuple
                 [name_of(target, tag) for target in targets for tag in ("dev", version())]
             )
     return tuple(name_of(target) for target in targets)
+
+
+def ensure_earlier(commit: str, *, tag: str) -> tuple[str, ...]:
+    """The names, under `tag`, of both images as an earlier commit describes them: built once, and brought into
+    the nodes that run, but not into those of later beds.
+
+    Raises BedError, also where the history does not have the commit.
+    """
+    names = tuple(name_of(target, tag) for target in TARGETS)
+    images.folder().mkdir(parents=True, exist_ok=True)
+    with open(images.folder() / "product.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        chosen = settings()
+        for target, name in zip(TARGETS, names, strict=True):
+            with tempfile.TemporaryDirectory(dir=images.folder()) as scratch:
+                archive, tree = Path(scratch, "archive.tar"), Path(scratch, "tree")
+                if images.identity(name) is None:
+                    git = [
+                        "git",
+                        "-c",
+                        "safe.directory=*",
+                        "archive",
+                        "--output",
+                        archive,
+                        commit,
+                    ]
+                    run(git, directory=REPOSITORY)
+                    tree.mkdir()
+                    run(["tar", "-C", tree, "-xf", archive])
+                    _build(target, name, chosen, Path(scratch), tree=tree)
+                images.pack(images.archive(name), set(), archive)
+                loading.load([archive])
+    return names
 
 
 def main() -> int:

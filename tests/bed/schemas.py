@@ -1,8 +1,9 @@
 """JSON schemas for kubeconform, made here: Kubernetes' own from the module the bed is built from, those of
-Prometheus Operator from its module, ours from the CRD."""
+Prometheus Operator, Argo CD and Flux from their modules, ours from the CRD."""
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,35 @@ from bed.toolbox import SOURCES
 
 _RECIPE = "1"  # raise it when the conversion changes
 _REFERENCE = "#/definitions/"
-_MONITORING = "github.com/prometheus-operator/prometheus-operator@v0.82.0"
-_MONITORING_SUM = "h1:gqz+z31co8+qaEpsJKGfbrBuaMAPiAo/Z08dBIlSM+E="
-"""Digest of the module's files, as `go mod download` computes it."""
+
+
+@dataclass(frozen=True)
+class _Definitions:
+    """Files of a module with definitions of others' kinds. ``digest``: as `go mod download` computes it."""
+
+    module: str
+    digest: str
+    files: tuple[str, ...]
+
+
+_MONITORING = _Definitions(
+    "github.com/prometheus-operator/prometheus-operator@v0.82.0",
+    "h1:gqz+z31co8+qaEpsJKGfbrBuaMAPiAo/Z08dBIlSM+E=",
+    tuple(
+        f"example/prometheus-operator-crd/monitoring.coreos.com_{kind}.yaml"
+        for kind in ("podmonitors", "servicemonitors", "prometheusrules")
+    ),
+)
+_ARGO = _Definitions(
+    "github.com/argoproj/argo-cd/v3@v3.0.0",
+    "h1:VG3KgvjQqD7nQ/xdPnNrvSz5yLraJxVCMljdkLET46I=",
+    ("manifests/crds/application-crd.yaml", "manifests/crds/applicationset-crd.yaml"),
+)
+_FLUX = _Definitions(
+    "github.com/fluxcd/kustomize-controller@v1.6.0",
+    "h1:13S+wqCQ44njSg59DNgm1qMqVkK6+0eoZs+jv4+EWCs=",
+    ("config/crd/bases/kustomize.toolkit.fluxcd.io_kustomizations.yaml",),
+)
 
 
 def of_kubernetes() -> Path:
@@ -60,32 +87,48 @@ def of_ours(folder: Path) -> Path:
 
 
 def of_monitoring() -> Path:
-    """The folder with schemas of what the chart makes for Prometheus Operator, from its definitions; made
-    once.
+    """The folder with schemas of what the chart makes for Prometheus Operator.
+
+    Raises BedError.
+    """
+    return _of_others(_MONITORING)
+
+
+def of_gitops() -> tuple[Path, ...]:
+    """The folders with schemas of Argo CD's Applications and Flux' Kustomizations.
+
+    Raises BedError.
+    """
+    return _of_others(_ARGO), _of_others(_FLUX)
+
+
+def _of_others(wanted: _Definitions) -> Path:
+    """The folder of a module's schemas; made once.
 
     Raises BedError, also where the module is not the one that is pinned.
     """
     if shutil.which("go") is None:
         raise BedError(
-            "The schemas of Prometheus Operator come from its Go module, and there is no `go` to fetch it. "
+            f"The schemas of {wanted.module} come from its Go module, and there is no `go` to fetch it. "
             "Install Go 1.24 or newer."
         )
-    folder = cache() / "schemas" / f"{_MONITORING.rpartition('/')[2]}-{_RECIPE}"
+    path = wanted.module.partition("@")[0].removesuffix("/v3")
+    name = f"{path.rpartition('/')[2]}@{wanted.module.partition('@')[2]}"
+    folder = cache() / "schemas" / f"{name}-{_RECIPE}"
     if not folder.is_dir():
         # Anywhere but in a module: only this one is wanted, none of the hundreds it is built from.
         module = json.loads(
-            run(["go", "mod", "download", "-json", _MONITORING], directory=Path("/"))
+            run(["go", "mod", "download", "-json", wanted.module], directory=Path("/"))
         )
-        if module["Sum"] != _MONITORING_SUM:
+        if module["Sum"] != wanted.digest:
             raise BedError(
-                f"{_MONITORING}: is {module['Sum']}, but {_MONITORING_SUM} is pinned"
+                f"{wanted.module}: is {module['Sum']}, but {wanted.digest} is pinned"
             )
         scratch = folder.with_name(folder.name + ".new")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        definitions = Path(module["Dir"], "example/prometheus-operator-crd")
-        for kind in ("podmonitors", "servicemonitors", "prometheusrules"):
-            _write_crd(definitions / f"monitoring.coreos.com_{kind}.yaml", scratch)
+        for file in wanted.files:
+            _write_crd(Path(module["Dir"], file), scratch)
         scratch.rename(folder)
     return folder
 

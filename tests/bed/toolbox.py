@@ -48,9 +48,21 @@ TOOLS = {
     ),
     "coredns": Tool({"coredns": "."}, minutes="1 to 3 minutes"),
     "pause": Tool({"pause": "."}),
-    "helm": Tool({"helm": "helm.sh/helm/v3/cmd/helm"}, minutes="1 to 3 minutes"),
+    # One module for both: the tests of the chart render it with this very Helm, and compile little beside it.
+    "helm": Tool(
+        {
+            "helm": "helm.sh/helm/v3/cmd/helm",
+            "helm-unittest": "github.com/helm-unittest/helm-unittest/cmd/helm-unittest",
+        },
+        minutes="1 to 3 minutes",
+    ),
+    "chart-testing": Tool({"ct": "github.com/helm/chart-testing/v3/ct"}),
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
+    "kstatus": Tool({"kstatus": "."}),
+    "lua": Tool({"lua": "."}),
+    "argolua": Tool({"argolua": "."}, ("argosync",), minutes="2 to 6 minutes"),
+    "fluxhealth": Tool({"fluxhealth": "."}, minutes="1 to 4 minutes"),
 }
 NEEDED = {
     "full": ("kubernetes", "etcd", "coredns", "pause"),

@@ -98,24 +98,17 @@ def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not unexpected, "the operator did not stay well:\n" + "\n".join(unexpected)
 
 
-@pytest.fixture
-def runs(
-    cluster: Any,  # noqa: F811
-    operator: Any,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-) -> Iterator[Any]:
-    """A namespace of this test's own that enforces the restricted Pod Security profile, with documents to
-    train on."""
+@contextlib.contextmanager
+def _open_runs(cluster: Any, request: pytest.FixtureRequest, scratch: Path) -> Iterator[Any]:  # noqa: F811
+    """A namespace that enforces the restricted Pod Security profile, with documents to train on."""
     import cluster_runs
 
-    del operator
     name = f"e2e-{uuid.uuid4().hex[:8]}"
     labels = {
         "pod-security.kubernetes.io/enforce": "restricted",
         "evergrad.dev/test": re.sub("[^a-z0-9_]", "", request.node.name)[:60].strip("_"),
     }
-    runs = cluster_runs.Runs(cluster, name, tmp_path)
+    runs = cluster_runs.Runs(cluster, name, scratch)
     objects = [
         *_CLASSES,
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}},
@@ -133,6 +126,33 @@ def runs(
         print(runs.describe())
     with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
         runs.remove()
+
+
+@pytest.fixture
+def runs(
+    cluster: Any,  # noqa: F811
+    operator: Any,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> Iterator[Any]:
+    """A namespace of this test's own."""
+    del operator
+    with _open_runs(cluster, request, tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def other_runs(
+    cluster: Any,  # noqa: F811
+    operator: Any,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> Iterator[Any]:
+    """A second one."""
+    del operator
+    (tmp_path / "other").mkdir()
+    with _open_runs(cluster, request, tmp_path / "other") as one:
+        yield one
 
 
 _FAILED = pytest.StashKey[bool]()

@@ -3,7 +3,7 @@
 import contextlib
 import subprocess
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,14 @@ class Operator:
         assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def upgrade(self, *, trainer_image: str | None = None) -> None:
-        """Install or upgrade, and wait until the operator is ready."""
+    def upgrade(
+        self,
+        *,
+        trainer_image: str | None = None,
+        chart: Path = ROOT / "charts/evergrad",
+        settings: Sequence[str] = (),
+    ) -> None:
+        """Install or upgrade, with ``settings`` for helm's --set, and wait until the operator is ready."""
         images = {
             "image": self.operator_image,
             "trainer.image": trainer_image or self.trainer_image,
@@ -61,12 +67,13 @@ class Operator:
             "upgrade",
             "--install",
             RELEASE,
-            str(ROOT / "charts/evergrad"),
+            str(chart),
             "--create-namespace",
             "--wait",
             "--timeout",
             "300s",
             *values,
+            *(word for setting in settings for word in ("--set", setting)),
         )
 
     def kubectl(self, *arguments: str, check: bool = True) -> str:

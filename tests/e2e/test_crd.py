@@ -492,6 +492,8 @@ def without_lengths(node: Any) -> None:
             without_lengths(item)
 
 
+UNSEEN: Object = {"observedGeneration": -1}
+"""The status of a run before its operator's first."""
 STATUS: Object = {
     "observedGeneration": 1,
     "phase": "Running",
@@ -572,4 +574,20 @@ def test_kubectl_explains_every_field(server: Server) -> None:
 
 def test_the_status_is_no_part_of_the_object_that_users_write(server: Server) -> None:
     created = server.create(changed({"metadata.name": "mine"}) | {"status": STATUS})
-    assert "status" not in created
+    assert created.get("status", UNSEEN) == UNSEEN
+
+
+def test_a_run_that_nobody_has_seen_has_a_status_that_tools_wait_for(server: Server) -> None:
+    server.apply(changed({"metadata.name": "unseen"}))
+    found = server.api.get(f"{server.path}/unseen")
+    assert found["status"] == UNSEEN
+
+    # A status is written as a whole: nothing of the default stays in it.
+    body = {
+        "apiVersion": f"{GROUP}/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": "unseen"},
+        "status": STATUS,
+    }
+    server.api.apply(f"{server.path}/unseen/status", body, manager="test")
+    assert server.api.get(f"{server.path}/unseen")["status"] == STATUS

@@ -161,6 +161,16 @@ def test_the_trainer_trains_with_a_read_only_root_and_no_network(
     assert json.loads((volume / "run/complete.json").read_text())["step"] == 4
 
 
+def test_the_trainers_image_has_what_adapters_need(trainer_image: str, volume: Path) -> None:
+    adapted = ["--set", "spec.training.model={path: /volume/base, lora: {rank: 2}}"]
+    run = ["run", "/volume/trainingrun.yaml", "--run-directory"]
+    told_by(trainer_image, *run, "/volume/whole", volume=volume)
+    export = ["checkpoint", "export", "/volume/whole", "--output", "/volume/base"]
+    told_by(trainer_image, *export, volume=volume)
+    told_by(trainer_image, *run, "/volume/adapted", *adapted, volume=volume)
+    assert json.loads((volume / "adapted/complete.json").read_text())["step"] == 4
+
+
 @pytest.mark.parametrize("user", PEOPLE)
 def test_operator_and_coordinator_start_as_any_user(operator_image: str, user: str) -> None:
     assert "--all-namespaces" in told_by(operator_image, "--help", user=user)

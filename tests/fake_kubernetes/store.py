@@ -94,7 +94,7 @@ class Store:
         }
         body = {"apiVersion": version, "kind": kind, **body}
         if plural == "trainingruns":
-            body.pop("status", None)
+            body["status"] = {"observedGeneration": -1}  # the CRD's default
         if plural == "pods":
             body.setdefault("status", {"phase": "Pending"})
         return self._store("ADDED", place, body, write)

@@ -15,6 +15,9 @@ for _name in (
     "rendezvous_cluster",
     "elastic_helpers",
     "chaos_helpers",
+    "recipe_runs",
+    "browser",
+    "page_site",
 ):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(
@@ -90,6 +93,28 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     elastic_helpers.train_undisturbed(one)
     yield one
     one.close()
+
+
+@pytest.fixture(scope="session")
+def whole_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """The experiment of a recipe, made once: its run directory ``undisturbed`` was trained by one process in
+    peace."""
+    import elastic_helpers
+    import recipe_runs
+    import run_helpers
+
+    made: dict[str, Any] = {}
+
+    def find(recipe: str) -> Any:
+        if recipe not in made:
+            made[recipe] = one = run_helpers.Experiment(tmp_path_factory.mktemp(recipe))
+            recipe_runs.write_recipe(one, recipe)
+            elastic_helpers.train_undisturbed(one)
+        return made[recipe]
+
+    yield find
+    for one in made.values():
+        one.close()
 
 
 @pytest.fixture

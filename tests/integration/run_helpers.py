@@ -98,6 +98,7 @@ def fault(
 
 POINTS = {
     "step": ("evergrad_trainer.training.step", "Stepper.run"),
+    "update": ("evergrad_trainer.training.step", "Stepper._update"),
     "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
     "batch": ("evergrad_trainer.data.evaluation_sets", "EvaluationSet.batch"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),

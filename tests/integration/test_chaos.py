@@ -94,6 +94,7 @@ def test_the_steps_that_count_have_the_samples_and_the_losses_of_an_undisturbed_
     )
 
 
+@pytest.mark.acceptance("8d-2d")
 def test_the_final_state_has_the_bits_of_an_undisturbed_run(
     disturbed: Disturbed, calm: Path
 ) -> None:

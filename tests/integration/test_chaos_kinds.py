@@ -23,6 +23,7 @@ KINDS = [pytest.param(kind, marks=pytest.mark.long) for kind in sorted(set(VARIA
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 
 
+@pytest.mark.acceptance("8d-2d")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_disturbed_in_this_way_ends_with_the_bits_of_an_undisturbed_one(
     make_experiment: Callable[[], Experiment], kind: str

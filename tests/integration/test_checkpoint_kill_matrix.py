@@ -105,6 +105,7 @@ def restart(world: World, directory: Path) -> dict[str, Any]:
     return {"step": restored.step, "extra": restored.extra, "exact": exact, "events": events}
 
 
+@pytest.mark.acceptance("8d-2b:pretrain")
 @pytest.mark.capability("G-70", "O-57")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", faults.POINTS)

@@ -62,6 +62,7 @@ def test_survivors_one_step_apart_feed_each_other(
     assert all(len(cluster.pids(node)) == 1 for node in range(3))
 
 
+@pytest.mark.acceptance("8d-2f:pretrain")
 def test_a_save_that_a_death_interrupts_is_made_again(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_save_that_a_death_interrupts_is_made_again(
     assert all(event["failures"] == 0 for event in events(cluster.directory, "save_failed"))
 
 
+@pytest.mark.acceptance("8d-2f:pretrain")
 def test_rank_0_killed_between_publication_and_its_report_counts_as_saved(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
@@ -108,6 +110,7 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]
     one.close()
 
 
+@pytest.mark.acceptance("8d-3b:pretrain")
 @pytest.mark.parametrize("call", [1, 2])
 def test_an_evaluation_that_a_death_interrupts_is_made_again(
     make_elastic: MakeCluster, evaluating: Experiment, call: int
@@ -124,6 +127,7 @@ def test_an_evaluation_that_a_death_interrupts_is_made_again(
     assert evaluations(cluster.directory) == evaluations(evaluating.at("undisturbed"))
 
 
+@pytest.mark.acceptance("8d-3b:pretrain")
 @pytest.mark.capability("O-18", "O-68")
 @pytest.mark.parametrize("call", [2, 7, pytest.param(11, marks=pytest.mark.long)])
 def test_an_evaluation_goes_on_in_a_smaller_world_where_a_death_has_cut_it(

@@ -1,6 +1,8 @@
 """The coordinator dies: alone, with a node, with all nodes, and for longer than the lease."""
 
+import json
 import signal
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -129,3 +131,30 @@ def test_nodes_that_must_go_while_the_coordinator_is_away_save_on_their_own(
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
+
+
+def test_the_page_of_a_run_has_what_rank_0_reports_and_who_trains(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
+    cluster = make_elastic(expect=2).start(
+        faults=[fault("hold", "slot", node=0, step=8, name="held")]
+    )
+    cluster.until_held()
+    port = json.loads((cluster.path / "address.json").read_text())["statusPort"]
+    shown: dict[str, Any] = {}
+
+    def is_shown() -> bool:
+        """All that a page that is opened now gets at once."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/live", timeout=100) as events:
+            events.readline()
+            shown.update(json.loads(events.readline().removeprefix(b"data: ")))
+        return shown["status"]["step"] == 7 and shown.get("steps", {}).get("x", [0])[-1] == 7
+
+    cluster.until(is_shown, "the newest step on the page")
+    assert set(shown["steps"]["columns"]) >= {"loss", "learning_rate", "grad_norm"}
+    assert shown["times"]["columns"]["processes"][2][-1] == 2
+    assert [event for _, event, _ in shown["events"]][:2] == ["hello", "hello"]
+    assert {one["state"] for one in shown["status"]["nodes"]["members"]} == {"running"}
+    cluster.release("held")
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))

@@ -22,6 +22,7 @@ from run_helpers import (
 MakeCluster = Callable[..., Cluster]
 
 
+@pytest.mark.acceptance("8d-4j:pretrain")
 @pytest.mark.parametrize(
     ("change", "names"),
     [

@@ -11,6 +11,7 @@ from run_helpers import events
 MakeCluster = Callable[..., Cluster]
 
 
+@pytest.mark.acceptance("8d-1g:pretrain", "8d-2e:pretrain")
 @pytest.mark.parametrize(
     ("place", "finished"),
     [("slot", {3}), ("tally", {3}), ("reducing", {3, 4}), ("update", {4}), ("report", {4})],

@@ -5,12 +5,14 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from elastic_helpers import STEPS, Cluster, fault
 from run_helpers import STOPPED_SAVED, checkpoints, events, steps_of
 
 MakeCluster = Callable[..., Cluster]
 
 
+@pytest.mark.acceptance("8d-1h:pretrain")
 def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed: Any) -> None:
     cluster = make_elastic(expect=2, max_nodes=4).start(
         faults=[fault("hold", "slot", node=0, step=4, name="held")]
@@ -31,6 +33,7 @@ def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed:
     assert all(not line["hard"] for line in cluster.log("plan"))
 
 
+@pytest.mark.acceptance("8d-1h:pretrain")
 def test_a_world_of_one_grows_and_shrinks_back(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
@@ -50,6 +53,7 @@ def test_a_world_of_one_grows_and_shrinks_back(
     assert len(cluster.pids(0)) == 1
 
 
+@pytest.mark.acceptance("8d-1f:pretrain")
 def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
@@ -70,6 +74,7 @@ def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(
     )
 
 
+@pytest.mark.acceptance("8d-5f:pretrain")
 def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_goes_on_later(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
@@ -100,6 +105,7 @@ def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.acceptance("8d-1g:pretrain")
 def test_below_the_minimum_the_state_is_held_in_memory_until_enough_are_back(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:

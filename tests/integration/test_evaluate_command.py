@@ -27,6 +27,8 @@ from run_helpers import (
     write_documents,
 )
 
+from evergrad_coordinator.evaluated import Evaluated, decode_evaluated
+
 EVALUATED: dict[str, Any] = {
     "data": {"heldOut": {"count": 6}},
     "evaluation": {
@@ -72,6 +74,7 @@ def results_of(ended: Ended) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.acceptance("8d-6a:pretrain")
 @pytest.mark.capability("O-39", "C-22", "C-27", "C-34", "C-44", "O-69", "O-80")
 def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     trained: Experiment, finished: Path
@@ -199,6 +202,7 @@ def test_a_sharded_checkpoint_of_two_processes_is_evaluated_in_one(
         assert found[2] == pytest.approx(measured[2], rel=1e-6)
 
 
+@pytest.mark.acceptance("8d-6d")
 def test_an_elastic_run_is_evaluated_also_where_its_prepared_data_are_gone(
     experiment: Experiment,
 ) -> None:
@@ -231,3 +235,34 @@ def test_results_are_in_the_report(trained: Experiment, finished: Path) -> None:
     text = (finished / "report.md").read_text()
     assert "## Evaluated beside the run" in text
     assert "Evaluated beside the run" in (finished / "report.html").read_text()
+
+
+@pytest.mark.capability("C-2")
+def test_a_pod_leaves_the_results_of_its_checkpoint_and_the_steps_that_wait(
+    trained: Experiment, finished: Path, tmp_path: Path
+) -> None:
+    run, log = f"runs/{finished.name}", tmp_path / "termination-log"
+
+    def pod(step: int) -> Evaluated:
+        arguments = ("--checkpoint", str(step), "--termination-log", str(log))
+        trained.command("evaluate", run, *arguments).expect(DONE)
+        report = decode_evaluated(log.read_text())
+        assert report is not None
+        return report
+
+    steps = checkpoints(finished)
+    report = pod(steps[0])
+    assert (report.step, list(report.waiting)) == (steps[0], steps[1:])
+    written = {
+        row["name"]: row["loss"]
+        for path in (finished / "evaluations").glob("*.json")
+        if (row := json.loads(path.read_text()))["step"] == steps[0]
+    }
+    assert {name: float(one["loss"]) for name, one in report.results.items()} == written
+    own = [(step, name, loss) for step, name, loss, _ in own_rows(finished)]
+    for name, one in pod(steps[-1]).results.items():
+        assert (steps[-1], name, float(one["loss"])) in own
+
+    # One that is gone is passed over, and says so.
+    gone = pod(999)
+    assert not gone.results and "holds no checkpoint of step 999" in gone.passed_over

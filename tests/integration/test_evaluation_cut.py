@@ -32,6 +32,7 @@ def evaluated(experiment: Experiment, directory: str) -> list[Any]:
     return [(row["step"], row["name"], row["loss"], row["tokens"]) for row in rows]
 
 
+@pytest.mark.acceptance("8d-2c:pretrain", "8d-3c")
 @pytest.mark.capability("O-18", "O-48")
 def test_a_kill_in_an_evaluation_costs_no_step_where_state_is_saved_first(
     experiment: Experiment,
@@ -56,6 +57,7 @@ def test_a_kill_in_an_evaluation_costs_no_step_where_state_is_saved_first(
         assert json.loads(pointer.read_text())["step"] == 8, "the loss of this run falls"
 
 
+@pytest.mark.acceptance("8d-3a:pretrain")
 @pytest.mark.capability("O-17", "O-18", "O-44", "O-68")
 @pytest.mark.parametrize(("workers", "resumed"), [(1, 1), (2, 1), (1, 2)])
 def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle_after_the_resume(
@@ -92,6 +94,7 @@ def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle_after_the_resume(
         assert evaluated(experiment, "tiny") == evaluated(experiment, "undisturbed")
 
 
+@pytest.mark.acceptance("8d-3a:pretrain")
 @pytest.mark.capability("O-18", "O-68")
 def test_an_evaluation_that_is_cut_at_each_start_ends_all_the_same(
     experiment: Experiment,

@@ -59,6 +59,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert evaluations(one) == evaluations(other)
 
 
+@pytest.mark.acceptance("8d-11i:latent_edit")
 @pytest.mark.capability("G-31", "G-80", "G-84", "G-90")
 def test_it_trains_and_is_measured_beside_the_trivial_baselines(whole: Experiment) -> None:
     directory = whole.at("undisturbed")
@@ -91,6 +92,7 @@ def test_it_trains_and_is_measured_beside_the_trivial_baselines(whole: Experimen
     assert record["prepared"]["facts"]["snapshotId"] == "toy-snap-1"
 
 
+@pytest.mark.acceptance("8d-1b:latent_edit", "8d-2b:latent_edit", "8d-2c:latent_edit")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "place", ["step", "save", "published", "batch"], ids=lambda place: f"at_{place}"
@@ -104,6 +106,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(whole: Experiment, place:
     assert_same_run(whole.at("undisturbed"), whole.at(name))
 
 
+@pytest.mark.acceptance("8d-1a:latent_edit")
 @pytest.mark.long
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(whole: Experiment) -> None:
     whole.run("--stop-after-steps", "7", directory="stopped", expect=STOPPED_SAVED)
@@ -132,6 +135,7 @@ def test_states_that_are_made_in_each_step_give_the_bits_of_those_that_are_kept(
     assert frozen.keys() == {"encoder"}, "the encoder is known by its hash, and not saved"
 
 
+@pytest.mark.acceptance("8d-11d:latent_edit")
 @pytest.mark.long
 @pytest.mark.capability("G-83", "G-86", "G-91")
 def test_a_collapse_is_told_and_training_goes_on(whole: Experiment) -> None:
@@ -152,7 +156,7 @@ def test_a_collapse_is_told_and_training_goes_on(whole: Experiment) -> None:
     assert_same_curve(whole.at("undisturbed"), directory)
 
 
-@pytest.mark.long
+@pytest.mark.acceptance("8d-6a:latent_edit")
 def test_a_finished_run_is_evaluated_again_with_the_same_numbers(whole: Experiment) -> None:
     ended = whole.command("evaluate", str(whole.at("undisturbed")), "--json")
     ended.expect(0)
@@ -161,6 +165,7 @@ def test_a_finished_run_is_evaluated_again_with_the_same_numbers(whole: Experime
     assert repr(loss) in text and repr(metrics["gain"]) in text
 
 
+@pytest.mark.acceptance("8d-4b:latent_edit")
 @pytest.mark.long
 @pytest.mark.capability("G-26", "G-64")
 def test_another_corpus_is_refused_and_nothing_is_overwritten(experiment: Experiment) -> None:
@@ -183,6 +188,7 @@ def test_another_corpus_is_refused_and_nothing_is_overwritten(experiment: Experi
     experiment.run()
 
 
+@pytest.mark.acceptance("input-G-18", "input-G-28", "input-G-49", "input-G-82")
 @pytest.mark.long
 @pytest.mark.capability("G-49", "G-100")
 def test_wrong_corpora_are_refused_before_anything_is_trained(experiment: Experiment) -> None:

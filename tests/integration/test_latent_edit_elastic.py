@@ -35,6 +35,8 @@ def check(cluster: Cluster, edits: Experiment) -> None:
         assert one[step]["metrics"] == other[step]["metrics"], f"step {step}"
 
 
+@pytest.mark.acceptance("8d-11j:latent_edit")
+@pytest.mark.acceptance("8d-1g:latent_edit", "8d-2e:latent_edit")
 @pytest.mark.capability("G-51")
 @pytest.mark.parametrize(("place", "rank"), [("slot", 0), ("update", 1)])
 def test_a_node_that_is_lost_costs_no_bit(
@@ -52,6 +54,7 @@ def test_a_node_that_is_lost_costs_no_bit(
     assert len(cluster.pids(left[0])) == 1, "it went on in the process it was"
 
 
+@pytest.mark.acceptance("8d-1h:latent_edit")
 def test_a_newcomer_in_the_middle_trains_the_same_bits(
     make_elastic: MakeCluster, edits: Experiment
 ) -> None:
@@ -67,6 +70,7 @@ def test_a_newcomer_in_the_middle_trains_the_same_bits(
     assert first > 1 and cluster.steps(1) == list(range(first, STEPS + 1))
 
 
+@pytest.mark.acceptance("8d-4j:latent_edit")
 def test_a_node_with_another_corpus_is_refused_and_the_run_goes_on(
     make_elastic: MakeCluster, edits: Experiment
 ) -> None:

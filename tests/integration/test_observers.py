@@ -180,6 +180,7 @@ def make_tracked(tracked: Experiment, tmp_path: Path) -> Iterator[Callable[..., 
         cluster.close()
 
 
+@pytest.mark.acceptance("8d-15f")
 @pytest.mark.capability("A-8", "A-48", "C-25", "C-53", "O-40", "O-77", "T-36", "T-56")
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_three_nodes_of_which_rank_0_dies_twice_are_one_run_without_gaps(
@@ -327,6 +328,7 @@ def test_an_early_stop_is_decided_alike_after_a_kill_and_stays_decided(
     assert sorted(curve(experiment.at())) == list(range(1, 9))
 
 
+@pytest.mark.acceptance("8d-16f")
 @pytest.mark.capability("G-90", "G-91")
 @pytest.mark.parametrize("killed_in", ["slot", "report"])
 def test_three_nodes_stop_together_where_a_monitor_decides_although_rank_0_dies(
@@ -348,6 +350,7 @@ def test_three_nodes_stop_together_where_a_monitor_decides_although_rank_0_dies(
     assert (alert["step"], alert["monitor"]) == (3, "plateau")
 
 
+@pytest.mark.acceptance("8d-11d:latent_edit")
 def test_a_monitor_has_the_run_saved_where_it_alerts_and_warns_where_it_shall(
     experiment: Experiment,
 ) -> None:

@@ -110,6 +110,7 @@ def test_two_versions_of_the_tasks_file_never_train_together(
     assert {row["size"] for row in cluster.trace()} == {1}
 
 
+@pytest.mark.acceptance("input-A-2")
 @pytest.mark.capability("O-4", "A-65", "T-3")
 def test_wrong_options_and_a_missing_file_are_refused_as_any_field(
     experiment: Experiment,
@@ -158,6 +159,7 @@ def test_an_error_of_the_tasks_code_is_named_by_file_and_line_and_no_traceback(
     assert "precision" in said or f"{experiment.path}/averaged.py:" in err
 
 
+@pytest.mark.acceptance("8d-16d")
 @pytest.mark.capability("A-64")
 def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
     own: Experiment, experiment: Experiment
@@ -227,6 +229,7 @@ class Observed(Averaged):
 )
 
 
+@pytest.mark.acceptance("8d-16c")
 def test_an_observer_of_the_task_outlives_rank_0_and_stops_the_run_for_all(
     own: Experiment, make_own: Callable[..., Cluster]
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_run_does_not_go_on_with_another_packing(apart: Experiment) -> None:
     assert "spec.training.data.packing" in said
 
 
+@pytest.mark.acceptance("8d-8f")
 @pytest.mark.parametrize(
     ("config", "said"),
     [

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import shutil
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from elastic_helpers import STEPS, Cluster, elastic_recipe, fault, train_undisturbed
+from recipe_runs import PAIRS, write_pairs
 from run_helpers import (
     DONE,
     STOPPED_SAVED,
@@ -40,38 +40,6 @@ METRICS = {
     "chosen_log_probability",
     "rejected_log_probability",
 }
-PAIRS: dict[str, Any] = {
-    "recipe": "preference",
-    "rows": {
-        "chatTemplate": "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    },
-    "data": {
-        "sources": [{"name": "sums", "path": "pairs.jsonl"}],
-        "sequenceLength": 48,
-        "heldOut": {"count": 5},
-    },
-    "preference": {"beta": 0.5, "labelSmoothing": 0.1},
-    "evaluation": {"every": {"steps": 4}},
-}
-
-
-def write_pairs(path: Path, *, count: int = 60) -> None:
-    """Sums with a right and a wrong answer, as texts and as conversations."""
-    source = random.Random(0)
-    rows: list[dict[str, Any]] = []
-    for at in range(count):
-        one, other = source.randrange(50), source.randrange(50)
-        question, good, bad = f"{one}+{other}=", str(one + other), str(one + other + 7)
-        if at % 2:
-            rows.append({"prompt": question, "chosen": good, "rejected": bad})
-        else:
-            talks = [
-                [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
-                for said in (good, bad)
-            ]
-            rows.append({"chosen": talks[0], "rejected": talks[1]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write(experiment: Experiment, **changes: Any) -> None:
@@ -132,6 +100,7 @@ def test_a_run_begins_at_its_reference_and_learns_to_prefer(whole: Experiment) -
     )
 
 
+@pytest.mark.acceptance("8d-1b:preference")
 @pytest.mark.capability("A-80")
 def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_one(
     whole: Experiment,
@@ -142,6 +111,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_o
     assert_same_run(whole, whole.at("killed"))
 
 
+@pytest.mark.acceptance("8d-17a:preference")
 @pytest.mark.parametrize("workers", ["4", pytest.param("3", marks=pytest.mark.long)])
 def test_workers_of_one_node_have_the_same_bits(whole: Experiment, workers: str) -> None:
     """Six pairs a step are cut evenly over three workers, and not over four."""
@@ -157,6 +127,7 @@ def test_micro_batches_of_several_pairs_have_the_same_losses(whole: Experiment) 
     assert_same_curve(whole.at("undisturbed"), whole.at("larger"), exact=False, tolerance=1e-5)
 
 
+@pytest.mark.acceptance("8d-1f:preference", "8d-1g:preference", "8d-2e:preference")
 @pytest.mark.capability("A-80")
 @pytest.mark.parametrize("number", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.long)])
 def test_a_node_of_two_that_is_lost_costs_no_bit(
@@ -176,6 +147,7 @@ def test_a_node_of_two_that_is_lost_costs_no_bit(
     assert_same_run(whole, cluster.directory)
 
 
+@pytest.mark.acceptance("8d-1h:preference")
 @pytest.mark.long
 @pytest.mark.capability("A-80")
 def test_a_newcomer_in_the_middle_gets_the_same_reference(
@@ -194,6 +166,7 @@ def test_a_newcomer_in_the_middle_gets_the_same_reference(
     assert 5 <= first < STEPS and cluster.steps(1) == list(range(first, STEPS + 1))
 
 
+@pytest.mark.acceptance("8d-6a:preference")
 @pytest.mark.capability("A-80", "O-39")
 def test_evaluate_measures_what_the_run_itself_has_measured(whole: Experiment) -> None:
     run = whole.at("undisturbed")
@@ -240,6 +213,7 @@ def test_a_reference_computes_in_the_types_of_a_model_that_is_cut(
     assert first["chosen_reward"] == first["rejected_reward"] == first["margin"] == 0.0
 
 
+@pytest.mark.acceptance("8d-12d:preference")
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -299,6 +273,60 @@ def test_a_run_from_given_weights_has_them_as_its_reference(base: Experiment) ->
         base.write({**training, **changes})
         base.run("--stop-after-steps", "2", directory=name, expect=STOPPED_SAVED)
         assert metrics(base.at(name)) == found[:2]
+
+
+@pytest.mark.long
+@pytest.mark.capability("A-80")
+@pytest.mark.parametrize(
+    "first",
+    [
+        {},
+        {"initFrom": {"path": "runs/base"}},
+        {"preference": {**PAIRS["preference"], "reference": "runs/base"}},
+    ],
+    ids=["seed", "initial", "named"],
+)
+def test_a_run_that_goes_on_with_the_state_of_another_keeps_its_reference(
+    base: Experiment, first: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Whichever way the first run names it, and also over a run that itself goes on with another."""
+    name = request.node.callspec.id
+    write(base, **first)
+    base.run(directory=f"first-{name}")
+    for of, step, after in (("first", 5, "second"), ("second", 10, "third")):
+        begun = {"path": f"runs/{of}-{name}", "step": step, "load": "everything"}
+        write(base, initFrom=begun)
+        # Stopped once: the reference is found again at each start.
+        stopped = ("--stop-after-steps", "1")
+        base.run(*stopped, directory=f"{after}-{name}", expect=STOPPED_SAVED)
+        base.run(directory=f"{after}-{name}")
+        whole, rest = curve(base.at(f"first-{name}")), curve(base.at(f"{after}-{name}"))
+        assert sorted(rest) == list(range(step + 1, STEPS + 1))
+        for at, row in rest.items():
+            assert (row["loss"], row["metrics"]) == (whole[at]["loss"], whole[at]["metrics"])
+        assert_same_state(base.at(f"first-{name}"), base.at(f"{after}-{name}"))
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_a_checkpoint_that_was_copied_without_its_run(
+    base: Experiment,
+) -> None:
+    """It cannot be known what the reference was, so that it has to be named."""
+    write(base, initFrom={"path": "runs/base"})
+    base.run(directory="copied")
+    copied = base.path / "copied" / "step"
+    newest = max(step for step in checkpoints(base.at("copied")) if step < STEPS)
+    shutil.copytree(base.at("copied") / "checkpoints" / f"step-{newest}", copied)
+    begun = {"path": "copied/step", "load": "everything"}
+    write(base, initFrom=begun)
+    err = base.run(directory="unnamed", expect=USER_ERROR).err
+    assert "spec.training.initFrom.path: " in err and "is not in the directory of a run" in err
+    assert "Name that reference as preference.reference" in err
+    own = {**PAIRS["preference"], "reference": "runs/base"}
+    write(base, initFrom=begun, preference=own)
+    base.run(directory="named-copy")
+    whole, rest = curve(base.at("copied")), curve(base.at("named-copy"))
+    assert [row["loss"] for row in rest.values()] == [whole[at]["loss"] for at in rest] != []
 
 
 @pytest.mark.long
@@ -382,6 +410,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     assert not (experiment.at() / "run.json").exists() and checkpoints(experiment.at()) == []
 
 
+@pytest.mark.acceptance("8d-4i:preference")
 @pytest.mark.long
 def test_another_beta_is_another_recipe(experiment: Experiment) -> None:
     write(experiment)

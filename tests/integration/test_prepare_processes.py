@@ -175,6 +175,7 @@ def records(folder: Path, kind: str) -> list[Path]:
     return sorted((folder / "prepared").glob(f".tmp-*/chunks/{kind}-*.json"))
 
 
+@pytest.mark.acceptance("8d-1e")
 def test_helpers_write_the_same_bytes_as_one_process(
     preparers: Preparers, expected: dict[str, bytes]
 ) -> None:

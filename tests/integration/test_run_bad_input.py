@@ -77,6 +77,7 @@ def test_a_start_that_may_prepare_nothing_trains_once_the_data_are_prepared(
 # --- the manifest
 
 
+@pytest.mark.acceptance("8d-8a", "input-A-66")
 def test_a_key_given_twice_is_refused_with_both_lines(experiment: Experiment) -> None:
     manifest = experiment.write()
     text = manifest.read_text().replace('"horizon": {', '"batching": {},\n      "horizon": {')
@@ -148,6 +149,7 @@ def test_every_problem_of_a_manifest_is_reported_at_once(experiment: Experiment)
     refused(experiment, "optimizer.learningRate", "data.sequenceLength", "checkpoint.keep")
 
 
+@pytest.mark.acceptance("input-T-41")
 def test_more_workers_than_slots_are_refused(experiment: Experiment) -> None:
     refused(
         experiment,
@@ -207,6 +209,7 @@ def test_a_model_configuration_that_cannot_be_is_refused(
     assert not steps_of(experiment.at())
 
 
+@pytest.mark.acceptance("input-G-4")
 def test_weights_in_a_pickle_are_refused_and_never_opened(experiment: Experiment) -> None:
     directory = experiment.path / "pickled"
     directory.mkdir()
@@ -231,6 +234,8 @@ def test_weights_in_a_pickle_are_refused_and_never_opened(experiment: Experiment
     assert not trap.exists()
 
 
+@pytest.mark.acceptance("input-G-4")
+@pytest.mark.acceptance("input-4e-20")
 def test_remote_code_is_never_run(experiment: Experiment) -> None:
     directory = experiment.path / "remote"
     directory.mkdir()
@@ -252,6 +257,7 @@ def test_remote_code_is_never_run(experiment: Experiment) -> None:
 # --- the data
 
 
+@pytest.mark.acceptance("8d-12d:pretrain")
 @pytest.mark.parametrize(
     ("content", "texts"),
     [
@@ -296,6 +302,7 @@ def test_a_data_file_that_cannot_be_used_is_named_with_its_line(
     assert not steps_of(experiment.at())
 
 
+@pytest.mark.acceptance("8d-4b:pretrain")
 def test_a_source_that_changed_after_it_was_prepared_stops_the_resume_and_not_the_run(
     experiment: Experiment,
 ) -> None:
@@ -352,6 +359,7 @@ def test_prepared_data_that_was_cut_short_is_named(experiment: Experiment) -> No
 # --- the run directory
 
 
+@pytest.mark.acceptance("8d-4a")
 def test_another_runs_directory_is_left_alone(experiment: Experiment) -> None:
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
     before = contents(experiment.at())
@@ -366,6 +374,7 @@ def test_another_runs_directory_is_left_alone(experiment: Experiment) -> None:
     assert contents(experiment.at()) == before
 
 
+@pytest.mark.acceptance("8d-4c")
 @pytest.mark.capability("G-26")
 def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) -> None:
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
@@ -433,6 +442,7 @@ def test_a_start_that_fails_leaves_what_it_was_asked_for_and_what_was_found(
     assert (overruled["fine"], overruled["overruled"]) == (False, True)
 
 
+@pytest.mark.acceptance("input-3e-1")
 def test_a_directory_without_run_json_is_nobodys(experiment: Experiment) -> None:
     experiment.run("--stop-after-steps", "3", expect=STOPPED_SAVED)
     kept = (experiment.at() / "run.json").rename(experiment.path / "kept.json")
@@ -626,6 +636,7 @@ def test_a_damaged_checkpoint_is_set_aside_aloud_and_the_run_goes_on_from_the_on
         assert_same_state(experiment.at("undisturbed"), experiment.at())
 
 
+@pytest.mark.acceptance("input-O-37")
 @DAMAGES
 def test_a_run_none_of_whose_checkpoints_validates_stops_and_never_begins_again(
     experiment: Experiment, damage: Callable[[Path], None]

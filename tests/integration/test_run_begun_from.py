@@ -52,6 +52,7 @@ def test_a_run_goes_on_from_an_older_step_of_another_directory_with_the_same_bit
     assert {path: path.stat().st_mtime_ns for path in experiment.at().rglob("*")} == before
 
 
+@pytest.mark.acceptance("8d-7b")
 @pytest.mark.capability("O-20", "O-54", "C-38", "A-74")
 def test_rolling_and_permanent_checkpoints_stand_beside_one_another_and_the_end_is_exported(
     experiment: Experiment,
@@ -94,6 +95,7 @@ def damage(experiment: Experiment) -> None:
         shard.write_bytes(data)
 
 
+@pytest.mark.acceptance("input-O-61", "input-4e-10")
 @pytest.mark.long
 def test_what_cannot_be_begun_with_is_refused_by_name(experiment: Experiment) -> None:
     experiment.run()

@@ -70,6 +70,7 @@ def test_a_rate_replaced_in_a_living_run_trains_as_one_that_was_in_the_file_from
     )
 
 
+@pytest.mark.acceptance("8d-4b:pretrain")
 def test_a_run_goes_on_with_its_data_in_another_place_and_not_with_other_data(
     experiment: Experiment,
 ) -> None:

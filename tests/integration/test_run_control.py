@@ -70,6 +70,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, str]]:
     }
 
 
+@pytest.mark.acceptance("8d-5e", "input-4e-19")
 @pytest.mark.capability("G-5", "G-33", "G-92", "C-17", "O-9", "O-32", "O-52", "T-4")
 def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
     experiment: Experiment,
@@ -98,6 +99,7 @@ def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
     assert snapshot(directory) == before
 
 
+@pytest.mark.acceptance("8d-5d")
 def test_the_command_stops_on_sigterm_with_its_state_saved(experiment: Experiment) -> None:
     experiment.write(recipe(horizon={"steps": 100_000}))
     process = evergrad(experiment, "run", "tiny.yaml")
@@ -111,6 +113,7 @@ def test_the_command_stops_on_sigterm_with_its_state_saved(experiment: Experimen
     assert [event["exit_code"] for event in events(experiment.at(), "end")] == [STOPPED_SAVED]
 
 
+@pytest.mark.acceptance("input-G-12")
 @pytest.mark.capability("G-12")
 def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
     experiment: Experiment,
@@ -125,6 +128,7 @@ def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
     assert not (experiment.path / "runs").exists()
 
 
+@pytest.mark.acceptance("8d-5c", "input-4e-3")
 @pytest.mark.capability("A-37")
 def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
     experiment: Experiment,
@@ -142,6 +146,7 @@ def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
     assert_same_state(experiment.at("undisturbed"), experiment.at())
 
 
+@pytest.mark.acceptance("8d-17d", "input-4e-3")
 @pytest.mark.capability("A-37")
 def test_a_stop_file_made_while_two_processes_train_stops_both(experiment: Experiment) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
@@ -153,6 +158,7 @@ def test_a_stop_file_made_while_two_processes_train_stops_both(experiment: Exper
     assert not (experiment.at() / "stop").exists()
 
 
+@pytest.mark.acceptance("8d-5a")
 @pytest.mark.capability("A-71")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_stop_after_steps_counts_the_steps_of_one_process(
@@ -165,6 +171,7 @@ def test_stop_after_steps_counts_the_steps_of_one_process(
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 
+@pytest.mark.acceptance("8d-5b", "8d-9b", "input-4e-4")
 @pytest.mark.capability("G-71", "C-11", "C-23", "C-42", "A-30", "A-75")
 def test_stop_after_step_stops_the_run_there_however_often_it_is_started(
     experiment: Experiment,
@@ -186,6 +193,7 @@ def test_stop_after_steps_below_one_is_refused(experiment: Experiment) -> None:
     )
 
 
+@pytest.mark.acceptance("8d-5d")
 @pytest.mark.capability("C-65", "O-50")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(
@@ -211,6 +219,7 @@ def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(
     assert "interrupted twice" in ended.err and "not saved" in ended.err
 
 
+@pytest.mark.acceptance("8d-17d")
 def test_sigterm_to_the_launcher_stops_both_workers_at_one_step(experiment: Experiment) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
     run = experiment.start("--workers", "2", faults=[SLOW])
@@ -263,6 +272,7 @@ def test_a_stop_during_the_first_step_leaves_after_the_step_that_follows(
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 
+@pytest.mark.acceptance("8d-5e")
 def test_a_stop_during_the_last_step_still_ends_the_run_complete(
     experiment: Experiment,
 ) -> None:
@@ -304,6 +314,7 @@ def test_workers_die_with_their_launcher(experiment: Experiment) -> None:
     wait_until(lambda: not any(map(is_alive, workers)), what="a worker outlived its launcher")
 
 
+@pytest.mark.acceptance("8d-4f", "input-1e-1")
 def test_a_finished_run_is_extended_and_only_with_the_option(experiment: Experiment) -> None:
     experiment.run()
     longer, shorter = (("--set", f"spec.training.horizon.steps={steps}") for steps in (11, 5))
@@ -374,6 +385,7 @@ def test_a_horizon_in_tokens_or_epochs_is_rounded_up_to_steps(
         assert 1.5 <= derived["epochs"] < 1.5 + 8 * derived["epochs"] / derived["samples"]
 
 
+@pytest.mark.acceptance("8d-7b")
 @pytest.mark.capability("C-12", "O-49", "A-28", "A-41", "T-34", "T-46")
 def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment) -> None:
     best = {"metric": "heldOut/loss", "mode": "max"}
@@ -503,6 +515,7 @@ def test_weights_come_from_a_transformers_directory(experiment: Experiment, fiel
         )
 
 
+@pytest.mark.acceptance("input-3e-2")
 def test_init_from_counts_for_a_fresh_run_only(experiment: Experiment) -> None:
     experiment.run()
     experiment.write(recipe(initFrom={"path": "runs/tiny"}), name="second")

@@ -104,6 +104,7 @@ def undisturbed(
     return one
 
 
+@pytest.mark.acceptance("8d-1a:pretrain", "8d-1d:pretrain", "8d-6c:pretrain", "8d-9b")
 @pytest.mark.capability("G-32", "O-45", "T-2")
 @POINTS
 def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
@@ -127,6 +128,7 @@ def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
     undisturbed.assert_equal(directory)
 
 
+@pytest.mark.acceptance("8d-1b:pretrain", "8d-12b")
 @pytest.mark.capability("G-89", "C-13", "C-45", "O-19")
 @POINTS
 def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after_its_last_checkpoint(
@@ -162,6 +164,7 @@ def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after
     undisturbed.assert_equal(directory)
 
 
+@pytest.mark.acceptance("8d-2d")
 @pytest.mark.long
 def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(
     experiment: Experiment,
@@ -188,6 +191,7 @@ def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(
     ] == 20
 
 
+@pytest.mark.acceptance("8d-2b:pretrain")
 def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(
     experiment: Experiment,
 ) -> None:
@@ -224,6 +228,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(experiment: Exper
     assert_same_curve(experiment.at("undisturbed"), experiment.at())
 
 
+@pytest.mark.acceptance("8d-2d")
 def test_a_signal_from_outside_at_any_moment_loses_nothing(experiment: Experiment) -> None:
     """No planned fault: a real kill from another process, whenever it lands."""
     import signal

@@ -69,6 +69,7 @@ def test_a_larger_world_trains_the_same_samples_with_the_same_losses(
     ]
 
 
+@pytest.mark.acceptance("8d-17a:pretrain")
 @pytest.mark.parametrize("workers", ["2", "3"])
 def test_in_exact_mode_a_larger_world_has_the_same_bits(
     exact: Experiment, workers: str

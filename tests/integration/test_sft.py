@@ -1,7 +1,6 @@
 """The recipe sft: elastic and resumable as any other, with completions that are generated in its evaluations."""
 
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from elastic_helpers import Cluster, elastic_recipe, fault, train_undisturbed
+from recipe_runs import SFT, TEMPLATE, write_rows
 from run_helpers import (
     DONE,
     STOPPED_SAVED,
@@ -27,36 +27,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-SFT: dict[str, Any] = {
-    "recipe": "sft",
-    "rows": {"chatTemplate": TEMPLATE},
-    "data": {
-        "sources": [{"name": "sums", "path": "rows.jsonl"}],
-        "sequenceLength": 64,
-        "heldOut": {"count": 5},
-    },
-    "evaluation": {"every": {"steps": 4}, "generation": {"maxNewTokens": 5}},
-}
-
-
-def write_rows(path: Path, *, count: int = 120) -> None:
-    """Sums, as conversations and as prompts with completions."""
-    source = random.Random(0)
-    rows: list[dict[str, Any]] = []
-    for at in range(count):
-        one, other = source.randrange(50), source.randrange(50)
-        question, answer = f"{one}+{other}=", str(one + other)
-        if at % 2:
-            rows.append({"prompt": question, "completion": answer})
-        else:
-            pair = [("user", question), ("assistant", answer)]
-            rows.append({"messages": [{"role": role, "content": said} for role, said in pair]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_sft(experiment: Experiment, **changes: Any) -> None:
@@ -79,6 +49,7 @@ def evaluations(directory: Path) -> dict[tuple[int, str], Any]:
     return {(row["step"], row["name"]): [row["loss"], row.get("metrics")] for row in rows}
 
 
+@pytest.mark.acceptance("8d-13c:sft")
 @pytest.mark.capability("C-3", "C-35", "C-36", "C-47")
 def test_each_set_is_evaluated_by_its_loss_and_by_what_is_generated(tuned: Experiment) -> None:
     found = evaluations(tuned.at("undisturbed"))
@@ -91,6 +62,7 @@ def test_each_set_is_evaluated_by_its_loss_and_by_what_is_generated(tuned: Exper
     assert all(0 < row["valid_tokens"] < row["tokens"] for row in rows.values())
 
 
+@pytest.mark.acceptance("8d-1b:sft")
 @pytest.mark.capability("C-3")
 def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_one(
     tuned: Experiment,
@@ -106,6 +78,8 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_o
     assert evaluations(tuned.at("undisturbed")) == evaluations(tuned.at("killed"))
 
 
+@pytest.mark.acceptance("8d-13d:sft")
+@pytest.mark.acceptance("8d-3b:sft")
 def test_generation_ends_where_a_peer_dies_and_is_made_again(
     tuned: Experiment, tmp_path: Path
 ) -> None:
@@ -123,6 +97,7 @@ def test_generation_ends_where_a_peer_dies_and_is_made_again(
         cluster.close()
 
 
+@pytest.mark.acceptance("8d-12d:sft")
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -261,6 +236,7 @@ def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_rows(
     assert (2, "heldOut-generated") in evaluations(experiment.at())
 
 
+@pytest.mark.acceptance("8d-6a:sft")
 @pytest.mark.capability("C-36", "O-39")
 def test_evaluate_generates_what_the_run_itself_has_generated(tuned: Experiment) -> None:
     run = tuned.at("undisturbed")

@@ -92,6 +92,7 @@ def evaluations(directory: Path) -> dict[Any, Any]:
     }
 
 
+@pytest.mark.acceptance("8d-10a:two_stage_kl", "8d-10e:two_stage_kl", "number-T-63")
 @pytest.mark.capability(
     "T-22", "T-28", "T-37", "T-60", "T-61", "T-64", "T-65", "T-66", "T-68", "T-69"
 )
@@ -126,6 +127,7 @@ def test_the_second_stage_begins_at_its_token_with_the_model_as_reference(
     assert {(BOUNDARY, "stage1"), (BOUNDARY, "stage2")} <= evaluations(directory).keys()
 
 
+@pytest.mark.acceptance("8d-10b:two_stage_kl", "8d-10f:two_stage_kl")
 def test_an_evaluation_is_of_the_model_alone_and_says_how_far_it_is_from_the_reference(
     whole: Experiment,
 ) -> None:
@@ -142,6 +144,7 @@ def test_an_evaluation_is_of_the_model_alone_and_says_how_far_it_is_from_the_ref
             assert more["kl"] > 0 and loss != at_boundary
 
 
+@pytest.mark.acceptance("8d-6a:two_stage_kl")
 @pytest.mark.capability("O-39")
 def test_evaluate_measures_beside_the_reference_of_the_run(whole: Experiment) -> None:
     """Its own evaluation again, with the reference from the checkpoint of the boundary; before it without."""
@@ -158,6 +161,7 @@ def test_evaluate_measures_beside_the_reference_of_the_run(whole: Experiment) ->
         assert len(found) == 2
 
 
+@pytest.mark.acceptance("8d-9c:two_stage_kl")
 @pytest.mark.capability("T-67")
 def test_one_schedule_goes_over_both_stages(whole: Experiment) -> None:
     """Stable through the boundary, and a decay at the end of the second stage alone."""
@@ -199,6 +203,9 @@ SHOWN = ("in_the_save_of_the_boundary", "before_the_reference_is_taken", "in_the
 """Of each state that a resume can find one: no checkpoint of the boundary, one and no reference, both."""
 
 
+@pytest.mark.acceptance(
+    "8d-1b:two_stage_kl", "8d-1c:two_stage_kl", "8d-2b:two_stage_kl", "8d-2c:two_stage_kl"
+)
 @pytest.mark.capability("T-70")
 @pytest.mark.parametrize(
     "where",
@@ -214,6 +221,7 @@ def test_a_run_that_is_killed_around_the_boundary_goes_on_to_the_same_bits(
     assert BOUNDARY in checkpoints(whole.at(where))
 
 
+@pytest.mark.acceptance("8d-1a:two_stage_kl", "8d-1c:two_stage_kl", "8d-6c:two_stage_kl")
 @pytest.mark.parametrize(
     "step",
     [
@@ -230,12 +238,14 @@ def test_a_run_that_stops_and_goes_on_has_the_same_bits(whole: Experiment, step:
     assert_same_run(whole, name)
 
 
+@pytest.mark.acceptance("8d-17a:two_stage_kl")
 @pytest.mark.parametrize("workers", [pytest.param("2", marks=pytest.mark.long), "3"])
 def test_workers_of_one_node_have_the_same_bits(whole: Experiment, workers: str) -> None:
     whole.run("--workers", workers, directory=f"workers-{workers}")
     assert_same_run(whole, f"workers-{workers}")
 
 
+@pytest.mark.acceptance("input-5e-5")
 def test_without_the_boundarys_checkpoint_a_resume_is_refused(whole: Experiment) -> None:
     stopped = whole.at("no-boundary")
     whole.run("--stop-after-steps", "8", directory="no-boundary", expect=STOPPED_SAVED)
@@ -247,6 +257,7 @@ def test_without_the_boundarys_checkpoint_a_resume_is_refused(whole: Experiment)
     assert before == sorted(path.name for path in (stopped / "checkpoints").iterdir())
 
 
+@pytest.mark.acceptance("input-5e-5")
 def test_another_checkpoint_in_the_boundarys_place_is_refused(
     make_experiment: Callable[[], Experiment],
 ) -> None:
@@ -296,6 +307,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     assert not (experiment.at() / "run.json").exists() and checkpoints(experiment.at()) == []
 
 
+@pytest.mark.acceptance("8d-4i:two_stage_kl")
 def test_another_beta_or_mixture_is_another_recipe(
     make_experiment: Callable[[], Experiment],
 ) -> None:

@@ -71,6 +71,8 @@ FURTHER = [
 ]
 
 
+@pytest.mark.acceptance("8d-10g:two_stage_kl")
+@pytest.mark.acceptance("8d-1g:two_stage_kl", "8d-2e:two_stage_kl", "8d-2f:two_stage_kl")
 @pytest.mark.parametrize(
     ("place", "rank", "step"),
     [*PLACES, *(pytest.param(*one, marks=pytest.mark.long) for one in FURTHER)],
@@ -94,6 +96,8 @@ def test_a_node_that_is_lost_around_the_boundary_costs_no_bit(
     assert len(cluster.pids(left[0])) == 1, "it went on in the process it was"
 
 
+@pytest.mark.acceptance("8d-10g:two_stage_kl")
+@pytest.mark.acceptance("8d-1h:two_stage_kl")
 def test_a_newcomer_in_the_second_stage_gets_the_same_reference(
     make_elastic: MakeCluster, two_stages: Experiment
 ) -> None:
@@ -113,6 +117,7 @@ def test_a_newcomer_in_the_second_stage_gets_the_same_reference(
     assert first > BOUNDARY + 1 and cluster.steps(1) == list(range(first, STEPS + 1))
 
 
+@pytest.mark.acceptance("8d-2g:two_stage_kl")
 def test_nodes_that_are_all_lost_in_the_second_stage_read_the_boundarys_checkpoint(
     make_elastic: MakeCluster, two_stages: Experiment
 ) -> None:

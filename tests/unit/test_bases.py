@@ -25,6 +25,7 @@ def raise_with_sequence() -> Exception:
         return error
 
 
+@pytest.mark.acceptance("8d-15e:latent_edit")
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -39,6 +40,7 @@ def test_twenty_bases_or_more_are_shown_by_their_number(text: str, shown: str) -
     assert hide_bases(text) == shown
 
 
+@pytest.mark.acceptance("8d-15e:latent_edit")
 def test_a_log_has_no_sequence_not_even_in_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

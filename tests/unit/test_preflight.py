@@ -179,6 +179,7 @@ def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
     )
 
 
+@pytest.mark.acceptance("input-G-21")
 def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
     assert list(check_device(training(), MACHINE)) == []
     assert "no cuda device is visible" in str(
@@ -227,6 +228,7 @@ def test_things_that_never_happen_are_warned_of() -> None:
         assert list(check_cadences(training(checkpoint=fine), total=100)) == []
 
 
+@pytest.mark.acceptance("8d-8d", "input-4e-2")
 @pytest.mark.capability("A-56")
 def test_an_evaluation_at_the_end_only_is_said_where_there_is_something_to_evaluate_on() -> (
     None
@@ -249,6 +251,7 @@ def test_an_evaluation_at_the_end_only_is_said_where_there_is_something_to_evalu
     assert said({"sources": sources, "sets": sets}) == []
 
 
+@pytest.mark.acceptance("input-A-59")
 @pytest.mark.capability("A-59")
 def test_the_width_of_a_model_is_that_of_its_widest_layer_or_its_configuration_is_refused() -> (
     None
@@ -380,6 +383,8 @@ def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would
     assert "no model fits. Use runtime.activationCheckpointing" in refused
 
 
+@pytest.mark.acceptance("input-T-42")
+@pytest.mark.acceptance("number-T-41")
 @pytest.mark.capability("T-21", "T-41", "T-42")
 def test_the_largest_micro_batch_that_fits_is_named_and_leaves_one_to_each_worker() -> None:
     facts = replace(FACTS, hidden_size=1024, num_layers=16)

@@ -106,6 +106,7 @@ def test_a_run_that_has_begun_goes_on_with_the_data_it_recorded(
     )
 
 
+@pytest.mark.acceptance("8d-4f", "input-1e-1")
 def test_a_finished_run_is_complete_until_its_horizon_grows(directory: RunDirectory) -> None:
     directory.mark_complete({"step": 100})
     longer = make_run(horizon={"steps": 200})
@@ -131,6 +132,7 @@ def test_another_unit_of_the_horizon_is_a_change_of_both_fields(
     )
 
 
+@pytest.mark.acceptance("8d-4c", "8d-4d", "8d-4e", "input-G-64")
 @pytest.mark.capability("G-64")
 @pytest.mark.parametrize(
     ("changes", "path"),
@@ -214,11 +216,13 @@ def test_operational_fields_may_change_from_start_to_start(
     assert inspect_directory(directory, make_run(**changes), extend=False).state == "begun"
 
 
+@pytest.mark.acceptance("8d-4a")
 def test_another_runs_directory_is_refused_with_both_names(directory: RunDirectory) -> None:
     text = refusal(directory, make_run(name="two"))
     assert f"{directory.path}: holds the run 'one'; this manifest is the run 'two'" in text
 
 
+@pytest.mark.acceptance("input-3e-1")
 @pytest.mark.capability("G-68")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/latest"])
 def test_leftovers_of_nobody_are_not_trained_over(directory: RunDirectory, name: str) -> None:
@@ -227,6 +231,7 @@ def test_leftovers_of_nobody_are_not_trained_over(directory: RunDirectory, name:
     assert "holds " in (text := refusal(directory, make_run())) and "but no run.json" in text
 
 
+@pytest.mark.acceptance("8d-4g")
 def test_a_damaged_run_json_is_named(directory: RunDirectory) -> None:
     directory.resolved.write_text("{")
     assert f"{directory.resolved}: is not valid JSON" in refusal(directory, make_run())

@@ -137,6 +137,7 @@ def big_batch(slots: int = 4, step: int = 1) -> Batch:
     return make_batch(ids, labels)
 
 
+@pytest.mark.acceptance("8d-14a", "number-A-81", "number-T-43")
 @pytest.mark.capability("C-14", "C-20", "O-25", "A-16", "A-17", "A-81", "T-10", "T-20")
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) -> None:
@@ -161,6 +162,7 @@ def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) 
     assert all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-7) for a, b in gradients)  # type: ignore[arg-type]
 
 
+@pytest.mark.acceptance("number-T-54")
 def test_gradients_above_the_limit_are_clipped_to_it_and_the_norm_is_told_unclipped() -> None:
     model, free = Model(), Model()
     told = make_stepper(free).run(1, world(), QUIET).grad_norm
@@ -175,6 +177,7 @@ def test_gradients_above_the_limit_are_clipped_to_it_and_the_norm_is_told_unclip
     assert all(map(torch.equal, below.parameters(), free.parameters()))
 
 
+@pytest.mark.acceptance("8d-12c", "number-A-58")
 @pytest.mark.capability("C-56")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_slots_of_a_step_are_shared_without_rest_by_every_world(size: int) -> None:

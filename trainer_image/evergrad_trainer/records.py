@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+TOKENS: Final = "tokens"
+"""What the loss of a language model is a mean over."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,8 @@ class RunInfo:
     """The highest step any process of the run has finished before; None where nobody has looked."""
     metrics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Metrics of the recipe besides the loss: ``unit`` and ``help`` of each, from the catalogue."""
+    loss_items: str = TOKENS
+    """What the loss is a mean over, such as ``pairs``."""
     last_time: float | None = None
     """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is
     none."""

@@ -157,7 +157,11 @@ class Evaluator:
 
 
 class Task(Protocol):
-    """A recipe: what is trained. Made once in each process, from a :class:`Setup`."""
+    """A recipe: what is trained. Made once in each process, from a :class:`Setup`.
+
+    A class variable ``loss_items`` names, in the plural, what the weight of its batches counts where that is not
+    tokens: reports name the unit of the loss by it, and show no perplexity.
+    """
 
     Options: ClassVar[type[Section]]
     """The model of ``spec.training.options``."""

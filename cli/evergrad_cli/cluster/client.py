@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ _PAGE: Final = 500
 _CONNECT_SECONDS: Final = 10.0
 _READ_SECONDS: Final = 30.0
 """A person waits for the answer; an API server ends a request of its own after 60 seconds."""
+_FORWARD_PROTOCOL: Final = "v4.channel.k8s.io"
+"""Channels of a forwarded port over a websocket: data and errors."""
 _IN_CLUSTER_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _VERSION: Final = "v1alpha1"
 
@@ -78,6 +81,9 @@ class Cluster(Protocol):
     ) -> Iterator[bytes]:
         """The lines of a text as they come, without their ends; a silence of ``read_seconds`` ends them with
         an error."""
+
+    def connect_to_pod(self, pod: str, port: int) -> socket.socket:
+        """A connection to a port of a pod of the namespace, through the API server and the kubelet."""
 
 
 def runs_path(namespace: str | None, name: str = "") -> str:
@@ -190,6 +196,22 @@ class KubernetesCluster:
                 yield from whole
             if rest:
                 yield rest
+
+    def connect_to_pod(self, pod: str, port: int) -> socket.socket:
+        path, what = f"{core_path('pods', self.namespace, pod)}/portforward", f"pod {pod}"
+        headers = {"sec-websocket-protocol": _FORWARD_PROTOCOL}
+        websockets = importlib.import_module("kubernetes.stream.ws_client")
+        with self._translated(what):
+            self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
+            forward = websockets.portforward_call(
+                self._api.configuration,
+                "GET",
+                self.host + path,
+                query_params=[("ports", str(port))],
+                headers=headers,
+            )
+        connection: socket.socket = forward.socket(port)
+        return connection
 
     def _exchange(self, request: _Request) -> tuple[int, dict[str, Any]]:
         response = self._open(request, read_seconds=_READ_SECONDS)

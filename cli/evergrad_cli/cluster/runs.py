@@ -21,10 +21,11 @@ NON_FINITE: Final = "NonFinite"
 NODE: Final = "node"
 COORDINATOR: Final = "coordinator"
 PREPARATION: Final = "preparation"
+EVALUATION: Final = "evaluation"
 _OWN_CONTAINERS: Final = ("trainer", "coordinator")
 """Names of the containers that the operator builds; whatever else a pod has was injected."""
 _NOTHING: Final[Mapping[str, Any]] = {}
-_ORDER: Final = {NODE: 0, PREPARATION: 1, COORDINATOR: 2}
+_ORDER: Final = {NODE: 0, PREPARATION: 1, EVALUATION: 2, COORDINATOR: 3}
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Run:
     folder: str
     """Folder of the claim that is the run directory."""
     preparation: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
     """How far a pod that prepares the data is, as the status has it."""
 
     def condition(self, kind: str) -> Condition | None:
@@ -200,7 +202,8 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         phase=_text(status, "phase") or "Pending",
         reason=_text(status, "reason"),
         message=_text(status, "message"),
-        is_observed=bool(status),
+        # The API server gives each new run a status with observedGeneration alone.
+        is_observed=bool(_text(status, "phase")),
         is_current=(_integer(status.get("observedGeneration")) or 0) >= generation,
         is_deleting=metadata.get("deletionTimestamp") is not None,
         wants_suspension=spec.get("suspend") is True,
@@ -231,6 +234,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         claim=_text(storage, "claimName") or name,
         folder=_text(storage, "path") or name,
         preparation=_mapping(status, "preparation"),
+        evaluation=_mapping(status, "evaluation"),
     )
 
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -129,6 +129,7 @@ def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict
         "started": run.started,
         "completed": run.completed,
         "preparation": dict(run.preparation) or None,
+        "evaluation": dict(run.evaluation) or None,
         "suspend": run.wants_suspension,
         "claim": run.claim,
         "folder": run.folder,
@@ -251,6 +252,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     if run.checkpoint_step is not None:
         ago = "" if run.checkpoint_at is None else f", {age(now - run.checkpoint_at)} ago"
         facts.append(("Checkpoint", f"step {run.checkpoint_step}{ago}"))
+    facts.append(("Evaluation", _describe_evaluation(run)))
     by_cause = ", ".join(
         f"{count} {cause}" for cause, count in sorted(run.restarts_by_cause.items())
     )
@@ -280,6 +282,26 @@ def _describe_preparation(run: Run, *, is_unicode: bool) -> str:
         if number:
             parts.append(f"{short_count(number)} {noun}")
     return "  ".join(parts)
+
+
+def _describe_evaluation(run: Run) -> str:
+    """What pods have measured last, and what waits; empty for a run that asks for none."""
+    found = run.evaluation
+    if not found:
+        return ""
+    parts = [str(found.get("state") or "")]
+    if found.get("step") is not None:
+        parts.append(f"step {found['step']}")
+    results = found.get("results")
+    for one in results if isinstance(results, list) else ():
+        values = one.get("values") if isinstance(one, Mapping) else None
+        loss = parse_short_count(values.get("loss")) if isinstance(values, Mapping) else None
+        if loss is not None:
+            parts.append(f"{one.get('name')} {loss:.4f}")
+    parts.append(f"{found.get('waiting') or 0} waiting")
+    if found.get("state") in ("Waiting", "Failed"):
+        parts.append(str(found.get("message") or ""))
+    return "  ".join(part for part in parts if part)
 
 
 def _pods(facts: Facts, now: float) -> list[str]:

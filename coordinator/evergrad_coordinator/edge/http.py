@@ -1,13 +1,20 @@
-"""A very small HTTP/1.1 server: GET of /status, /healthz, /readyz and /metrics, POST of /bounds. All bounded.
+"""A very small HTTP/1.1 server: the run's page and its events, GET of /status, /healthz, /readyz and
+/metrics, POST of /bounds. All bounded.
 
-/healthz and /metrics answer everybody; all other paths need the run's token.
+/healthz, /metrics and the page itself, which says nothing of the run, answer everybody; all other paths need
+the run's token. Events need none on a loopback address, where a browser of this machine asks.
 """
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from evergrad_coordinator.edge.live import MOST_PAGES, LiveFeed
+from evergrad_coordinator.edge.page import build_page, is_own_request
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.rules.status import EdgeFacts, build_metrics, build_status
 from evergrad_coordinator.secret import is_token
@@ -19,8 +26,12 @@ _BOUNDS = "/bounds"
 _TEXT = "text/plain; charset=utf-8"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _JSON = "application/json"
-_OPEN = ("/healthz", "/metrics")
-_PAGES = ("/status", "/healthz", "/readyz", "/metrics")
+_HTML = "text/html; charset=utf-8"
+_EVENTS = "text/event-stream"
+_PAGE = "/"
+_LIVE = "/live"
+_OPEN = ("/healthz", "/metrics", _PAGE)
+_PAGES = (_PAGE, "/status", "/healthz", "/readyz", "/metrics")
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -29,7 +40,33 @@ _REASONS = {
     405: "Method Not Allowed",
     503: "Service Unavailable",
 }
-Answer = tuple[int, str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer before it is bytes. ``headers``: beside those that every answer has."""
+
+    status: int
+    kind: str
+    body: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    is_live: bool = False
+    """The connection stays open behind the headers, and gets events."""
+
+    def encode(self, *, has_body: bool) -> bytes:
+        """The whole answer as bytes; of one that goes on, its headers."""
+        data = self.body.encode()
+        # One request a connection, which ends with its answer: nothing of a caller is kept.
+        headers = {
+            "Content-Type": self.kind,
+            **({} if self.is_live else {"Content-Length": str(len(data))}),
+            **self.headers,
+            "Cache-Control": "no-store",
+            "Connection": "close",
+        }
+        lines = [f"HTTP/1.1 {self.status} {_REASONS[self.status]}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + (data if has_body else b"")
 
 
 def _find_header(head: bytes, wanted: str) -> str:
@@ -44,8 +81,10 @@ def _find_header(head: bytes, wanted: str) -> str:
 class StatusServer:
     """Answers one request a connection."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, feed: LiveFeed | None = None) -> None:
         self._server = server
+        self._feed = feed or LiveFeed()
+        self._is_local = False
         self._listener: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}
         """Connections that are not done, in the order in which they came."""
@@ -55,12 +94,17 @@ class StatusServer:
         self._listener = await asyncio.start_server(
             self._serve, host, port, limit=MAX_REQUEST_BYTES
         )
+        # A name that is no address, such as one of DNS, is elsewhere: then the token is asked for.
+        with contextlib.suppress(ValueError):
+            self._is_local = ipaddress.ip_address(host).is_loopback
+        self._feed.start(self._server.group)
         return int(self._listener.sockets[0].getsockname()[1])
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end the pages that are open."""
         if self._listener:
             self._listener.close()
+        self._feed.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open[writer] = None
@@ -79,56 +123,48 @@ class StatusServer:
                 if not is_short or int(length) > MAX_REQUEST_BYTES:
                     raise OSError("no such body is taken")
                 body = await reader.readexactly(int(length))
-                writer.write(self._answer(head, body))
-                await writer.drain()
+                answer = self._answer(head, body)
+                writer.write(answer.encode(has_body=not head.startswith(b"HEAD ")))
+                if not answer.is_live:
+                    await writer.drain()
+            if answer.is_live:
+                # The places of those that are answered at once are not for one that stays.
+                self._open.pop(writer, None)
+                self._feed.open(writer)
+                # Nothing is expected of a page but that it goes.
+                while await reader.read(MAX_REQUEST_BYTES):
+                    pass
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()
         finally:
+            self._feed.close_page(writer)
             self._open.pop(writer, None)
             with contextlib.suppress(OSError):
                 writer.close()
 
-    def _answer(self, head: bytes, content: bytes) -> bytes:
-        """The whole answer to a request. Without the token it is refused before anything is looked up."""
+    def _answer(self, head: bytes, content: bytes) -> Answer:
+        """Answer a request. Without the token it is refused before anything is looked up."""
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         path = words[1].partition("?")[0] if len(words) == 3 else ""
         # Before anything else: a path that does not exist must not look different to a stranger.
         scheme, _, said = _find_header(head, "authorization").partition(" ")
         token = self._server.group.settings.token
         is_ours = scheme.lower() == "bearer" and is_token(said.strip(), token)
+        site = _find_header(head, "sec-fetch-site")
+        is_own = self._is_local and is_own_request(_find_header(head, "host"), site)
+        is_open = path in _OPEN or (path == _LIVE and is_own)
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
-            status, kind, body = 400, _TEXT, "not an HTTP/1.1 request\n"
-        elif path not in _OPEN and not is_ours:
-            status, kind, body = (
-                401,
-                _TEXT,
-                "the run's token is needed: Authorization: Bearer TOKEN\n",
-            )
-        elif path == _BOUNDS and words[0] == "POST":
-            status, kind, body = self._set_bounds(content)
-        elif words[0] not in ("GET", "HEAD") or path == _BOUNDS:
-            status, kind, body = 405, _TEXT, f"only GET and HEAD, and POST of {_BOUNDS}\n"
-        else:
-            status, kind, body = self._page(path)
-
-        # One request a connection, which ends with its answer: nothing of a caller is kept.
-        data = body.encode()
-        lines = [
-            f"HTTP/1.1 {status} {_REASONS[status]}",
-            f"Content-Type: {kind}",
-            f"Content-Length: {len(data)}",
-            *(["WWW-Authenticate: Bearer"] if status == 401 else []),
-            *(
-                ["Allow: POST" if path == _BOUNDS else "Allow: GET, HEAD"]
-                if status == 405
-                else []
-            ),
-            "Cache-Control: no-store",
-            "Connection: close",
-            "",
-            "",
-        ]
-        return "\r\n".join(lines).encode("latin-1") + (b"" if words[0] == "HEAD" else data)
+            return Answer(400, _TEXT, "not an HTTP/1.1 request\n")
+        if not is_open and not is_ours:
+            text = "the run's token is needed: Authorization: Bearer TOKEN\n"
+            return Answer(401, _TEXT, text, {"WWW-Authenticate": "Bearer"})
+        if path == _BOUNDS and words[0] == "POST":
+            return self._set_bounds(content)
+        if words[0] not in ("GET", "HEAD") or path == _BOUNDS:
+            text = f"only GET and HEAD, and POST of {_BOUNDS}\n"
+            allowed = "POST" if path == _BOUNDS else "GET, HEAD"
+            return Answer(405, _TEXT, text, {"Allow": allowed})
+        return self._page(path, is_read=words[0] == "GET")
 
     def _set_bounds(self, content: bytes) -> Answer:
         """Take ``{"min": 2, "max": 4}`` as the new bounds of the number of nodes.
@@ -139,31 +175,40 @@ class StatusServer:
             bounds = json.loads(content)
             low, high, failures = bounds["min"], bounds["max"], bounds.get("maxFailures", 0)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return 400, _TEXT, 'bounds: not a JSON object such as {"min": 2, "max": 4}\n'
+            return Answer(
+                400, _TEXT, 'bounds: not a JSON object such as {"min": 2, "max": 4}\n'
+            )
         # Not isinstance: True is an int, too.
         if type(low) is not int or type(high) is not int:
-            return 400, _TEXT, "bounds: min and max are whole numbers\n"
+            return Answer(400, _TEXT, "bounds: min and max are whole numbers\n")
         if type(failures) is not int:
-            return 400, _TEXT, "bounds: maxFailures is a whole number, at least 0\n"
+            return Answer(400, _TEXT, "bounds: maxFailures is a whole number, at least 0\n")
         fault = self._server.set_bounds(
             low, high, failures if "maxFailures" in bounds else None
         )
-        return (400, _TEXT, f"{fault}\n") if fault else (200, _TEXT, "ok\n")
+        return Answer(400, _TEXT, f"{fault}\n") if fault else Answer(200, _TEXT, "ok\n")
 
-    def _page(self, path: str) -> Answer:
+    def _page(self, path: str, *, is_read: bool) -> Answer:
         """One of the pages, made anew for each request; what it costs is bounded by MAX_CONNECTIONS."""
         server, counters = self._server, self._server.counters
         if path == "/healthz":
-            return 200, _TEXT, "ok\n"
+            return Answer(200, _TEXT, "ok\n")
         if path == "/readyz":
             is_ready = server.effects.is_writable
             text = "ok\n" if is_ready else "the newest generation cannot be stored\n"
-            return 200 if is_ready else 503, _TEXT, text
+            return Answer(200 if is_ready else 503, _TEXT, text)
         if path == "/status":
             status = build_status(server.group, now=time.monotonic())
-            return 200, _JSON, json.dumps(status, allow_nan=False) + "\n"
+            return Answer(200, _JSON, json.dumps(status, allow_nan=False) + "\n")
+        if path == _PAGE:
+            page = build_page("run", needs_token=not self._is_local)
+            return Answer(200, _HTML, page.text, page.headers)
+        if path == _LIVE and is_read:
+            if self._feed.is_full:
+                return Answer(503, _TEXT, f"{MOST_PAGES} pages are open; close one\n")
+            return Answer(200, _EVENTS, is_live=True)
         if path != "/metrics":
-            return 404, _TEXT, f"there are {', '.join((*_PAGES, _BOUNDS))}\n"
+            return Answer(404, _TEXT, f"there are {', '.join((*_PAGES, _BOUNDS))}\n")
         # Connections, refusals and the journal are the server's own counts: the rules do not see them.
         edge = EdgeFacts(
             connections=server.num_connections,
@@ -174,4 +219,4 @@ class StatusServer:
             journal_writable=int(server.effects.is_writable),
             rejected_total=counters.rejected,
         )
-        return 200, _METRICS, build_metrics(server.group, edge, now=time.monotonic())
+        return Answer(200, _METRICS, build_metrics(server.group, edge, now=time.monotonic()))

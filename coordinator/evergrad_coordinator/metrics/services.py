@@ -330,5 +330,24 @@ OPERATOR: Final[tuple[Series, ...]] = (
         unit="0 to 1",
         labels=_RUN,
     ),
+    Series(
+        "operator_run_evaluation_step",
+        "gauge",
+        "Step of the newest checkpoint that a pod has evaluated",
+        unit="steps",
+        labels=_RUN,
+    ),
+    Series(
+        "operator_run_evaluation_value",
+        "gauge",
+        "Result of that evaluation: loss, perplexity or another metric of a set",
+        labels=(*_RUN, "set", "metric"),
+    ),
+    Series(
+        "operator_run_evaluations_waiting",
+        "gauge",
+        "Checkpoints that wait for their evaluation in a pod",
+        labels=_RUN,
+    ),
 )
 """Metrics of the operator. Those of single runs are read off its informer cache, so none outlives its run."""

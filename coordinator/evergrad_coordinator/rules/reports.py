@@ -19,7 +19,7 @@ from evergrad_coordinator.rules.budget import Failure
 from evergrad_coordinator.rules.changes import break_world, drop_node, finish, settle
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.phase import Phase, find_phase
-from evergrad_coordinator.rules.state import Node, World
+from evergrad_coordinator.rules.state import MOST_SETS, Node, World
 
 
 def handle_report(group: Group, node: Node, message: Message, now: float) -> None:
@@ -159,6 +159,12 @@ def _note_course(group: Group, world: World, node: Node, message: Message, now: 
                 value = getattr(message, name)
                 if value is not None:
                     setattr(training, name, value)
+            # Only shown, never decided upon. Rank 0 may be on another node by now, which has not seen every
+            # evaluation.
+            training.values = message.values
+            for name, one in message.evaluations.items():
+                if name in training.evaluations or len(training.evaluations) < MOST_SETS:
+                    training.evaluations[name] = one
             group.budget.observe(training)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from evergrad_coordinator.causes import BreakCause, ChangeCause
 from evergrad_coordinator.contract import SOFT_LIMIT_SECONDS
-from evergrad_coordinator.protocol import Message, Placement, Ready, Recovery
+from evergrad_coordinator.protocol import Evaluation, Message, Placement, Ready, Recovery
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,14 @@ class Training:
     eta_seconds: float | None = None
     checkpoint_step: int = -1
     updated_at: float | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the newest step that was reported."""
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    """The newest results of each evaluation set, of MOST_SETS at most."""
+
+
+MOST_SETS = 16
+"""Evaluation sets whose results are kept; further ones are left out."""
 
 
 def node_order(name: str) -> tuple[int, int, str]:

@@ -130,12 +130,7 @@ def _describe_shortage(group: Group) -> Condition:
 
 def build_status(group: Group, *, now: float) -> dict[str, Any]:
     """The object of ``GET /status``."""
-    condition, training, world = describe_condition(group, now=now), group.training, group.world
-
-    # A group whose member is gone is still the newest, but nobody trains in it.
-    is_current = (
-        world is not None and not world.is_over and not find_lost(world, group.nodes.values())
-    )
+    condition, training = describe_condition(group, now=now), group.training
     ready = sum(node.is_candidate for node in group.nodes.values())
     members = list(_list_members(group))
     failure: dict[str, Any] | None = None
@@ -166,7 +161,7 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
             "members": members[:MAX_LISTED],
             "numMembers": len(members),
         },
-        "worldSize": world.size if world and is_current else 0,
+        "worldSize": count_current_workers(group),
         "step": training.step if training.step >= 0 else None,
         "totalSteps": training.total_steps,
         "loss": training.loss,
@@ -184,6 +179,15 @@ def build_status(group: Group, *, now: float) -> dict[str, Any]:
         if training.updated_at is None
         else round(now - training.updated_at, 3),
     }
+
+
+def count_current_workers(group: Group) -> int:
+    """Count the processes that train together; 0 where no group does."""
+    world = group.world
+    # A group whose member is gone is still the newest, but nobody trains in it.
+    if world is None or world.is_over or find_lost(world, group.nodes.values()):
+        return 0
+    return world.size
 
 
 def _list_members(group: Group) -> Iterable[dict[str, Any]]:

@@ -149,7 +149,9 @@ STATUS: Final[Schema] = mapping(
     "What the operator reports. Written by it alone.",
     {
         "observedGeneration": integer(
-            "Newest generation of the run that was acted upon.", least=0, large=True
+            "Newest generation of the run that was looked at; -1 before the first.",
+            least=-1,
+            large=True,
         ),
         "phase": text("The run in one word, for people; programs read conditions.", longest=32),
         "reason": text("Why it is so, in one CamelCase word.", longest=128),
@@ -190,6 +192,32 @@ STATUS: Final[Schema] = mapping(
                 "tokens": integer("Tokens made.", least=0, large=True),
             },
         ),
+        "evaluation": mapping(
+            "The evaluation of checkpoints in pods of their own.",
+            {
+                "state": text("UpToDate, Waiting, Evaluating or Failed.", longest=32),
+                "message": text("Why, and what to do.", longest=1024),
+                "step": integer("Newest checkpoint evaluated.", least=0, large=True),
+                "evaluated": integer("Checkpoints evaluated.", least=0, large=True),
+                "waiting": integer("Checkpoints that wait.", least=0),
+                "passedOver": text("Newest checkpoint without results, and why.", longest=1024),
+                "results": items(
+                    "Its results.",
+                    mapping(
+                        "One set.",
+                        {
+                            "name": text("Its name.", longest=64),
+                            "values": texts_by_name(
+                                "Its loss and other metrics, without rounding.",
+                                most=12,
+                                longest=32,
+                            ),
+                        },
+                    ),
+                    most=16,
+                ),
+            },
+        ),
         "checkpoint": mapping(
             "The newest valid checkpoint.",
             {
@@ -216,6 +244,9 @@ STATUS: Final[Schema] = mapping(
             keys=("type",),
         ),
     },
+    # A run that no operator has seen would count as done: kstatus, and Flux with it, calls an object without
+    # any status current.
+    default={"observedGeneration": -1},
 )
 """The structural schema of ``status``.
 

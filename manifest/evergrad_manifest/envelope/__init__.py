@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.base import Section, Switch
 from evergrad_manifest.envelope.beside import RULES as RULES_OF_PODS_BESIDE
-from evergrad_manifest.envelope.beside import Preparation
+from evergrad_manifest.envelope.beside import CheckpointEvaluation, Preparation
 from evergrad_manifest.envelope.resources import RULES as RULES_OF_RESOURCES
 from evergrad_manifest.envelope.resources import Resources
 from evergrad_manifest.envelope.storage import RULES as RULES_OF_STORAGE
@@ -70,7 +70,7 @@ class Metadata(Section):
 def check_labels(view: View) -> Iterator[Problem]:
     """Keys and values of labels and annotations, in the object and in what selects a pod's host."""
     # Read from the file itself: a label whose value is wrong hides nothing of its neighbours.
-    for where in ("metadata", "spec.template", "spec.preparation"):
+    for where in ("metadata", "spec.template", "spec.preparation", "spec.evaluation"):
         # An annotation's value is any text: only labels and what selects by them have a form.
         for kind in (
             "labels",
@@ -201,6 +201,9 @@ class Spec(Section):
     """When a failing run is given up."""
     preparation: Preparation | None = None
     """Prepare the data in a pod of its own first; default: the nodes do. No meaning for ``evergrad run``."""
+    evaluation: CheckpointEvaluation | None = None
+    """Evaluate each checkpoint in a pod of its own; default: the run evaluates its sets between steps. No
+    meaning for ``evergrad run``."""
     training: Training | None = None
     """The typed recipe. A run has either this or script."""
     script: Script | None = None

@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 from typing import Final
 
+from pydantic import Field
+
 from evergrad_manifest.base import Section
 from evergrad_manifest.envelope.resources import Resources, check_resources_at
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.values.numbers import Whole
 from evergrad_manifest.view import View
 
 
@@ -18,6 +21,18 @@ class Preparation(Section):
     """Labels of its host; default: node selector and node affinity of the template."""
 
 
+class CheckpointEvaluation(Section):
+    """Evaluation of each checkpoint in a pod of its own, beside the nodes and after them."""
+
+    resources: Resources = Resources()
+    """Resources of its pod, which is one process."""
+    node_selector: dict[str, str] | None = None
+    """Labels of its host; default: node selector and node affinity of the template."""
+    keep_waiting: Whole = Field(default=4, ge=1, le=64)
+    """The newest checkpoints that are not evaluated, which stay beyond checkpoint.keep; older ones are passed
+    over."""
+
+
 def check_preparation(view: View) -> Iterator[Problem]:
     """Resources as in any container, and data that Evergrad prepares."""
     if not view.is_given("spec.preparation"):
@@ -28,4 +43,14 @@ def check_preparation(view: View) -> Iterator[Problem]:
         yield Problem("spec.preparation", "has no meaning with script", why, "Remove it")
 
 
-RULES: Final = (check_preparation,)
+def check_evaluation(view: View) -> Iterator[Problem]:
+    """Resources as in any container, and sets that Evergrad evaluates."""
+    if not view.is_given("spec.evaluation"):
+        return
+    yield from check_resources_at(view, "spec", "evaluation", "resources")
+    if view.is_given("spec.script"):
+        why = "what a script measures is known to the script alone"
+        yield Problem("spec.evaluation", "has no meaning with script", why, "Remove it")
+
+
+RULES: Final = (check_preparation, check_evaluation)

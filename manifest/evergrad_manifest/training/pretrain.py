@@ -41,6 +41,7 @@ TEXT_TYPES: Final = ("jsonl", "text", "parquet")
 _SOURCES: Final = f"{TRAINING}.data.sources"
 _HELD_OUT: Final = f"{TRAINING}.data.heldOut"
 _EVALUATION: Final = f"{TRAINING}.evaluation"
+_PODS: Final = "spec.evaluation"
 METRICS_OF_ALL: Final = ("loss", "perplexity")
 """Metrics that every evaluation set has."""
 _LOSSES_OF_STEPS: Final = ("loss", "train/loss", "train_loss", "training/loss", "training_loss")
@@ -249,8 +250,9 @@ class EvaluationSetting(Section):
     """How often while training; default: as ``evaluation.every``. At the end in any case."""
     samples: Count | None = Field(default=None, ge=1)
     """At most this many of its samples, the same ones each time; default: as ``evaluation.samples``."""
-    while_training: Switch = True
-    """Whether the run evaluates it itself; false: only ``evergrad evaluate`` does."""
+    while_training: Switch | None = None
+    """Whether the run evaluates it itself; false: only ``evergrad evaluate`` does; default: true, and false
+    with ``spec.evaluation``."""
 
 
 class Evaluation(Section):
@@ -300,10 +302,15 @@ def check_evaluation(view: View) -> Iterator[Problem]:
 def check_sets(view: View) -> Iterator[Problem]:
     """Each entry of ``evaluation.sets`` changes something of one set that there is."""
     names, first = set_names(view), dict[str, str]()
+    # What it is without a word.
+    default = not view.is_given(_PODS)
     for path, item in view.items(f"{_EVALUATION}.sets"):
         name, here = item["name"], format_path((*path, "name"))
-        if item["every"] is None and item["samples"] is None and item["whileTraining"] is True:
-            remedy = "Add every, samples or `whileTraining: false`, or remove it"
+        is_inline = item["whileTraining"]
+        is_default = is_inline is None or is_inline is default
+        if item["every"] is None and item["samples"] is None and is_default:
+            other = str(not default).lower()
+            remedy = f"Add every, samples or `whileTraining: {other}`, or remove it"
             yield Problem(format_path(path), "changes nothing", "it has only a name", remedy)
         if name is UNKNOWN:
             continue
@@ -318,6 +325,37 @@ def check_sets(view: View) -> Iterator[Problem]:
             why = f"did you mean `{near}`? {known}" if near else "no set has this name"
             remedy = "" if near else known
             yield Problem(here, f"{name!r} is not an evaluation set of this run", why, remedy)
+
+
+def check_evaluated_by_pods(view: View) -> Iterator[Problem]:
+    """With ``spec.evaluation`` there is something to evaluate, and no setting of what the run leaves out."""
+    if not view.is_given(_PODS) or view.get(_EVALUATION) is UNKNOWN:
+        return
+    has_sources = view.raw("spec", "training", "evaluation", "sources") not in (None, [])
+    is_text = view.get(f"{TRAINING}.recipe") in OF_TEXT
+    if is_text and not has_sources and not view.is_given(_HELD_OUT):
+        why = "neither evaluation.sources nor data.heldOut is set"
+        remedy = (
+            "Add data.heldOut (such as `fraction: 1%`) or a source, or remove spec.evaluation"
+        )
+        yield Problem(_PODS, "there is nothing to evaluate on", why, remedy)
+        return
+
+    why, instead = "with spec.evaluation pods evaluate each checkpoint", "`whileTraining: true`"
+    sets = view.items(f"{_EVALUATION}.sets")
+    for path, item in sets:
+        if item["every"] is not None and item["whileTraining"] in (None, False):
+            here = format_path((*path, "every"))
+            yield Problem(
+                here, "has no effect", why, f"Add {instead} to this set, or remove it"
+            )
+    if any(item["whileTraining"] in (True, UNKNOWN) for _, item in sets):
+        return
+    for key in ("every", "atStart", "saveFirst"):
+        found = view.get(f"{_EVALUATION}.{key}")
+        if view.is_given(f"{_EVALUATION}.{key}") and found not in (None, False, UNKNOWN):
+            remedy = f"Remove it, or add a set with {instead} to evaluation.sets"
+            yield Problem(f"{_EVALUATION}.{key}", "has no effect", why, remedy)
 
 
 def set_names(view: View) -> list[str] | None:
@@ -342,9 +380,15 @@ def check_measured_while_training(view: View, where: str, metric: str) -> Iterat
     end."""
     name = metric.partition("/")[0]
     own = [item for _, item in view.items(f"{_EVALUATION}.sets") if item["name"] == name]
+    is_left_out = any(item["whileTraining"] is False for item in own)
+    if view.is_given(_PODS) and not any(
+        item["whileTraining"] in (True, UNKNOWN) for item in own
+    ):
+        is_left_out = True
     has_cadence = any(item["every"] is not None for item in own)
     if (
-        view.get(_EVALUATION) is not UNKNOWN
+        not is_left_out
+        and view.get(_EVALUATION) is not UNKNOWN
         and not view.is_given(f"{_EVALUATION}.every")
         and not has_cadence
     ):
@@ -355,9 +399,12 @@ def check_measured_while_training(view: View, where: str, metric: str) -> Iterat
             "without it the metric is only known at the end",
             "Add it, such as `every: {steps: 200}`",
         )
-    if any(item["whileTraining"] is False for item in own):
+    if is_left_out:
         why = f"{name} is not evaluated while training"
-        remedy = "Choose another metric, or let the run evaluate that set"
+        remedy = (
+            "Choose another metric, or let the run evaluate that set: `whileTraining: true` in "
+            "evaluation.sets"
+        )
         yield Problem(where, f"{metric!r} is never known", why, remedy)
 
 
@@ -410,5 +457,6 @@ RULES: Final = (
     check_held_out,
     check_evaluation,
     check_sets,
+    check_evaluated_by_pods,
     check_best,
 )

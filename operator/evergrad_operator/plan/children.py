@@ -16,6 +16,7 @@ from evergrad_operator.plan.disruption_budget import (
     build_coordinator_budget,
     build_disruption_budget,
 )
+from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
 from evergrad_operator.plan.network_policy import build_network_policy
 from evergrad_operator.plan.node_pod import Node, build_node_pod
 from evergrad_operator.plan.preparation_pod import build_preparation_pod
@@ -172,6 +173,8 @@ def _plan_pods(
     run, memory, attempt = observation.run, decision.memory, decision.preparation_attempt
     if attempt is not None:
         yield build_preparation_pod(run, memory, config, attempt, token=token)
+    if decision.evaluation is not None:
+        yield build_evaluation_pod(run, memory, config, decision.evaluation)
 
     attempt = decision.coordinator_attempt
     if attempt is not None:

@@ -30,6 +30,10 @@ def build_manifest(run: TrainingRun) -> str:
         for key, value in get_map(run.raw, "spec").items()
         if key in _KEPT and value is not None
     }
+    # Its resources are the pods' alone; the nodes need to know that they are there, and what has to stay for
+    # them.
+    if run.spec.evaluation is not None and "training" in spec:
+        spec["evaluation"] = {"keepWaiting": run.spec.evaluation.keep_waiting}
     # Metrics get our port where the run names none, so that there is something to scrape.
     for kind in ("training", "script"):
         if kind in spec:

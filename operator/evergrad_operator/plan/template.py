@@ -94,6 +94,19 @@ def _avoid(affinity: Mapping[str, Any], avoided: Sequence[str]) -> Mapping[str, 
     return {**affinity, "nodeAffinity": nodes}
 
 
+def require_host(affinity: Mapping[str, Any], host: str) -> Mapping[str, Any]:
+    """Return the affinity with the demand for this host, in each of its alternatives."""
+    nodes = dict(affinity.get("nodeAffinity") or {})
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    this = {"key": "metadata.name", "operator": "In", "values": [host]}
+    terms = get_maps(get_map(nodes, key), "nodeSelectorTerms") or [{}]
+    demanded = [
+        {**term, "matchFields": [*get_maps(term, "matchFields"), this]} for term in terms
+    ]
+    nodes[key] = {"nodeSelectorTerms": demanded}
+    return {**affinity, "nodeAffinity": nodes}
+
+
 def build_placement_beside(
     run: TrainingRun, selector: Mapping[str, str] | None, *, avoided: Sequence[str]
 ) -> dict[str, Any]:

@@ -77,12 +77,21 @@ class ReconcileContext:
             if pod.is_live or (pod.is_leaving and not self.is_unreachable(pod))
         )
 
+    @cached_property
+    def evaluating(self) -> tuple[PodState, ...]:
+        """Pods that evaluate a checkpoint, or may still come to, or are being deleted and may still run."""
+        return tuple(
+            pod
+            for pod in self.observation.evaluations
+            if pod.is_live or (pod.is_leaving and not self.is_unreachable(pod))
+        )
+
     @property
     def seconds_to_unreachable(self) -> float | None:
         """Seconds until the next leaving pod is given up; None where none is leaving."""
         times = [
             pod.gone_by + UNREACHABLE_POD_SECONDS - self.now
-            for pod in (*self.leaving, *self.preparing)
+            for pod in (*self.leaving, *self.preparing, *self.evaluating)
             if pod.gone_by is not None
         ]
         # A second later: a pod is given up only once its time is over.

@@ -10,6 +10,7 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.policies.completion import complete_if_done, complete_if_recorded
 from evergrad_operator.policies.conflict import refuse_if_taken
 from evergrad_operator.policies.context import ReconcileContext
+from evergrad_operator.policies.evaluation import evaluate_beside
 from evergrad_operator.policies.failure import (
     describe_failure,
     describe_host_faults,
@@ -62,27 +63,33 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
         config,
         now,
     )
-    decision = _decide(context)
+    decision = evaluate_beside(context, _decide(context))
 
     # Pods in which only an injected sidecar runs go, too: they would hold their hosts' resources for ever.
     # The end of a pod is written into the status before the pod is deleted: an operator that starts anew
     # could not find it out any more.
     if decision.action != Action.HOLD:
         chosen, known = {pod.name for pod in decision.pods_to_delete}, observation.status
+        beside = (*observation.preparations, *observation.evaluations)
         left = [
             pod
-            for pod in (*context.nodes, *context.observation.preparations)
+            for pod in (*context.nodes, *beside)
             if pod.end is not None and pod.has_sidecar and pod.name not in chosen
         ]
-        recorded, newest = [], known.preparation
+        recorded = []
+        newest_of = {
+            names.ROLE_PREPARATION: known.preparation,
+            names.ROLE_EVALUATION: known.evaluation,
+        }
         for pod in left:
             is_recorded = known.has_recorded(pod.index, pod.attempt)
-            if pod.role == names.ROLE_PREPARATION:
+            newest = newest_of.get(pod.role)
+            if newest is not None:
                 # The status names the newest of these alone; older ones belong to the past.
                 is_recorded = pod.attempt < newest.attempt or (
                     pod.attempt == newest.attempt and newest.is_recorded
                 )
-            if is_recorded or known.finish is not None:
+            if is_recorded or (known.finish is not None and pod.role != names.ROLE_EVALUATION):
                 recorded.append(pod)
         # The pass that follows the status write deletes the others.
         seconds = 1.0 if len(recorded) < len(left) else None

@@ -8,7 +8,7 @@ from evergrad_operator.names import Phase, Reason
 from evergrad_operator.packing import pack_ranges
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.host_faults import is_input_error_confirmed
-from evergrad_operator.raw import keep_end
+from evergrad_operator.policies.wording import describe_end, quote, stop
 from evergrad_operator.times import format_time
 
 _REASONS: Final = {
@@ -35,16 +35,6 @@ _REMEDIES: Final = {
         f"Read that node's logs (kubectl logs, or logs/ in the run directory); to try again, {_THEN}."
     ),
 }
-MAX_CAUSE: Final = 640
-"""Longest quotation of a root cause in a message, in bytes."""
-
-
-def quote(text: str, longest: int = MAX_CAUSE) -> str:
-    """Return the end of a text, which names the cause, on one line."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    joined = " | ".join(lines)
-    kept = keep_end(joined, longest)
-    return kept if len(kept) >= len(joined) else f"…{kept}"
 
 
 def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
@@ -117,20 +107,6 @@ def describe_failure(failure: LastFailure | None) -> str:
     return describe_end(failure, where=where)
 
 
-def describe_end(failure: LastFailure, *, where: str = "") -> str:
-    """Return a failure of the process at ``where`` as one line."""
-    text = f"{failure.cause} on {where}" if where else failure.cause
-    if failure.rank is not None:
-        text += f", rank {failure.rank}"
-    if failure.exit_code is not None:
-        text += f", exit code {failure.exit_code}"
-    # The bare number does not show that the process was killed from outside.
-    if failure.exit_code in (137, -9) and failure.cause == PodCause.WORKER_CRASH:
-        text += " (killed by SIGKILL)"
-    said = quote(failure.message)
-    return f"{text}: {said}" if said else text
-
-
 def describe_host_faults(context: ReconcileContext) -> str:
     """Return which nodes wait, until when, and the hosts to look at."""
     faults, last = context.memory.faults, context.memory.last_failure
@@ -145,11 +121,6 @@ def describe_host_faults(context: ReconcileContext) -> str:
         text += f" at {format_time(faults.retry_at)}"
     text += ", elsewhere if there is room, and costs no failure"
     return f"{text}. Last: {describe_failure(last)}" if last else text
-
-
-def stop(text: str) -> str:
-    """Return the text with a full stop, if it has none."""
-    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def is_backing_off(context: ReconcileContext) -> bool:

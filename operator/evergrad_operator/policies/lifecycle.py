@@ -10,6 +10,7 @@ from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Record
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
+from evergrad_operator.policies.evaluation_ends import is_evaluation_due
 from evergrad_operator.policies.record import TRAIN_ON, find_own_record, plan_record
 from evergrad_operator.times import format_duration, format_time
 
@@ -22,6 +23,7 @@ _AT_ONCE: Final = frozenset(
 )
 _NOT_ASKED: Final = frozenset({"AllNodesLeft", "Signal"})
 _PREPARING_LEAVES: Final = "the pod that prepares the data leaves; what it has finished is kept"
+_EVALUATION_LEAVES: Final = "the pod that evaluates leaves; what it has measured is kept"
 _FIRST_WORDS_SECONDS: Final = 30.0
 """Time that a coordinator has to give a first answer before a suspended run lets it go."""
 
@@ -81,10 +83,13 @@ def conclude(context: ReconcileContext) -> Decision:
     if finish is None:
         raise ValueError("only a run that is over is concluded")
     ttl = context.run.spec.ttl_seconds_after_finished
-    # The last stage: nothing is left but the record on the volume.
-    if ttl is not None and now >= finish.at + ttl:
+    # The last stage: nothing is left but the record on the volume. Checkpoints that wait are evaluated first.
+    is_evaluated = (
+        not is_evaluation_due(context.memory, context.observation) and not context.evaluating
+    )
+    if ttl is not None and now >= finish.at + ttl and is_evaluated:
         seen = context.observation
-        everything = (*context.nodes, *seen.coordinators, *seen.preparations)
+        everything = (*context.nodes, *seen.coordinators, *seen.preparations, *seen.evaluations)
         return Decision(
             Action.CLEAN,
             finish.phase,
@@ -114,7 +119,8 @@ def conclude(context: ReconcileContext) -> Decision:
         requeue_after=earliest(
             None if is_due or not at_work else grace - now,
             context.seconds_to_unreachable,
-            None if ttl is None else finish.at + ttl - now,
+            # Beyond that time the end of an evaluation causes the pass.
+            None if ttl is None or now >= finish.at + ttl else finish.at + ttl - now,
         ),
     )
 
@@ -194,7 +200,8 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
     the coordinator serves until then."""
     memory, coordinators = context.memory, context.observation.coordinators
     preparing, ended = context.preparing, context.observation.preparations
-    working = (*context.live, *context.leaving, *preparing)
+    beside = (*preparing, *context.evaluating)
+    working = (*context.live, *context.leaving, *beside)
     live_coordinators = [pod for pod in coordinators if pod.is_live]
     # The last node has reported its save to the coordinator, which may not have been polled since: its next
     # answer is waited for. A new coordinator may not have been polled since its nodes came.
@@ -208,9 +215,12 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         chosen: tuple[PodState, ...] = ()
         text = "the coordinator leaves"
         if working:
-            chosen, text = (*context.live, *preparing), f"{len(working)} nodes save and leave"
+            at_work = len(working) - len(beside)
+            chosen, text = (*context.live, *beside), f"{at_work} nodes save and leave"
             if preparing:
                 text = _PREPARING_LEAVES
+            elif not at_work:
+                text = _EVALUATION_LEAVES
         elif not is_stale:
             chosen = (*live_coordinators, *context.nodes)
         return Decision(

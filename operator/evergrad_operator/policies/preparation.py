@@ -18,12 +18,12 @@ from evergrad_operator.decision import Action, Decision
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
-from evergrad_operator.policies.failure import describe_end, quote, stop
 from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import is_recorded, plan_record
 from evergrad_operator.policies.scale import find_epoch, is_digest_missing
 from evergrad_operator.policies.waiting import Obstacle, find_obstacle
+from evergrad_operator.policies.wording import describe_end, quote, stop
 from evergrad_operator.times import format_time
 
 _THEN: Final = "set spec.restartNonce to a new text"

@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator import names
 from evergrad_operator.config import Config
+from evergrad_operator.evaluation import Tries
 from evergrad_operator.images import pin_image
 from evergrad_operator.memory import (
     MAX_CAUSES,
@@ -25,9 +26,9 @@ from evergrad_operator.observe import Observation, Progress
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.budget import add_short_life, forgive
 from evergrad_operator.policies.ends import is_letting_go, note_nodes
+from evergrad_operator.policies.evaluation_ends import note_evaluation
 from evergrad_operator.policies.preparation_ends import note_preparation
 from evergrad_operator.policies.root_cause import CAUSES, note_outcome
-from evergrad_operator.raw import get_int, get_map
 
 Value = TypeVar("Value")
 IN_POD_CAUSES: Final = ("worker_crash", "out_of_memory", "stuck", "setup_failed", "environment")
@@ -55,6 +56,7 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
         )
     memory = note_nodes(memory, observation, config, now)
     memory = note_preparation(memory, observation, config, now)
+    memory = note_evaluation(memory, observation, config, now)
     return _note_coordinators(memory, observation, config, now)
 
 
@@ -81,6 +83,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
             *observation.nodes,
             *observation.coordinators,
             *observation.preparations,
+            *observation.evaluations,
         )
         visible = max((pod.restart for pod in everything), default=0)
         memory = replace(memory, restart_nonce=nonce, restart=max(memory.restart, visible))
@@ -94,6 +97,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
             restart=memory.restart + 1,
             coordinator=replace(memory.coordinator, is_recorded=True),
             preparation=replace(memory.preparation, is_recorded=True),
+            evaluation=replace(memory.evaluation, is_recorded=True),
             has_formed=False,
             gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),
@@ -130,6 +134,9 @@ def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
             is_recorded=True,
             prepared="" if memory.training.step is None else memory.preparation.prepared,
         ),
+        evaluation=replace(
+            memory.evaluation, is_recorded=True, failed=0, failure="", tries=Tries()
+        ),
         image="",
         image_id="",
         image_pin="",
@@ -147,9 +154,8 @@ def _has_other_settings(observation: Observation) -> bool:
     """Whether a run that goes on was edited to other settings than its pods have."""
     run, memory = observation.run, observation.status
     # Without a new generation only the operator is another, whose hash covers more or fewer fields.
-    is_edited = get_int(get_map(run.raw, "status"), "observedGeneration") != run.generation
     new = run.parsed.settings_hash
-    if not is_edited or not new or memory.finish is not None or run.parsed.problems:
+    if not run.has_new_spec or not new or memory.finish is not None or run.parsed.problems:
         return False
 
     # An older release noted no hash: its pods have what their ConfigMap has.

@@ -13,7 +13,7 @@ from evergrad_operator.names import Reason
 from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_TAKEN, ApplyFailure
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
-from evergrad_operator.policies.failure import quote
+from evergrad_operator.policies.wording import quote
 
 _START: Final = frozenset(
     {
@@ -32,6 +32,8 @@ _PENDING_CLAIM: Final = re.compile(
 )
 _PREPARING: Final = re.compile(rf"{re.escape(names.preparation_pod_name('', 0)[:-1])}\d+$")
 """Names of pods that prepare data: those of nodes end with two numbers."""
+_EVALUATING: Final = re.compile(r"-evaluate-\d+-\d+$")
+"""The same of pods that evaluate checkpoints."""
 _SLOW_SECONDS: Final = 120.0
 _PERSON_AT_ONCE: Final = frozenset(
     {
@@ -112,7 +114,7 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
     obstacles = []
     preparing = [pod for pod in context.preparing if pod.is_live]
     for pod in (*preparing, *coordinators, *context.live):
-        found = None if pod.is_running else _explain(pod, context)
+        found = None if pod.is_running else explain_pod(pod, context)
         if found is not None:
             obstacles.append(replace(found, since=pod.created_at))
     if obstacles:
@@ -144,9 +146,11 @@ _ORDER: Final = (
 def explain_refusal(failure: ApplyFailure) -> Obstacle:
     """Return a refusal of the API server, or of a coordinator, in words."""
     what, said = f"{failure.kind} {failure.name}", failure.message
-    of_pod = (
-        "spec.preparation.resources" if _PREPARING.search(failure.name) else "spec.resources"
-    )
+    of_pod = "spec.resources"
+    if _PREPARING.search(failure.name):
+        of_pod = "spec.preparation.resources"
+    elif _EVALUATING.search(failure.name):
+        of_pod = "spec.evaluation.resources"
     if failure.reason == NAME_TAKEN:
         remedy = "Delete or rename it, or give the run another name"
         return Obstacle(
@@ -222,11 +226,12 @@ def _explain_record(failure: ApplyFailure) -> Obstacle:
     return Obstacle(Reason.VOLUME_RECORD_REFUSED, f"{text}. {remedy}; it is tried again")
 
 
-def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
+def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
     """Return why a pod does not run; None where that needs no explanation yet."""
     roles = {
         names.ROLE_COORDINATOR: "the coordinator",
         names.ROLE_PREPARATION: "the preparation",
+        names.ROLE_EVALUATION: "the evaluation",
     }
     who = roles.get(pod.role, f"node {pod.index}")
     smaller = "Lower spec.resources, widen spec.template's node selection, or add nodes"
@@ -234,6 +239,11 @@ def _explain(pod: PodState, context: ReconcileContext) -> Obstacle | None:
         smaller = (
             "Lower spec.preparation.resources or widen the node selection, and set "
             "spec.restartNonce to a new text; or add nodes"
+        )
+    elif pod.role == names.ROLE_EVALUATION:
+        smaller = (
+            "Lower spec.evaluation.resources or widen the node selection, and delete the pod; or "
+            "add nodes"
         )
     where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
     reason = pod.waiting_reason

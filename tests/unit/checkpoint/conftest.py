@@ -77,6 +77,7 @@ def make_solo(tmp_path: Path) -> MakeSolo:
         directory: Path | None = None,
         hook: FaultPoints | None = None,
         identity: Identity | None = None,
+        keep_waiting: int = 0,
         **settings: Any,
     ) -> Solo:
         directory = directory or tmp_path / "checkpoints"
@@ -91,7 +92,7 @@ def make_solo(tmp_path: Path) -> MakeSolo:
             settings=Checkpoint.model_validate(settings),
             identity=identity or Identity("run", "recipe", "data"),
             on_event=lambda type_, fields: events.append((type_, fields)),
-            store=open_store(directory, medium=medium),
+            store=open_store(directory, medium=medium, keep_waiting=keep_waiting),
         )
         return Solo(manager, directory, events)
 

@@ -156,6 +156,7 @@ def test_a_save_beside_training_yields_the_cores_and_one_that_is_waited_for_does
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
+@pytest.mark.acceptance("input-O-64")
 def test_a_state_or_an_extra_that_cannot_be_stored_is_refused_at_the_call(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
@@ -348,6 +349,7 @@ def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
 # Retention
 
 
+@pytest.mark.acceptance("8d-7b")
 @pytest.mark.capability("O-55", "T-33")
 def test_only_the_newest_checkpoints_are_kept(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=2)
@@ -358,6 +360,7 @@ def test_only_the_newest_checkpoints_are_kept(make_solo: MakeSolo) -> None:
     assert os.listdir(solo.directory / ".trash") == []
 
 
+@pytest.mark.acceptance("8d-7b")
 @pytest.mark.capability("O-20", "O-54", "O-56")
 def test_a_permanent_checkpoint_outlives_all_others_whatever_a_later_start_is_told(
     make_solo: MakeSolo, make_state: MakeState
@@ -625,6 +628,7 @@ def test_a_stray_file_called_like_a_checkpoint_is_damage(make_solo: MakeSolo) ->
     assert make_solo().restore() == 10
 
 
+@pytest.mark.acceptance("8d-4a", "input-G-64")
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
@@ -677,6 +681,7 @@ def test_a_newer_programs_checkpoint_is_refused_and_not_set_aside(make_solo: Mak
     assert solo.names() == ["step-10", "step-20"]
 
 
+@pytest.mark.acceptance("8d-4e", "8d-4g")
 def test_tensors_that_do_not_fit_the_state_are_named(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_cut_off_manifest_is_refused(length: int) -> None:
         decode_manifest(encoded[: min(length, len(encoded) - 3)])
 
 
+@pytest.mark.acceptance("8d-4g")
 @pytest.mark.parametrize(
     "garbage",
     [b"\0\0\0", b"[]", b"null", b"{}", b'{"format": 1}', b"\xff\xfe", b'{"format": "1"}'],
@@ -64,6 +65,7 @@ def test_garbage_is_no_manifest(garbage: bytes) -> None:
         decode_manifest(garbage)
 
 
+@pytest.mark.acceptance("input-G-64")
 @pytest.mark.capability("G-64")
 def test_a_newer_format_is_told_apart_from_damage() -> None:
     newer = {**json.loads(encode_manifest(build_manifest())), "format": 2, "something": "new"}

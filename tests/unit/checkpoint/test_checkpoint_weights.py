@@ -59,6 +59,7 @@ def test_the_checkpoint_of_a_step_is_loaded_and_one_that_is_not_there_is_named(
         assert f"holds no checkpoint of step 15; there are those of {known}" in str(error.value)
 
 
+@pytest.mark.acceptance("input-O-61")
 @pytest.mark.capability("O-61")
 def test_an_optimizer_of_another_kind_is_named_with_what_helps(
     run: Path, make_state: MakeState

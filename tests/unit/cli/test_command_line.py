@@ -122,6 +122,7 @@ def test_help_and_the_commands_for_a_cluster_run_where_torch_and_numpy_are_not_i
     assert ended[3:] == [f"ended {name} --help 0" for name in CLUSTER_COMMANDS]
 
 
+@pytest.mark.acceptance("input-4e-18")
 def test_validate_runs_where_torch_is_not_installed_and_names_what_is_wrong() -> None:
     result = _run_without_trainer("[['validate', '/nowhere/run.yaml']]")
     assert result.stdout.splitlines()[-1] == "ended validate /nowhere/run.yaml 64"

@@ -32,6 +32,7 @@ def write(folder: Path, rows: list[Any], *arguments: str) -> list[str]:
     return [json.loads(line)["text"] for line in written]
 
 
+@pytest.mark.acceptance("number-C-58")
 @pytest.mark.capability("C-58")
 def test_fields_are_tagged_rounded_cut_and_left_out(tmp_path: Path) -> None:
     [text] = write(tmp_path, [MOLECULE])
@@ -84,6 +85,7 @@ def test_a_line_that_is_no_such_object_is_named(
         write(tmp_path, [row], "--type", kind)
 
 
+@pytest.mark.acceptance("input-C-7", "input-2e-11")
 @pytest.mark.capability("C-7")
 def test_a_type_that_is_unknown_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -34,6 +34,7 @@ def test_the_mixture_is_a_contract_and_its_values_never_change() -> None:
     } == golden
 
 
+@pytest.mark.acceptance("number-C-32")
 def test_two_sources_of_equal_weight_take_turns() -> None:
     located = locate_first(Mixture([10, 10], weights=[1, 1], seed=0), 8)
     sources = [sample.source for sample in located]
@@ -41,6 +42,7 @@ def test_two_sources_of_equal_weight_take_turns() -> None:
     assert sources == sources[:2] * 4
 
 
+@pytest.mark.acceptance("number-T-51")
 @pytest.mark.capability("T-51")
 @settings(max_examples=15, deadline=None)
 @given(weights)
@@ -53,6 +55,7 @@ def test_every_prefix_is_within_one_sample_of_the_wanted_shares(values: list[flo
         assert deviation.max() < 1
 
 
+@pytest.mark.acceptance("8d-8g", "number-T-29")
 @settings(max_examples=50, deadline=None)
 @given(weights)
 def test_shares_add_up_and_are_within_one_of_the_exact_ones(values: list[float]) -> None:
@@ -96,6 +99,7 @@ def test_each_window_appears_exactly_once_in_each_epoch_of_its_source() -> None:
         ]
 
 
+@pytest.mark.acceptance("8d-8g")
 def test_a_weight_too_small_to_be_kept_is_refused_with_the_smallest_that_would_do() -> None:
     with pytest.raises(ConfigurationError) as caught:
         quantise_weights([1.0, 1e-7])

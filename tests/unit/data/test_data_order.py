@@ -82,6 +82,7 @@ def test_many_at_once_equals_one_by_one(seed: int, size: int, data: st.DataObjec
     assert all(0 <= permutation(index) < size for index in indices)
 
 
+@pytest.mark.acceptance("input-3e-17")
 @pytest.mark.capability("G-61")
 def test_seed_source_and_epoch_each_give_another_order() -> None:
     base = {"seed": 7, "source": 0, "epoch": 0, "size": 1000}

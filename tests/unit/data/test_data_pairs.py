@@ -220,6 +220,7 @@ def test_an_answer_that_only_calls_a_tool_is_not_empty(
     assert (chosen[1], rejected[1]) == ([*b"f", END], [*b"b", END])
 
 
+@pytest.mark.acceptance("8d-12d:preference")
 def test_pairs_that_are_none_are_counted_where_the_file_lets_them_pass(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:

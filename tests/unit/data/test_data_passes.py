@@ -173,6 +173,7 @@ def test_the_end_of_a_source_is_found_however_far_it_is() -> None:
     assert rare.cursor(end)[1] == 10**18 and rare.cursor(end - 1)[1] == 10**18 - 1
 
 
+@pytest.mark.acceptance("number-A-43")
 @pytest.mark.capability("A-43")
 @settings(max_examples=30, deadline=None)
 @given(
@@ -201,6 +202,7 @@ def test_each_source_goes_through_whole_permutations_however_an_epoch_cuts_them(
             assert sample == SampleId(source, epoch, window)
 
 
+@pytest.mark.acceptance("number-C-32")
 @pytest.mark.capability("C-32", "O-78")
 def test_a_mixture_ends_where_its_first_source_or_the_last_of_them_is_exhausted() -> None:
     # Source after source in turns: the third of the one stands at position 4, the tenth of the other at 19.
@@ -278,6 +280,7 @@ def test_passes_are_rounded_to_whole_samples_and_never_to_none() -> None:
         count_passes([10, 10], [1, 0.04])
 
 
+@pytest.mark.acceptance("number-A-43")
 @pytest.mark.capability("A-43")
 def test_a_part_of_a_source_is_the_same_in_each_epoch_and_follows_the_seed(
     opened: Callable[..., tuple[Training, Data]],

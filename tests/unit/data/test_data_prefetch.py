@@ -39,6 +39,7 @@ def prefetch_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "evergrad-prefetch"}
 
 
+@pytest.mark.acceptance("8d-1e")
 def test_whatever_is_foreseen_the_batch_asked_for_comes_back() -> None:
     stream, rng, before = Stream(), random.Random(0), prefetch_threads()
     prefetcher = Prefetcher(stream)
@@ -82,6 +83,7 @@ def test_reading_goes_on_while_the_caller_works() -> None:
     assert stream.reads[(1, 2)] == 1
 
 
+@pytest.mark.acceptance("input-T-50")
 @pytest.mark.capability("T-50")
 def test_an_error_in_the_background_is_raised_where_the_batch_is_taken_and_only_there() -> None:
     stream = Stream()

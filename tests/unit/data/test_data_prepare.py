@@ -168,6 +168,7 @@ def test_what_does_not_change_the_bytes_does_not_change_the_fingerprint(
     assert len({prepared_in(recipe).sources[0].fingerprint for recipe in same}) == 1
 
 
+@pytest.mark.acceptance("input-4e-16")
 @pytest.mark.capability("A-76")
 def test_what_changes_the_bytes_changes_the_fingerprint(
     tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare
@@ -238,6 +239,7 @@ def test_the_held_out_split_counts_documents_and_not_lines(
     assert source.malformed == 3
 
 
+@pytest.mark.acceptance("input-A-42")
 @pytest.mark.parametrize(
     ("held_out", "wanted"), [({"count": 3}, 3), ({"fraction": 0.9}, 3), ({"count": 10}, 10)]
 )
@@ -264,6 +266,7 @@ def test_a_document_longer_than_a_chunk_is_one_document(
     assert texts_of(prepared_in(training()).sources[0].train) == texts
 
 
+@pytest.mark.acceptance("input-2e-14")
 def test_malformed_lines_are_refused_naming_the_first_five_and_their_number(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
@@ -315,6 +318,7 @@ def test_a_torn_last_line_says_that_the_file_may_be_truncated(
     )
 
 
+@pytest.mark.acceptance("8d-12d:pretrain", "input-2e-14")
 def test_skipping_malformed_lines_counts_them_and_keeps_the_rest(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
@@ -342,6 +346,7 @@ def test_skipping_malformed_lines_counts_them_and_keeps_the_rest(
     assert (source.malformed, source.repaired) == (4, 1)
 
 
+@pytest.mark.acceptance("input-G-52")
 @pytest.mark.capability("G-52")
 @pytest.mark.parametrize(
     ("content", "why"),
@@ -366,6 +371,7 @@ def test_a_file_without_a_document_is_refused(
     assert why in message
 
 
+@pytest.mark.acceptance("input-O-34")
 def test_every_missing_file_is_named_at_once(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_row_that_is_none_is_refused_with_file_and_line(
     assert "Correct the line, or set spec.training.data.malformed to skip" in str(refused.value)
 
 
+@pytest.mark.acceptance("8d-12d:sft")
 def test_rows_that_are_none_are_counted_where_that_was_asked_for(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:

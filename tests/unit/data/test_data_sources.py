@@ -101,6 +101,7 @@ def test_a_large_file_has_a_bounded_number_of_chunks(
     assert 40 <= len(scan(tmp_path / "f").spans) <= 50
 
 
+@pytest.mark.acceptance("input-O-34")
 def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path) -> None:
     def message(name: str, **options: str) -> str:
         _, (problem,) = find_files(source_of(tmp_path / name, **options))

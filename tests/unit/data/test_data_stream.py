@@ -84,6 +84,7 @@ def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data
         assert torch.equal(labels[:, :-1][shifted], inputs[:, 1:][shifted])
 
 
+@pytest.mark.acceptance("8d-12a")
 def test_a_slot_is_the_same_whenever_and_in_whatever_order_it_is_read(
     build: Callable[..., Data],
 ) -> None:
@@ -102,6 +103,7 @@ def test_batches_do_not_share_memory(build: Callable[..., Data]) -> None:
     assert not torch.equal(stream.slot(1, 0).tensors["input_ids"], batch.tensors["input_ids"])
 
 
+@pytest.mark.acceptance("8d-12b")
 def test_every_token_of_a_source_is_a_label_once_an_epoch(build: Callable[..., Data]) -> None:
     stream = build(data={"sources": SOURCES[1:]}).train
     steps = -(-stream.num_samples // 8)
@@ -159,6 +161,7 @@ class ElasticRun:
         return samples, sum(batch.hash for batch in by_slot.values()) % 2**64
 
 
+@pytest.mark.acceptance("8d-12c")
 @pytest.mark.capability("G-51")
 def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
     build: Callable[..., Data],
@@ -183,6 +186,7 @@ def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
     assert max(Counter(expected).values()) == 1
 
 
+@pytest.mark.acceptance("8d-12c", "8d-17b")
 def test_each_sample_appears_once_an_epoch_under_every_plan(build: Callable[..., Data]) -> None:
     stream = build(
         data={"sources": SOURCES[:1]}, batching={"globalBatchSize": 12, "microBatchSize": 1}
@@ -202,6 +206,7 @@ def test_each_sample_appears_once_an_epoch_under_every_plan(build: Callable[...,
         )
 
 
+@pytest.mark.acceptance("8d-12a")
 @pytest.mark.capability("G-26", "O-35")
 def test_the_cursor_is_each_sources_next_index_after_a_finished_step(
     build: Callable[..., Data],

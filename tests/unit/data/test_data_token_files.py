@@ -42,6 +42,7 @@ def reader_of(sequence: TokenSequence, length: int) -> TokenReader:
     return TokenReader(sequence, sequence_length=length, end_of_document=END)
 
 
+@pytest.mark.acceptance("number-C-60")
 @pytest.mark.capability("C-60")
 @settings(
     max_examples=60,

@@ -231,6 +231,7 @@ def test_a_broken_configuration_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.acceptance("input-4e-20")
 def test_code_of_a_directory_is_never_run(tmp_path: Path) -> None:
     directory = tmp_path / "remote"
     directory.mkdir()

@@ -85,6 +85,7 @@ def test_what_is_not_there_is_refused_with_what_is(asked: str, message: str) -> 
         choose_checkpoint(store("step-9", "step-4"), asked)
 
 
+@pytest.mark.acceptance("8d-4h")
 @pytest.mark.parametrize("asked", ["newest", "-3", "4.0", ""])
 def test_what_is_no_step_is_refused(asked: str) -> None:
     with pytest.raises(ConfigurationError, match=r"is no step; .* Use a step, best or last"):

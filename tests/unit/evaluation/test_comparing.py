@@ -32,6 +32,7 @@ def row(**changes: Any) -> dict[str, Any]:
     return {"name": "heldOut", "step": 10, "loss": 2.5, "tokens": 4096, **changes}
 
 
+@pytest.mark.acceptance("number-C-44")
 @pytest.mark.capability("C-44")
 @pytest.mark.parametrize(
     ("changes", "tolerance", "verdict"),

@@ -109,6 +109,7 @@ def run(
     return result
 
 
+@pytest.mark.acceptance("number-A-73")
 @pytest.mark.capability("A-73", "T-13")
 @pytest.mark.parametrize("size", [1, 2, 4, 11, 16])
 def test_the_loss_is_the_mean_over_valid_tokens_for_every_batch_size(size: int) -> None:
@@ -122,6 +123,7 @@ def test_the_loss_is_the_mean_over_valid_tokens_for_every_batch_size(size: int) 
     assert result.loss == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
+@pytest.mark.acceptance("8d-17c", "number-O-67")
 @pytest.mark.capability("O-67")
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_the_parts_of_any_world_add_up_to_the_whole(size: int) -> None:
@@ -135,6 +137,7 @@ def test_the_parts_of_any_world_add_up_to_the_whole(size: int) -> None:
     )
 
 
+@pytest.mark.acceptance("8d-17c")
 def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

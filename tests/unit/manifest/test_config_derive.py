@@ -20,6 +20,7 @@ def training(*overrides: str) -> Training:
     return load_manifest(BASE, overrides=overrides).run.spec.training
 
 
+@pytest.mark.acceptance("number-T-40")
 def test_tokens_are_rounded_up_to_whole_steps() -> None:
     found = derive_steps(training(), num_samples=1000)
     assert found.tokens_per_step == 32 * 256
@@ -63,6 +64,7 @@ def test_a_tenth_of_an_epoch_is_exactly_a_tenth() -> None:
     assert found.total_steps == 1
 
 
+@pytest.mark.acceptance("number-A-46")
 @pytest.mark.capability("C-10", "T-24", "T-25")
 def test_warm_up_and_decay_are_resolved_to_steps() -> None:
     found = derive_steps(training("spec.training.horizon={steps: 1000}"), num_samples=1)
@@ -101,6 +103,7 @@ def test_a_warm_up_that_only_the_data_shows_to_be_too_long_is_refused() -> None:
     ]
 
 
+@pytest.mark.acceptance("input-G-52")
 @pytest.mark.capability("G-52")
 def test_no_sample_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="hold no training sample"):
@@ -145,6 +148,7 @@ def staged(tokens: str, *overrides: str) -> Training:
     return training(TWO_STAGES, section, *overrides)
 
 
+@pytest.mark.acceptance("8d-10a:two_stage_kl", "number-T-64", "input-5e-19")
 @pytest.mark.capability("T-40", "T-64")
 @pytest.mark.parametrize(
     ("tokens", "end"),

@@ -75,6 +75,7 @@ def test_octal_numbers_are_refused_except_where_kubernetes_means_them() -> None:
     assert "09 begins with 0" in said("a: 09")[0]
 
 
+@pytest.mark.acceptance("8d-8a", "input-A-66")
 @pytest.mark.capability("A-66")
 def test_duplicate_keys_are_named_with_both_lines_at_any_depth_and_all_at_once() -> None:
     text = "a: 1\nb:\n  - c: 1\n    d: 2\n    c: 3\na: 4\n"

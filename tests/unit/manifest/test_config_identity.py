@@ -145,6 +145,7 @@ def test_what_is_operational_may_change(override: str) -> None:
     assert changed_fields(recipe_of(run()), recipe_of(run(override))) == []
 
 
+@pytest.mark.acceptance("8d-4c", "8d-4d")
 @pytest.mark.capability("G-65")
 @pytest.mark.parametrize(("override", "path", "old", "new"), RECIPE)
 def test_what_belongs_to_the_recipe_changes_the_hash_and_is_named_with_both_values(
@@ -378,3 +379,26 @@ def test_a_changed_file_of_a_carried_task_is_named_by_hashes_and_not_quoted() ->
     assert old != new and all(
         re.fullmatch(r"sha256:[0-9a-f]{16}", value) for value in (old, new)
     )
+
+
+def test_pods_that_evaluate_are_no_part_of_the_identity_and_nodes_agree_that_they_are_there() -> (
+    None
+):
+    without = run("spec.training.evaluation.every=null")
+    first = run("spec.training.evaluation.every=null", "spec.evaluation={}")
+    second = run(
+        "spec.training.evaluation.every=null",
+        "spec.evaluation={resources: {requests: {cpu: 2}}, keepWaiting: 8}",
+    )
+    assert config_hash(without) == config_hash(first) == config_hash(second)
+    assert settings_hash(first) == settings_hash(second) != settings_hash(without)
+    # What a set does without a word, written out, changes nothing; the other does.
+    named = "spec.training.evaluation.sets=[{name: heldOut, samples: 3, whileTraining: "
+    for pods, default, other in (
+        ((), "true", "false"),
+        (("spec.evaluation={}",), "false", "true"),
+    ):
+        given = ("spec.training.evaluation.every=null", *pods)
+        bare = run(*given, "spec.training.evaluation.sets=[{name: heldOut, samples: 3}]")
+        assert settings_hash(run(*given, f"{named}{default}}}]")) == settings_hash(bare)
+        assert settings_hash(run(*given, f"{named}{other}}}]")) != settings_hash(bare)

@@ -393,6 +393,7 @@ def test_a_path_is_parsed_or_refused() -> None:
     assert parse_path("a]") is None
 
 
+@pytest.mark.acceptance("input-2e-19")
 @pytest.mark.capability("O-8")
 def test_a_run_without_a_name_is_refused_and_gets_none_made_up(manifest: Path) -> None:
     """A name from the configuration's hash would make a new run of each change."""

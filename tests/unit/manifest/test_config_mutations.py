@@ -418,6 +418,7 @@ def test_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_traceback(
     assert counts[0] >= examples / 20 and counts[64] >= examples / 2
 
 
+@pytest.mark.acceptance("input-A-68")
 @pytest.mark.parametrize("mutation", TREE_MUTATIONS[:6], ids=lambda mutation: mutation.__name__)
 def test_the_printed_form_of_a_refused_mutant_is_error_lines(
     mutation: Callable[[Any, random.Random], None], tmp_path: Path

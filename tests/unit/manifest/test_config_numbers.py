@@ -92,6 +92,7 @@ READ: list[tuple[Parser, Any, int | float]] = [
 ]
 
 
+@pytest.mark.acceptance("8d-8c", "number-A-67")
 @pytest.mark.parametrize(
     ("parse", "written", "meant"),
     READ,
@@ -228,6 +229,9 @@ REFUSED: list[tuple[Parser, Any, str]] = [
 ]
 
 
+@pytest.mark.acceptance(
+    "8d-4h", "8d-8c", "number-A-67", "input-G-6", "input-A-67", "input-1e-12", "input-2e-2"
+)
 @pytest.mark.capability("A-67", "G-6")
 @pytest.mark.parametrize(
     ("parse", "written", "said"),
@@ -384,3 +388,23 @@ def test_a_plain_integer_takes_no_unit_and_no_quotes(value: Any, words: str) -> 
     assert parse_whole(4) == 4
     with pytest.raises(NumberError, match=re.escape(words)):
         parse_whole(value)
+
+
+@pytest.mark.acceptance("number-A-67", "input-A-67")
+def test_the_numbers_of_arctictraining_mean_the_same_or_say_what_to_write() -> None:
+    same = {"1_000_000": 10**6, "1e6": 10**6, "1.1e6": 1_100_000, "10e-1": 1}
+    same |= {"1K": 1000, "1.1K": 1100, "-5": -5, "-1K": -1000}
+    assert {text: parse_count(text) for text in same} == same
+    refused = {
+        "10^6": "Write 1e6",
+        "1Ki": "Write 1024",
+        "1m": "Did you mean 1M?",
+        "1.5": "Write 1 or 2",
+        "10%": "this is not a share of something",
+        "1e-3": "Write 0 or 1",
+        "1.00001K": "Write 1000 or 1001",
+        **dict.fromkeys(("err", "1Ke3", "1^10e2", "1K^2", "1K^2e3"), "is not a number"),
+    }
+    for text, said in refused.items():
+        with pytest.raises(NumberError, match=re.escape(said)):
+            parse_count(text)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from evergrad_cli.main import main
 from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError
@@ -33,6 +34,7 @@ def as_override(path: str, value: Any) -> str:
     return f"{path}={text}"
 
 
+@pytest.mark.acceptance("8d-8f")
 def test_documents_are_kept_apart_by_the_recipes_that_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -48,6 +50,7 @@ def test_documents_are_kept_apart_by_the_recipes_that_can(
     )
 
 
+@pytest.mark.acceptance("input-A-54")
 @pytest.mark.capability("A-55")
 @pytest.mark.parametrize(
     ("section", "path"),
@@ -72,6 +75,38 @@ def test_a_part_is_of_its_first_type_unless_it_names_another_of_its_own(
     assert f"'unknown' is not one of {', '.join((first, *others))}" in said
 
 
+@pytest.mark.acceptance("input-G-4", "input-A-46", "input-2e-1", "input-4e-11")
+@pytest.mark.acceptance(
+    "8d-4h",
+    "8d-8b",
+    "8d-8d",
+    "8d-8h",
+    "8d-8i",
+    "number-A-58",
+    "input-G-6",
+    "input-G-12",
+    "input-G-60",
+    "input-G-73",
+    "input-G-82",
+    "input-G-85",
+    "input-C-30",
+    "input-O-6",
+    "input-O-73",
+    "input-A-1",
+    "input-A-17",
+    "input-A-42",
+    "input-A-43",
+    "input-A-56",
+    "input-A-68",
+    "input-T-29",
+    "input-T-41",
+    "input-1e-12",
+    "input-2e-2",
+    "input-2e-3",
+    "input-4e-2",
+    "input-4e-14",
+    "input-5e-12",
+)
 @pytest.mark.capability("O-6", "A-1", "A-4", "A-6")
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
 def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
@@ -87,6 +122,53 @@ def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
     assert len(refused.value.problems) == len(said)
 
 
+@pytest.mark.acceptance(
+    "input-G-4", "input-A-46", "input-2e-1", "input-4e-11", "input-1e-12", "input-2e-2"
+)
+@pytest.mark.acceptance(
+    "input-G-6",
+    "input-G-12",
+    "input-G-60",
+    "input-G-73",
+    "input-G-82",
+    "input-G-85",
+    "input-C-30",
+    "input-O-6",
+    "input-O-73",
+    "input-A-1",
+    "input-A-17",
+    "input-A-42",
+    "input-A-43",
+    "input-A-56",
+    "input-A-68",
+    "input-T-29",
+    "input-T-41",
+    "input-1e-12",
+    "input-2e-2",
+    "input-2e-3",
+    "input-4e-2",
+    "input-4e-14",
+    "input-5e-12",
+)
+@pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
+def test_each_bad_manifest_ends_the_command_with_64_and_leaves_the_run_as_it_was(
+    case: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    overrides = [as_override(path, value) for path, value in case["set"].items()]
+    arguments = [word for one in overrides for word in ("--set", one)]
+    code = main(["run", str(BASE), "--run-directory", str(tmp_path), *arguments])
+    said = capsys.readouterr()
+    assert (code, said.out) == (64, "")
+    lines = said.err.splitlines()
+    assert len(lines) == len(case["problems"])
+    assert all(line.startswith("error: ") for line in lines), said.err
+    for path, fragment in case["problems"].items():
+        assert any(path in line and fragment in line for line in lines), said.err
+    assert [one.name for one in tmp_path.iterdir()] == ["run.json"]
+    assert (tmp_path / "run.json").read_text() == "{}"
+
+
 def test_the_names_of_the_cases_are_unique() -> None:
     names = [case["name"] for case in TABLE]
     assert len(names) == len(set(names))
@@ -95,6 +177,7 @@ def test_the_names_of_the_cases_are_unique() -> None:
 GOOD: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "good_manifests.yaml").read_text())
 
 
+@pytest.mark.acceptance("8d-8j", "input-2e-3")
 @pytest.mark.capability("O-34")
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
 def test_what_is_right_at_the_edge_is_accepted(changes: dict[str, Any]) -> None:

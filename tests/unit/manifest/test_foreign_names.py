@@ -26,6 +26,7 @@ _OF_MICRO = (
 )
 
 
+@pytest.mark.acceptance("8d-8e", "input-4e-10", "input-5e-12")
 @pytest.mark.capability("A-26", "A-31", "A-52", "A-60", "A-81")
 @pytest.mark.parametrize(
     ("key", "said"),
@@ -98,6 +99,7 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(key: str, sai
     assert said in str(problem)
 
 
+@pytest.mark.acceptance("input-A-18")
 @pytest.mark.capability(
     "A-18", "A-19", "A-22", "A-23", "A-24", "A-83", "C-48", "C-61", "C-63", "C-64"
 )
@@ -221,6 +223,7 @@ def test_an_optimizer_of_the_users_own_is_refused_with_its_reason() -> None:
         load_manifest(BASE, overrides=[f"{path}=adamw_torch"])
 
 
+@pytest.mark.acceptance("input-A-50")
 @pytest.mark.capability("A-50")
 def test_a_length_from_the_model_is_refused_and_the_models_number_is_named(
     tmp_path: Path,
@@ -258,6 +261,7 @@ def test_the_loss_of_a_step_chooses_no_best_checkpoint(metric: str) -> None:
     )
 
 
+@pytest.mark.acceptance("input-T-42")
 @pytest.mark.capability("G-21", "O-79", "T-21", "T-42")
 @pytest.mark.parametrize(
     ("path", "value", "said"),

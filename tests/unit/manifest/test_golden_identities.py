@@ -220,6 +220,7 @@ def test_a_later_field_that_is_set_changes_the_hash(path: tuple[str, str], value
     assert config_hash(LaterRun.model_validate(raw)) != GOLDEN[0]["hash"]
 
 
+@pytest.mark.acceptance("input-4e-1")
 def test_a_later_field_at_its_default_has_the_hash_of_a_file_without_it() -> None:
     raw = json.loads(json.dumps(document(GOLDEN[0])))
     raw["spec"]["training"]["optimizer"] |= {"friction": 0.95, "teams": {}}

@@ -278,6 +278,7 @@ def test_no_other_text_becomes_a_number() -> None:
     assert with_plain_numbers(BASE) == (BASE, ())
 
 
+@pytest.mark.acceptance("input-4e-17")
 @pytest.mark.parametrize(
     ("path", "text"),
     [

@@ -45,6 +45,7 @@ def beside(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.acceptance("8d-16d")
 @pytest.mark.capability("A-64")
 def test_the_task_and_what_it_imports_beside_it_are_collected(beside: Path) -> None:
     files = collect_task(training(), beside)

@@ -128,6 +128,7 @@ def test_a_script_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "runs the module a 'b c' on 1 node with 1 worker\n" in capsys.readouterr().out
 
 
+@pytest.mark.acceptance("input-A-2")
 def test_a_python_file_that_is_not_beside_its_manifest_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

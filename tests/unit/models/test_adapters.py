@@ -1,5 +1,6 @@
 """Adapters beside frozen weights: what they compute, what of them is state, what is refused, and their merge."""
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,20 @@ def test_without_peft_adapters_are_refused_with_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     assert "the package peft is not installed. Install evergrad-trainer[lora]" in refusal()
+
+
+@pytest.mark.long
+def test_a_model_without_adapters_is_built_without_importing_peft() -> None:
+    code = (
+        "import sys; from pathlib import Path; from evergrad_manifest.training import Model; "
+        "from evergrad_trainer.models.build import build_model, plan_model; "
+        f"settings = Model.model_validate({{'config': {LLAMA!r}}}); "
+        "plan = plan_model(settings, base_directory=Path(), vocab_size=257); "
+        "build_model(plan, seed=0, precision='fp32'); print('peft' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.split() == ["False"], done.stderr
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])

@@ -84,6 +84,7 @@ def disturbed(model: Any, *, step: int = 3, slot: int = 1) -> torch.Tensor:
     return found.detach()
 
 
+@pytest.mark.acceptance("number-C-37")
 @pytest.mark.capability("C-37")
 def test_noise_belongs_to_step_and_slot_and_keeps_within_its_bound(tmp_path: Path) -> None:
     plain = build_model(plan(tmp_path, config=LLAMA), seed=0, precision="fp32")

@@ -23,6 +23,7 @@ BLOCK = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
 HEAD = 32 * 256
 
 
+@pytest.mark.acceptance("number-C-40")
 @pytest.mark.capability("C-40")
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_llama_has_the_operations_that_were_worked_out_by_hand(is_tied: bool) -> None:
@@ -99,6 +100,7 @@ def info(**changes: object) -> RunInfo:
     return RunInfo(**{**vars(known), **changes})
 
 
+@pytest.mark.acceptance("number-C-40")
 def test_utilisation_is_the_share_of_all_processes_devices() -> None:
     def step(**changes: object) -> StepRecord:
         values = dict.fromkeys(StepRecord.__dataclass_fields__, 0.0) | {"step_seconds": 0.5}

@@ -55,6 +55,7 @@ def test_bucketed_slots_sum_to_the_gradient_of_one_big_batch() -> None:
     )
 
 
+@pytest.mark.acceptance("8d-14a")
 def test_exact_slots_sum_to_the_gradient_of_one_big_batch() -> None:
     model = make_model()
     sums = accumulate(model, exact_sum(model), slots(4))

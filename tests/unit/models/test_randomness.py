@@ -16,6 +16,7 @@ def test_every_key_has_a_seed_of_its_own() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.acceptance("number-G-60")
 def test_seeds_are_the_published_ones() -> None:
     """Another value here would give a resumed run other dropout masks than it began with."""
     assert keyed_seed(0, 0, 0, Purpose.INITIAL_WEIGHTS) == 3803006026513255849

@@ -146,6 +146,7 @@ def test_metrics_that_are_no_numbers_by_name_are_refused_with_their_line(
         read_history(directory)
 
 
+@pytest.mark.acceptance("8d-15a", "input-1e-18")
 def test_non_finite_values_are_null_in_the_file_and_nan_when_read(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
@@ -159,6 +160,7 @@ def test_non_finite_values_are_null_in_the_file_and_nan_when_read(
     assert math.isnan(history.evaluations[0].loss)
 
 
+@pytest.mark.acceptance("8d-15c")
 @pytest.mark.capability("G-68")
 def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(
     directory: RunDirectory, synthetic: ModuleType
@@ -303,6 +305,7 @@ def test_closing_twice_is_harmless(directory: RunDirectory) -> None:
     assert directory.metrics.read_bytes() == b""
 
 
+@pytest.mark.acceptance("input-O-59")
 @pytest.mark.capability("O-59")
 def test_event_fields_that_collide_with_the_common_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="event 'save' has fields named step, time"):

@@ -45,6 +45,7 @@ class Failing(Counting):
         return super().state()
 
 
+@pytest.mark.acceptance("8d-16c")
 @pytest.mark.capability("O-64")
 def test_the_state_goes_on_in_another_process(synthetic: ModuleType) -> None:
     first = Lasting([Counting(), Counting(), BaseObserver()])
@@ -74,6 +75,7 @@ def test_a_state_that_was_saved_before_there_were_observers_is_the_beginning(
     assert lasting.values() == {}
 
 
+@pytest.mark.acceptance("8d-16b")
 def test_an_observer_that_fails_keeps_the_state_it_had_and_the_others_go_on(
     synthetic: ModuleType,
 ) -> None:
@@ -87,6 +89,7 @@ def test_an_observer_that_fails_keeps_the_state_it_had_and_the_others_go_on(
     assert lasting.failures["Failing"] > 0
 
 
+@pytest.mark.acceptance("input-O-64")
 @pytest.mark.parametrize(
     "state", [{"x": float("nan")}, {"x": object()}, {"x": "y" * MAX_STATE_BYTES}]
 )

@@ -112,6 +112,7 @@ def test_a_wish_that_nobody_can_grant_is_a_failure_of_its_observer() -> None:
     assert observers.failures == {"_Wishing": 1}
 
 
+@pytest.mark.acceptance("8d-15b", "8d-16a")
 def test_every_observer_hears_everything_in_order(synthetic: ModuleType) -> None:
     heard: list[str] = []
     observers = Observers([Recorder(heard, "a "), Recorder(heard, "b "), BaseObserver()])
@@ -132,6 +133,7 @@ def test_every_observer_hears_everything_in_order(synthetic: ModuleType) -> None
     assert heard == [f"{name} {fact}" for fact in facts for name in ("a", "b")]
 
 
+@pytest.mark.acceptance("8d-16b")
 def test_an_observer_is_switched_off_after_three_failures_in_a_row_and_the_others_hear_of_it(
     synthetic: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +246,7 @@ def test_an_interrupt_is_never_swallowed(synthetic: ModuleType) -> None:
         Observers([Interrupting()]).step_end(synthetic.step_record(1))
 
 
+@pytest.mark.acceptance("8d-16a")
 def test_the_built_in_observers_are_a_registry_that_declares_who_may_stop_a_run(
     tmp_path: Path,
 ) -> None:

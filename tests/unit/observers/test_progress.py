@@ -163,6 +163,7 @@ def test_the_last_step_is_always_printed(synthetic: ModuleType) -> None:
     assert stream.getvalue().splitlines()[-1].startswith("step 20000/20000 ")
 
 
+@pytest.mark.acceptance("number-C-39")
 @pytest.mark.capability("C-39")
 def test_the_rate_counts_pauses_and_forgets_the_first_step_and_what_is_older_than_its_window() -> (
     None

@@ -50,6 +50,7 @@ def _run_in_own_mount_namespace(script: str, directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.acceptance("8d-15a")
 def test_non_finite_floats_become_null_and_keys_keep_their_order() -> None:
     text = dumps_strict(
         {"b": math.nan, "a": [math.inf, -math.inf, 1.5], "c": {"d": (math.nan,)}}

@@ -44,6 +44,7 @@ def said(alerts: list[Alert]) -> list[tuple[int, float, float]]:
     return [(one.step, one.value, one.threshold) for one in alerts]
 
 
+@pytest.mark.acceptance("number-G-85")
 @pytest.mark.capability("G-85")
 def test_a_collapse_below_half_of_the_first_value_is_said_when_it_begins_and_when_it_comes_again() -> (
     None
@@ -75,6 +76,7 @@ def test_a_divergence_is_a_mean_above_twice_the_lowest_mean() -> None:
     assert said(alerts_of(rule, [4.0, 2.0, 3.0, 0.0, 5.0, 2.0])) == [(6, 3.5, 3.0)]
 
 
+@pytest.mark.acceptance("input-5e-18")
 def test_a_ratio_means_the_same_distance_where_values_are_negative() -> None:
     # The lowest is -4: twice as far above it is 0.
     rule = Rule("divergence", "reward", "warn", ratio=2.0)
@@ -94,6 +96,7 @@ def test_steps_without_a_number_say_nothing() -> None:
     assert said(alerts_of(rule, [1.0, math.nan, 1.5, math.inf, 2.0])) == [(5, 2.0, 1.0)]
 
 
+@pytest.mark.acceptance("number-G-86")
 @pytest.mark.capability("G-86")
 def test_ten_thousand_healthy_values_raise_no_alert() -> None:
     values = [
@@ -292,6 +295,7 @@ def test_the_longest_state_of_monitors_fits_into_a_checkpoint(synthetic: ModuleT
     assert lasting.switched_off == frozenset()
 
 
+@pytest.mark.acceptance("input-G-85")
 def test_a_metric_that_no_one_measures_is_refused() -> None:
     training = Training.model_validate(
         {

@@ -137,6 +137,29 @@ def test_a_whole_plan_is_as_it_was(name: str) -> None:
     assert built == yaml.safe_load(path.read_text())
 
 
+def test_the_pod_of_an_evaluation_is_as_it_was() -> None:
+    # To accept a change: as above.
+    world = full()
+    training = world.raw["spec"]["training"]
+    training["evaluation"] = {"sources": training["evaluation"]["sources"]}
+    resources = {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi", "nvidia.com/gpu": "1"}}
+    world.set_spec(evaluation={"resources": resources})
+    world.reconcile()
+    world.start()
+    world.train(checkpointStep=10)
+    world.reconcile()
+    built = json.loads(json.dumps([dict(one) for one in world.plan.create]))
+    path = GOLDEN / "plan_evaluation.yaml"
+    if os.environ.get("GOLDEN") == "write":
+        path.write_text(
+            "# The pod that evaluates a checkpoint; written by test_operator_plan.py.\n"
+            + yaml.safe_dump(built, sort_keys=False)
+        )
+    assert built == yaml.safe_load(path.read_text())
+    (pod,) = built
+    assert violations(pod) == []
+
+
 @pytest.mark.parametrize("name", list(WORLDS))
 def test_every_planned_pod_may_run_where_pod_security_restricted_is_enforced(name: str) -> None:
     world = WORLDS[name]()

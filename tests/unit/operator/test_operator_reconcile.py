@@ -618,7 +618,7 @@ def test_a_run_of_the_same_name_never_gets_the_status_of_the_one_before(
 
     simulation.cluster.apply = replace_first  # type: ignore[method-assign]
     simulation.reconcile()
-    assert simulation.status == {}
+    assert simulation.status == {"observedGeneration": -1}, "as a new run has it"
 
 
 def test_a_run_that_is_gone_is_forgotten(simulation: Simulation) -> None:

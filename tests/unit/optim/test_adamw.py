@@ -14,6 +14,7 @@ from evergrad_trainer.optim.groups import set_learning_rate
 SETTINGS = Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0.5})
 
 
+@pytest.mark.acceptance("number-G-75")
 def test_matrices_are_decayed_and_vectors_are_not() -> None:
     model = Small()
     optimizer = build_adamw(model, SETTINGS)
@@ -42,6 +43,7 @@ def test_a_frozen_parameter_is_not_updated_and_has_no_moments() -> None:
     assert model.embedding.weight not in optimizer.state
 
 
+@pytest.mark.acceptance("number-G-75")
 @pytest.mark.capability("A-10", "A-45", "T-54")
 def test_updates_are_torchs_own() -> None:
     model, other = Small(), Small()

@@ -215,6 +215,7 @@ def test_a_shard_is_updated_to_the_bits_of_the_whole(
             assert torch.equal(ours.state[shard][slot].to_local(), part(tensor))
 
 
+@pytest.mark.acceptance("number-G-75")
 @pytest.mark.capability("G-75")
 def test_a_group_has_a_rate_and_a_decay_of_its_own() -> None:
     model = Small()

@@ -21,6 +21,7 @@ def schedule(total: int = 100, **settings: Any) -> LearningRate:
     return build_schedule(Schedule.model_validate(settings), peak=2.0, total_steps=total)
 
 
+@pytest.mark.acceptance("8d-9a", "number-A-46")
 @pytest.mark.capability("C-9", "A-9", "A-46", "T-23")
 @pytest.mark.parametrize(
     ("settings", "points"),
@@ -54,6 +55,7 @@ def test_rates_at_listed_steps(settings: dict[str, Any], points: dict[int, float
     assert {step: rate(step) for step in points} == pytest.approx(points, abs=1e-12)
 
 
+@pytest.mark.acceptance("number-O-76")
 @pytest.mark.capability("O-76")
 @pytest.mark.parametrize(
     ("settings", "points"),
@@ -83,6 +85,7 @@ def test_the_final_decay_has_the_shape_that_is_named(
     assert {step: rate(step) for step in points} == pytest.approx(points, abs=1e-12)
 
 
+@pytest.mark.acceptance("number-O-76")
 @pytest.mark.parametrize(
     ("settings", "points"),
     [
@@ -117,6 +120,7 @@ def test_rates_of_the_other_named_schedules(
     assert {step: rate(step) for step in points} == pytest.approx(points, abs=1e-12)
 
 
+@pytest.mark.acceptance("8d-9a", "number-G-81")
 @pytest.mark.capability("G-81")
 def test_a_tail_of_two_pieces_has_the_published_points() -> None:
     # GenoLeWM's wsd for 100 steps and a warm-up of 10: 1 → 0.1 by 98 % of the rest, then 0.1 → 0.01.
@@ -130,6 +134,7 @@ def test_a_tail_of_two_pieces_has_the_published_points() -> None:
     assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
 
 
+@pytest.mark.acceptance("number-T-55")
 @pytest.mark.capability("T-8", "T-55")
 def test_pieces_make_two_decays_with_a_hold_between_and_a_cosine_that_is_warmed_again() -> None:
     twice = [
@@ -152,6 +157,16 @@ def test_pieces_make_two_decays_with_a_hold_between_and_a_cosine_that_is_warmed_
     assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
 
 
+@pytest.mark.acceptance("number-T-55")
+def test_a_wsd_of_shares_has_the_published_points() -> None:
+    # Theseus' wsd: from 1 % over 0.5 % of the steps, and over the last 1 % to 1 %.
+    shares = {"warmup": "0.5%", "startRatio": "1%", "decay": "1%", "minimumRatio": "1%"}
+    rate = schedule(1000, type="wsd", **shares)
+    points = {1: 0.208, 4: 0.802, 5: 1, 500: 1, 991: 1, 996: 0.505, 1000: 0.109, 1001: 0.01}
+    assert {step: rate(step) / 2 for step in points} == pytest.approx(points, abs=1e-12)
+
+
+@pytest.mark.acceptance("input-4e-15")
 def test_each_name_that_the_file_may_have_is_registered() -> None:
     assert set(choices_of(fields_of(Schedule)["type"])) == set(CURVES)
     assert set(choices_of(fields_of(Schedule)["decayShape"])) == set(SHAPES)

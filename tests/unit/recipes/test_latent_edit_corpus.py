@@ -44,6 +44,7 @@ def test_a_corpus_is_known_by_its_snapshot_and_the_content_of_its_files(tmp_path
     assert kinds["clinvar/train.jsonl"] == ("clinical", "train", True)
 
 
+@pytest.mark.acceptance("input-G-16", "input-G-18", "input-G-38")
 @pytest.mark.capability("G-16", "G-17", "G-34", "G-38")
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -94,6 +95,7 @@ def test_all_problems_of_a_manifest_are_named_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 3
 
 
+@pytest.mark.acceptance("input-G-16")
 def test_a_manifest_that_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_corpus(tmp_path, windows=None)
@@ -102,6 +104,7 @@ def test_a_manifest_that_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
         read_corpus(tmp_path, windows=None)
 
 
+@pytest.mark.acceptance("input-G-38")
 @pytest.mark.capability("G-38")
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
@@ -123,6 +126,7 @@ def test_a_file_that_is_not_listed_is_not_passed_over(tmp_path: Path) -> None:
         read_corpus(tmp_path, windows=None)
 
 
+@pytest.mark.acceptance("input-1e-14")
 @pytest.mark.capability("G-36")
 def test_which_windows_are_read_is_said_where_there_are_two_kinds(tmp_path: Path) -> None:
     write_corpus(tmp_path)
@@ -154,6 +158,7 @@ def test_windows_are_read_with_their_place_and_in_upper_case(tmp_path: Path) -> 
     assert not set(second.sequence) - set(b"ACGTN") and len(second.id) == 64
 
 
+@pytest.mark.acceptance("8d-12d:latent_edit", "input-G-35")
 @pytest.mark.capability("G-35")
 @pytest.mark.parametrize(
     ("line", "said"),
@@ -176,6 +181,7 @@ def test_a_wrong_window_is_named_by_file_and_line(tmp_path: Path, line: str, sai
     assert said in str(caught.value)
 
 
+@pytest.mark.acceptance("8d-15e:latent_edit")
 @pytest.mark.capability("G-99")
 def test_no_message_shows_a_sequence(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
@@ -237,6 +243,7 @@ def test_the_hash_of_a_hold_out_is_of_its_meaning() -> None:
     assert one.meets_edit(Edit("chr2", 5, "A", "C"))
 
 
+@pytest.mark.acceptance("number-G-54")
 @pytest.mark.capability("G-19", "G-37", "G-54")
 def test_common_variants_count_and_others_are_passed_over_and_counted(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
@@ -308,6 +315,7 @@ def test_a_wrong_row_of_edits_is_named_by_file_and_line(
     assert f"clinvar/train.jsonl:2: {said}" in str(caught.value)
 
 
+@pytest.mark.acceptance("input-G-38")
 def test_plain_relative_names_are_safe() -> None:
     assert why_unsafe("placed/part-0.jsonl") == ""
     assert json.loads('"c:/x"') == "c:/x" and why_unsafe("c:/x") == "is not relative"

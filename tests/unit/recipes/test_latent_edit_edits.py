@@ -46,6 +46,7 @@ def test_the_type_of_an_edit_follows_from_its_lengths(
     assert type_of(reference, alternate) == expected
 
 
+@pytest.mark.acceptance("input-G-40")
 @pytest.mark.capability("G-40")
 @pytest.mark.parametrize(
     ("row", "reason"),
@@ -63,6 +64,7 @@ def test_what_is_no_edit_is_refused(row: Edit, reason: str) -> None:
         row.check()
 
 
+@pytest.mark.acceptance("input-1e-16")
 @pytest.mark.capability("G-41")
 def test_positions_count_from_1_and_windows_from_0_half_open() -> None:
     assert relative(Edit("c", 101, "A", "C"), start=100, length=4) == edit(0, "A", "C")
@@ -95,6 +97,7 @@ def test_an_edited_window_keeps_its_length(
     assert list(applied.places) == places
 
 
+@pytest.mark.acceptance("8d-11g:latent_edit", "input-G-41")
 @pytest.mark.capability("G-42")
 def test_edits_that_do_not_fit_are_refused() -> None:
     with pytest.raises(EditError, match="is not what stands there"):
@@ -105,6 +108,7 @@ def test_edits_that_do_not_fit_are_refused() -> None:
         apply_edits(b"ACGT", [edit(3, "TA", "T")])
 
 
+@pytest.mark.acceptance("number-G-45")
 @pytest.mark.capability("G-45")
 def test_lengths_of_insertions_fall_by_halves_and_end_at_fifteen() -> None:
     draws = Draws(5)
@@ -160,6 +164,7 @@ def items(
     )
 
 
+@pytest.mark.acceptance("8d-11e:latent_edit", "number-G-47")
 @pytest.mark.capability("G-24", "G-47")
 def test_each_window_has_three_three_one_and_one_in_this_order() -> None:
     own = items()
@@ -197,6 +202,7 @@ def test_an_item_is_a_function_of_its_index_the_seed_and_its_windows_content() -
     assert [items(draws=3, seed=8).item(index) for index in range(len(own))] != known
 
 
+@pytest.mark.acceptance("number-G-44")
 @pytest.mark.capability("G-44", "G-45", "G-46")
 def test_synthetic_edits_keep_off_the_margins_and_off_unknown_bases() -> None:
     own = windows(1)
@@ -238,6 +244,7 @@ def test_an_edit_that_is_held_out_is_not_drawn_either() -> None:
     assert windows(1, is_placed=False)[0].key_of(edit(4, "A", "C")) == ""
 
 
+@pytest.mark.acceptance("8d-11f:latent_edit")
 @pytest.mark.capability("G-48")
 def test_a_fallback_takes_the_place_of_rows_that_are_missing_and_says_so() -> None:
     own = items(clinical=0)
@@ -248,6 +255,7 @@ def test_a_fallback_takes_the_place_of_rows_that_are_missing_and_says_so() -> No
     assert last.edits not in [own.item(place).edits for place in range(3, 6)]
 
 
+@pytest.mark.acceptance("8d-11f:latent_edit", "input-G-49", "input-1e-13")
 @pytest.mark.capability("G-49")
 def test_nothing_takes_the_place_of_rows_without_being_asked_to() -> None:
     with pytest.raises(DataError) as caught:
@@ -262,6 +270,7 @@ def test_nothing_takes_the_place_of_rows_without_being_asked_to() -> None:
         items(windows(is_placed=False)).item(0)
 
 
+@pytest.mark.acceptance("8d-11g:latent_edit")
 @pytest.mark.capability("G-77", "G-78")
 def test_several_edits_of_an_item_do_not_overlap() -> None:
     mixture = [

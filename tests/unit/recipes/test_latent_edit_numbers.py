@@ -21,6 +21,7 @@ TARGET = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]]])
 ALL = torch.ones(2, 1, dtype=torch.bool)
 
 
+@pytest.mark.acceptance("8d-11a:latent_edit", "number-G-79")
 @pytest.mark.capability("G-79")
 def test_the_loss_is_alpha_of_the_angle_and_beta_of_the_distance() -> None:
     losses = prediction_losses(PREDICTED, TARGET, ALL, alpha=1.0, beta=0.1)
@@ -30,6 +31,7 @@ def test_the_loss_is_alpha_of_the_angle_and_beta_of_the_distance() -> None:
     assert only.flatten().tolist() == pytest.approx([0.0, 1.0])
 
 
+@pytest.mark.acceptance("number-G-79")
 @pytest.mark.capability("G-79")
 def test_what_the_mask_leaves_out_adds_nothing() -> None:
     mask = torch.tensor([[True], [False]])
@@ -37,6 +39,7 @@ def test_what_the_mask_leaves_out_adds_nothing() -> None:
     assert losses.sum().item() == 0.0
 
 
+@pytest.mark.acceptance("8d-11b:latent_edit", "number-G-84")
 @pytest.mark.capability("G-84")
 def test_the_published_case_of_a_collapse_monitor_is_reproduced() -> None:
     spread = measure_spread(PREDICTED, TARGET, ALL)
@@ -69,6 +72,7 @@ def test_distances_of_many_edits_need_no_memory_for_all_their_differences() -> N
     assert spread.pairwise_distance.item() == pytest.approx(32, rel=0.01)
 
 
+@pytest.mark.acceptance("number-G-80")
 @pytest.mark.parametrize(
     ("states", "expected"),
     [
@@ -106,6 +110,7 @@ def watches() -> list[Watch]:
     return [Watch(rule_of(Monitor.model_validate(row))) for row in rows]
 
 
+@pytest.mark.acceptance("8d-11c:latent_edit", "number-G-85", "number-G-86")
 @pytest.mark.capability("G-83", "G-85")
 @pytest.mark.parametrize("batches", [500, pytest.param(10_000, marks=pytest.mark.long)])
 def test_healthy_batches_raise_no_alert_and_a_collapsed_one_all_it_should(batches: int) -> None:

@@ -164,6 +164,7 @@ def test_the_weights_of_a_directory_are_part_of_the_encoder_and_may_be_pinned(
         _ = encoder("0" * 64).identity
 
 
+@pytest.mark.acceptance("number-G-73")
 @pytest.mark.capability("G-73")
 def test_tokens_are_pooled_around_the_edit_and_never_outside_of_the_sequence(
     corpus: Path,
@@ -181,6 +182,7 @@ def test_tokens_are_pooled_around_the_edit_and_never_outside_of_the_sequence(
         encoder.tokenize(b"A" * 60, None)
 
 
+@pytest.mark.acceptance("input-G-28")
 @pytest.mark.capability("G-28")
 def test_another_width_than_the_encoders_is_refused(corpus: Path) -> None:
     with pytest.raises(
@@ -189,6 +191,7 @@ def test_another_width_than_the_encoders_is_refused(corpus: Path) -> None:
         Opened(corpus, predictor={"stateWidth": 512})
 
 
+@pytest.mark.acceptance("8d-11h:latent_edit")
 @pytest.mark.capability("G-27", "G-82")
 def test_no_gradient_reaches_the_encoder_and_its_weights_stay(corpus: Path) -> None:
     opened = Opened(corpus, features="live")
@@ -204,6 +207,7 @@ def test_no_gradient_reaches_the_encoder_and_its_weights_stay(corpus: Path) -> N
     assert not set(map(id, frozen.parameters())) & set(map(id, modules.root().parameters()))
 
 
+@pytest.mark.acceptance("number-G-77")
 @pytest.mark.capability("G-30", "G-77")
 def test_the_predictor_begins_at_the_prediction_that_nothing_changes(corpus: Path) -> None:
     opened = Opened(corpus)

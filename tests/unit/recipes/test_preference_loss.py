@@ -58,6 +58,7 @@ def one_pair(*values: float) -> tuple[LogProbs, LogProbs]:
     return LogProbs(a, b), LogProbs(c, d)
 
 
+@pytest.mark.acceptance("number-A-80")
 @pytest.mark.capability("A-80")
 @pytest.mark.parametrize(
     ("values", "expected"),
@@ -126,6 +127,7 @@ def open_task(folder: Path, recipe: Training) -> tuple[Task, Source, Stage]:
     return task, source, stage
 
 
+@pytest.mark.acceptance("8d-13a:preference")
 @pytest.mark.capability("A-80")
 def test_only_tokens_of_the_completions_count(tmp_path: Path) -> None:
     task, source, stage = open_task(tmp_path, training(preference={"beta": 0.1}))

@@ -46,6 +46,7 @@ def pieces() -> list[list[int]]:
     return [piece for piece in found if len(piece) > 1]
 
 
+@pytest.mark.acceptance("8d-13b:pretrain")
 @pytest.mark.capability("O-78")
 @pytest.mark.parametrize("packing", ["documents", "concatenate"])
 def test_the_loss_of_a_packed_window_is_that_of_its_documents_by_themselves(

@@ -87,6 +87,7 @@ def test_what_is_generated_in_another_way_has_another_fingerprint(
     assert fingerprint() != "rows"
 
 
+@pytest.mark.acceptance("number-C-47")
 @pytest.mark.capability("C-36", "C-47")
 def test_numbers_that_are_generated_are_compared_with_the_rows_own() -> None:
     # Two rows have a number, which is 3 and 4 away; one has a text; one fills the batch.
@@ -102,6 +103,7 @@ def test_numbers_that_are_generated_are_compared_with_the_rows_own() -> None:
     }
 
 
+@pytest.mark.acceptance("8d-13c:sft", "number-C-47")
 @pytest.mark.capability("C-47")
 def test_what_is_no_number_lowers_the_parse_rate_and_leaves_the_error_of_the_others() -> None:
     found = measure(Says("ten"), completions(), ("1=", "13"), ("2=", "ten"))

@@ -85,6 +85,7 @@ def sums(task: Task, opened: Any, model: nn.Module) -> tuple[float, int, int]:
     return total, weight, len(source)
 
 
+@pytest.mark.acceptance("8d-13a:sft", "number-C-37")
 @pytest.mark.capability("C-37")
 def test_the_loss_of_completions_is_the_one_that_is_computed_by_hand(tmp_path: Path) -> None:
     task, opened = open_task(tmp_path, training())
@@ -105,6 +106,7 @@ def test_everything_is_learned_where_that_was_asked_for(tmp_path: Path) -> None:
     assert weight == sum(len(row["prompt"] + row["completion"]) for row in ROWS)
 
 
+@pytest.mark.acceptance("8d-13b:sft")
 @pytest.mark.capability("A-44", "T-11", "T-52")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_loss_of_packed_rows_is_that_of_the_rows_by_themselves(

@@ -18,6 +18,7 @@ from evergrad_trainer.provenance.redaction import public_path
 MANIFESTS = Path(__file__).parents[1] / "manifest"
 
 
+@pytest.mark.acceptance("8d-15d")
 @pytest.mark.capability("G-97")
 @pytest.mark.parametrize(
     ("path", "public"),

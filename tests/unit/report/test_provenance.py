@@ -39,6 +39,7 @@ def run() -> TrainingRun:
     return TrainingRun.model_validate(_RUN)
 
 
+@pytest.mark.acceptance("8d-15c")
 def test_each_process_appends_its_entry(tmp_path: Path, run: TrainingRun) -> None:
     directory = RunDirectory(tmp_path)
     for generation in (1, 2):
@@ -75,6 +76,7 @@ def test_a_script_has_an_entry_without_a_seed(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.acceptance("8d-15d")
 @pytest.mark.capability("G-9")
 def test_the_entry_names_versions_and_hardware_and_nothing_private() -> None:
     entry = describe_process(command=["evergrad"], seed=0, world_size=1, generation=1)

@@ -427,6 +427,31 @@ def test_a_metric_s_plot_has_the_unit_and_the_meaning_that_the_recipe_declares(
     assert "nats" in markup
 
 
+@pytest.mark.parametrize("items", ["tokens", "pairs"])
+def test_a_loss_has_the_unit_of_what_the_recipe_takes_its_mean_over(
+    tmp_path: Path, synthetic: ModuleType, items: str
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    log = RunLog(directory)
+    log.run_start(replace(INFO, loss_items=items))
+    log.event(Event(EventType.START, synthetic.BEGIN, 0, 1, {"resumed_from": None}))
+    for step in (1, 2):
+        log.step_end(synthetic.step_record(step))
+    log.evaluation_end(EvaluationRecord(2, 1, "heldOut", 2.5, 12.2, 40, 1.0, synthetic.BEGIN))
+    log.close()
+    page, markdown = _report(directory)
+    is_of_tokens = items == "tokens"
+    assert ("nats per token" in page.text, "nats per token" in markdown) == (is_of_tokens,) * 2
+    assert ("mean over pairs" in page.text) == (not is_of_tokens)
+    assert ("erplexity" in page.text) == is_of_tokens
+    assert ("| Pairs | Took" in markdown, "| Tokens | Took" in markdown) == (
+        not is_of_tokens,
+        is_of_tokens,
+    )
+    assert ("of them carried a loss" if is_of_tokens else "pairs carried a loss") in markdown
+
+
 def test_many_evaluation_sets_are_all_in_the_table_and_six_in_the_plot(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from evergrad_trainer.report.build import write_report
 
 
+@pytest.mark.acceptance("number-G-87")
 @pytest.mark.capability("G-67", "G-87", "G-94", "G-95", "G-98")
 def test_the_summary_counts_samples_and_skipped_steps_and_hashes_each_file(
     tmp_path: Path, synthetic: ModuleType

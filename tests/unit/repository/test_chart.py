@@ -341,6 +341,25 @@ def test_the_operators_pods_carry_the_label_by_which_runs_let_them_in_under_any_
     assert labels["a"] == "b"
 
 
+def test_by_default_only_the_namespace_monitoring_scrapes_runs_and_the_operator() -> None:
+    objects = chart.render({"networkPolicy": {"enabled": True}})
+    assert parse_settings([], environment(objects)).config.metrics_from == ("monitoring",)
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    (*_, monitoring) = policy["spec"]["ingress"][0]["from"]
+    assert monitoring == {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    }
+
+
+def test_an_empty_list_of_scrapers_is_no_setting_of_the_operator() -> None:
+    objects = chart.render(
+        {"runs": {"metricsFrom": []}, "networkPolicy": {"enabled": True, "metricsFrom": []}}
+    )
+    assert "EVERGRAD_METRICS_FROM" not in environment(objects)
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    assert [list(one) for one in policy["spec"]["ingress"][0]["from"]] == [["podSelector"]]
+
+
 def test_a_digest_wins_over_a_tag() -> None:
     assert environment(chart.render(chart.MATRIX["everything"]))["EVERGRAD_TRAINER_IMAGE"] == (
         "registry.example.com/evergrad/trainer@sha256:" + "ab" * 32
@@ -592,12 +611,6 @@ def test_the_schema_lists_every_value_and_no_other(root: Path) -> None:
             assert part.get("type") in ("object", ["object", "null"]), path
 
     compare(values, schema, "")
-
-
-def test_every_value_is_described_in_the_installation_guide(root: Path) -> None:
-    guide = (root / "docs/installing.md").read_text()
-    values = yaml.safe_load((root / "charts/evergrad/values.yaml").read_text())
-    assert [name for name in values if f"`{name}" not in guide] == []
 
 
 def test_the_test_pods_program_is_given_the_very_rules_of_the_operator() -> None:

@@ -452,12 +452,14 @@ def test_monitors_find_what_the_operator_makes(objects: list[dict[str, Any]]) ->
     selector = pods["spec"]["selector"]
     assert selector["matchLabels"] == {"app.kubernetes.io/managed-by": "evergrad"}
     # Where the policies of runs let nobody to their coordinators, a target there would be down for ever.
-    assert [one["port"] for one in pods["spec"]["podMetricsEndpoints"]] == ["metrics"]
-    for runs in ({"metricsFrom": ["monitoring"]}, {"networkPolicies": False}):
-        open_ones = chart.render({"metrics": {"enabled": True}, "runs": runs})
-        (monitor,) = (one for one in open_ones if one["kind"] == "PodMonitor")
-        ports = [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]]
-        assert ports == ["metrics", "status"]
+    for runs, served in (
+        ({}, ["metrics", "status"]),
+        ({"metricsFrom": []}, ["metrics"]),
+        ({"metricsFrom": [], "networkPolicies": False}, ["metrics", "status"]),
+    ):
+        rendered = chart.render({"metrics": {"enabled": True}, "runs": runs})
+        (monitor,) = (one for one in rendered if one["kind"] == "PodMonitor")
+        assert [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]] == served
     (found,) = (one for one in objects if one["kind"] == "Service")
     wanted = service["spec"]["selector"]["matchLabels"].items()
     assert wanted <= found["metadata"]["labels"].items()

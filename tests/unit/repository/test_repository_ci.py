@@ -1,7 +1,12 @@
-"""What `.ci/run` installs."""
+"""What `.ci/run` installs, and that the workflows for GitHub are sound as far as that can be seen from here."""
 
+import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
 from bed.requirements import COMMANDS, PLUGINS
 
 CI = Path(__file__).resolve().parents[3] / ".ci/run"
@@ -15,3 +20,40 @@ def test_ci_installs_all_that_the_bed_needs() -> None:
         if f"{command}:{package}" not in text
     ] == []
     assert f"[ -x {PLUGINS} ]" in text
+
+
+WORKFLOWS = sorted((CI.parents[1] / ".github/workflows").glob("*.yaml"))
+
+
+def scripts_of(workflow: dict[str, Any]) -> list[str]:
+    return [
+        step["run"]
+        for job in workflow["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_a_workflow_runs_sound_scripts_and_targets_of_make_that_exist(file: Path) -> None:
+    makefile = (CI.parents[1] / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    scripts = scripts_of(yaml.safe_load(file.read_text("utf-8")))
+    assert scripts
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        assert set(re.findall(r"\bmake ([a-z-]+)", script)) <= targets
+        # What an event brings is never a part of a script's text, but a variable of its environment.
+        assert "${{" not in script
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_a_workflow_may_read_the_sources_and_only_a_reviewed_job_may_more(file: Path) -> None:
+    workflow = yaml.safe_load(file.read_text("utf-8"))
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert "permissions" not in job or job["environment"] == "release"
+
+
+def test_there_are_workflows_for_checks_and_for_releases() -> None:
+    assert [file.name for file in WORKFLOWS] == ["ci.yaml", "release.yaml"]

@@ -14,6 +14,7 @@ PRODUCT = (
     "trainer_image",
     "monitoring",
     "requirements",
+    "release",
     "examples",
 )
 

@@ -167,6 +167,7 @@ def test_tensors_are_described_as_a_whole_in_the_order_of_their_names() -> None:
     assert specs[0] == TensorSpec("model.count", (2,), torch.float32)
 
 
+@pytest.mark.acceptance("8d-16e", "input-O-73")
 @pytest.mark.parametrize("name", ["", "a.b", "model"])
 def test_a_name_is_unique_and_has_no_dot(name: str) -> None:
     with pytest.raises(ValueError, match="unique and without dots"):

@@ -68,6 +68,7 @@ class Preempted:
         )
 
 
+@pytest.mark.acceptance("8d-3c")
 @pytest.mark.capability("O-18", "O-68")
 @pytest.mark.parametrize("saves_before", [True, False])
 def test_each_cut_of_an_evaluation_is_saved_so_that_it_ends_however_often_it_is_cut(

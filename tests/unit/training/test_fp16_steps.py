@@ -118,6 +118,7 @@ def scale_of(value: float) -> LossScale:
     return scale
 
 
+@pytest.mark.acceptance("number-O-74")
 @pytest.mark.capability("O-74")
 def test_the_scale_begins_at_2_16_and_is_halved_by_an_overflow_and_doubled_by_2000_updates() -> (
     None

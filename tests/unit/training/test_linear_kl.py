@@ -41,6 +41,7 @@ def sums_of_one_token(estimator: str) -> tuple[KlSums, torch.Tensor]:
     return sums, hidden
 
 
+@pytest.mark.acceptance("8d-10c:two_stage_kl", "number-T-62", "number-T-63", "number-5e-1")
 @pytest.mark.capability("T-62", "T-63")
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_one_token_is_as_computed_by_hand(estimator: str) -> None:
@@ -122,6 +123,7 @@ def test_chunks_of_any_size_give_the_sums_and_gradients_of_all_logits(
     torch.testing.assert_close(weight.grad, 2 * grad_weight.float(), rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.acceptance("8d-10d:two_stage_kl", "number-5e-1")
 @pytest.mark.capability("T-62")
 def test_the_published_penalty_only_scales_the_gradient_of_the_loss() -> None:
     """What makes it no divergence: nothing of the reference is in its gradient."""
@@ -141,6 +143,7 @@ def test_the_published_penalty_only_scales_the_gradient_of_the_loss() -> None:
     torch.testing.assert_close(slopes[3.0], 4.0 * slopes[0.0])
 
 
+@pytest.mark.acceptance("8d-10e:two_stage_kl")
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_model_that_is_its_reference_has_no_penalty(estimator: str) -> None:
     hidden, weight, _, _, labels = batch()

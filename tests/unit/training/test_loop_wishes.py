@@ -112,6 +112,7 @@ def test_a_tally_that_is_too_large_for_a_checkpoint_is_left_out_of_it() -> None:
     assert "tallies" not in progress.values()
 
 
+@pytest.mark.acceptance("8d-6b")
 @pytest.mark.capability("O-47")
 def test_each_set_is_evaluated_at_its_own_cadence_and_all_of_them_at_the_end() -> None:
     done: list[tuple[str, int]] = []
@@ -133,6 +134,7 @@ def test_each_set_is_evaluated_at_its_own_cadence_and_all_of_them_at_the_end() -
     assert done == [("often", 2), ("often", 4), ("seldom", 4), *ended]
 
 
+@pytest.mark.acceptance("8d-3c")
 @pytest.mark.capability("O-48")
 def test_state_is_saved_before_each_evaluation_where_that_is_asked_for_and_only_once() -> None:
     done: list[tuple[str, int]] = []

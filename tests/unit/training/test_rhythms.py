@@ -1,5 +1,6 @@
 """When a run saves: steps, tokens and seconds, and which checkpoints stay for ever."""
 
+import itertools
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ def saves_of(run: Run) -> dict[int, dict[str, Any]]:
     return saves
 
 
+@pytest.mark.acceptance("number-T-45", "input-5e-16")
 @pytest.mark.capability("T-45")
 def test_a_rhythm_in_tokens_is_due_with_the_step_that_reaches_each_multiple() -> None:
     rhythm = Rhythm(10, per_step=4)
@@ -57,3 +59,44 @@ def test_a_rhythm_in_seconds_follows_the_clock_of_rank_0() -> None:
     run.clock, run.saved_at = lambda: 2.0 * run.progress.finished_steps, 0.0
     assert list(saves_of(run)) == [3, 6]
     assert STEPS == 6
+
+
+def multiples(every: int | None) -> set[int]:
+    return set() if every is None else set(range(every, STEPS + 1, every))
+
+
+@pytest.mark.acceptance("8d-7a")
+@pytest.mark.parametrize(
+    ("save", "keep", "evaluate", "is_first"),
+    list(itertools.product([100, 2, 3], [None, 4], [None, 1, 2, 3], [False, True])),
+)
+def test_saves_permanent_saves_and_evaluations_each_keep_their_own_cadence(
+    save: int, keep: int | None, evaluate: int | None, is_first: bool
+) -> None:
+    done: list[tuple[str, int]] = []
+    run = make_run(BaseObserver(), done)
+    run.limits = replace(
+        run.limits,
+        save_every=Rhythm(save),
+        keep_every=None if keep is None else Rhythm(keep),
+        evaluate_every=evaluate,
+        saves_before_evaluation=is_first,
+    )
+    permanent: dict[int, bool] = {}
+
+    def note(step: int, tensors: Any, *, extra: dict[str, Any], **options: Any) -> None:
+        done.append(("save", step))
+        permanent[step] = bool(extra.get("permanent"))
+
+    cast(Any, run.checkpoints).save = note
+    assert train(run) == "complete"
+
+    # The last step is evaluated whatever the cadence is; its save is made by whoever ends the run.
+    evaluated = multiples(evaluate) | {STEPS}
+    saved = multiples(save) | multiples(keep) | (evaluated if is_first else set())
+    assert [step for what, step in done if what == "evaluate"] == sorted(evaluated)
+    assert [step for what, step in done if what == "save"] == sorted(saved)
+    assert {step for step, kept in permanent.items() if kept} == multiples(keep)
+    for step in evaluated & saved:
+        order = [what for what, at in done if at == step]
+        assert order == (["save", "evaluate"] if is_first else ["evaluate", "save"])

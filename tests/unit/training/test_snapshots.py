@@ -67,6 +67,7 @@ def taken(seed: int) -> tuple[Snapshots, Modules]:
     return snapshots, modules
 
 
+@pytest.mark.acceptance("8d-10b:two_stage_kl")
 def test_it_is_taken_after_its_step_and_after_no_other() -> None:
     modules = modules_of(0)
     snapshots, before = Snapshots(modules, is_sharded=False), copies(modules)
@@ -86,6 +87,7 @@ def test_it_is_taken_after_its_step_and_after_no_other() -> None:
     assert len(found["reference"]) == 16
 
 
+@pytest.mark.acceptance("8d-10b:two_stage_kl")
 def test_the_hash_is_that_of_the_weights() -> None:
     assert taken(0)[0].hashes == taken(0)[0].hashes != taken(1)[0].hashes
 

@@ -45,6 +45,7 @@ def linear() -> nn.Module:
     return nn.Linear(2, 2)
 
 
+@pytest.mark.acceptance("8d-16e")
 @pytest.mark.parametrize(
     "name", ["optimizer", "counters", "kept", "frozen", "cursor", "an.encoder", "", "forward"]
 )
@@ -352,6 +353,7 @@ def test_no_weights_are_made_for_a_snapshot(with_weights: bool) -> None:
     assert has_weights == [with_weights, False, True]
 
 
+@pytest.mark.acceptance("input-G-29")
 @pytest.mark.capability("G-29")
 def test_a_module_that_cannot_be_moved_to_its_device_is_named() -> None:
     class Stuck(nn.Linear):

@@ -119,6 +119,7 @@ def test_the_order_of_a_mixtures_keys_decides_nothing() -> None:
     assert opened({"a": 0.7, "b": 0.3})[1] != fingerprint
 
 
+@pytest.mark.acceptance("8d-8g", "input-T-29")
 def test_a_share_that_is_too_small_is_named_by_its_place_in_the_file() -> None:
     """It is the first of data.sources, and the second of the mixture."""
     task = task_of(
@@ -141,6 +142,7 @@ def test_a_stage_without_a_mixture_has_all_sources_by_their_weights() -> None:
     assert (second.options.penalty.estimator, second.options.penalty.beta) == ("reverse", 0.1)
 
 
+@pytest.mark.acceptance("8d-8j")
 def test_a_beta_of_zero_is_zero_and_no_default() -> None:
     task = task_of(stages=[{"tokens": 90}, {"beta": 0}])
     assert task.stages(prepared(task))[1].options.penalty.beta == 0.0
@@ -243,6 +245,7 @@ def test_the_loss_of_the_second_stage_is_that_of_all_logits_at_once(estimator: s
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.acceptance("8d-10d:two_stage_kl")
 @pytest.mark.capability("T-62")
 def test_the_published_form_has_the_gradient_of_the_loss_alone_times_one_plus_beta() -> None:
     task = task_of(stages=[{"tokens": 90}, {"beta": 3}], estimator="nll_difference")
@@ -255,6 +258,7 @@ def test_the_published_form_has_the_gradient_of_the_loss_alone_times_one_plus_be
         torch.testing.assert_close(gradient, 4.0 * plain[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.acceptance("8d-10f:two_stage_kl")
 def test_an_evaluation_has_the_models_loss_without_the_penalty() -> None:
     task = task_of(stages=[{"tokens": 90}, {"beta": 3}])
     modules, tensors = models(task), batch()

@@ -150,6 +150,7 @@ def test_an_optimizers_state_comes_with_all_weights_and_without_the_position(
     assert (fresh.progress.finished_steps, fresh.entered) == (0, 1)
 
 
+@pytest.mark.acceptance("8d-3d")
 @pytest.mark.capability("O-22", "O-61")
 def test_everything_goes_on_at_the_position_and_leaves_what_belongs_to_the_other_directory(
     make: Make,
@@ -195,6 +196,7 @@ def test_other_content_of_the_same_files_is_refused(make: Make) -> None:
     assert "step-5: was trained on other data" in refused(fresh)
 
 
+@pytest.mark.acceptance("8d-4f")
 def test_a_horizon_that_the_other_run_has_reached_is_refused(make: Make) -> None:
     fresh = make(load="everything")
     fresh.session.plan.numbers.total_steps = 5

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evergrad.report_values import read_values
-from evergrad_coordinator.protocol import Boundary, Progress
+from evergrad_coordinator.protocol import Boundary, Evaluation, Progress
 from evergrad_coordinator.wire import encode
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.torchrun.agent_reports import WorkerReports
@@ -119,3 +119,48 @@ def test_a_torchrun_agent_reports_a_checkpoint_beside_a_loss_that_is_not_finite(
         {"generation": 3, "rank": 0, "step": 9, "loss": NAN, "checkpoint_step": 8}, now=1.0
     )
     assert said == [Progress(3, step=9, checkpoint_step=8), Boundary(3, 8)]
+
+
+def step_record(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "generation": 3, "step": step, "loss": 0.5, "tokens": 10, "step_seconds": 0.1, "learning_rate": 0.25,
+        "grad_norm": INF, **more,
+    }  # fmt: skip
+
+
+def test_progress_has_the_numbers_of_the_recipe_that_are_finite() -> None:
+    metrics = NodeMetrics("r", "0")
+    metrics.tell("step_end", step_record(5, metrics={"kl": 0.125, "other": NAN}))
+    assert metrics.progress is not None
+    assert metrics.progress.values == {"learning_rate": 0.25, "kl": 0.125}
+    encode(metrics.progress)
+
+
+def test_an_evaluation_is_told_at_once_and_again_with_every_step() -> None:
+    metrics = NodeMetrics("r", "0")
+    metrics.tell("step_end", step_record(5))
+    metrics.tell(
+        "evaluation_end",
+        {"name": "held out", "step": 5, "loss": 2.0, "metrics": {"exact": 0.5, "odd": NAN}},
+    )
+    told = {"held out": Evaluation(5, {"loss": 2.0, "exact": 0.5})}
+    assert metrics.progress is not None and metrics.progress.evaluations == told
+    metrics.tell("step_end", step_record(6))
+    assert (metrics.progress.step, metrics.progress.evaluations) == (6, told)
+
+
+def test_evaluations_of_any_number_fit_into_a_message() -> None:
+    metrics = NodeMetrics("r", "0")
+    metrics.tell("step_end", step_record(5))
+    for number in range(100):
+        name = f"{'ä' * 61}{number:03d}" if number % 2 else "x" * 100 + str(number)
+        values = {f"{'m' * 60}{other:03d}": 1.2345678901234567e-300 for other in range(40)}
+        metrics.tell(
+            "evaluation_end", {"name": name, "step": 5, "loss": 2.0, "metrics": values}
+        )
+    assert metrics.progress is not None and len(metrics.progress.evaluations) == 16
+    metrics.tell(
+        "step_end",
+        step_record(6, metrics={f"{'m' * 60}{number:03d}": 1e-300 / 3 for number in range(32)}),
+    )
+    encode(metrics.progress)

@@ -3,11 +3,12 @@
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evergrad_trainer.checkpoint import files, layout, leases
+from evergrad_trainer.checkpoint import evaluated, files, layout, leases
 from evergrad_trainer.checkpoint.faults import RETENTION, FaultPoints
 from evergrad_trainer.checkpoint.layout import Version, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import (
@@ -24,10 +25,13 @@ _log = logging.getLogger(__name__)
 class Catalog:
     """The published names of one directory. Methods raise OSError for what the volume refuses."""
 
-    def __init__(self, directory: Path, *, reader: Reader, faults: FaultPoints) -> None:
+    def __init__(
+        self, directory: Path, *, reader: Reader, faults: FaultPoints, keep_waiting: int = 0
+    ) -> None:
         self._directory = directory
         self._reader = reader
         self._faults = faults
+        self._keep_waiting = keep_waiting
 
     def scan(self) -> list[Candidate]:
         """All published names, newest first, valid or not; none if the directory does not exist.
@@ -63,6 +67,24 @@ class Catalog:
         of the volume's clock."""
         written = os.stat(self._directory / layout.LATEST)
         return leases.find_leased(self._directory, now=written.st_mtime)
+
+    def waiting(self, candidates: Sequence[Candidate]) -> set[str]:
+        """Names of the newest ``candidates`` that were not evaluated yet, at most ``keep_waiting``.
+
+        Raises OSError for trouble of the volume, and not for what belongs to another user, as for leases.
+        """
+        if not self._keep_waiting:
+            return set()
+        try:
+            marks = evaluated.list_marks(self._directory)
+        except PermissionError as error:
+            _log.warning(
+                "retention waits for no evaluation: its marks cannot be read: %s", error
+            )
+            return set()
+        return {
+            one.name for one in evaluated.find_waiting(candidates, marks)[-self._keep_waiting :]
+        }
 
     def set_aside(self) -> list[str]:
         """Names in quarantine."""

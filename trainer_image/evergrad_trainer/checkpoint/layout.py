@@ -10,6 +10,7 @@
     .trash/                  removal renames into here first
     quarantine/              what did not validate, kept for inspection
     leases/                  which checkpoints readers beside the run hold
+    evaluated/               which checkpoints `evergrad evaluate` is done with
 """
 
 import re
@@ -21,6 +22,7 @@ ATTEMPTS = ".tmp"
 TRASH = ".trash"
 QUARANTINE = "quarantine"
 LEASES = "leases"
+EVALUATED = "evaluated"
 LATEST = "latest"
 BEST = "best.json"
 MANIFEST = "manifest.json"

@@ -257,6 +257,7 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
                 store.reader.validate(candidate.name, checksums=False)
             valid.append(candidate)
     pinned = {name, *store.catalog.leased()}
+    pinned |= store.catalog.waiting(valid)
     if (best := choose_best(valid, store.catalog.read_pointer(BEST))) is not None:
         pinned.add(best)
     pinned |= {

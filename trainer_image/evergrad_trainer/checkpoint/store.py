@@ -27,10 +27,15 @@ class Store:
     faults: FaultPoints
 
 
-def open_store(directory: Path, *, medium: Medium | None = None) -> Store:
-    """The store in ``directory`` (a run's ``checkpoints``). Touches nothing."""
+def open_store(
+    directory: Path, *, medium: Medium | None = None, keep_waiting: int = 0
+) -> Store:
+    """The store in ``directory`` (a run's ``checkpoints``). Touches nothing.
+
+    ``keep_waiting``: how many checkpoints, the newest, retention leaves until they are evaluated.
+    """
     medium = medium or Medium()
     reader = Reader(directory, stale_seconds=medium.stale_seconds)
-    catalog = Catalog(directory, reader=reader, faults=medium.faults)
+    catalog = Catalog(directory, reader=reader, faults=medium.faults, keep_waiting=keep_waiting)
     attempts = FilesystemAttempts(directory, catalog=catalog, reader=reader, medium=medium)
     return Store(attempts, catalog, reader, medium.faults)

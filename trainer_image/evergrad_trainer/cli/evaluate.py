@@ -3,16 +3,20 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from evergrad_coordinator.contract import ExitCode, RunFile
+from evergrad_coordinator.evaluated import encode_evaluated
 from evergrad_coordinator.text import count, duration
 from evergrad_manifest.errors import InputError, Problem
 from evergrad_trainer.checkpoint.store import Store, open_store
-from evergrad_trainer.run_directory import RunDirectory, dumps_strict
+from evergrad_trainer.cli.pod import last_words, try_patiently
+from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.run_directory import RunDirectory, dumps_strict, reported
 
 if TYPE_CHECKING:
     from evergrad_trainer.evaluation.measuring import Evaluator, Measured
@@ -77,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples at a time, for memory and speed (default: the run's batching.microBatchSize)",
     )
     parser.add_argument(
+        "--termination-log",
+        type=Path,
+        metavar="FILE",
+        help="gets the results of one checkpoint, or the root cause of a failure, 4 KiB at most, as in a pod",
+    )
+    parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON document; with --watch one object a line",
@@ -103,6 +113,9 @@ def execute(args: argparse.Namespace) -> int:
         raise InputError(
             Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
         )
+    if args.termination_log is not None:
+        with last_words(args.termination_log):
+            return try_patiently(functools.partial(_execute_in_pod, args))
     if args.micro_batch_size is not None and args.micro_batch_size < 1:
         what = f"{args.micro_batch_size} is below 1"
         raise InputError(Problem("--micro-batch-size", what, "", "Give a positive number"))
@@ -144,6 +157,53 @@ def execute(args: argparse.Namespace) -> int:
     return int(ExitCode.DONE) if all(one.is_equal for one in compared) else DIFFERENT
 
 
+def _execute_in_pod(args: argparse.Namespace) -> int:
+    """Evaluate one checkpoint, and leave its results where the operator reads them.
+
+    A checkpoint that is damaged or gone is passed over, so that the next one has its turn.
+    """
+    from evergrad_trainer.evaluation.choice import choose_checkpoint, list_checkpoints
+    from evergrad_trainer.evaluation.measuring import CutError, held, mark_evaluated
+    from evergrad_trainer.evaluation.opening import read_recorded
+    from evergrad_trainer.worker.signals import StopSignals
+
+    step = int(args.checkpoint) if args.checkpoint.isdecimal() else -1
+    if args.watch or args.compare or args.sets or step < 0:
+        why = "a pod evaluates all sets of the checkpoint of one step"
+        raise InputError(
+            Problem("--termination-log", "needs --checkpoint STEP alone", why, "Leave it out")
+        )
+    recorded = read_recorded(args.run)
+    store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
+    rows: list[dict[str, Any]] = []
+    passed_over = ""
+    # One that comes later under this step waits for an evaluation of its own.
+    of_step = [one for one in list_checkpoints(store) if one.version.step == step]
+    with contextlib.ExitStack() as stack:
+        signals.install()
+        stack.callback(signals.uninstall)
+        try:
+            candidate = choose_checkpoint(store, args.checkpoint)
+            stack.enter_context(held(recorded.directory, candidate))
+            evaluator = _open(args, recorded, store, signals)
+            for one in evaluator.evaluate(candidate):
+                rows.append(one.values)
+                print(f"{one.file}", flush=True)
+        except CheckpointError as error:
+            passed_over = str(error)
+            print(f"warning: passed over: {error}", file=sys.stderr, flush=True)
+        except CutError:
+            print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
+            return int(ExitCode.STOPPED_SAVED)
+        waiting = mark_evaluated(store, recorded.directory, of_step)
+    report = encode_evaluated(
+        step, [] if passed_over else rows, waiting=waiting, passed_over=passed_over
+    )
+    with reported(args.termination_log, what="cannot be written"):
+        args.termination_log.write_bytes(report)
+    return int(ExitCode.DONE)
+
+
 def _open(
     args: argparse.Namespace, recorded: "RecordedRun", store: Store, signals: "StopSignals"
 ) -> "Evaluator":
@@ -171,6 +231,8 @@ def _open(
         store,
         is_stopping=lambda: signals.is_requested,
         on_progress=_show_progress,
+        marks=recorded.run.spec.evaluation is not None
+        and not (args.sets or args.weights or args.micro_batch_size),
     )
 
 

@@ -193,6 +193,7 @@ def _prepare_typed(
     from evergrad_trainer.node.run import choose_start_method, run_node
 
     # This machine is one of several, so that preflight reckons with all of them.
+    pods = request.loaded.run.spec.evaluation
     asked = PlanRequest(
         request.loaded,
         request.directory,
@@ -201,6 +202,7 @@ def _prepare_typed(
         num_workers,
         world_sizes=world_sizes_of(request.loaded.run, num_workers=num_workers),
         is_one_of_many=True,
+        keep_waiting=0 if pods is None else pods.keep_waiting,
     )
     plan = plan_session(asked)
     shared = request.settings.fingerprint | fingerprint_of_plan(plan)

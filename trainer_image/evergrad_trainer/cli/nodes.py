@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evergrad_coordinator.contract import ExitCode, build_soft_limit
+from evergrad_coordinator.contract import ExitCode, RunFile, build_soft_limit
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.reading.loader import LoadedManifest
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from evergrad_trainer.worker.session import SessionPlan
 
 _SOFT_MARGIN_SECONDS = 10
-COORDINATOR = "coordinator"
-"""Folder of a local coordinator's files in a run directory."""
 
 
 def run_nodes(
@@ -143,7 +141,7 @@ def coordinator_settings(
     bounds = run.spec.nodes
     # --nodes may ask for more than the file's maximum; by hand as many may come as either allows.
     most = max(num_nodes, bounds.max or bounds.min)
-    state = directory / COORDINATOR
+    state = directory / RunFile.COORDINATOR
     state.mkdir(parents=True, exist_ok=True)
     checkpoints = RunDirectory(directory).checkpoints
     # The coordinator waits for a script that saves as long as its nodes do.
@@ -155,6 +153,7 @@ def coordinator_settings(
         expect=num_nodes,
         recovery=recovery,
         state=state / "generation",
+        address=directory / RunFile.COORDINATOR_ADDRESS,
         first_generation=newest_generation(checkpoints)
         if (checkpoints / "gen").is_dir()
         else 0,

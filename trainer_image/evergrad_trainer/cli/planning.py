@@ -55,6 +55,8 @@ class PlanRequest:
     """Refuse data that are not prepared."""
     is_one_of_many: bool = False
     """Other nodes of the run are on machines that this one knows nothing of."""
+    keep_waiting: int = 0
+    """As in ``SessionPlan``."""
 
 
 def plan_session(request: PlanRequest) -> "SessionPlan":
@@ -107,6 +109,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         opened=opened,
         task_hash=task_hash,
         task_files=hash_task_files(training, base),
+        keep_waiting=request.keep_waiting,
     )
 
 

@@ -2,11 +2,12 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from evergrad_manifest.errors import Problem
+from evergrad_trainer.checkpoint.evaluated import find_waiting, list_marks, write_marks
 from evergrad_trainer.checkpoint.leases import hold
 from evergrad_trainer.checkpoint.manifest import (
     Candidate,
@@ -19,6 +20,7 @@ from evergrad_trainer.checkpoint.search import Search
 from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.errors import CheckpointError
+from evergrad_trainer.evaluation.choice import list_checkpoints
 from evergrad_trainer.evaluation.opening import OpenedRun
 from evergrad_trainer.evaluation.results import (
     Place,
@@ -54,6 +56,20 @@ def held(directory: RunDirectory, candidate: Candidate) -> Iterator[None]:
         yield
 
 
+def mark_evaluated(
+    store: Store, directory: RunDirectory, done: Sequence[Candidate]
+) -> list[int]:
+    """Note that checkpoints wait for no evaluation any more; steps of those that still do, the oldest first.
+
+    Raises RunDirectoryError or VolumeError.
+    """
+    where, there = directory.checkpoints, list_checkpoints(store)
+    with reported(where, what="the checkpoint cannot be marked as evaluated"):
+        write_marks(where, done, there=there)
+        waiting = find_waiting(there, list_marks(where))
+    return [one.version.step for one in waiting]
+
+
 @dataclass(frozen=True)
 class Measured:
     """One result. ``is_new``: it was measured now, and not found."""
@@ -75,6 +91,8 @@ class Evaluator:
     store: Store
     is_stopping: Callable[[], bool]
     on_progress: OnProgress
+    marks: bool = False
+    """Whether a checkpoint counts as evaluated afterwards: all sets are measured, as the run would."""
 
     def find(self, candidate: Candidate) -> list[Measured] | None:
         """The results of a checkpoint, or None where one is missing."""
@@ -89,11 +107,13 @@ class Evaluator:
         """
         if (known := self.find(candidate)) is not None:
             yield from known
-            return
-        with held(self.opened.session.directory, candidate):
-            self._load(candidate)
-            for one in self.opened.sets:
-                yield self._find(candidate, one) or self._measure(candidate, one)
+        else:
+            with held(self.opened.session.directory, candidate):
+                self._load(candidate)
+                for one in self.opened.sets:
+                    yield self._find(candidate, one) or self._measure(candidate, one)
+        if self.marks:
+            mark_evaluated(self.store, self.opened.session.directory, [candidate])
 
     def _find(self, candidate: Candidate, one: EvaluationSet) -> Measured | None:
         place = self._place(candidate, one)

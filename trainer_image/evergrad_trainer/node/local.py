@@ -64,7 +64,7 @@ class CoordinatorFailedError(EvergradError):
 class CoordinatorSettings:
     """Arguments of a local coordinator.
 
-    ``state``: the file of its generation, whose lock is the run's.
+    ``state``: the file of its generation, whose lock is the run's. ``address``: gets its ports while it runs.
     """
 
     run: str
@@ -75,6 +75,7 @@ class CoordinatorSettings:
     state: Path
     first_generation: int
     log: Path
+    address: Path
     max_failures: int = 3
     extra: tuple[str, ...] = ()
 
@@ -135,8 +136,11 @@ class LocalCoordinator:
                     f"the coordinator did not start: {' '.join(tail)}. See {settings.log}"
                 )
             time.sleep(0.01)
-        address = json.loads(self._file.read_text("utf-8"))
+        text = self._file.read_text("utf-8")
+        address = json.loads(text)
         self.port, self.status_port = int(address["port"]), int(address["statusPort"])
+        # For `evergrad open`. Only now: the lock of the run is this coordinator's.
+        settings.address.write_text(text, "utf-8")
 
     def poll(self) -> int | None:
         """None while it runs, below 0 if it was killed, else the run's exit code: the run is over."""
@@ -180,6 +184,8 @@ class LocalCoordinator:
 
     def close(self) -> None:
         self.stop()
+        if self.port:
+            self._settings.address.unlink(missing_ok=True)
         self._folder.cleanup()
 
 
@@ -333,6 +339,7 @@ def run_local(
     try:
         coordinator.start()
         print(
+            f"page http://127.0.0.1:{coordinator.status_port}/\n"
             f"coordinator 127.0.0.1:{coordinator.port}, state "
             f"http://127.0.0.1:{coordinator.status_port}/status; "
             f"another node: evergrad node FILE --join 127.0.0.1:{coordinator.port} --token-file "

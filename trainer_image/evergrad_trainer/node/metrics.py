@@ -3,7 +3,9 @@
 It lives through every restart of workers.
 """
 
+import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +16,7 @@ from prometheus_client import Counter, Gauge
 from evergrad.report_values import read_values
 from evergrad_coordinator.metrics import NODE
 from evergrad_coordinator.pace import Pace
-from evergrad_coordinator.protocol import MAX_GENERATION, Progress
+from evergrad_coordinator.protocol import MAX_GENERATION, Evaluation, Progress
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.observers.instruments import build_series
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
@@ -22,6 +24,12 @@ from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import deliver
 
 _log = logging.getLogger(__name__)
+_SHOWN = ("learning_rate", "grad_norm")
+"""Columns that the coordinator's page shows beside loss and speed."""
+_MOST_SETS = 16
+_MOST_RESULTS = 8
+_MOST_CHARACTERS = 64
+"""Bounds of the evaluations in a message, some 12 KB of the 64 that a line may have."""
 
 
 class NodeMetrics:
@@ -43,6 +51,8 @@ class NodeMetrics:
         self._rate = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         self._total_steps: int | None = None
         self._checkpoint_step: int | None = None
+        self._evaluations: dict[str, Evaluation] = {}
+        """The newest results of each set, of _MOST_SETS at most."""
         self._pace = Pace()
         self.progress: Progress | None = None
         """Where training is, as rank 0 said last; None where rank 0 never was on this node."""
@@ -59,6 +69,8 @@ class NodeMetrics:
         elif kind == "event" and record.get("type") == "save":
             version = parse_checkpoint_name(str(record.get("checkpoint", "")))
             self._checkpoint_step = version.step if version else None
+        elif kind == "evaluation_end":
+            self._note_evaluation(record)
         elif kind == "step_end":
             self._rate.add(record["tokens"], first_seconds=record["step_seconds"])
             step, per_second = int(record["step"]), self._rate.per_second
@@ -74,6 +86,29 @@ class NodeMetrics:
                 tokens_per_second=per_second,
                 eta_seconds=left,
                 checkpoint_step=self._checkpoint_step,
+                values=_finite(
+                    {name: record[name] for name in _SHOWN if name in record}
+                    | record.get("metrics", {})
+                ),
+                evaluations=dict(self._evaluations),
+            )
+
+    def _note_evaluation(self, record: Mapping[str, Any]) -> None:
+        """Keep the results of a set, and tell them with the progress there is."""
+        name, values = (
+            str(record["name"]),
+            {"loss": record["loss"], **record.get("metrics", {})},
+        )
+        # A name of any length, or any number of sets, would not fit into a line of the coordinator's.
+        if len(name) > _MOST_CHARACTERS or (
+            name not in self._evaluations and len(self._evaluations) >= _MOST_SETS
+        ):
+            return
+        shown = dict(list(_finite(values).items())[:_MOST_RESULTS])
+        self._evaluations[name] = Evaluation(int(record["step"]), shown)
+        if self.progress is not None:
+            self.progress = dataclasses.replace(
+                self.progress, evaluations=dict(self._evaluations)
             )
 
     def report(self, report: Mapping[str, object]) -> Progress | None:
@@ -164,6 +199,14 @@ class _Series:
         for name in ("step", "loss", "tokens_per_second"):
             if name in values:
                 self.set(f"script_{name}", values[name])
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """The values that JSON can hold, as floats."""
+    numbers = {
+        name: float(value) for name, value in values.items() if isinstance(value, int | float)
+    }
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def read_generation(report: Mapping[str, object]) -> int:

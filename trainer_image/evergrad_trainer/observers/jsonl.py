@@ -16,6 +16,7 @@ from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
 from evergrad_trainer.records import (
+    TOKENS,
     EvaluationRecord,
     Event,
     EventType,
@@ -212,6 +213,8 @@ class RunLog(BaseObserver):
         if info.metrics:
             # Events of a recipe without metrics of its own are what they were before there were any.
             self._facts["metrics"] = info.metrics
+        if info.loss_items != TOKENS:
+            self._facts["loss_items"] = info.loss_items
 
     def step_end(self, record: StepRecord) -> None:
         self._metrics.write(record_row(record))

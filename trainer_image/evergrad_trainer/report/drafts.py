@@ -113,12 +113,12 @@ def loss_plot(facts: Facts) -> Draft:
         description,
         legend,
         paint,
-        unit="nats per token",
+        unit=facts.loss_unit,
         wide=330,
     )
 
 
-def evaluation_plot(evaluations: Sequence[EvaluationRecord]) -> Draft:
+def evaluation_plot(evaluations: Sequence[EvaluationRecord], *, unit: str) -> Draft:
     """Plan the plot of the evaluation losses, a curve for each set."""
     names = list(dict.fromkeys(one.name for one in evaluations))
     # More colours than these cannot be told apart; the table has all sets.
@@ -152,7 +152,7 @@ def evaluation_plot(evaluations: Sequence[EvaluationRecord]) -> Draft:
         description,
         legend,
         paint,
-        unit="nats per token",
+        unit=unit,
     )
 
 

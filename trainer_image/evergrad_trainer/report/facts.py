@@ -12,7 +12,7 @@ from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History, StepTable, read_history
 from evergrad_trainer.provenance.record import read_processes
 from evergrad_trainer.provenance.redaction import hide_home
-from evergrad_trainer.records import EventType
+from evergrad_trainer.records import TOKENS, EventType
 from evergrad_trainer.report.figures import (
     Figure,
     Share,
@@ -68,6 +68,13 @@ class Facts:
     history: History
     metrics: Mapping[str, Mapping[str, str]]
     """Metrics of the recipe besides the loss: ``unit`` and ``help`` by name, from its start event."""
+    loss_items: str
+    """What the loss is a mean over."""
+
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the loss. Only that of tokens is known to be in nats."""
+        return "nats per token" if self.loss_items == TOKENS else f"mean over {self.loss_items}"
 
 
 def gather_facts(directory: RunDirectory) -> Facts:
@@ -106,14 +113,15 @@ def gather_facts(directory: RunDirectory) -> Facts:
     manifest = resolved.get("manifest", resolved)
     text = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=110)
     metrics = as_mapping(started.get("metrics"))
+    items = str(started.get("loss_items", TOKENS))
     return Facts(
         name=str(started.get("run") or directory.path.resolve().name),
         subtitle=describe_run(started, goodput),
         status=describe_status(goodput, is_complete=directory.is_complete(), step=step),
         figures=summary_figures(history, counting, goodput, started),
         shares=time_shares(goodput),
-        evaluations=evaluation_table(last_evaluations(history.evaluations)),
-        results=evaluation_table(history.results),
+        evaluations=evaluation_table(last_evaluations(history.evaluations), items=items),
+        results=evaluation_table(history.results, items=items),
         checkpoints=checkpoint_table(history.events),
         restarts=restart_table(goodput),
         changes=change_table(history.events),
@@ -127,6 +135,7 @@ def gather_facts(directory: RunDirectory) -> Facts:
         superseded=history.steps.take(~is_counting),
         history=history,
         metrics={str(name): one for name, one in metrics.items() if isinstance(one, Mapping)},
+        loss_items=items,
     )
 
 

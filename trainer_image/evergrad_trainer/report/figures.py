@@ -11,6 +11,7 @@ from evergrad_coordinator.text import count, duration, percent, real, short_coun
 from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History, StepTable
 from evergrad_trainer.provenance.redaction import hide_home
+from evergrad_trainer.records import TOKENS
 from evergrad_trainer.report.tables import CAUSE_TEXTS, best_evaluations, last_evaluations
 
 FINAL_LOSS_STEPS = 20
@@ -105,14 +106,16 @@ def summary_figures(
     """List the numbers of the summary, in the order of the page. ``steps``: the rows that count."""
     total = started.get("total_steps")
     step = count(history.steps.newest_step)
+    items = str(started.get("loss_items", TOKENS))
+    carriers = "of them" if items == TOKENS else items
     return (
         Figure("Steps", step, f"of {count(total)}" if isinstance(total, int) else "finished"),
         loss_figure(steps),
-        *evaluation_figures(history),
+        *evaluation_figures(history, items=items),
         Figure(
             "Tokens",
             short_count(steps.tokens.sum()),
-            f"{count(steps.valid_tokens.sum())} of them carried a loss",
+            f"{count(steps.valid_tokens.sum())} {carriers} carried a loss",
         ),
         speed_figure(steps),
         *utilisation_figures(steps, started),
@@ -140,16 +143,17 @@ def loss_figure(steps: StepTable) -> Figure:
     return Figure("Training loss", real(float(recent.mean())), note)
 
 
-def evaluation_figures(history: History) -> list[Figure]:
+def evaluation_figures(history: History, *, items: str) -> list[Figure]:
     """Show the newest loss of each set, at most four of them."""
     best = best_evaluations(history.evaluations)
     newest = {one.name: one for one in last_evaluations(history.evaluations)}
     figures = []
     for name, one in list(newest.items())[:_MOST_SETS]:
-        note = f"perplexity {real(one.perplexity, 2)}"
+        notes = [f"perplexity {real(one.perplexity, 2)}"] if items == TOKENS else []
         # The best one is worth a word only where it is not the newest.
         if name in best and best[name].step != one.step:
-            note += f"; best {real(best[name].loss)} at step {count(best[name].step)}"
+            notes.append(f"best {real(best[name].loss)} at step {count(best[name].step)}")
+        note = "; ".join(notes) or f"mean over {count(one.tokens)} {items}"
         figures.append(Figure(f"{name} loss", real(one.loss), note))
     return figures
 

@@ -69,7 +69,7 @@ def render_markdown(facts: Facts, *, created: str) -> str:
         text = f"{fence}yaml\n{facts.configuration.rstrip()}\n{fence}"
         parts += ["## Resolved configuration", text]
     parts.append(
-        f"Written by evergrad {__version__} on {created} UTC. Loss is in nats per token; the "
+        f"Written by evergrad {__version__} on {created} UTC. Loss: {facts.loss_unit}; the "
         "last row of a step counts."
     )
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -57,7 +57,7 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
     # What was learned comes first, then how fast and at what cost.
     drafts = [loss_plot(facts)]
     if evaluations:
-        drafts.append(evaluation_plot(evaluations))
+        drafts.append(evaluation_plot(evaluations, unit=facts.loss_unit))
     drafts += [
         learning_rate_plot(facts),
         speed_plot(facts),

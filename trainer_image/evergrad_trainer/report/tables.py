@@ -12,7 +12,7 @@ from evergrad_coordinator.text import count, duration, real, size, utc
 from evergrad_trainer.observers.events import changes_of, saved_step, seconds_of
 from evergrad_trainer.observers.goodput import Goodput
 from evergrad_trainer.observers.history import History
-from evergrad_trainer.records import EvaluationRecord, Event, EventType
+from evergrad_trainer.records import TOKENS, EvaluationRecord, Event, EventType
 
 _FIRST_ROWS, _LAST_ROWS = 10, 40
 _MOST_WARNINGS = 100
@@ -143,18 +143,22 @@ def _processes(number: int | None) -> str:
     return "–" if number is None else count(number)
 
 
-def evaluation_table(evaluations: Sequence[EvaluationRecord]) -> Table:
-    """List all evaluations in order; the best of each set is marked."""
+def evaluation_table(evaluations: Sequence[EvaluationRecord], *, items: str) -> Table:
+    """List all evaluations in order; the best of each set is marked.
+
+    ``items``: what a loss is a mean over.
+    """
     # Sets may have metrics of their own: each is a column, empty where a set has it not.
     best = best_evaluations(evaluations)
     metrics = dict.fromkeys(name for one in evaluations for name in one.metrics)
-    titles = ("Step", "Set", "Loss", "Perplexity", *metrics, "Tokens", "Took", "")
+    perplexity = ("Perplexity",) if items == TOKENS else ()
+    titles = ("Step", "Set", "Loss", *perplexity, *metrics, items.capitalize(), "Took", "")
     rows = [
         (
             count(one.step),
             one.name,
             real(one.loss),
-            real(one.perplexity, 2),
+            *(real(one.perplexity, 2) for _ in perplexity),
             *(real(one.metrics.get(name, math.nan)) for name in metrics),
             count(one.tokens),
             duration(one.seconds),

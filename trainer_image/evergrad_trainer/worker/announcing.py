@@ -20,7 +20,7 @@ from evergrad_trainer.models.determinism import describe_determinism
 from evergrad_trainer.models.flops import device_peak, flops_per_token
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import read_processes, record_process
-from evergrad_trainer.records import Event, EventType, RunInfo
+from evergrad_trainer.records import TOKENS, Event, EventType, RunInfo
 from evergrad_trainer.resume import resolved_record
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.session import BEGUN_FROM, Session
@@ -200,6 +200,8 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
             column.name: {"unit": column.unit, "help": column.help}
             for column in declare(session.opened.task.metrics)
         },
+        # A task of the user's own may be no subclass of Task.
+        loss_items=getattr(session.opened.task, "loss_items", TOKENS),
     )
 
 

@@ -3,6 +3,7 @@ uses."""
 
 from evergrad_manifest.task_files import hash_task, task_path
 from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.checkpoint.store import open_store
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.observers.history import last_step
 from evergrad_trainer.recipes.opening import Opened, open_recipe
@@ -56,6 +57,7 @@ def build_checkpoints(session: Session, machinery: Machinery) -> CheckpointManag
         settings=plan.run.training.checkpoint,
         identity=session.identity,
         on_event=session.emit,
+        store=open_store(session.directory.checkpoints, keep_waiting=plan.keep_waiting),
     )
     checkpoints.anchors = machinery.snapshots.steps
     return checkpoints
@@ -72,7 +74,14 @@ def has_steps(directory: RunDirectory) -> bool:
 
 def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
     training, numbers = session.plan.run.training, session.plan.numbers
-    left_out = {one.name for one in training.evaluation.sets if not one.while_training}
+    # With pods of their own only the sets that the file names are evaluated here.
+    named = {one.name: one.while_training for one in training.evaluation.sets}
+    is_default = session.plan.keep_waiting == 0
+    left_out = {
+        one.name
+        for one in session.data.evaluation
+        if not (is_default if named.get(one.name) is None else named[one.name])
+    }
     return Run(
         limits=build_limits(
             training,

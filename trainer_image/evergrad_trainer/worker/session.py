@@ -54,6 +54,8 @@ class SessionPlan:
     """Of the files of a task of the user's own, as they were when this plan was made."""
     task_files: Mapping[str, str] = field(default_factory=dict)
     """The same file by file: hashes by the paths from the task's folder."""
+    keep_waiting: int = 0
+    """How many checkpoints stay until pods have evaluated them; 0 where the run evaluates its sets itself."""
     ahead: HeldFiles | None = None
     """The newest checkpoint's files, which this process has begun to read before anything else."""
 

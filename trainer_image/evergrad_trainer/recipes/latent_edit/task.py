@@ -72,6 +72,7 @@ class LatentEdit:
         "unchanged_loss": "Loss of the prediction that an edit changes nothing.",
         MEAN_LOSS: "Loss of the prediction that every state is the mean one.",
     }
+    loss_items: ClassVar[str] = "edits"
     measured: ClassVar[Mapping[str, str]] = {
         "cosine": metrics["cosine"],
         "squared_distance": metrics["squared_distance"],

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from evergrad_manifest.errors import Problem
+from evergrad_manifest.identity import from_wire
 from evergrad_manifest.training import Preference as PreferenceSection
+from evergrad_manifest.training import Training
 from evergrad_manifest.training.preference import METRICS
 from evergrad_trainer.checkpoint.weights import WEIGHTS, load_weights
 from evergrad_trainer.data.pair_source import PairSource
@@ -21,17 +23,26 @@ from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.objectives.token_log_probs import row_log_probs
 from evergrad_trainer.recipes.preference.loss import LogProbs, pair_losses, pair_metrics
 from evergrad_trainer.recipes.pretrain import Pretrain
+from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.state.providers import module_tensors
 from evergrad_trainer.task import Loss, Modules, Source, Stage, Tensors
 
 MODEL: Final = "model"
 REFERENCE: Final = "reference"
+_INITIAL_FIELD: Final = "spec.training.initFrom.path"
+_LONGEST_CHAIN: Final = 64
+"""Most runs of which each goes on with the state of the next: more would be runs that name one another."""
+_WHY_READ: Final = (
+    "with everything loaded, the reference is that of the run which is gone on with"
+)
+_NAME_IT: Final = "Name that reference as preference.reference"
 
 
 class Preference(Pretrain):
     """The loss of pairs beside a frozen model, which is the one that the run begins with or another one."""
 
     metrics: ClassVar[Mapping[str, str]] = METRICS
+    loss_items: ClassVar[str] = "pairs"
 
     @property
     def settings(self) -> PreferenceSection:
@@ -109,11 +120,21 @@ class Preference(Pretrain):
         if self.settings.reference is not None:
             path = base / self.settings.reference
             return _Named("spec.training.preference.reference", path)
-        if training.init_from is not None:
-            # The weights that the run begins with are not those that ``model`` describes.
-            path = base / training.init_from.path
-            return _Named("spec.training.initFrom.path", path, training.init_from.step)
-        return None
+        # The weights that a run begins with are not those that ``model`` describes. One that goes on with all
+        # of another run's state goes on beside that run's reference.
+        for _ in range(_LONGEST_CHAIN):
+            begun = training.init_from
+            if begun is None:
+                return None
+            path = base / begun.path
+            if begun.load != "everything":
+                return _Named(_INITIAL_FIELD, path, begun.step)
+            training, base = _read_run(path)
+            other = training.pair_settings
+            if other is not None and other.reference is not None:
+                return _Named(_INITIAL_FIELD, base / other.reference)
+        what = f"leads from one run to another more than {_LONGEST_CHAIN} times"
+        raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
 
 
 @dataclass(frozen=True)
@@ -123,6 +144,19 @@ class _Named:
     field: str
     path: Path
     step: int | None = None
+
+
+def _read_run(path: Path) -> tuple[Training, Path]:
+    """The recipe of the run that has the checkpoints of ``path``, and where its relative paths begin.
+
+    ``path``: its directory, the checkpoints in it, or one of them. Raises ModelError and RunDirectoryError.
+    """
+    for folder in (path, *path.absolute().parents[:2]):
+        record = RunDirectory(folder).read_resolved()
+        if record is not None:
+            return from_wire(record["manifest"]).training, folder / record["baseDirectory"]
+    what = f"{path} is not in the directory of a run"
+    raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
 
 
 def _sum_where(is_pair: Tensor, values: Tensor) -> Tensor:

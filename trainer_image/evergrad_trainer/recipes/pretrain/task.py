@@ -18,6 +18,7 @@ from evergrad_trainer.errors import DataError
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.recipes.pretrain.options import PretrainOptions
+from evergrad_trainer.records import TOKENS
 from evergrad_trainer.task import (
     Evaluator,
     Loss,
@@ -35,6 +36,7 @@ class Pretrain:
 
     Options: ClassVar[type[Section]] = PretrainOptions
     metrics: ClassVar[Mapping[str, str]] = {}
+    loss_items: ClassVar[str] = TOKENS
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup

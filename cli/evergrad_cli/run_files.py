@@ -1,0 +1,185 @@
+"""A run directory as the course of its run, for its page: read from the files of every run, as they grow."""
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from evergrad_coordinator.causes import describe_ending
+from evergrad_coordinator.contract import RunFile
+from evergrad_coordinator.rules.history import History
+from evergrad_coordinator.rules.state import MOST_SETS
+from evergrad_coordinator.rules.track import Track
+from evergrad_coordinator.text import duration
+
+_MOST_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of a file that are read at once; the rest is read by the next look."""
+_RECENT: Final = 50
+"""Steps by which the speed is told."""
+_SHOWN: Final = ("loss", "learning_rate", "grad_norm")
+_TEXTS: Final[Mapping[str, str]] = {
+    "start": "a process started with {world_size} processes in all",
+    "world": "training goes on with {world_size} processes: {cause}",
+    "save_failed": "a save failed: {reason}",
+    "warning": "{message}",
+    "alert": "{message}",
+    "skipped": "{message}",
+    "non_finite": "{message}",
+    "failed": "it failed: {message}",
+    "stop": "it stops: {reason}",
+    "complete": "it is complete",
+}
+"""Events of events.jsonl that are shown, by type."""
+
+
+class _Lines:
+    """The whole lines that a growing file of JSON objects got since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(_MOST_BYTES)
+            # The last line may be half written; it is read with its end.
+            data = data[: data.rfind(b"\n") + 1]
+            self._offset += len(data)
+            for line in data.splitlines():
+                with contextlib.suppress(ValueError):
+                    found = json.loads(line)
+                    if isinstance(found, dict):
+                        yield found
+
+
+class RunFiles:
+    """Reads a run directory into ``history``, and what is newest of it as a status."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        names = (RunFile.EVENTS, RunFile.METRICS, RunFile.EVALUATION)
+        self._events, self._metrics, self._evaluations = (
+            _Lines(directory / one) for one in names
+        )
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=_RECENT)
+        self._newest: dict[str, Any] = {}
+        """The newest event of each type."""
+        self._last_type = ""
+        self._restarts: dict[str, int] = {}
+        self._lost_seconds: dict[str, float] = {}
+        self.history = History(began_at=0.0)
+        """Its times are Unix seconds until the first event says when the run began."""
+
+    def look(self, now: float) -> dict[str, Any]:
+        """Read what is new; the status, as of Unix time ``now``."""
+        for row in self._events.read():
+            self._note_event(row)
+        for row in self._metrics.read():
+            step = row.get("step")
+            if not isinstance(step, int):
+                continue
+            self._recent.append(row)
+            values = {name: row.get(name) for name in _SHOWN} | dict(row.get("metrics") or {})
+            if (seconds := row.get("step_seconds")) and row.get("tokens"):
+                values["tokens_per_second"] = row["tokens"] / seconds
+            self.history.steps.add(step, _numbers(values))
+            self._note_size(row)
+        for row in self._evaluations.read():
+            name, step = str(row.get("name")), row.get("step")
+            tracks = self.history.evaluations
+            if isinstance(step, int) and (name in tracks or len(tracks) < MOST_SETS):
+                values = {"loss": row.get("loss"), **(row.get("metrics") or {})}
+                tracks.setdefault(name, Track()).add(step, _numbers(values))
+        return self._build_status(now)
+
+    def _note_event(self, row: dict[str, Any]) -> None:
+        kind, at = str(row.get("type")), row.get("time")
+        if not isinstance(at, int | float):
+            return
+        if not self.history.began_at:
+            self.history.began_at = float(at)
+        elapsed = round(at - self.history.began_at, 1)
+        # A start after the first one is a restart; a change of the world is one, too, and says what it cost.
+        cause = str(row.get("cause") or "process_started")
+        if kind == "world" or (kind == "start" and "start" in self._newest):
+            self._restarts[cause] = self._restarts.get(cause, 0) + 1
+            paused = row.get("paused_seconds")
+            self._lost_seconds[cause] = self._lost_seconds.get(cause, 0.0) + (paused or 0.0)
+        self._newest[kind], self._last_type = row, kind
+        self._note_size(row)
+        if kind == "save":
+            self.history.checkpoints.add([elapsed, row.get("step")])
+        if kind in _TEXTS:
+            with contextlib.suppress(KeyError):
+                text = _TEXTS[kind].format_map({key: str(value) for key, value in row.items()})
+                self.history.events.add([elapsed, kind, text.replace("_", " ")[:300]])
+
+    def _note_size(self, row: Mapping[str, Any]) -> None:
+        at, size = row.get("time"), row.get("world_size")
+        times = self.history.times
+        if isinstance(at, int | float) and isinstance(size, int):
+            elapsed = round(at - self.history.began_at, 1)
+            # Clocks of two hosts may differ: what seems to be earlier is left out.
+            if not times.x or elapsed > times.x[-1]:
+                times.add(elapsed, {"processes": size})
+
+    def _build_status(self, now: float) -> dict[str, Any]:
+        last = self._recent[-1] if self._recent else {}
+        start = self._newest.get("start", {})
+        total, step = start.get("total_steps"), last.get("step")
+        tokens = sum(row.get("tokens") or 0 for row in self._recent)
+        seconds = sum(row.get("step_seconds") or 0.0 for row in self._recent)
+        phase, message = self._find_phase(now)
+        left = None
+        if phase == "Running" and isinstance(total, int) and isinstance(step, int) and seconds:
+            left = (total - step) * seconds / len(self._recent)
+        return {
+            "run": str(start.get("run") or self._directory.name),
+            "phase": phase,
+            "message": message,
+            "worldSize": last.get("world_size", start.get("world_size", 0)),
+            "step": step,
+            "totalSteps": total,
+            "loss": last.get("loss"),
+            "tokensPerSecond": tokens / seconds if seconds else None,
+            "etaSeconds": left,
+            "checkpointStep": self._newest.get("save", {}).get("step"),
+            "restarts": dict(self._restarts),
+            "lostSeconds": dict(self._lost_seconds),
+            "lastFailure": None,
+            "updatedSecondsAgo": round(max(0.0, now - last["time"]), 1)
+            if "time" in last
+            else None,
+        }
+
+    def _find_phase(self, now: float) -> tuple[str, str]:
+        """Phase and message, as the files say."""
+        if (self._directory / RunFile.COMPLETE).exists():
+            return "Complete", "all steps are trained"
+        failed, end = self._newest.get("failed", {}), self._newest.get("end", {})
+        if self._last_type == "failed" or (
+            self._last_type == "end" and end.get("exit_code") in (64, 70)
+        ):
+            return "Failed", str(failed.get("message") or f"exit code {end.get('exit_code')}")[
+                :1000
+            ]
+        if self._last_type in ("stop", "end"):
+            reason = str(self._newest.get("stop", {}).get("reason") or "")
+            return "Stopped", describe_ending(reason) or f"exit code {end.get('exit_code')}"
+        if not self._newest:
+            return "Waiting", "no process has written anything yet"
+        # A process that was killed writes no end: the time of its last step is all there is.
+        age = duration(max(0.0, now - self._recent[-1]["time"])) if self._recent else ""
+        return "Running", f"its last step was {age} ago" if age else "no step is trained yet"
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The values that are numbers; a loss that is none stands as null in the file."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,0 +1,85 @@
+"""Serves the page of a run of this machine from its run directory, where no coordinator serves it."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Final
+
+from evergrad_cli.run_files import RunFiles
+from evergrad_coordinator.edge.live import MOST_PAGES, UPDATE_SECONDS, encode_event
+from evergrad_coordinator.edge.page import build_page, is_own_request
+from evergrad_coordinator.rules.history import take_update
+
+_WRITE_SECONDS: Final = 30.0
+"""Within which a page reads what it is sent, or is dropped."""
+
+
+@contextlib.contextmanager
+def serving_files(directory: Path, *, port: int) -> Iterator[int]:
+    """Serve the page on ``port`` of 127.0.0.1 (0: a free one); yields the port. Raises OSError."""
+    page = build_page("run", needs_token=False)
+    places = threading.BoundedSemaphore(MOST_PAGES)
+    is_over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _WRITE_SECONDS
+
+        def do_GET(self) -> None:
+            site = self.headers.get("Sec-Fetch-Site", "")
+            if self.path == "/":
+                data = page.text.encode()
+                self._begin(200, "text/html; charset=utf-8", **page.headers)
+                self.wfile.write(data)
+            elif self.path != "/live":
+                self._begin(404, "text/plain")
+            elif not is_own_request(self.headers.get("Host", ""), site):
+                self._begin(403, "text/plain")
+            elif not places.acquire(blocking=False):
+                self._begin(503, "text/plain")
+            else:
+                try:
+                    self._begin(200, "text/event-stream")
+                    self._follow()
+                finally:
+                    places.release()
+
+        def _begin(self, status: int, kind: str, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in {
+                "Content-Type": kind,
+                "Cache-Control": "no-store",
+                **headers,
+            }.items():
+                self.send_header(name, value)
+            self.end_headers()
+
+        def _follow(self) -> None:
+            """Each page has a history of its own: it begins with all there is."""
+            files = RunFiles(directory)
+            while not is_over.is_set():
+                now = time.time()
+                status = files.look(now)
+                elapsed_from = files.history.began_at
+                update = take_update(files.history, status, now=max(now, elapsed_from))
+                with contextlib.suppress(OSError):
+                    self.wfile.write(encode_event({**update, "beganAt": elapsed_from}))
+                    is_over.wait(UPDATE_SECONDS)
+                    continue
+                return
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing: requests of one's own browser are no news."""
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.1,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            is_over.set()
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,146 @@
+"""The course of a run for its page: readings of the group and its training, and what has happened. Pure.
+
+Everything is bounded, and nothing here changes the group. ``observe`` folds a look at the group into the
+history; ``take_update`` returns what has changed since it was called last.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from evergrad_coordinator.causes import CHANGES, read_change
+from evergrad_coordinator.rules.group import Group
+from evergrad_coordinator.rules.status import count_current_workers
+from evergrad_coordinator.rules.track import Track
+
+MOST_EVENTS: Final = 200
+MOST_CHECKPOINTS: Final = 100
+_MOST_CHARACTERS: Final = 300
+"""Length of an event's text."""
+_TEXTS: Final[Mapping[str, str]] = {
+    "hello": "node {node} is here with {workers} processes",
+    "gone": "node {node} is gone: {why}",
+    "leaving": "node {node} was asked to leave: {reason}",
+    "leave": "node {node} may leave",
+    "refused": "node {node} was refused: {reason}",
+    "lease_lost": "the lease of node {node} ran out",
+    "plan": "a group of {members} nodes is planned: {reason}",
+    "waiting": "{ready} nodes are ready, and {needed} are needed",
+    "go": "generation {generation} begins: {nodes} nodes, {worldSize} processes",
+    "adopted": "generation {adopted} was found running: {nodes} nodes, {worldSize} processes",
+    "up": "generation {generation} is up, after step {step}",
+    "broken": "generation {generation} broke on node {node}, rank {rank}: {causeText}",
+    "bounds": "the bounds of the run were changed",
+    "empty": "all nodes have left",
+    "finished": "the run has ended: {reason}",
+}
+"""Events of the coordinator's log that are shown, each with its text; all others are left out."""
+SHOWN_EVENTS: Final = frozenset(_TEXTS)
+
+
+class _Ring:
+    """The newest ``most`` of a row of things, and how many have come in all."""
+
+    def __init__(self, most: int) -> None:
+        self.newest: deque[list[Any]] = deque(maxlen=most)
+        self.num = 0
+        self.num_sent = 0
+
+    def add(self, one: list[Any]) -> None:
+        self.newest.append(one)
+        self.num += 1
+
+    def take(self) -> list[list[Any]]:
+        """Return those that have not been sent and are still known."""
+        num_unsent = min(self.num - self.num_sent, len(self.newest))
+        self.num_sent = self.num
+        return list(self.newest)[len(self.newest) - num_unsent :]
+
+
+@dataclass
+class History:
+    """What the page shows beside the newest status. Times are seconds since ``began_at``."""
+
+    began_at: float
+    """Time of its first reading, by the clock of ``now``."""
+    steps: Track = field(default_factory=Track)
+    """Loss, speed and the recipe's metrics over the step."""
+    times: Track = field(default_factory=Track)
+    """Processes that train and nodes that are here, over the time."""
+    evaluations: dict[str, Track] = field(default_factory=dict)
+    """Results by evaluation set, over the step."""
+    checkpoints: _Ring = field(default_factory=lambda: _Ring(MOST_CHECKPOINTS))
+    events: _Ring = field(default_factory=lambda: _Ring(MOST_EVENTS))
+    reported_at: float | None = None
+    """Time of the newest report of the training that was read."""
+    checkpoint_step: int = -1
+    evaluated: dict[str, int] = field(default_factory=dict)
+    """Newest step of each evaluation set that was read."""
+    sent: dict[str, Any] = field(default_factory=dict)
+    """The status as it was sent."""
+
+
+def observe(history: History, group: Group, *, now: float) -> None:
+    """Read the group once: nothing is added where nothing is new, but to the series over the time."""
+    training, elapsed = group.training, round(now - history.began_at, 1)
+    if training.updated_at is not None and training.updated_at != history.reported_at:
+        history.reported_at = training.updated_at
+        known = {"loss": training.loss, "tokens_per_second": training.tokens_per_second}
+        values = {name: value for name, value in known.items() if value is not None}
+        # An evaluation is told with the step before it, which was read already.
+        newest = history.steps.x[-1] if history.steps.x else -1
+        if training.step not in (-1, newest):
+            history.steps.add(training.step, values | training.values)
+    for name, one in training.evaluations.items():
+        # The training keeps MOST_SETS sets, and so does this.
+        if history.evaluated.get(name) != one.step:
+            history.evaluated[name] = one.step
+            history.evaluations.setdefault(name, Track()).add(one.step, one.values)
+    if training.checkpoint_step not in (-1, history.checkpoint_step):
+        history.checkpoint_step = training.checkpoint_step
+        history.checkpoints.add([elapsed, training.checkpoint_step])
+    sizes = {"processes": count_current_workers(group), "nodes": len(group.nodes)}
+    history.times.add(elapsed, sizes)
+
+
+def note_event(
+    history: History, event: str, fields: Mapping[str, object], *, now: float
+) -> None:
+    """Note a line of the coordinator's log, one of SHOWN_EVENTS."""
+    # Every text finds its fields: a line of the log that has not all of them is no reason to fail.
+    cause = CHANGES[read_change(fields.get("cause"))].text
+    known = defaultdict(lambda: "?", {name: str(value) for name, value in fields.items()})
+    said = _TEXTS[event].format_map(known | {"causeText": cause})[:_MOST_CHARACTERS]
+    history.events.add([round(now - history.began_at, 1), event, said])
+
+
+def rewind(history: History) -> None:
+    """Forget what was sent: the next update is all there is, for a page that has just been opened."""
+    for track in (history.steps, history.times, *history.evaluations.values()):
+        track.rewind()
+    history.checkpoints.num_sent = history.events.num_sent = 0
+    history.sent = {}
+
+
+def take_update(history: History, status: Mapping[str, Any], *, now: float) -> dict[str, Any]:
+    """Return what has changed since the last call, as JSON values; parts without a change are left out.
+
+    ``status``: as it is now, in the form of ``build_status``.
+    """
+    changed = {
+        key: value for key, value in status.items() if history.sent.get(key, ...) != value
+    }
+    history.sent = dict(status)
+    tracks = {"steps": history.steps.take_change(), "times": history.times.take_change()}
+    evaluations = {name: one.take_change() for name, one in history.evaluations.items()}
+    parts: dict[str, Any] = {
+        "status": changed,
+        **tracks,
+        "evaluations": {name: one for name, one in evaluations.items() if one is not None},
+        "checkpoints": history.checkpoints.take(),
+        "events": history.events.take(),
+    }
+    return {"elapsed": round(now - history.began_at, 1)} | {
+        key: value for key, value in parts.items() if value
+    }

@@ -1,0 +1,37 @@
+"""Texts of pods in messages: quoted, bounded, closed by a full stop. Pure."""
+
+from typing import Final
+
+from evergrad_coordinator.causes import PodCause
+from evergrad_operator.memory import LastFailure
+from evergrad_operator.raw import keep_end
+
+MAX_CAUSE: Final = 640
+"""Longest quotation of a root cause in a message, in bytes."""
+
+
+def quote(text: str, longest: int = MAX_CAUSE) -> str:
+    """Return the end of a text, which names the cause, on one line."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    joined = " | ".join(lines)
+    kept = keep_end(joined, longest)
+    return kept if len(kept) >= len(joined) else f"…{kept}"
+
+
+def describe_end(failure: LastFailure, *, where: str = "") -> str:
+    """Return a failure of the process at ``where`` as one line."""
+    text = f"{failure.cause} on {where}" if where else failure.cause
+    if failure.rank is not None:
+        text += f", rank {failure.rank}"
+    if failure.exit_code is not None:
+        text += f", exit code {failure.exit_code}"
+    # The bare number does not show that the process was killed from outside.
+    if failure.exit_code in (137, -9) and failure.cause == PodCause.WORKER_CRASH:
+        text += " (killed by SIGKILL)"
+    said = quote(failure.message)
+    return f"{text}: {said}" if said else text
+
+
+def stop(text: str) -> str:
+    """Return the text with a full stop, if it has none."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,187 @@
+"""A run as Git has it: applied again and again, by two managers, at any time of its life, it does not change;
+what is edited in Git changes while it trains."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from bed import toolbox
+from cluster_runs import ENDLESS, GROUP, RESOURCE, ROOT, Run, Runs, make_manifest, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+HEALTH = "examples/gitops/argocd/resource_customizations/evergrad.dev/TrainingRun/health.lua"
+SECOND = "argocd-controller"
+"""The field manager of another tool that has the same file."""
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+OWNED = ("generation", "labels", "annotations", "finalizers", "ownerReferences")
+
+
+class Git:
+    """The file of one run, and the run in the cluster."""
+
+    def __init__(self, runs: Runs, manifest: dict[str, Any]) -> None:
+        self.runs, self.manifest = runs, manifest
+        self.name: str = manifest["metadata"]["name"]
+
+    def commit(self, spec: Mapping[str, Any]) -> None:
+        """Edit the file, and apply it as Argo CD does without server-side apply."""
+        self.manifest["spec"] |= spec
+        self.sync()
+
+    def sync(self) -> str:
+        """What a client-side apply says."""
+        return self.runs.kubectl("apply", "-f", "-", text=json.dumps(self.manifest))
+
+    def assert_in_sync(self, when: str) -> None:
+        """No way of comparing or applying the file shows or makes a change."""
+        before = self._what_git_owns()
+        for words in (
+            ("diff",),
+            ("diff", "--server-side", "--field-manager", SECOND),
+        ):
+            # It reads the object and asks for a dry run one after the other: the operator may write the status
+            # in between. A change that Git would make is there each time.
+            wait_for(lambda words=words: self._diff(*words) == "", f"{when}: no difference")
+        assert self.sync().strip() == f"trainingrun.{GROUP}/{self.name} unchanged", when
+        words = ("apply", "--server-side", "--field-manager", SECOND, "-f", "-")
+        self.runs.kubectl(*words, text=json.dumps(self.manifest))
+        assert self._what_git_owns() == before, when
+
+    def _diff(self, *words: str) -> str:
+        # Its exit code is 1 where there are differences; kubectl() gives what was printed.
+        return self.runs.kubectl(*words, "-f", "-", text=json.dumps(self.manifest), check=False)
+
+    def _what_git_owns(self) -> dict[str, Any]:
+        raw = Run(self.runs, self.name).get()
+        metadata = {key: raw["metadata"].get(key) for key in OWNED}
+        # kubectl's copy of the file is kubectl's own.
+        metadata["annotations"] = set(metadata["annotations"] or ()) - {LAST_APPLIED}
+        return {"metadata": metadata, "spec": raw["spec"]}
+
+
+def test_through_a_whole_run_no_diff_and_no_apply_shows_or_makes_a_change(
+    runs: Runs, faults: Any
+) -> None:
+    git = Git(runs, make_manifest("in-git", steps=ENDLESS))
+    git.sync()
+    run = runs.adopt("in-git")
+    git.assert_in_sync("as soon as it is there")
+    assert run.get()["metadata"]["generation"] == 1
+    assert not run.get()["metadata"].get("finalizers")
+
+    run.wait_for_phase("Running")
+    git.assert_in_sync("while it trains")
+    pods = run.wait_for_pods(0, 1)
+    faults.kill_container(runs.namespace, pods[1]["metadata"]["name"])
+    wait_for(run.restarts, "the loss in the status")
+    git.assert_in_sync("after it has lost a pod")
+
+    # Edits of a run that trains, each by a commit.
+    git.commit({"suspend": True})
+    run.wait_for_phase("Suspended")
+    git.assert_in_sync("while it is suspended")
+    git.commit({"suspend": False, "nodes": {"min": 1, "max": 1}})
+    status = run.wait_for_phase("Running")
+    step = status.get("checkpoint", {}).get("step", 0)
+    git.assert_in_sync("once it goes on, on fewer nodes")
+    wait_for(lambda: run.status()["nodes"]["max"] == 1, "the new bounds")
+
+    wait_for(lambda: run.status()["progress"].get("step", 0) > step, "a step after the pause")
+
+
+def test_a_finished_run_and_its_time_to_live_are_no_drift(runs: Runs) -> None:
+    git = Git(runs, make_manifest("short", steps=60))
+    git.sync()
+    run = runs.adopt("short")
+    run.wait_for_phase("Complete", seconds=600)
+    git.assert_in_sync("once it is complete")
+    git.commit({"ttlSecondsAfterFinished": 1})
+    selector = f"{GROUP}/run=short"
+    wait_for(
+        lambda: (
+            not any(runs.list(kind, selector) for kind in ("pods", "configmaps", "services"))
+        ),
+        "the end of what it was made of",
+    )
+    git.assert_in_sync("after its time to live")
+
+    # A pruned run that comes back from Git is complete by the record on its volume.
+    runs.kubectl("delete", RESOURCE, "short", "--wait=true")
+    wait_for(lambda: not runs.list("pods", selector), "the garbage collection")
+    git.sync()
+    run.wait_for_phase("Complete")
+    assert run.condition("Complete")["reason"] == "AlreadyComplete"
+    git.assert_in_sync("after it has come back")
+    assert runs.list("pods", selector) == []
+
+
+def test_an_edit_of_the_recipe_is_refused_with_its_field_and_changes_nothing(
+    runs: Runs,
+) -> None:
+    git = Git(runs, make_manifest("fixed", steps=ENDLESS))
+    git.sync()
+    run = runs.adopt("fixed")
+    run.wait_for_phase("Running")
+    edited = json.loads(json.dumps(git.manifest))
+    edited["spec"]["training"]["optimizer"]["learningRate"] = 0.5
+    said = runs.kubectl("apply", "-f", "-", text=json.dumps(edited), check=False)
+    assert "spec.training" in said and "new TrainingRun" in said
+    git.assert_in_sync("after the refusal")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has_no_more(
+    runs: Runs, cluster: Any
+) -> None:
+    program = toolbox.build("argolua") / "argosync"
+
+    def make_file(name: str, *, wave: int) -> dict[str, Any]:
+        manifest = make_manifest(name, steps=20)
+        manifest["metadata"] |= {
+            "namespace": runs.namespace,
+            "labels": {"app.kubernetes.io/instance": "experiments"},
+            "annotations": {"argocd.argoproj.io/sync-wave": str(wave)},
+        }
+        return manifest
+
+    def sync(*files: dict[str, Any]) -> dict[str, str]:
+        """Name → what became of it, as Argo CD says."""
+        question = {
+            "kubeconfig": str(cluster.kubeconfig),
+            "namespace": runs.namespace,
+            "application": "experiments",
+            "health": (ROOT / HEALTH).read_text("utf-8"),
+            "seconds": 900,
+            "objects": files,
+        }
+        done = subprocess.run(
+            [program],
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            timeout=1000,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return {one["name"]: one["status"] for one in json.loads(done.stdout)}
+
+    first, second = (
+        make_file(name, wave=wave) for wave, name in enumerate(("first", "second"))
+    )
+    for name in ("first", "second"):
+        runs.adopt(name)
+    assert sync(second, first) == {"first": "Synced", "second": "Synced"}
+    ended = Run(runs, "first").status()["completionTime"]
+    begun = Run(runs, "second").get()["metadata"]["creationTimestamp"]
+    assert ended <= begun, "the second wave began before the first had ended"
+    assert Run(runs, "second").is_so("Complete"), "a sync is over when its last wave is"
+
+    sync(first, second)
+    for name in ("first", "second"):
+        assert Run(runs, name).get()["metadata"]["generation"] == 1
+    assert sync(first)["second"] == "Pruned"
+    wait_for(lambda: runs.get("trainingruns", "second") is None, "the run's end")
+    assert runs.get("persistentvolumeclaims", "second") is not None

@@ -1,0 +1,217 @@
+"""The operator is upgraded from the first release, rolled back, uninstalled and installed twice, while runs train.
+
+What of the chart can be checked without a cluster: tests/unit/repository/test_earlier_release.py.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster_runs import ENDLESS, Reference, Run, Runs, wait_for
+from installed_operator import RELEASE, Operator
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_COMMIT, FIRST_TAG = "05accba", "v0.1.0"
+FIRST_CHART = ROOT / "tests/earlier/evergrad-0.1.0.tgz"
+CRD = "trainingruns.evergrad.dev"
+NARROW = ("crds.install=false", "rbac.scope=namespaced", "rbac.aggregatedRoles=false")
+"""An installation that asks for nothing outside of its namespace."""
+
+
+def uids(run: Run) -> dict[str, str]:
+    """Name → uid of all its pods."""
+    return {
+        pod["metadata"]["name"]: pod["metadata"]["uid"]
+        for role in ("node", "coordinator")
+        for pod in run.pods(role=role)
+    }
+
+
+def start(runs: Runs, name: str) -> Run:
+    run = runs.start(name, steps=ENDLESS)
+    run.wait_for_pods(0, 1)
+    run.wait_for_world(2)
+    return run
+
+
+def expect_undisturbed(run: Run, pods: dict[str, str]) -> None:
+    """Twenty more steps by the same pods, of which none was trained before."""
+    run.wait_for_step(run.newest_step() + 20)
+    assert uids(run) == pods
+    assert run.repeated_steps() == 0
+
+
+def expect_reported(run: Run) -> None:
+    """The operator that is there now reads the run and says how far it is."""
+    step = run.newest_step()
+    wait_for(
+        lambda: run.status().get("progress", {}).get("step", -1) >= step,
+        f"{run.name}: a status of step {step} or later",
+    )
+
+
+def fields_of_crd(operator: Operator) -> Any:
+    """The schema of the run's training, as the API server has it."""
+    found = json.loads(operator.kubectl("get", "crd", CRD, "--output", "json"))
+    return found["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
+        "properties"
+    ]
+
+
+def fields_of_tree() -> Any:
+    """The same, of this tree."""
+    crd = yaml.safe_load((ROOT / "crds/trainingrun.yaml").read_text())
+    return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
+        "properties"
+    ]
+
+
+@pytest.fixture(scope="module")
+def first(cluster: Any, operator: Operator) -> Operator:
+    """The first release under the session's operator's name, not installed; its images are there."""
+    if not cluster.is_bed:
+        pytest.skip("The first release's images are built for the bed only.")
+    operator_image, trainer_image = cluster.earlier_images(FIRST_COMMIT, tag=FIRST_TAG)
+    return dataclasses.replace(
+        operator, operator_image=operator_image, trainer_image=trainer_image
+    )
+
+
+@contextlib.contextmanager
+def back_afterwards(operator: Operator) -> Iterator[None]:
+    """The session's operator is there again after the block, whatever became of it inside."""
+    try:
+        yield
+    finally:
+        operator.upgrade()
+        operator.wait_until_ready()
+
+
+@pytest.mark.long
+@pytest.mark.operator_ends
+@pytest.mark.operator_errors(".")  # the first release's own are not judged here
+def test_a_run_of_the_first_release_trains_on_through_an_upgrade_and_its_rollback(
+    first: Operator, runs: Runs, operator: Operator
+) -> None:
+    with back_afterwards(operator):
+        first.upgrade(chart=FIRST_CHART)
+        first.wait_until_ready()
+        before_upgrade = fields_of_crd(first)
+        assert sorted(before_upgrade) != sorted(fields_of_tree())
+        run = start(runs, "veteran")
+        pods = uids(run)
+
+        operator.upgrade()
+        operator.wait_until_ready()
+        assert sorted(fields_of_crd(operator)) == sorted(fields_of_tree())
+        expect_undisturbed(run, pods)
+        expect_reported(run)
+
+        # Rolled back: the earlier operator and definition, the same pods.
+        first.helm("rollback", RELEASE, "--wait", "--timeout", "300s")
+        first.wait_until_ready()
+        assert fields_of_crd(first) == before_upgrade
+        expect_undisturbed(run, pods)
+        expect_reported(run)
+
+    # Upgraded again: a lost node is replaced as ever.
+    expect_undisturbed(run, pods)
+    expect_reported(run)
+    runs.kubectl("delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false")
+    run.wait_for_attempt(1, 1)
+    run.wait_for_world(2)
+    run.wait_for_step(run.newest_step() + 20)
+
+
+@pytest.mark.long
+@pytest.mark.operator_ends
+@pytest.mark.operator_errors(".")
+def test_a_run_of_this_release_trains_on_while_the_first_one_is_back(
+    first: Operator, runs: Runs, operator: Operator, reference: Reference
+) -> None:
+    run = start(runs, "newer")
+    pods = uids(run)
+    with back_afterwards(operator):
+        first.upgrade(chart=FIRST_CHART)
+        first.wait_until_ready()
+        expect_undisturbed(run, pods)
+    expect_undisturbed(run, pods)
+    expect_reported(run)
+    run.expect_same_as(reference)
+
+
+@pytest.mark.operator_ends
+def test_a_run_trains_on_without_its_operator_and_the_next_installation_takes_it_over(
+    runs: Runs, operator: Operator, reference: Reference
+) -> None:
+    run = start(runs, "left")
+    pods = uids(run)
+    with back_afterwards(operator):
+        operator.helm("uninstall", RELEASE, "--wait", "--cascade", "foreground")
+        assert operator.pods() == []
+        crd = json.loads(operator.kubectl("get", "crd", CRD, "--output", "json"))
+        assert "deletionTimestamp" not in crd["metadata"]
+        expect_undisturbed(run, pods)
+    expect_undisturbed(run, pods)
+    expect_reported(run)
+    run.expect_same_as(reference)
+
+
+@contextlib.contextmanager
+def installed(operator: Operator, *namespaces: str) -> Iterator[list[Operator]]:
+    """A release of its own in each namespace, which serves that namespace; all are installed at the same time."""
+    ones = [dataclasses.replace(operator, namespace=name) for name in namespaces]
+    try:
+        with ThreadPoolExecutor(len(ones)) as pool:
+            for done in [pool.submit(one.upgrade, settings=NARROW) for one in ones]:
+                done.result()
+        yield ones
+    finally:
+        for one in ones:
+            if RELEASE in one.helm("list", "--short").split():
+                one.helm("uninstall", RELEASE, "--wait")
+
+
+@pytest.mark.operator_ends
+def test_two_installations_at_once_serve_a_namespace_each_and_go_one_by_one(
+    runs: Runs, other_runs: Runs, operator: Operator, reference: Reference
+) -> None:
+    # The session's operator serves all namespaces, and no run may have two.
+    with operator.gone(), installed(operator, runs.namespace, other_runs.namespace) as ones:
+        one, other = start(runs, "same"), start(other_runs, "same")
+        expect_reported(one)
+        expect_reported(other)
+        for served, unserved in zip(ones, reversed(ones), strict=True):
+            assert unserved.namespace not in served.logs()
+
+        # One of them goes: its run trains on, and the other is served as before.
+        pods, other_pods = uids(one), uids(other)
+        ones[0].helm("uninstall", RELEASE, "--wait", "--cascade", "foreground")
+        expect_undisturbed(one, pods)
+        expect_undisturbed(other, other_pods)
+        other_runs.kubectl(
+            "delete", "pod", other.live_pods()[1]["metadata"]["name"], "--wait=false"
+        )
+        other.wait_for_attempt(1, 1)
+        other.wait_for_world(2)
+        assert uids(one) == pods
+
+        # An installation of the same name takes it over again.
+        ones[0].upgrade(
+            settings=(
+                "crds.install=false",
+                "rbac.scope=namespaced",
+                "rbac.aggregatedRoles=false",
+            )
+        )
+        expect_undisturbed(one, pods)
+        expect_reported(one)
+    one.expect_same_as(reference)
+    other.expect_same_as(reference)

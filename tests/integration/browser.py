@@ -1,0 +1,146 @@
+"""A headless Chromium for tests, spoken to in WebDriver's own protocol."""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
+
+
+def _require(binary: str) -> str:
+    path = shutil.which(binary)
+    if path is None:
+        message = f"{binary} is not on PATH; Debian's packages 'chromium' and 'chromium-driver' have it"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return path
+
+
+class Browser:
+    """One headless browser session, spoken to in WebDriver's own protocol."""
+
+    def __init__(self, port: int, profile: Path, binary: str) -> None:
+        self._base = f"http://127.0.0.1:{port}"
+        options = {"binary": binary, "args": [*FLAGS, f"--user-data-dir={profile}"]}
+        capabilities = {
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"performance": "ALL", "browser": "ALL"},
+        }
+        session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
+        self._base += f"/session/{session['sessionId']}"
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._base + path,
+            data=data,
+            method=method,
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def tell(self, command: str, **parameters: Any) -> Any:
+        """A command of Chrome's own protocol."""
+        return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def open(self, url: str) -> None:
+        self._ask("POST", "/url", {"url": url})
+
+    def run(self, script: str) -> Any:
+        """What a script returns."""
+        return self._ask("POST", "/execute/sync", {"script": script, "args": []})
+
+    def log(self, kind: str) -> list[dict[str, Any]]:
+        """What has been logged since the last call."""
+        return list(self._ask("POST", "/se/log", {"type": kind}))
+
+    def requested(self) -> list[str]:
+        """URLs asked for since the last call."""
+        messages = [
+            json.loads(entry["message"])["message"] for entry in self.log("performance")
+        ]
+        return [
+            message["params"]["request"]["url"]
+            for message in messages
+            if message["method"] == "Network.requestWillBeSent"
+        ]
+
+    def view(self, *, width: int, scheme: str) -> Image.Image:
+        """A picture of the whole page at a width, in the light or dark scheme."""
+        self.tell(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.tell(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
+        shot = self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        return Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
+
+    def close(self) -> None:
+        self._ask("DELETE", "")
+
+
+@contextlib.contextmanager
+def open_browser(directory: Path) -> Iterator[Browser]:
+    """A browser whose files are in ``directory``; it and its children end with the block."""
+    driver, binary = _require("chromedriver"), _require("chromium")
+    environment = os.environ | {
+        "HOME": str(directory),
+        "XDG_CONFIG_HOME": str(directory),
+        "XDG_CACHE_HOME": str(directory),
+    }
+    process = subprocess.Popen(
+        [driver, "--port=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            session = Browser(_port_of(process), directory / "profile", binary)
+            yield session
+            session.close()
+        finally:
+            # The browser and its children are in the driver's own session.
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _port_of(process: "subprocess.Popen[str]") -> int:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if match := re.search(r"started successfully on port (\d+)", line):
+            return int(match[1])
+    pytest.fail("chromedriver ended without saying on which port it listens")

@@ -1,0 +1,258 @@
+"""``evergrad open``: the page of a run through a forwarded port, with its token, and of a run on this machine."""
+
+import base64
+import json
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import unquote, urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
+import synthetic_run
+from page_site import Site
+
+from evergrad_cli.cluster import open as command
+from evergrad_cli.cluster.errors import UnreachableError
+from evergrad_cli.cluster.forwarding import forwarded
+from evergrad_cli.main import main
+
+RUN = {"metadata": {"name": "docs-lm"}, "spec": {}, "status": {"phase": "Running"}}
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    one = Site()
+    with one.serving("0.0.0.0"):
+        one.train(3)
+        yield one
+
+
+class FakeCluster:
+    """One run with one coordinator, whose pod's port is the site's."""
+
+    namespace, host = "lab", "https://cluster"
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.connected: list[str] = []
+        self.pods = [self.pod(0, "Failed"), self.pod(1, "Running")]
+
+    def pod(self, attempt: int, phase: str) -> dict[str, Any]:
+        return {
+            "metadata": {
+                "name": f"docs-lm-coordinator-{attempt}",
+                "labels": {"evergrad.dev/attempt": str(attempt)},
+            },
+            "spec": {
+                "containers": [
+                    {"name": "sidecar"},
+                    {
+                        "name": "coordinator",
+                        "ports": [{"name": "status", "containerPort": 29401}],
+                    },
+                ],
+                "volumes": [
+                    {"name": "evergrad-token", "secret": {"secretName": "docs-lm-token"}}
+                ],
+            },
+            "status": {"phase": phase},
+        }
+
+    def __enter__(self) -> "FakeCluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def get(self, path: str, *, what: str, query: Any = None) -> dict[str, Any]:
+        if path.endswith("/secrets/docs-lm-token"):
+            return {"data": {"token": base64.b64encode(self.site.token.encode()).decode()}}
+        assert path.endswith("/trainingruns/docs-lm"), path
+        return RUN
+
+    def items(self, path: str, *, what: str, query: Any = None) -> Iterator[dict[str, Any]]:
+        assert query == {
+            "labelSelector": "evergrad.dev/run=docs-lm,evergrad.dev/role=coordinator"
+        }
+        yield from self.pods
+
+    def connect_to_pod(self, pod: str, port: int) -> socket.socket:
+        assert port == 29401
+        self.connected.append(pod)
+        return socket.create_connection(("127.0.0.1", self.site.port), timeout=100)
+
+
+@pytest.fixture
+def cluster(site: Site, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    fake = FakeCluster(site)
+    monkeypatch.setattr(command, "connect", lambda args: fake)
+    return fake
+
+
+def ask(address: str, *, token: str = "") -> str:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    with urlopen(Request(address, headers=headers), timeout=100) as answer:
+        return str(answer.readline().decode())
+
+
+def test_a_port_is_forwarded_and_the_page_gets_the_token(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def browse(target: str) -> bool:
+        file = Path(unquote(urlsplit(target).path))
+        seen["mode"] = (
+            stat.S_IMODE(file.stat().st_mode),
+            stat.S_IMODE(file.parent.stat().st_mode),
+        )
+        seen["file"] = file
+        found = re.search(r'href="(http://[^"#]*)#token=([^"]*)"', file.read_text())
+        assert found is not None
+        address, token = found[1], unquote(found[2])
+        seen["page"] = ask(address)
+        with pytest.raises(HTTPError, match="401") as refused:
+            ask(f"{address}live")
+        refused.value.close()
+        seen["live"] = ask(f"{address}live", token=token)
+        # The pod is replaced: the next connection goes to the new one.
+        cluster.pods.append(cluster.pod(2, "Running"))
+        ask(address)
+        return True
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.webbrowser, "open", browse)
+    monkeypatch.setattr(command, "wait_for_interrupt", interrupt)
+    assert main(["open", "docs-lm"]) == 0
+    assert seen["mode"] == (0o600, 0o700)
+    assert seen["page"].startswith("<!doctype html>")
+    assert seen["live"] == "event: update\n"
+    assert cluster.connected[0] == "docs-lm-coordinator-1"
+    assert cluster.connected[-1] == "docs-lm-coordinator-2"
+    assert not seen["file"].exists()
+    printed = capsys.readouterr()
+    assert cluster.site.token not in printed.out + printed.err
+
+
+def test_a_run_without_a_coordinator_is_refused_with_the_reason(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.pods = [cluster.pod(0, "Succeeded")]
+    assert main(["open", "docs-lm"]) == 64
+    assert "has no coordinator that runs, which serves the page" in capsys.readouterr().err
+
+
+def test_wrong_arguments_are_named(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["open", "No_Name"]) == 64
+    assert "cannot be the name of a run" in capsys.readouterr().err
+    assert main(["open", "docs-lm", "--port", "70000"]) == 64
+    assert "--port: 70000 is not within 0 and 65535" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["open", "docs-lm", "--port", str(port), "--no-browser"]) == 64
+    assert f"--port: {port} cannot be used" in capsys.readouterr().err
+
+
+def test_a_connection_that_cannot_be_made_ends_alone(site: Site) -> None:
+    errors: list[Exception] = []
+    is_away = [True]
+
+    def connect() -> socket.socket:
+        if is_away.pop():
+            raise UnreachableError("the pod is away")
+        return socket.create_connection(("127.0.0.1", site.port), timeout=100)
+
+    with forwarded(connect, port=0, report=errors.append) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=100) as lost:
+            assert lost.recv(1) == b""
+        is_away.append(False)
+        assert ask(f"http://127.0.0.1:{port}/").startswith("<!doctype html>")
+    assert [str(error) for error in errors] == ["the pod is away"]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=100)
+
+
+def test_a_run_directory_names_the_page_of_its_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(
+        command.webbrowser, "open", lambda target: opened.append(target) or True
+    )
+    assert main(["open", str(tmp_path)]) == 64
+    assert "is no run directory" in capsys.readouterr().err
+    one = Site()
+    with one.serving():
+        (tmp_path / "coordinator").mkdir()
+        file = tmp_path / "coordinator" / "address.json"
+        file.write_text(json.dumps({"port": 1, "statusPort": one.port}))
+        assert main(["open", str(tmp_path)]) == 0
+    assert opened == [one.url]
+    assert capsys.readouterr().out == f"page {one.url}\n"
+    # One that is gone has left its file behind where it was killed.
+    assert main(["open", str(tmp_path)]) == 64
+
+
+def test_a_run_without_a_coordinator_is_shown_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = synthetic_run.RunWriter(tmp_path, total_steps=400, name="docs-lm")
+    run.write(synthetic_run.Process(last=157, ended="killed"))
+    run.write(synthetic_run.Process(last=300, resumed_from=150, downtime_seconds=30.0))
+    updates: list[dict[str, Any]] = []
+
+    def browse(target: str) -> bool:
+        assert ask(target).startswith("<!doctype html>")
+        with pytest.raises(HTTPError, match="403") as refused:
+            urlopen(Request(f"{target}live", headers={"Host": "evil.example"}), timeout=100)
+        refused.value.close()
+        with urlopen(f"{target}live", timeout=100) as events:
+            updates.append(read_event(events))
+            # It follows the files as they grow; half a line waits for its end.
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                row = json.dumps(
+                    {"step": 301, "loss": 0.5, "tokens": 10, "step_seconds": 0.1, "time": 2e9}
+                )
+                file.write(row[:20])
+                file.flush()
+                updates.append(read_event(events))
+                file.write(row[20:] + "\n")
+            while "steps" not in updates[-1]:
+                updates.append(read_event(events))
+        return True
+
+    monkeypatch.setattr(command.webbrowser, "open", browse)
+    monkeypatch.setattr(command, "wait_for_interrupt", lambda: None)
+    assert main(["open", str(tmp_path)]) == 0
+    first, last = updates[0], updates[-1]
+    assert (first["status"]["run"], first["status"]["step"]) == ("docs-lm", 300)
+    # Steps that were lost in the kill count by their last row.
+    assert first["steps"]["x"] == list(range(1, 301))
+    assert {"loss", "learning_rate", "grad_norm", "tokens_per_second"} <= set(
+        first["steps"]["columns"]
+    )
+    assert first["evaluations"] and first["checkpoints"]
+    assert first["status"]["restarts"] == {"process_started": 1}
+    assert "steps" not in updates[1]
+    assert (last["steps"]["x"][-1], last["status"]["loss"]) == (301, 0.5)
+
+
+def read_event(events: Any) -> dict[str, Any]:
+    assert events.readline() == b"event: update\n"
+    found: dict[str, Any] = json.loads(events.readline().removeprefix(b"data: "))
+    assert events.readline() == b"\n"
+    return found

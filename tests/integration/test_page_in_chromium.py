@@ -1,0 +1,394 @@
+"""The page of a run in a real browser: live, without the network, with a keyboard, at any width, for hours."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from browser import Browser, open_browser
+from page_site import Site
+
+from evergrad_coordinator.edge.live import MOST_PAGES
+from evergrad_coordinator.rules.track import MOST_ROWS
+from evergrad_operator.fleet_page import FleetPage
+
+PATIENCE_MS = 100_000
+"""Long enough for a busy machine."""
+MOST_BYTES = 50 * 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("browser")) as session:
+        yield session
+
+
+@pytest.fixture
+def site(browser: Browser) -> Iterator[Site]:
+    one = Site()
+    with one.serving():
+        yield one
+        # Left before its server is: a page that is away from its coordinator says so on the console.
+        browser.open("about:blank")
+    browser.log("browser")
+
+
+def wait(browser: Browser, condition: str) -> None:
+    """Wait until a condition of the page holds."""
+    script = f"""
+      const until = Date.now() + {PATIENCE_MS};
+      return new Promise((resolve) => {{
+        const look = () => ({condition}) ? resolve(true) : Date.now() > until ? resolve(false) : setTimeout(look, 50);
+        look();
+      }});"""
+    assert browser.run(script), f"{condition}: {browser.run('return document.body.innerText')}"
+
+
+def text_of(browser: Browser, id: str) -> str:
+    return str(browser.run(f"return document.getElementById('{id}').innerText"))
+
+
+def figure(browser: Browser, title: str) -> str:
+    return str(
+        browser.run(
+            f"return [...document.querySelectorAll('#figures > div')]"
+            f".find(one => one.querySelector('dt').textContent === '{title}').querySelector('.value').textContent"
+        )
+    )
+
+
+def requested(browser: Browser) -> list[str]:
+    """Addresses that were asked for since the last call, but for the browser's own page of a new tab."""
+    return [one for one in browser.requested() if not one.startswith(("chrome:", "data:"))]
+
+
+def open_page(browser: Browser, site: Site, *, step: int) -> None:
+    browser.requested()
+    browser.log("browser")
+    browser.open(site.url)
+    wait(browser, f"document.title.includes('step {step:,}')")
+
+
+def test_it_shows_the_run_and_loads_nothing_but_itself(browser: Browser, site: Site) -> None:
+    site.note("broken", generation=4, node="2", rank=2, cause="worker_crash")
+    site.train(400)
+    open_page(browser, site, step=400)
+    assert text_of(browser, "run") == "docs-lm"
+    assert text_of(browser, "phase") == "Running"
+    assert text_of(browser, "link").lower() == "live"
+    assert figure(browser, "Step") == "400"
+    assert figure(browser, "Checkpoint") == "400"
+    assert figure(browser, "Processes") == "3"
+    titles = browser.run(
+        "return [...document.querySelectorAll('h3')].map(one => one.textContent)"
+    )
+    assert titles[0] == "Training loss, nats per token"
+    assert set(titles) >= {
+        "Evaluation loss, nats per token", "Evaluation: exact", "Throughput, tokens per second", "Learning rate",
+        "Gradient norm, before clipping", "router_loss", "Processes and nodes",
+    }  # fmt: skip
+    assert "process ended or was killed" in text_of(browser, "events")
+    assert (
+        len(
+            browser.run(
+                "return [...document.querySelectorAll('#members tbody tr')].map(one => one.innerText)"
+            )
+        )
+        == 3
+    )
+    assert "400" in text_of(browser, "checkpoints")
+    # Every curve is drawn: something of each canvas is not empty.
+    wait(
+        browser,
+        "[...document.querySelectorAll('.canvas canvas')].every(one => one.getContext('2d')"
+        ".getImageData(0, 0, one.width, one.height).data.some(value => value > 0))",
+    )
+    assert browser.log("browser") == []
+    assert requested(browser) == [site.url, f"{site.url}live"]
+
+
+def test_it_follows_the_run_while_it_is_open(browser: Browser, site: Site) -> None:
+    site.train(20)
+    open_page(browser, site, step=20)
+    site.train(30)
+    site.note("gone", node="1", why="silence")
+    site.train(1)
+    wait(browser, "document.title.includes('step 51')")
+    wait(
+        browser,
+        "document.getElementById('events').innerText.includes('node 1 is gone: silence')",
+    )
+    # A restart from a checkpoint goes back; what was lost leaves the curve.
+    site.step = 30
+    site.train(2)
+    wait(browser, "document.title.includes('step 32')")
+    assert browser.log("browser") == []
+
+
+def test_a_keyboard_reads_the_curves_and_presses_the_buttons(
+    browser: Browser, site: Site
+) -> None:
+    site.train(100)
+    open_page(browser, site, step=100)
+
+    def press(key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            browser.tell("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    browser.run("document.querySelector('.canvas').focus()")
+    assert browser.run("return getComputedStyle(document.activeElement).outlineStyle") != ""
+    press("End")
+    press("ArrowLeft")
+    wait(browser, "document.querySelector('.reading').textContent.endsWith('at step 99')")
+    press("Home")
+    wait(browser, "document.querySelector('.reading').textContent.endsWith('at step 1')")
+    assert text_of(browser, "spoken").startswith("Training loss: ")
+    press("Escape")
+    wait(browser, "!document.querySelector('.reading').textContent.includes('at step')")
+    # All that can be used is reached by the tabulator, in the order of the page.
+    names = browser.run(
+        "return [...document.querySelectorAll('button, [tabindex]')].filter(one => one.offsetParent)"
+        ".map(one => one.tabIndex)"
+    )
+    assert len(names) >= 2 + 7 + 4 and set(names) == {0}
+    browser.run("document.getElementById('log').click()")
+    assert (
+        browser.run("return document.getElementById('log').getAttribute('aria-pressed')")
+        == "true"
+    )
+    # A page that pauses stands still, and goes on with all that came meanwhile.
+    browser.run("document.getElementById('pause').click()")
+    site.train(50)
+    browser.run("document.getElementById('pause').click()")
+    wait(browser, "document.title.includes('step 150')")
+    assert browser.log("browser") == []
+
+
+@pytest.mark.parametrize("width", [360, 720, 1180, 1920])
+def test_nothing_sticks_out_at_any_width(browser: Browser, site: Site, width: int) -> None:
+    site.train(300)
+    browser.view(width=width, scheme="light")
+    open_page(browser, site, step=300)
+    wait(browser, "document.querySelectorAll('.canvas canvas').length >= 7")
+    assert browser.run("return [document.documentElement.scrollWidth, window.innerWidth]") == [
+        width,
+        width,
+    ]
+    boxes = browser.run(
+        "return [...document.querySelectorAll('.uplot')].map(one => one.getBoundingClientRect())"
+        ".map(box => [box.left, box.right])"
+    )
+    assert all(0 <= left < right <= width for left, right in boxes)
+
+
+def test_light_and_dark_are_both_drawn_also_after_a_change(
+    browser: Browser, site: Site
+) -> None:
+    site.train(300)
+    open_page(browser, site, step=300)
+    pictures = {scheme: browser.view(width=1180, scheme=scheme) for scheme in ("light", "dark")}
+    assert min(pictures["light"].getpixel((2, 2))) > 230  # type: ignore[type-var,arg-type]
+    assert max(pictures["dark"].getpixel((2, 2))) < 40  # type: ignore[type-var,arg-type]
+    # The curve's colour follows the scheme, in the canvas that is drawn already.
+    for scheme, color in (("dark", (53, 185, 138)), ("light", (13, 122, 86))):
+        browser.view(width=1180, scheme=scheme)
+        wait(
+            browser,
+            "(() => { const one = document.querySelector('.canvas canvas'); const data = one.getContext('2d')"
+            ".getImageData(0, 0, one.width, one.height).data; for (let i = 0; i < data.length; i += 4)"
+            f" if (data[i] === {color[0]} && data[i + 1] === {color[1]} && data[i + 2] === {color[2]}) return true;"
+            " return false; })()",
+        )
+
+
+def test_names_and_messages_of_nodes_are_text(browser: Browser) -> None:
+    evil = "<img src=//127.0.0.1:9/x onerror=alert(1)>"
+    one = Site(name=evil)
+    one.group.training.values = {}
+    with one.serving():
+        one.note("gone", node=evil, why=evil)
+        one.train(60)
+        one.call(lambda: one.group.training.values.update({evil: 1.0}))
+        one.call(one.feed.update)
+        open_page(browser, one, step=60)
+        assert text_of(browser, "run") == evil
+        assert evil in text_of(browser, "events")
+        assert browser.run("return document.images.length") == 0
+        assert browser.log("browser") == []
+        browser.open("about:blank")
+    browser.log("browser")
+
+
+def test_elsewhere_than_on_loopback_the_token_is_asked_for(browser: Browser) -> None:
+    one = Site()
+    with one.serving("0.0.0.0"):
+        one.train(10)
+        # Without a token nothing is asked but the page itself.
+        browser.requested()
+        browser.log("browser")
+        browser.open(one.url)
+        wait(browser, "!document.getElementById('ask').hidden")
+        assert requested(browser) == [one.url]
+        assert browser.run("return document.getElementById('all').hidden")
+        assert browser.log("browser") == []
+        # A wrong one is refused, and forgotten.
+        browser.run(
+            "const box = document.getElementById('token'); box.value = 'wrong'; box.form.requestSubmit()"
+        )
+        wait(
+            browser, "document.getElementById('refusal').textContent.startsWith('This is not')"
+        )
+        assert browser.run("return sessionStorage.length") == 0
+        browser.log("browser")
+        # The one behind the address's # leaves it at once, and lasts for the tab.
+        browser.open("about:blank")
+        browser.open(f"{one.url}#token={one.token}")
+        wait(browser, "document.title.includes('step 10')")
+        assert browser.run("return location.href") == one.url
+        browser.open(one.url)
+        wait(browser, "document.title.includes('step 10')")
+        assert all(one.token not in asked for asked in browser.requested())
+        assert browser.log("browser") == []
+        browser.run("sessionStorage.clear()")
+        browser.open("about:blank")
+    browser.log("browser")
+
+
+def heap_bytes(browser: Browser) -> int:
+    browser.tell("HeapProfiler.collectGarbage")
+    return int(browser.tell("Runtime.getHeapUsage")["usedSize"])
+
+
+def count(browser: Browser, what: str) -> int:
+    return int(browser.run(f"return {what}"))
+
+
+@pytest.mark.slow
+def test_eight_hours_at_ten_steps_a_second_keep_the_browser_small(
+    browser: Browser, site: Site
+) -> None:
+    """288,000 steps: an update for each of 28,800 seconds, as fast as they can be read."""
+    site.train(1, steps_a_second=10)
+    open_page(browser, site, step=10)
+    seconds = 8 * 3600
+    for begin in range(1, seconds, 600):
+        site.train(min(600, seconds - begin), steps_a_second=10)
+        # The page has read them all before the next ones come.
+        wait(browser, f"document.title.includes('step {site.step:,}')")
+        if begin % 2400 == 1:
+            assert heap_bytes(browser) < MOST_BYTES
+    assert site.step == 288_000
+    assert heap_bytes(browser) < MOST_BYTES
+    assert (
+        count(browser, "document.querySelectorAll('#events tr, #checkpoints tr').length") < 320
+    )
+    assert count(browser, "document.querySelectorAll('*').length") < 3000
+    points = browser.run(
+        "return [...document.querySelectorAll('.canvas')].map(one => +one.ariaLabel.match(/: (\\d+) points/)[1])"
+    )
+    assert points and max(points) <= 2 * MOST_ROWS
+    assert browser.log("browser") == []
+
+
+def test_more_pages_than_the_bound_are_told_so(browser: Browser, site: Site) -> None:
+    site.train(5)
+    answers: list[Any] = []
+    try:
+        for _ in range(MOST_PAGES):
+            answers.append(urlopen(f"{site.url}live", timeout=100))
+            assert answers[-1].readline() == b"event: update\n"
+        with pytest.raises(HTTPError, match="503") as refused:
+            urlopen(f"{site.url}live", timeout=100)
+        refused.value.close()
+    finally:
+        for one in answers:
+            one.close()
+    # Those that are closed make room again.
+    open_page(browser, site, step=5)
+
+
+@contextmanager
+def fleet_page(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """The address of the operator's page of these runs, served by a loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    page = FleetPage(lambda: list(runs))
+    try:
+        port = asyncio.run_coroutine_threadsafe(page.listen(0), loop).result(60)
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        asyncio.run_coroutine_threadsafe(page.close(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def run_of(name: str, phase: str, step: int, **more: Any) -> dict[str, Any]:
+    progress: dict[str, Any] = {
+        "step": step,
+        "totalSteps": 20000,
+        "loss": f"{2 + 100 / (step + 50):.3f}",
+    }
+    if phase == "Running":
+        progress |= {"tokensPerSecond": f"{step / 100:.3g}k", "eta": f"{20 - step // 1000}h12m"}
+    return {
+        "metadata": {"name": name, "namespace": "lab", "creationTimestamp": f"2026-03-01T12:00:{step % 60:02d}Z"},
+        "spec": {},
+        "status": {"phase": phase, "nodes": {"summary": "3/4"}, "progress": progress, **more},
+    }  # fmt: skip
+
+
+FLEET = [
+    run_of("docs-lm", "Running", 1200, message="3 nodes, 3 workers", checkpoint={"step": 1200}),
+    run_of("code-lm", "Running", 9100, message="4 nodes, 4 workers", checkpoint={"step": 9000}),
+    run_of("preference", "Waiting", 300, message="1 nodes are here; at least 2 are needed", restarts={"total": 4}),
+    run_of("<b>molecules</b>", "Failed", 40, message="data.sources[0].path: there is no such file"),
+    run_of("small", "Complete", 20000, message="all workers ended well"),
+]  # fmt: skip
+
+
+def test_the_page_of_all_runs_lists_sorts_and_finds_them(browser: Browser) -> None:
+    names = "[...document.querySelectorAll('tbody tr')].map(row => row.children[1].textContent)"
+    runs = list(FLEET)
+    with fleet_page(runs) as url:
+        browser.requested()
+        browser.log("browser")
+        browser.open(url)
+        wait(browser, "document.title.startsWith('2 running')")
+        assert text_of(browser, "heading") == "5 runs"
+        assert browser.run(f"return {names}")[-2:] == ["<b>molecules</b>", "small"]
+        # Sorted by a column's head, which is a button, in both directions; and searched.
+        browser.run(
+            "[...document.querySelectorAll('th button')].find(one => one.textContent === 'Step').click()"
+        )
+        assert browser.run(f"return {names}")[0] == "<b>molecules</b>"
+        browser.run(
+            "[...document.querySelectorAll('th button')].find(one => one.textContent === 'Step').click()"
+        )
+        assert browser.run(f"return {names}")[0] == "small"
+        assert (
+            browser.run("return document.querySelector('[aria-sort=descending]').textContent")
+            == "Step"
+        )
+        browser.run(
+            "const box = document.getElementById('find'); box.value = 'waiting'; box.dispatchEvent(new Event('input'))"
+        )
+        wait(browser, f"{names}.join() === 'preference'")
+        browser.run(
+            "const box = document.getElementById('find'); box.value = ''; box.dispatchEvent(new Event('input'))"
+        )
+        # It follows: a run that is new is there without a reload.
+        runs.append(run_of("new", "Running", 1))
+        wait(browser, f"{names}.includes('new')")
+        for width in (360, 1180):
+            browser.view(width=width, scheme="dark")
+            assert browser.run("return document.documentElement.scrollWidth") == width
+        assert browser.log("browser") == []
+        assert requested(browser) == [url, f"{url}live"]
+        browser.open("about:blank")
+    browser.log("browser")

@@ -1,0 +1,46 @@
+"""kstatus's rules for a kind that it does not know, restated so that every test can ask them; and kstatus
+itself.
+
+After pkg/kstatus/status of sigs.k8s.io/cli-utils v0.37.2.
+"""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bed import toolbox
+
+
+def judge(raw: Mapping[str, Any]) -> str:
+    """Return Terminating, InProgress, Failed or Current."""
+    metadata, status = raw["metadata"], raw.get("status") or {}
+    if metadata.get("deletionTimestamp"):
+        return "Terminating"
+    seen = status.get("observedGeneration")
+    if seen is not None and "generation" in metadata and seen != metadata["generation"]:
+        return "InProgress"
+
+    # The first of the two that is true counts.
+    conditions = status.get("conditions", ())
+    for one in conditions:
+        if one["status"] == "True" and one["type"] in ("Reconciling", "Stalled"):
+            return "InProgress" if one["type"] == "Reconciling" else "Failed"
+    for one in conditions:
+        if one["type"] == "Ready":
+            return "Current" if one["status"] == "True" else "InProgress"
+    return "Current"
+
+
+def ask_kstatus(objects: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return kstatus's own answers."""
+    program = toolbox.binary("kstatus")
+    done = subprocess.run(
+        [program],
+        input=json.dumps(list(objects)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return [one["status"] for one in json.loads(done.stdout)]

@@ -1,0 +1,251 @@
+"""The page and its events over HTTP: who may read them, how many, and what happens to those that do not read."""
+
+import asyncio
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from simulated_cluster import make_settings
+
+from evergrad_coordinator.edge import live
+from evergrad_coordinator.edge.http import MAX_CONNECTIONS, StatusServer
+from evergrad_coordinator.edge.journal import MemoryStore
+from evergrad_coordinator.edge.live import MOST_PAGES, LiveFeed, pause_after
+from evergrad_coordinator.edge.page import build_page, is_own_request
+from evergrad_coordinator.edge.server import Server
+from evergrad_coordinator.rules.group import new_group
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclasses.dataclass
+class Place:
+    """A coordinator's HTTP server in the loop of the test."""
+
+    feed: LiveFeed
+    server: Server
+    port: int
+
+    async def ask(self, path: str, *headers: str) -> Connection:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        lines = [f"GET {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}", *headers, "", ""]
+        writer.write("\r\n".join(lines).encode())
+        return reader, writer
+
+    async def status(self, path: str, *headers: str) -> int:
+        reader, writer = await self.ask(path, *headers)
+        line = await asyncio.wait_for(reader.readline(), 60)
+        writer.close()
+        return int(line.split()[1])
+
+
+def serving(story: Callable[[Place], Awaitable[None]], *, host: str = "127.0.0.1") -> None:
+    async def run() -> None:
+        group = new_group(make_settings(token=TOKEN), generation=0, now=time.monotonic())
+        feed, server = LiveFeed(), Server(group, MemoryStore(), log=lambda *_, **__: None)
+        status = StatusServer(server, feed)
+        place = Place(feed, server, await status.listen(host, 0))
+        try:
+            await story(place)
+        finally:
+            status.close()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+                await asyncio.wait([task])
+
+    asyncio.run(run())
+
+
+async def read_update(reader: asyncio.StreamReader) -> dict[str, Any]:
+    line = await asyncio.wait_for(reader.readuntil(b"data: "), 60)
+    text = await asyncio.wait_for(reader.readline(), 60)
+    assert b"event: update" in line
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+TOKEN = "a-secret-of-this-test"
+BEARER = f"Authorization: Bearer {TOKEN}"
+
+
+def test_on_loopback_a_browser_of_this_machine_needs_no_token() -> None:
+    async def story(place: Place) -> None:
+        assert await place.status("/") == 200
+        assert await place.status("/live") == 200
+        # All else does, as before.
+        assert await place.status("/status") == 401
+        # Another site may make a browser ask: across, or under a name of its own that leads here.
+        assert await place.status("/live", "Sec-Fetch-Site: cross-site") == 401
+        reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
+        writer.write(b"GET /live HTTP/1.1\r\nHost: evil.example:80\r\n\r\n")
+        assert b"401" in await asyncio.wait_for(reader.readline(), 60)
+        writer.close()
+
+    serving(story)
+
+
+def test_elsewhere_the_page_is_open_and_says_nothing_of_the_run() -> None:
+    async def story(place: Place) -> None:
+        place.server.group.log("go", nodes=3)
+        reader, writer = await place.ask("/")
+        answer = (await asyncio.wait_for(reader.read(), 60)).decode()
+        writer.close()
+        assert answer.startswith("HTTP/1.1 200 OK")
+        assert 'data-token="needed"' in answer
+        assert TOKEN not in answer
+        assert await place.status("/live") == 401
+        assert await place.status("/live", "Authorization: Bearer wrong") == 401
+        assert await place.status(f"/live?token={TOKEN}") == 401
+        assert await place.status("/live", BEARER) == 200
+
+    serving(story, host="0.0.0.0")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_the_page_only_reads(method: str) -> None:
+    async def story(place: Place) -> None:
+        for path in ("/", "/live"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
+            writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert b"405" in await asyncio.wait_for(reader.readline(), 60)
+            writer.close()
+
+    serving(story)
+
+
+def test_a_page_gets_all_there_is_and_then_what_is_new() -> None:
+    async def story(place: Place) -> None:
+        place.feed.log("gone", node="3", why="silence")
+        place.feed.log("rejected", peer="x")
+        place.feed.update()
+        reader, writer = await place.ask("/live")
+        first = await read_update(reader)
+        assert first["status"]["run"] == place.server.group.settings.run
+        assert [text for _, _, text in first["events"]] == ["node 3 is gone: silence"]
+        place.feed.log("empty")
+        second = await read_update(reader)
+        while "events" not in second:
+            second = await read_update(reader)
+        assert [text for _, _, text in second["events"]] == ["all nodes have left"]
+        assert "run" not in second.get("status", {})
+        writer.close()
+
+    serving(story)
+
+
+def test_the_last_update_has_the_end_of_the_run() -> None:
+    async def story(place: Place) -> None:
+        reader, writer = await place.ask("/live")
+        await read_update(reader)
+        place.feed.log("finished", reason="Complete")
+        place.feed.close()
+        rest = await asyncio.wait_for(reader.read(), 60)
+        assert b"the run has ended: Complete" in rest
+        writer.close()
+
+    serving(story)
+
+
+def test_pages_beyond_the_bound_are_refused_and_take_no_place_from_others() -> None:
+    async def story(place: Place) -> None:
+        pages = [await place.ask("/live") for _ in range(MOST_PAGES)]
+        for reader, _ in pages:
+            await read_update(reader)
+        assert await place.status("/live") == 503
+        # The places of requests that are answered at once are others.
+        for _ in range(2 * MAX_CONNECTIONS):
+            assert await place.status("/healthz") == 200
+        await read_update(pages[0][0])
+        # One that goes makes room.
+        for _, writer in pages:
+            writer.close()
+        while place.feed.is_full:
+            await asyncio.sleep(0.01)
+        assert await place.status("/live") == 200
+
+    serving(story)
+
+
+def test_a_page_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MOST_UNSENT_BYTES", 100_000)
+
+    async def story(place: Place) -> None:
+        _, writer = await place.ask("/live")
+        while not place.feed._pages:
+            await asyncio.sleep(0.01)
+        # The system's own buffers take some megabytes first; the test ends by its time limit if nothing does.
+        while place.feed._pages:
+            for number in range(200):
+                place.feed.log("gone", node=str(number), why="x" * 300)
+            place.feed.update()
+            await asyncio.sleep(0)
+        assert await place.status("/healthz") == 200
+        writer.close()
+
+    serving(story)
+
+
+def test_pages_that_are_opened_again_and_again_share_what_they_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "UPDATE_SECONDS", 3600.0)
+    rewound: list[object] = []
+    rewind = live.rewind
+    monkeypatch.setattr(live, "rewind", lambda history: (rewound.append(1), rewind(history)))
+
+    async def story(place: Place) -> None:
+        for _ in range(20):
+            reader, writer = await place.ask("/live")
+            assert "run" in (await read_update(reader))["status"]
+            writer.close()
+            while place.feed._pages:
+                await asyncio.sleep(0.001)
+
+    serving(story)
+    assert len(rewound) == 1
+
+
+@pytest.mark.parametrize("cost_seconds", [0.0, 0.001, 0.004, 0.02, 0.3])
+def test_updates_take_half_a_percent_of_a_core_at_most(cost_seconds: float) -> None:
+    pause = pause_after(cost_seconds)
+    assert pause >= live.UPDATE_SECONDS
+    assert cost_seconds / pause <= 0.005 + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("host", "site", "expected"),
+    [
+        ("127.0.0.1:80", "", True),
+        ("localhost", "same-origin", True),
+        ("[::1]:8080", "none", True),
+        ("[::1]", "", True),
+        ("evil.example:80", "", False),
+        ("127.0.0.1.evil.example", "", False),
+        ("", "", False),
+        ("localhost:80", "cross-site", False),
+        ("localhost:80", "same-site", False),
+    ],
+)
+def test_requests_of_other_sites_are_known(host: str, site: str, expected: bool) -> None:
+    assert is_own_request(host, site) is expected
+
+
+@pytest.mark.parametrize("name", ["run", "fleet"])
+def test_a_page_is_one_file_whose_scripts_and_styles_alone_may_run(name: str) -> None:
+    page = build_page(name, needs_token=True)
+    policy = page.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    for tag in ("script", "style"):
+        for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL):
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            assert f"'sha256-{digest}'" in policy
+    # Nothing is loaded from anywhere: no address but those of comments.
+    assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!data:)", page.text)
+    assert not re.search(r"\bstyle=", page.text)
+    assert len(page.text) < 150_000

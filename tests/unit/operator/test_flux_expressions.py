@@ -1,0 +1,68 @@
+"""The health expressions for Flux: by Flux's own code, on every state of a run."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bed import toolbox
+from run_samples import make_samples
+
+ROOT = Path(__file__).resolve().parents[3]
+AT_ITS_END = {"suspended", "stopped", "complete"}
+FAILED = {
+    "image_missing_for_minutes",
+    "refused_by_a_policy",
+    "invalid",
+    "unreadable",
+    "unreadable_edit",
+    "not_finite",
+    "failed",
+}
+
+
+def find_check() -> dict[str, Any]:
+    for one in yaml.safe_load_all((ROOT / "examples/gitops/flux/runs.yaml").read_text("utf-8")):
+        if one["kind"] == "Kustomization":
+            [check] = one["spec"]["healthCheckExprs"]
+            return dict(check)
+    raise AssertionError("no Kustomization")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_flux_waits_for_the_end_of_a_run_and_gives_up_where_a_person_must_act() -> None:
+    if shutil.which("go") is None and toolbox.missing(("fluxhealth",)):
+        pytest.skip("fluxhealth is not built, and there is no `go` to build it.")
+    samples = make_samples()
+    question = {"check": find_check(), "objects": list(samples.values())}
+    done = subprocess.run(
+        [toolbox.binary("fluxhealth")],
+        input=json.dumps(question),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    found = {name: one["status"] for name, one in zip(samples, answers, strict=True)}
+    assert [one["error"] for one in answers if one["error"]] == []
+    assert {name for name, status in found.items() if status == "Current"} == AT_ITS_END
+    assert {name for name, status in found.items() if status == "Failed"} == FAILED
+    assert set(found.values()) == {"Current", "Failed", "InProgress"}
+
+
+def test_the_expressions_are_for_the_kind_and_name_conditions_that_the_operator_writes() -> (
+    None
+):
+    check = find_check()
+    run = make_samples()["complete"]
+    assert (check["apiVersion"], check["kind"]) == (run["apiVersion"], run["kind"])
+    kinds = {one["type"] for one in run["status"]["conditions"]}
+    named = {word for word in ("Failed", "Stalled") if f"'{word}'" in check["failed"]}
+    named |= {word for word in ("Complete", "Suspended") if f"'{word}'" in check["current"]}
+    assert named == {"Failed", "Stalled", "Complete", "Suspended"} <= kinds

@@ -1,0 +1,493 @@
+"""Each published checkpoint of a run with ``spec.evaluation`` is evaluated by a pod of its own."""
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from fake_kubernetes.recipe import TRAINING
+from fake_kubernetes.simulation import CONFIG, KEY, Crash, Simulation, crash_at
+from pod_security import violations
+from prometheus_client import generate_latest
+from prometheus_client.registry import CollectorRegistry
+
+from evergrad_coordinator.contract import ErrorKind, encode_termination
+from evergrad_coordinator.evaluated import decode_evaluated, encode_evaluated
+from evergrad_operator.evaluation import (
+    Evaluation,
+    Tries,
+    pack_evaluation,
+    parse_evaluation,
+    show_evaluation,
+)
+from evergrad_operator.events import derive_events
+from evergrad_operator.facts import read_runs
+from evergrad_operator.metrics import Facts, FactsCollector
+
+SECTION = {"resources": {"requests": {"cpu": "500m"}, "limits": {"memory": "2Gi"}}}
+ROW = {"name": "heldOut", "loss": 2.123456789012345, "perplexity": 8.359, "step": 2}
+RECIPE = {
+    **TRAINING,
+    "evaluation": {
+        key: value for key, value in TRAINING["evaluation"].items() if key != "every"
+    },
+}
+
+
+def make(section: Mapping[str, Any] = SECTION, **spec: Any) -> Simulation:
+    """A run that trains and has published nothing so far."""
+    simulation = Simulation()
+    simulation.create_run(training=copy.deepcopy(RECIPE), evaluation=section, **spec)
+    simulation.settle()
+    start(simulation)
+    simulation.train()
+    simulation.settle()
+    return simulation
+
+
+@pytest.fixture
+def simulation() -> Simulation:
+    return make()
+
+
+def start(simulation: Simulation) -> None:
+    simulation.start_pods()
+    simulation.settle()
+
+
+def publish(simulation: Simulation, step: int) -> None:
+    simulation.train(step=step, checkpointStep=step)
+    simulation.settle()
+
+
+def end(simulation: Simulation, name: str, step: int, **more: Any) -> None:
+    """The pod leaves its report, and ends with 0."""
+    report = encode_evaluated(step, [{**ROW, "step": step}], **more)
+    simulation.end_pod(name, message=report.decode())
+    simulation.settle()
+
+
+def complete(simulation: Simulation) -> None:
+    simulation.train(step=10, checkpointStep=10, phase="Complete")
+    simulation.settle()
+    for name in simulation.pods():
+        simulation.end_pod(name)
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+
+
+def edit(simulation: Simulation, **spec: Any) -> None:
+    simulation.store.change("trainingruns", *KEY, {"spec": spec})
+
+
+def pod(simulation: Simulation, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = simulation.store.get("pods", "ns", name)
+    return found
+
+
+def shown(simulation: Simulation) -> dict[str, Any]:
+    found: dict[str, Any] = simulation.status["evaluation"]
+    return found
+
+
+@pytest.mark.capability("C-2")
+def test_each_checkpoint_gets_one_pod_and_its_results_stand_in_the_status_to_the_last_bit(
+    simulation: Simulation,
+) -> None:
+    assert simulation.pods("evaluation") == []
+    assert shown(simulation)["state"] == "UpToDate"
+    publish(simulation, 2)
+    assert simulation.pods("evaluation") == ["run-evaluate-2-0"]
+    start(simulation)
+    assert (shown(simulation)["state"], shown(simulation)["waiting"]) == ("Evaluating", 1)
+    assert simulation.status["phase"] == "Running"
+
+    end(simulation, "run-evaluate-2-0", 2)
+    (result,) = shown(simulation)["results"]
+    assert result["name"] == "heldOut"
+    assert float(result["values"]["loss"]) == ROW["loss"]
+    assert (shown(simulation)["state"], shown(simulation)["step"]) == ("UpToDate", 2)
+    assert (shown(simulation)["evaluated"], shown(simulation)["waiting"]) == (1, 0)
+    simulation.settle()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-0"], "it is made once"
+    assert simulation.status["restarts"]["total"] == 0
+
+
+def test_one_pod_at_a_time_takes_the_oldest_checkpoint_and_finds_what_was_never_reported(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 4)
+    start(simulation)
+    publish(simulation, 6)
+    publish(simulation, 8)
+    assert simulation.pods("evaluation") == ["run-evaluate-4-0"]
+    assert shown(simulation)["waiting"] == 3
+    # Step 5 was published between two answers of the coordinator: the volume alone knows of it.
+    end(simulation, "run-evaluate-4-0", 4, waiting=[5, 6, 8])
+    assert "run-evaluate-5-1" in simulation.pods("evaluation")
+    for serial, step in enumerate((5, 6, 8), start=1):
+        start(simulation)
+        end(simulation, f"run-evaluate-{step}-{serial}", step)
+    assert (shown(simulation)["evaluated"], shown(simulation)["step"]) == (4, 8)
+    assert simulation.pods("evaluation") == ["run-evaluate-8-3"], (
+        "of those that ended one stays"
+    )
+
+
+def test_an_older_checkpoint_that_is_found_later_does_not_hide_the_newest(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 4)
+    start(simulation)
+    end(simulation, "run-evaluate-4-0", 4, waiting=[2])
+    start(simulation)
+    report = encode_evaluated(2, [{**ROW, "loss": 9.5}])
+    simulation.end_pod("run-evaluate-2-1", message=report.decode())
+    simulation.settle()
+    (result,) = shown(simulation)["results"]
+    assert (shown(simulation)["step"], shown(simulation)["evaluated"]) == (4, 2)
+    assert float(result["values"]["loss"]) == ROW["loss"]
+
+
+def test_the_pod_has_its_own_resources_and_needs_neither_the_token_nor_the_file(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    raw = pod(simulation, "run-evaluate-2-0")
+    (container,) = raw["spec"]["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "500m"},
+        "limits": {"memory": "2Gi"},
+    }
+    text = " ".join(container["args"])
+    assert text == (
+        "evaluate /volume/run --checkpoint 2 --termination-log /dev/termination-log"
+    )
+    assert container["image"] == CONFIG.trainer_image
+    volumes = {one["name"] for one in raw["spec"]["volumes"]}
+    assert volumes == {"evergrad-volume", "evergrad-tmp", "evergrad-shm"}
+    assert {one["name"] for one in container["volumeMounts"]} == volumes
+    assert raw["metadata"]["labels"]["evergrad.dev/role"] == "evaluation"
+    assert violations(raw) == []
+    assert raw["spec"]["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize("code", [75, 137, 143])
+def test_a_pod_that_is_lost_is_followed_by_another_of_the_same_checkpoint(
+    simulation: Simulation, code: int
+) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    simulation.end_pod("run-evaluate-2-0", code)
+    simulation.settle()
+    assert "run-evaluate-2-1" in simulation.pods("evaluation")
+    start(simulation)
+    end(simulation, "run-evaluate-2-1", 2)
+    assert (shown(simulation)["evaluated"], shown(simulation)["state"]) == (1, "UpToDate")
+
+
+def test_a_mistake_is_final_for_the_evaluation_alone_until_the_run_is_edited(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    said = encode_termination(ErrorKind.INPUT, "/documents/held.jsonl: does not exist").decode()
+    simulation.end_pod("run-evaluate-2-0", 64, message=said)
+    simulation.settle()
+    assert shown(simulation)["state"] == "Failed"
+    assert "/documents/held.jsonl: does not exist" in shown(simulation)["message"]
+    publish(simulation, 4)
+    simulation.now += 3600
+    simulation.settle()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-0"]
+    assert simulation.status["phase"] == "Running" and len(simulation.pods()) == 2
+
+    edit(simulation, evaluation={"resources": {"requests": {"cpu": "1"}}})
+    simulation.settle()
+    assert "run-evaluate-2-1" in simulation.pods("evaluation")
+    assert simulation.pods() == ["run-0-0", "run-1-0"], "its resources are no nodes' concern"
+
+
+def test_an_evaluation_that_fails_too_often_gives_up_and_names_its_own_limit(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    for attempt in range(4):
+        assert f"run-evaluate-2-{attempt}" in simulation.pods("evaluation")
+        start(simulation)
+        simulation.now += 60
+        simulation.end_pod(f"run-evaluate-2-{attempt}", 137, reason="OOMKilled")
+        simulation.settle()
+        simulation.now += 600
+        simulation.settle()
+    assert shown(simulation)["state"] == "Failed"
+    assert "spec.evaluation.resources.limits.memory" in shown(simulation)["message"]
+    assert simulation.status["phase"] == "Running"
+    assert simulation.status["failures"]["withoutProgress"] == 0
+    assert simulation.pods("evaluation") == ["run-evaluate-2-3"]
+
+
+def test_a_failed_evaluation_pauses_before_its_next_pod(simulation: Simulation) -> None:
+    publish(simulation, 2)
+    for attempt in range(2):
+        start(simulation)
+        simulation.now += 5
+        simulation.end_pod(f"run-evaluate-2-{attempt}", 1, message="Traceback")
+        simulation.settle()
+    assert "run-evaluate-2-2" not in simulation.pods("evaluation")
+    assert shown(simulation)["state"] == "Waiting"
+    assert "the next pod comes at" in shown(simulation)["message"]
+    assert "Traceback" in shown(simulation)["message"]
+    simulation.now += 60
+    simulation.settle()
+    assert "run-evaluate-2-2" in simulation.pods("evaluation")
+
+
+def test_trouble_of_a_host_costs_no_failure_and_the_next_pod_keeps_away_from_it(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    said = encode_termination(ErrorKind.ENVIRONMENT, "the mount is gone").decode()
+    simulation.end_pod("run-evaluate-2-0", 70, message=said)
+    simulation.settle()
+    raw = pod(simulation, "run-evaluate-2-1")
+    wishes = raw["spec"]["affinity"]["nodeAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert '"n1"' in json.dumps(wishes)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over_with_an_event(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    before = simulation.status
+    report = encode_evaluated(2, [], passed_over="holds no checkpoint of step 2")
+    simulation.end_pod("run-evaluate-2-0", message=report.decode())
+    simulation.settle()
+    assert shown(simulation)["passedOver"] == "step 2: holds no checkpoint of step 2"
+    assert (shown(simulation)["state"], shown(simulation)["evaluated"]) == ("UpToDate", 0)
+    reasons = [event.reason for event in derive_events(before, simulation.status)]
+    assert reasons == ["CheckpointPassedOver"]
+
+
+def test_an_image_that_leaves_no_report_is_not_tried_for_ever(simulation: Simulation) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    simulation.end_pod("run-evaluate-2-0", message="done")
+    simulation.settle()
+    assert shown(simulation)["state"] == "Failed"
+    assert "left no results" in shown(simulation)["message"]
+
+
+def test_the_last_checkpoint_is_evaluated_after_the_run_is_complete_and_before_it_is_cleaned() -> (
+    None
+):
+    simulation = make(ttlSecondsAfterFinished=0)
+    complete(simulation)
+    assert simulation.status["phase"] == "Complete"
+    assert simulation.pods("evaluation") == ["run-evaluate-10-0"]
+    assert ("configmaps", "run-config") in [one[:2] for one in simulation.children()]
+    start(simulation)
+    assert (simulation.status["phase"], shown(simulation)["state"]) == (
+        "Complete",
+        "Evaluating",
+    )
+    end(simulation, "run-evaluate-10-0", 10)
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+    assert shown(simulation)["step"] == 10
+    assert simulation.pods("evaluation") == []
+    assert ("configmaps", "run-config") not in [one[:2] for one in simulation.children()]
+
+
+def test_suspension_deletes_the_pod_and_the_resumed_run_goes_on_with_the_same_checkpoint(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    edit(simulation, suspend=True)
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspending"
+    simulation.reap()
+    nodes = {"min": 1, "max": 2, "ready": 0, "connected": 0, "members": []}
+    simulation.train(step=2, checkpointStep=2, nodes=nodes)
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.status["phase"] == "Suspended"
+    assert simulation.pods("evaluation") == []
+    edit(simulation, suspend=False)
+    simulation.settle()
+    assert simulation.pods("evaluation") == [], "nodes come first"
+    start(simulation)
+    simulation.train(step=2, checkpointStep=2)
+    simulation.settle()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-1"]
+
+
+def test_without_the_section_the_pod_leaves_and_training_goes_on_after_a_restart(
+    simulation: Simulation,
+) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    edit(simulation, evaluation=None)
+    for _ in range(4):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.pods("evaluation") == []
+    # The nodes evaluate between steps again: they have to agree on that.
+    assert simulation.pods() == ["run-0-1", "run-1-1"]
+
+
+def test_a_run_that_is_deleted_gets_no_further_pod(simulation: Simulation) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    deleted = {"deletionTimestamp": "2027-01-15T08:00:00Z"}
+    simulation.store.change("trainingruns", *KEY, {"metadata": deleted})
+    simulation.end_pod("run-evaluate-2-0", 137)
+    simulation.settle()
+    assert simulation.pods("evaluation") == ["run-evaluate-2-0"]
+
+
+def test_a_deadline_ends_the_evaluation_too() -> None:
+    simulation = make(activeDeadlineSeconds=100)
+    publish(simulation, 2)
+    start(simulation)
+    simulation.now += 101
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.status["reason"] == "DeadlineExceeded"
+    assert simulation.pods("evaluation") == []
+
+
+def test_a_volume_of_one_host_takes_the_pod_to_the_nodes_and_off_a_host_they_have_left() -> (
+    None
+):
+    simulation = make()
+    with simulation.by_others():
+        modes = {"spec": {"accessModes": ["ReadWriteOnce"]}}
+        simulation.store.change("persistentvolumeclaims", "ns", "run", modes)
+    publish(simulation, 2)
+    terms = pod(simulation, "run-evaluate-2-0")["spec"]["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    this = {"key": "metadata.name", "operator": "In", "values": ["n1"]}
+    assert terms == [{"matchFields": [this]}]
+    start(simulation)
+    for name in simulation.pods():
+        simulation.store.change("pods", "ns", name, {"spec": {"nodeName": "n2"}})
+    simulation.settle()
+    assert pod(simulation, "run-evaluate-2-0")["metadata"].get("deletionTimestamp")
+
+
+def test_the_nodes_are_given_what_stays_for_the_pods_and_nothing_else_of_them(
+    simulation: Simulation,
+) -> None:
+    text = simulation.store.get("configmaps", "ns", "run-config")["data"]["trainingrun.json"]
+    assert json.loads(text)["spec"]["evaluation"] == {"keepWaiting": 4}
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("number", range(8))
+def test_an_operator_killed_at_any_write_evaluates_each_checkpoint_once(
+    number: int, is_before: bool
+) -> None:
+    simulation = make()
+    simulation.store.before, simulation.store.after = crash_at(number, is_before=is_before)
+
+    def settle() -> None:
+        try:
+            simulation.settle()
+        except Crash:
+            simulation.store.before = simulation.store.after = lambda write: None
+            simulation.start_operator()
+            # The first pass begins to ask the coordinator, the second has its answer.
+            simulation.settle()
+            simulation.settle()
+
+    made = set()
+    for step in (2, 4):
+        simulation.train(step=step, checkpointStep=step)
+        settle()
+        made.update(simulation.pods("evaluation"))
+        with simulation.by_others():
+            simulation.start_pods()
+        settle()
+        report = encode_evaluated(step, [ROW]).decode()
+        with simulation.by_others():
+            simulation.end_pod(f"run-evaluate-{step}-{step // 2 - 1}", message=report)
+        settle()
+    assert made == {"run-evaluate-2-0", "run-evaluate-4-1"}
+    assert (shown(simulation)["step"], shown(simulation)["waiting"]) == (4, 0)
+    assert shown(simulation)["evaluated"] == 2
+
+
+def test_results_are_gauges_of_the_run_and_go_with_it(simulation: Simulation) -> None:
+    publish(simulation, 2)
+    start(simulation)
+    end(simulation, "run-evaluate-2-0", 2)
+    raw = simulation.store.get("trainingruns", *KEY)
+    facts = Facts(0, 0.0, 0, {}, {}, {}, read_runs({KEY: raw}, now=simulation.now))
+    registry = CollectorRegistry()
+    collector = FactsCollector(facts)
+    registry.register(collector)
+    text = generate_latest(registry).decode()
+    one = 'evergrad_operator_run_evaluation_value{metric="loss",run="run",run_namespace="ns",set="heldOut"}'
+    assert f"{one} {ROW['loss']}" in text
+    assert 'evergrad_operator_run_evaluation_step{run="run",run_namespace="ns"} 2.0' in text
+    assert "evergrad_operator_run_evaluations_waiting" in text
+    collector.facts = Facts(0, 0.0, 0, {}, {}, {}, ())
+    assert 'set="heldOut"' not in generate_latest(registry).decode()
+
+
+def test_what_is_remembered_of_an_evaluation_is_read_back_and_bounded() -> None:
+    known = Evaluation(
+        attempt=3,
+        is_recorded=True,
+        seen=8,
+        pending=(6, 8),
+        tries=Tries(2, 1, 1, (("n1", 1),), 5.0, 9.0),
+        failed=4,
+        failure="why",
+        step=4,
+        evaluated=2,
+        results={"heldOut": {"loss": "2.5"}},
+        passed_over="step 1: gone",
+        state="Failed",
+        message="why",
+    )
+    assert parse_evaluation(show_evaluation(known), pack_evaluation(known)) == known
+    assert parse_evaluation({}, "[") == Evaluation() == parse_evaluation({}, "")
+    assert pack_evaluation(Evaluation()) == "" and show_evaluation(Evaluation()) == {}
+    many = {"results": [{"name": f"s{n}", "values": {"loss": "1" * 99}} for n in range(99)]}
+    found = parse_evaluation(many, json.dumps({"pending": [*range(999), "x", True]}))
+    assert len(found.results) == 16 and len(found.pending) == 64
+    assert {len(one["loss"]) for one in found.results.values()} == {32}
+
+
+def test_a_report_fits_into_a_termination_message_whatever_a_task_measures() -> None:
+    rows = [
+        {
+            **ROW,
+            "name": f"set {n}" + "é" * 40,
+            "metrics": {f"m{k}" * 30: k / 7 for k in range(9)},
+        }
+        for n in range(40)
+    ]
+    data = encode_evaluated(7, rows, waiting=range(100, 400), passed_over="")
+    assert len(data) <= 4096
+    report = decode_evaluated(data.decode())
+    assert report is not None
+    assert (report.step, report.left_out) == (7, 40 - len(report.results))
+    assert report.results and report.left_out > 0
+    first = next(iter(report.results.values()))
+    assert float(first["loss"]) == ROW["loss"]
+    for odd in ("", "[]", "{}", "null", '{"step": -1}', '{"step": true}', "[" * 5000):
+        assert decode_evaluated(odd) is None
