@@ -122,16 +122,16 @@ def find_licenses(name: str, version: str) -> list[License]:
     # A build of its own, such as 2.13.0+cpu, has the licence of its release.
     if found.version.partition("+")[0] != version.partition("+")[0]:
         return []
-    make = LicenseFactory().make_from_string
-    if expression := found.metadata.get("License-Expression"):
-        return [make(expression)]
+    make, fields = LicenseFactory().make_from_string, found.metadata.get_all
+    if expressions := fields("License-Expression"):
+        return [make(expressions[0])]
     # Older packages: a line of text, which may be the whole licence, and classifiers.
-    text = found.metadata.get("License") or ""
+    text = "".join(fields("License") or ())
     if text and len(text) < 60 and "\n" not in text:
         return [make(text)]
     classifiers = [
         one.rpartition(" :: ")[2]
-        for one in found.metadata.get_all("Classifier", [])
+        for one in fields("Classifier") or ()
         if one.startswith("License :: ") and one.count(" :: ") > 1
     ]
-    return [make(one) for one in classifiers[:1]] if len(classifiers) == 1 else []
+    return [make(classifiers[0])] if len(classifiers) == 1 else []

@@ -67,9 +67,11 @@ class RunFiles:
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=_RECENT)
         self._newest: dict[str, Any] = {}
         """The newest event of each type."""
-        self._last_type = ""
+        self._last_type, self._last_event_at = "", 0.0
         self._restarts: dict[str, int] = {}
         self._lost_seconds: dict[str, float] = {}
+        self.newest_time = 0.0
+        """Unix time up to which the run is known: now, or its last sign of life where it has ended."""
         self.history = History(began_at=0.0)
         """Its times are Unix seconds until the first event says when the run began."""
 
@@ -93,7 +95,10 @@ class RunFiles:
             if isinstance(step, int) and (name in tracks or len(tracks) < MOST_SETS):
                 values = {"loss": row.get("loss"), **(row.get("metrics") or {})}
                 tracks.setdefault(name, Track()).add(step, _numbers(values))
-        return self._build_status(now)
+        status = self._build_status(now)
+        if status["phase"] == "Running":
+            self.newest_time = now
+        return status
 
     def _note_event(self, row: dict[str, Any]) -> None:
         kind, at = str(row.get("type")), row.get("time")
@@ -102,20 +107,27 @@ class RunFiles:
         if not self.history.began_at:
             self.history.began_at = float(at)
         elapsed = round(at - self.history.began_at, 1)
+        self.newest_time = max(self.newest_time, float(at))
         # A start after the first one is a restart; a change of the world is one, too, and says what it cost.
         cause = str(row.get("cause") or "process_started")
         if kind == "world" or (kind == "start" and "start" in self._newest):
             self._restarts[cause] = self._restarts.get(cause, 0) + 1
-            paused = row.get("paused_seconds")
-            self._lost_seconds[cause] = self._lost_seconds.get(cause, 0.0) + (paused or 0.0)
-        self._newest[kind], self._last_type = row, kind
+            # What a process that was killed had trained since its last event, such as a save, is lost, too.
+            lost = (
+                at - self._last_event_at
+                if kind == "start"
+                else row.get("paused_seconds") or 0.0
+            )
+            self._lost_seconds[cause] = round(self._lost_seconds.get(cause, 0.0) + lost, 1)
+        self._newest[kind], self._last_type, self._last_event_at = row, kind, float(at)
         self._note_size(row)
         if kind == "save":
             self.history.checkpoints.add([elapsed, row.get("step")])
         if kind in _TEXTS:
             with contextlib.suppress(KeyError):
-                text = _TEXTS[kind].format_map({key: str(value) for key, value in row.items()})
-                self.history.events.add([elapsed, kind, text.replace("_", " ")[:300]])
+                known = {key: str(value) for key, value in row.items()}
+                text = _TEXTS[kind].format_map(known | {"cause": cause.replace("_", " ")})
+                self.history.events.add([elapsed, kind, text[:300]])
 
     def _note_size(self, row: Mapping[str, Any]) -> None:
         at, size = row.get("time"), row.get("world_size")

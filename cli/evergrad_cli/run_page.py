@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from evergrad_cli.run_files import RunFiles
 from evergrad_coordinator.edge.live import MOST_PAGES, UPDATE_SECONDS, encode_event
@@ -15,6 +15,17 @@ from evergrad_coordinator.rules.history import take_update
 
 _WRITE_SECONDS: Final = 30.0
 """Within which a page reads what it is sent, or is dropped."""
+
+
+def follow(directory: Path, stream: BinaryIO, is_over: threading.Event) -> None:
+    """Write events to ``stream`` until it cannot be written; they begin with all there is."""
+    files = RunFiles(directory)
+    with contextlib.suppress(OSError):
+        while not is_over.is_set():
+            status = files.look(time.time())
+            update = take_update(files.history, status, now=files.newest_time)
+            stream.write(encode_event({**update, "beganAt": files.history.began_at}))
+            is_over.wait(UPDATE_SECONDS)
 
 
 @contextlib.contextmanager
@@ -42,7 +53,7 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
             else:
                 try:
                     self._begin(200, "text/event-stream")
-                    self._follow()
+                    follow(directory, self.wfile, is_over)
                 finally:
                     places.release()
 
@@ -55,20 +66,6 @@ def serving_files(directory: Path, *, port: int) -> Iterator[int]:
             }.items():
                 self.send_header(name, value)
             self.end_headers()
-
-        def _follow(self) -> None:
-            """Each page has a history of its own: it begins with all there is."""
-            files = RunFiles(directory)
-            while not is_over.is_set():
-                now = time.time()
-                status = files.look(now)
-                elapsed_from = files.history.began_at
-                update = take_update(files.history, status, now=max(now, elapsed_from))
-                with contextlib.suppress(OSError):
-                    self.wfile.write(encode_event({**update, "beganAt": elapsed_from}))
-                    is_over.wait(UPDATE_SECONDS)
-                    continue
-                return
 
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing: requests of one's own browser are no news."""

@@ -247,6 +247,7 @@ def test_a_run_without_a_coordinator_is_shown_from_its_files(
     )
     assert first["evaluations"] and first["checkpoints"]
     assert first["status"]["restarts"] == {"process_started": 1}
+    assert first["status"]["lostSeconds"]["process_started"] >= 30
     assert "steps" not in updates[1]
     assert (last["steps"]["x"][-1], last["status"]["loss"]) == (301, 0.5)
 

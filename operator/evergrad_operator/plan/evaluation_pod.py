@@ -1,6 +1,7 @@
 """The pod that evaluates one checkpoint of a run."""
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from evergrad_coordinator import contract
 from evergrad_manifest.envelope.beside import CheckpointEvaluation
@@ -36,29 +37,8 @@ def build_evaluation_pod(
     run: TrainingRun, memory: Memory, config: Config, wanted: EvaluationPod
 ) -> JsonObject:
     """Build the pod that evaluates the checkpoint of a step."""
-    template, given = run.spec.template, run.spec.evaluation or CheckpointEvaluation()
-    folder = escape(f"{contract.VOLUME_PATH}/{run.volume_path}")
-    container = build_trainer_container(
-        run,
-        memory,
-        config,
-        given.resources,
-        arguments=[
-            "evaluate",
-            folder,
-            *("--checkpoint", str(wanted.step)),
-            *("--termination-log", names.TERMINATION_LOG),
-        ],
-        ports=[],
-    )
-    container["volumeMounts"] = [
-        one for one in container["volumeMounts"] if one["name"] not in _NOT_NEEDED
-    ]
-    volumes = [
-        one
-        for one in build_trainer_volumes(run, config, token="")
-        if one["name"] not in _NOT_NEEDED
-    ]
+    given = run.spec.evaluation or CheckpointEvaluation()
+    container, volumes = _build_parts(run, memory, config, wanted)
     hosts = tuple(host for host, _ in memory.evaluation.tries.hosts)
     placement = build_placement_beside(run, given.node_selector, avoided=hosts)
     if wanted.host:
@@ -72,7 +52,7 @@ def build_evaluation_pod(
         "securityContext": build_pod_security(config),
         **placement,
         "tolerations": build_tolerations(
-            template.tolerations, config.node_loss_toleration_seconds
+            run.spec.template.tolerations, config.node_loss_toleration_seconds
         ),
         "imagePullSecrets": build_pull_secrets(run, config),
         "containers": [container],
@@ -97,3 +77,33 @@ def build_evaluation_pod(
         names.ANNOTATION_RESTART: str(memory.restart),
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(spec)}
+
+
+def _build_parts(
+    run: TrainingRun, memory: Memory, config: Config, wanted: EvaluationPod
+) -> tuple[JsonObject, list[Mapping[str, Any]]]:
+    """Build its container and the volumes: those of a node that it needs."""
+    given = run.spec.evaluation or CheckpointEvaluation()
+    folder = escape(f"{contract.VOLUME_PATH}/{run.volume_path}")
+    container = build_trainer_container(
+        run,
+        memory,
+        config,
+        given.resources,
+        arguments=[
+            "evaluate",
+            folder,
+            *("--checkpoint", str(wanted.step)),
+            *("--termination-log", names.TERMINATION_LOG),
+        ],
+        ports=[],
+    )
+    container["volumeMounts"] = [
+        one for one in container["volumeMounts"] if one["name"] not in _NOT_NEEDED
+    ]
+    volumes = [
+        one
+        for one in build_trainer_volumes(run, config, token="")
+        if one["name"] not in _NOT_NEEDED
+    ]
+    return container, volumes

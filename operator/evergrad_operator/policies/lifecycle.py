@@ -215,12 +215,10 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         chosen: tuple[PodState, ...] = ()
         text = "the coordinator leaves"
         if working:
-            at_work = len(working) - len(beside)
-            chosen, text = (*context.live, *beside), f"{at_work} nodes save and leave"
+            chosen, nodes = (*context.live, *beside), len(working) - len(beside)
+            text = f"{nodes} nodes save and leave" if nodes else _EVALUATION_LEAVES
             if preparing:
                 text = _PREPARING_LEAVES
-            elif not at_work:
-                text = _EVALUATION_LEAVES
         elif not is_stale:
             chosen = (*live_coordinators, *context.nodes)
         return Decision(

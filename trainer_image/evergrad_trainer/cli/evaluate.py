@@ -105,6 +105,9 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.evaluation.opening import read_recorded
     from evergrad_trainer.worker.signals import StopSignals
 
+    if args.termination_log is not None:
+        with last_words(args.termination_log):
+            return try_patiently(functools.partial(_execute_in_pod, args))
     if args.compare and (args.watch or args.weights or not args.tolerance >= 0):
         what = "--watch" if args.watch else f"--tolerance {args.tolerance}"
         why = "one checkpoint is compared, within a difference of at least 0"
@@ -113,13 +116,10 @@ def execute(args: argparse.Namespace) -> int:
         raise InputError(
             Problem("--compare", f"cannot be combined with {what}", why, "Leave it out")
         )
-    if args.termination_log is not None:
-        with last_words(args.termination_log):
-            return try_patiently(functools.partial(_execute_in_pod, args))
     if args.micro_batch_size is not None and args.micro_batch_size < 1:
         what = f"{args.micro_batch_size} is below 1"
         raise InputError(Problem("--micro-batch-size", what, "", "Give a positive number"))
-    recorded = read_recorded(args.run)
+    recorded, compared = read_recorded(args.run), list[Compared]()
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
     with contextlib.ExitStack() as stack:
         candidate = None
@@ -137,7 +137,6 @@ def execute(args: argparse.Namespace) -> int:
         except CutError:
             print("stopped; what was measured is kept, and goes on from there", file=sys.stderr)
             return int(ExitCode.STOPPED_SAVED)
-    compared: list[Compared] = []
     if args.compare:
         rows = [one.values for one in measured]
         compared = compare_with_run(recorded.directory, rows, tolerance=args.tolerance)
@@ -147,8 +146,7 @@ def execute(args: argparse.Namespace) -> int:
             "step": candidate.version.step,
             "results": [_row(one) for one in measured],
         }
-        if args.compare:
-            document["comparison"] = [one.__dict__ for one in compared]
+        document |= {"comparison": [one.__dict__ for one in compared]} if args.compare else {}
         print(dumps_strict(document, indent=1))
     else:
         _print_table(measured)
