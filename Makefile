@@ -58,11 +58,11 @@ run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example on two local nod
 UNITS = --durations=40 -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/integration tests/unit
 
 # All is built before pytest begins, whose timeouts are for tests.
-# What a cluster of this machine needs, of the profiles (1) and with images or without (2); nothing where KUBECONFIG names another or this machine cannot run one.
+# What a cluster of this machine needs, of the profiles (1), with images or without (2), and further programs (3); nothing where KUBECONFIG names another or this machine cannot run one.
 define prepare_cluster
 @if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
 	export PYTHONPATH=$(CURDIR)/tests && for profile in $(1); do \
-		$(BIN)/python -m bed prepare --profile $$profile || exit 1; done$(if $(2), && $(BIN)/python -m bed.product_images); fi
+		$(BIN)/python -m bed prepare --profile $$profile || exit 1; done$(if $(3), && $(BIN)/python -m bed tools $(3))$(if $(2), && $(BIN)/python -m bed.product_images); fi
 endef
 
 # What is shown while the tests of units and processes run behind it. Images are built beside those: most of their steps take one core.
@@ -84,7 +84,7 @@ test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that the
 
 test-long: $(INSTALLED) ## the tests that take minutes and rarely find anything, which `make test` leaves out
 	$(call stage,long tests)
-	$(call prepare_cluster,full kwok,images)
+	$(call prepare_cluster,full kwok,images,kueue)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python tests/side_by_side.py \
 		--front '$(BIN)/python -m pytest -m long $(if $(KUBECONFIG),,tests/bed_tests) tests/e2e --verbose --durations=0 --durations-min=1' \
 		--behind '$(BIN)/python -m pytest -m long $(UNITS)'

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from evergrad_operator import names
-from evergrad_operator.cache import InformerCache
+from evergrad_operator.cache import NEW_POD_STATUS, InformerCache
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
 from evergrad_operator.kinds import CLAIM, KINDS, POD, SERVICE, Kind, Raw
 from evergrad_operator.names import Key
@@ -342,7 +342,7 @@ class Applier:
                 stored = {
                     **body,
                     "metadata": stored["metadata"],
-                    "status": {"phase": "Pending"},
+                    "status": NEW_POD_STATUS,
                 }
             # The answer to an earlier try may have been lost: then the pod exists already.
             except ApiError as error:

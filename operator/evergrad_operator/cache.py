@@ -7,15 +7,17 @@ watch that was restarted after 410 never shows what vanished meanwhile.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.claim_index import ClaimIndex
 from evergrad_operator.expectations import Expectations
 from evergrad_operator.names import Key
-from evergrad_operator.slim import Raw
+from evergrad_operator.slim import Raw, slim_pod
 from evergrad_operator.store import CLAIMS, PODS, RUNS, Store, place_of, uid_of
 
+NEW_POD_STATUS: Final = {"phase": "Pending"}
+"""Status of a pod that was made a moment ago, as far as the answer to its creation says."""
 _TOMBSTONE_SECONDS = 600.0
 """Time for which an older answer cannot bring a deleted object back."""
 
@@ -236,8 +238,12 @@ def _is_news(known: Raw, raw: Raw, *, is_deleted: bool) -> bool:
     version = _version(raw["metadata"])
     newest = _version(known["metadata"])
     if uid_of(known) == uid_of(raw):
-        # The watch often shows a version that an answer of the API server has brought before.
-        return is_deleted or version > newest or version == 0
+        # The watch often shows a version that an answer of the API server has brought before. The answer to a
+        # pod's creation lacks what others have added in it, such as a queue's gate: the watch shows that in
+        # the same version, and nothing more until the gate goes.
+        is_brief = version == newest and known.get("status") == NEW_POD_STATUS
+        is_fuller = is_brief and slim_pod(raw)["status"] != NEW_POD_STATUS
+        return is_deleted or version > newest or version == 0 or is_fuller
     # Two objects had this name one after the other, and the older one's end or version may come late.
     return not is_deleted and (version >= newest or version == 0)
 

@@ -52,11 +52,26 @@ class EvaluationPod:
 
 
 @dataclass(frozen=True)
+class Gang:
+    """Nodes that a queue admits together.
+
+    ``minimum``: nodes from this index on are elastic, and admitted alone. ``number`` and ``size``: of the
+    group that those of ``members`` join that are made now; other nodes join none.
+    """
+
+    minimum: int
+    number: int = -1
+    size: int = 0
+    members: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Decision:
     """A decision: what to do with a run, and why. ``memory`` goes into the status; ``requeue_after`` in
     seconds.
 
-    ``record``: what the PVC shall say of the run, None to leave it. ``is_blocked``: nothing goes on before a
+    ``record``: what the PVC shall say of the run, None to leave it. ``gang``: None for a run without a queue.
+    ``is_blocked``: nothing goes on before a
     person has done what ``message`` says.
     """
 
@@ -66,6 +81,7 @@ class Decision:
     message: str
     memory: Memory
     nodes_to_create: tuple[tuple[int, int], ...] = ()
+    gang: Gang | None = None
     pods_to_delete: tuple[PodDeletion, ...] = ()
     coordinator_attempt: int | None = None
     preparation_attempt: int | None = None

@@ -119,13 +119,14 @@ class InputError:
 class Coordinator:
     """The newest coordinator pod that was made (-1: none so far), and its counters as last read.
 
-    ``is_recorded``: its end is counted. ``restarts`` and ``lost_seconds``: counters that begin at 0 with each
-    coordinator pod.
+    ``is_recorded``: its end is counted. ``is_queued``: Kueue admits no coordinator without a queue.
+    ``restarts`` and ``lost_seconds``: counters that begin at 0 with each coordinator pod.
     """
 
     attempt: int = -1
     image: str = ""
     is_recorded: bool = False
+    is_queued: bool = False
     restarts: Mapping[str, int] = field(default_factory=dict)
     lost_seconds: Mapping[str, int] = field(default_factory=dict)
 
@@ -158,11 +159,13 @@ class Memory:
     end is counted. ``restart``: how often ``restartNonce`` or other settings have restarted the run;
     ``restart_nonce``, ``settings_hash``: those acted upon. ``stop_reason``: why the run itself has stopped,
     empty if it has not. ``has_formed``: a group has been up since the run was started, resumed or restarted.
-    ``input_errors``: the exit codes 64 before that. ``gang_size``: nodes that a queue admits together, 0
-    before the first pod; ``gang``: the number of that group. ``phase``, ``reason`` and ``message``: as last
-    shown. ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this
-    restart; ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the
-    edited fields that an event named last.
+    ``input_errors``: the exit codes 64 before that. ``given_back``: how often a run below its minimum has
+    given its pods back since it trained last; none is made before ``come_again_at``. ``gang``: number of the
+    newest group of nodes that a queue admits together, -1 for none; it only grows. ``phase``, ``reason`` and
+    ``message``: as last shown.
+    ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this restart;
+    ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the edited
+    fields that an event named last.
     """
 
     is_known: bool = False
@@ -185,6 +188,8 @@ class Memory:
     lost_seconds: Mapping[str, int] = field(default_factory=dict)
     budget: Budget = Budget()
     faults: HostFaults = HostFaults()
+    given_back: int = 0
+    come_again_at: float = 0.0
     input_errors: tuple[InputError, ...] = ()
     has_formed: bool = False
     last_failure: LastFailure | None = None
@@ -192,8 +197,7 @@ class Memory:
     training: Training = Training()
     preparation: Preparation = field(default_factory=Preparation)
     evaluation: Evaluation = field(default_factory=Evaluation)
-    gang_size: int = 0
-    gang: int = 0
+    gang: int = -1
     phase: str = ""
     reason: str = ""
     message: str = ""
@@ -219,7 +223,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
-    gang = unpack_counts(get_text(notes, "gang"))
+    gang = unpack_counts(get_text(notes, "gang")) or (-1,)
+    given_back = unpack_counts(get_text(notes, "givenBack")) or (0,)
     # An older release noted only that the run had stopped, which then was always on request.
     stopped = get_text(notes, "stopped")
     stop_reason = Reason.STOPPED.value if stopped == "true" else stopped
@@ -248,6 +253,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
         budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
         faults=_parse_faults(_unpack(notes, "hostFaults"), get_text(notes, "faultyNodes")),
+        given_back=given_back[0],
+        come_again_at=float(given_back[-1]),
         input_errors=tuple(errors[-MAX_HOSTS:]),
         # An older release did not note it; a phase Running says the same.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
@@ -268,8 +275,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         evaluation=parse_evaluation(
             get_map(status, "evaluation"), get_text(notes, "evaluation")
         ),
-        gang_size=gang[0] if len(gang) == 2 else 0,
-        gang=gang[1] if len(gang) == 2 else 0,
+        gang=gang[-1],  # an older release wrote the group's size before its number
         phase=get_text(status, "phase"),
         reason=get_text(status, "reason"),
         message=get_text(status, "message"),
@@ -303,6 +309,7 @@ def _parse_coordinator(raw: Mapping[str, Any], notes: Mapping[str, Any]) -> Coor
         attempt=-1 if attempt is None else attempt,
         image=get_text(notes, "coordinatorImage"),
         is_recorded=notes.get("coordinatorEnded") == "true",
+        is_queued=notes.get("coordinatorQueued") == "true",
         restarts=_parse_counters(_unpack(notes, "coordinatorRestarts")),
         lost_seconds=_parse_counters(_unpack(notes, "coordinatorLostSeconds")),
     )
@@ -464,19 +471,23 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "budget": _pack(rest),
         "hostFaults": _pack(faults),
         "faultyNodes": pack_ranges(memory.faults.nodes),
+        "givenBack": pack_counts((memory.given_back, int(memory.come_again_at)))
+        if memory.given_back
+        else None,
         "inputErrors": _pack(
             {"said": [[error.node, error.host] for error in memory.input_errors]}
         ),
         "formed": "true" if memory.has_formed else None,
         "coordinatorImage": coordinator.image,
         "coordinatorEnded": "true" if coordinator.is_recorded else None,
+        "coordinatorQueued": "true" if coordinator.is_queued else None,
         "coordinatorRestarts": _pack(coordinator.restarts),
         "coordinatorLostSeconds": _pack(coordinator.lost_seconds),
         "finishingTime": _time(memory.finishing_since),
         "preparation": pack_preparation(memory.preparation),
         "evaluation": pack_evaluation(memory.evaluation),
         "stopped": memory.stop_reason,
-        "gang": pack_counts((memory.gang_size, memory.gang)) if memory.gang_size else None,
+        "gang": str(memory.gang) if memory.gang >= 0 else None,
     }
 
 

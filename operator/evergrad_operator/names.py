@@ -48,9 +48,17 @@ LABEL_QUEUE_PRIORITY: Final = "kueue.x-k8s.io/priority-class"
 LABEL_QUEUE_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
 ANNOTATION_QUEUE_GROUP_SIZE: Final = "kueue.x-k8s.io/pod-group-total-count"
 ANNOTATION_QUEUE_GROUP_RETRIABLE: Final = "kueue.x-k8s.io/retriable-in-group"
+ANNOTATION_QUEUE_ROLE: Final = "kueue.x-k8s.io/role-hash"
+ANNOTATION_QUEUE_INDEX: Final = "kueue.x-k8s.io/pod-group-pod-index-label"
+ANNOTATION_QUEUE_FORCED: Final = "kueue.x-k8s.io/safe-to-forcefully-delete"
+QUEUE_GATE: Final = "kueue.x-k8s.io/admission"
+QUEUE_FINALIZER: Final = "kueue.x-k8s.io/managed"
+ANNOTATION_ELASTIC_PRIORITY: Final = f"{LABEL_PREFIX}elastic-priority-class"
+"""On runs: the WorkloadPriorityClass of the nodes above ``nodes.min``, in the place of the run's own."""
 LABEL_GANG: Final = "scheduling.x-k8s.io/pod-group"
 PROPAGATED_LABELS: Final = (LABEL_QUEUE, LABEL_QUEUE_PRIORITY)
-"""Labels of a run that its node pods get, and no other pods."""
+"""Labels of a run that its node pods get, the pod that prepares its data, and its coordinator where Kueue
+admits nothing without them."""
 
 # ---- places ------------------------------------------------------------------------------------------------
 
@@ -87,6 +95,14 @@ def evaluation_pod_name(run: str, step: int, attempt: int) -> str:
     ``attempt``: its serial among all such pods of the run, from 0.
     """
     return f"{run}-evaluate-{step}-{attempt}"
+
+
+def queue_group_name(run: str, uid: str, number: int) -> str:
+    """Name the group of pods that a queue admits together, from 0.
+
+    The uid keeps a run out of what Kueue still has of an earlier run of the name.
+    """
+    return f"{run}-{uid[:5]}-{number}"
 
 
 def coordinator_service_name(run: str) -> str:
@@ -188,6 +204,8 @@ class Reason(StrEnum):
     """A replacement waits after failures."""
     HOST_FAULTS = "HostFaults"
     """Hosts fail the pods one after the other; these come again elsewhere, later each time."""
+    GIVEN_BACK = "PodsGivenBack"
+    """Fewer pods than ``nodes.min`` found a host for long: all have left, and come again later."""
     WAITING_FOR_NODES = "WaitingForNodes"
     """Fewer nodes than ``nodes.min`` are there."""
     COORDINATOR_LOST = "CoordinatorLost"

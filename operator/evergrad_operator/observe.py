@@ -223,6 +223,13 @@ class Observation:
         return silence if silence.seconds >= UNREACHABLE_SECONDS else None
 
     @property
+    def is_coordinator_unqueued(self) -> bool:
+        """Whether Kueue holds the coordinator because it names no queue, though the run does."""
+        live = self.live_coordinator
+        is_held = live is not None and live.place.is_gated and not live.place.queue
+        return is_held and names.LABEL_QUEUE in self.run.labels
+
+    @property
     def live_coordinator(self) -> PodState | None:
         """The newest coordinator pod that serves or will."""
         return max(

@@ -14,6 +14,7 @@ from evergrad_coordinator.contract import (
 )
 from evergrad_operator import names
 from evergrad_operator.images import is_same_image
+from evergrad_operator.kueue import QueuePlace, parse_place
 from evergrad_operator.raw import NOTHING, get_map, get_maps, get_text, keep_end, keep_start
 from evergrad_operator.times import parse_time
 
@@ -106,7 +107,7 @@ class PodState:
     the pod's phase. ``has_sidecar``: a container still runs in a pod that is over: one that somebody
     has injected, or one of a wrong image. ``waiting_reason`` and ``waiting_message``: why its container does
     not run, as the kubelet or the scheduler says. ``image``: what was asked for; ``image_id``: what its
-    container runs, as the kubelet names it.
+    container runs, as the kubelet names it. ``place``: its place in a queue of Kueue.
     """
 
     name: str
@@ -130,6 +131,7 @@ class PodState:
     ip: str
     image: str
     image_id: str
+    place: QueuePlace
 
     @property
     def is_live(self) -> bool:
@@ -149,7 +151,7 @@ class PodState:
     @property
     def is_leaving(self) -> bool:
         """Whether it is being deleted and its container may still run."""
-        return self.is_deleting and self.end is None
+        return self.is_deleting and self.end is None and not self.place.is_gated
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
@@ -168,6 +170,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     disruption = None
     if marks:
         disruption = _BY_DISRUPTION.get(str(marks[0].get("reason")), PodCause.EVICTED)
+    elif any(_is_true(one, "TerminationTarget") for one in conditions):
+        # Kueue's mark: the queue needs the quota for another, or does not admit the pod any more.
+        disruption = PodCause.PREEMPTED
 
     # Our own container is found by its name: a mesh or an agent may have injected others, and the kubelet
     # sorts them by name.
@@ -207,6 +212,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         ip=str(status.get("podIP") or ""),
         image=image,
         image_id=get_text(container, "imageID"),
+        place=parse_place(raw),
     )
 
 

@@ -143,12 +143,15 @@ def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
             attempts += [-1] * (index + 1 - len(attempts))
             attempts[index] = number
             recorded.discard(index)
+            # The number of a group is used once a pod of it exists.
+            if decision.gang is not None and index in decision.gang.members:
+                memory = replace(memory, gang=decision.gang.number)
 
     # A new coordinator's counters begin at 0: those of the one before are already in the run's own.
     coordinator = memory.coordinator
     attempt = decision.coordinator_attempt
     if attempt is not None and names.coordinator_pod_name(run, attempt) in created:
-        coordinator = Coordinator(attempt, coordinator.image)
+        coordinator = Coordinator(attempt, coordinator.image, is_queued=coordinator.is_queued)
     preparation = memory.preparation
     attempt = decision.preparation_attempt
     if attempt is not None and names.preparation_pod_name(run, attempt) in created:

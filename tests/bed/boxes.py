@@ -188,10 +188,13 @@ def kill_daemon(box: str, name: str) -> None:
     )
 
 
-def spawn_outside(name: str, command: Sequence[object], environment: dict[str, str]) -> None:
+def spawn_outside(
+    name: str, command: Sequence[object], environment: dict[str, str]
+) -> "subprocess.Popen[bytes]":
     """Start a helper of the bed in the machine's own namespaces; it ends with the bed."""
     with _log(name) as log:
-        _start([str(word) for word in command], cgroups.HOST, log.fileno(), environment)
+        words = [str(word) for word in command]
+        return _start(words, cgroups.HOST, log.fileno(), environment)
 
 
 def network(pid: int | None, lines: Iterable[str]) -> None:

@@ -76,7 +76,7 @@ def write(folder: Path) -> None:
     run([*authority, "-keyout", folder / "ca.key", "-out", folder / "ca.crt"])
     wanted = certificates()
     with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(_sign, folder, name, pair) for name, pair in wanted.items()]:
+        for done in [pool.submit(sign, folder, name, pair) for name, pair in wanted.items()]:
             done.result()
     run(
         [
@@ -115,7 +115,8 @@ def write_kubeconfig(folder: Path, name: str, target: Path) -> None:
     target.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _sign(folder: Path, name: str, pair: Certificate) -> None:
+def sign(folder: Path, name: str, pair: Certificate) -> None:
+    """Make one pair, signed by the authority in the folder."""
     command: list[object] = [
         "openssl",
         "req",

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -58,6 +59,9 @@ TOOLS = {
     ),
     "chart-testing": Tool({"ct": "github.com/helm/chart-testing/v3/ct"}),
     "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
+    "kueue": Tool(
+        {"kueue-manager": "sigs.k8s.io/kueue/cmd/kueue"}, minutes="4 to 8 minutes on two cores"
+    ),
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
     "kstatus": Tool({"kstatus": "."}),
     "lua": Tool({"lua": "."}),
@@ -174,6 +178,13 @@ def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
         raise BedError(
             f"{name}: `go build {package}` failed with exit code {code}.\n{last_lines(log)}"
         )
+
+
+def module(name: str, path: str) -> Path:
+    """The folder of a Go module that the sources of a tool pin, with all that its authors published."""
+    words = ["go", "mod", "download", "-json", path]
+    found = json.loads(run(words, directory=_folder(name), environment={"GOWORK": "off"}))
+    return Path(found["Dir"])
 
 
 def key(name: str) -> str:

@@ -209,7 +209,10 @@ class Simulation:
     def start_pods(self) -> None:
         """Kubelets run whatever is pending, and a provisioner binds the claims."""
         for number, raw in enumerate(self.store.list("pods")):
-            if raw["status"].get("phase") == "Pending":
+            is_held = raw["spec"].get("schedulingGates") or raw["metadata"].get(
+                "deletionTimestamp"
+            )
+            if raw["status"].get("phase") == "Pending" and not is_held:
                 state = {"running": {"startedAt": format_time(self.now)}}
                 name = raw["spec"]["containers"][0]["name"]
                 status = {
@@ -254,10 +257,14 @@ class Simulation:
         self.store.change("pods", "ns", name, {"status": status})
 
     def reap(self) -> None:
-        """Kubelets end and remove what is being deleted."""
+        """Kubelets end and remove what is being deleted; one with a finalizer is ended, and stays."""
         for raw in self.store.list("pods"):
-            if raw["metadata"].get("deletionTimestamp"):
-                self.store.remove("pods", "ns", raw["metadata"]["name"])
+            name, metadata = raw["metadata"]["name"], raw["metadata"]
+            if not metadata.get("deletionTimestamp"):
+                continue
+            if raw["status"].get("phase") not in ("Failed", "Succeeded"):
+                self.end_pod(name, 75)
+            self.store.remove("pods", "ns", name)
 
     def train(self, step: int = 1, **more: Any) -> None:
         """What the coordinator says."""

@@ -58,6 +58,8 @@ class Store:
     before: Callable[[Write], None] = lambda write: None
     after: Callable[[Write], None] = lambda write: None
     on_change: Callable[[str, str, Raw], None] = lambda kind, plural, raw: None
+    mutate: Callable[[str, Raw], None] = lambda plural, raw: None
+    """A webhook: changes what is created."""
     clock: Callable[[], float] = lambda: datetime.now(UTC).timestamp()
     _versions: Any = field(default_factory=lambda: itertools.count(1000))
     _uids: Any = field(default_factory=lambda: itertools.count(1))
@@ -97,6 +99,7 @@ class Store:
             body["status"] = {"observedGeneration": -1}  # the CRD's default
         if plural == "pods":
             body.setdefault("status", {"phase": "Pending"})
+        self.mutate(plural, body)
         return self._store("ADDED", place, body, write)
 
     def apply(
@@ -164,7 +167,8 @@ class Store:
         if uid is not None and known["metadata"]["uid"] != uid:
             raise RefusedError(409, "Conflict", "uid precondition")
         is_running = plural == "pods" and (known.get("status") or {}).get("phase") == "Running"
-        if is_running and "deletionTimestamp" not in known["metadata"]:
+        is_held = is_running or bool(known["metadata"].get("finalizers"))
+        if is_held and "deletionTimestamp" not in known["metadata"]:
             known["metadata"]["deletionTimestamp"] = self._now()
             return self._store("MODIFIED", (plural, namespace, name), known, write)
         self.remove(plural, namespace, name)
@@ -176,8 +180,18 @@ class Store:
     def remove(
         self, plural: str, namespace: str, name: str, *, is_silent: bool = False
     ) -> None:
-        """It is gone, and what it owns, too. ``is_silent``: no watch is told."""
-        known = self.objects.pop((plural, namespace, name))
+        """It is gone, and what it owns, too. ``is_silent``: no watch is told.
+
+        One with a finalizer stays, and is being deleted.
+        """
+        known = self.objects[plural, namespace, name]
+        if known["metadata"].get("finalizers"):
+            if "deletionTimestamp" not in known["metadata"]:
+                self.change(
+                    plural, namespace, name, {"metadata": {"deletionTimestamp": self._now()}}
+                )
+            return
+        del self.objects[plural, namespace, name]
         self.version = next(self._versions)
         known["metadata"]["resourceVersion"] = str(self.version)
         if not is_silent:

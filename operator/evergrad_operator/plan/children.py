@@ -183,7 +183,8 @@ def _plan_pods(
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
         if running:
             expect = min(max(running, run.spec.nodes.min), expect)
-        all_ended = all(pod.end is not None for pod in observation.nodes)
+        # A pod that waits in a queue has never run.
+        all_ended = all(pod.end is not None or pod.place.is_gated for pod in observation.nodes)
         epoch = Epoch(
             attempt,
             expect,
@@ -199,5 +200,5 @@ def _plan_pods(
 
     is_on_one_host = is_for_one_host(run, config, observation.claim)
     for index, attempt in decision.nodes_to_create:
-        node = Node(index, attempt, is_on_one_host=is_on_one_host)
+        node = Node(index, attempt, is_on_one_host=is_on_one_host, gang=decision.gang)
         yield build_node_pod(run, memory, config, node, token=token)

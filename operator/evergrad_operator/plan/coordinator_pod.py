@@ -63,8 +63,13 @@ def build_coordinator_pod(
         **build_labels(run, role=names.ROLE_COORDINATOR),
         names.LABEL_ATTEMPT: str(epoch.attempt),
     }
+    # It costs quota of the queue, also while its nodes wait, and is in the queue only where Kueue holds every
+    # pod that is in none. It is never in the nodes' group, which it outlives.
+    queue = {}
+    if memory.coordinator.is_queued:
+        queue = {key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels}
     # Ours come last: a template must not take a pod out of its run.
-    metadata["labels"] = {**labels, **ours}
+    metadata["labels"] = {**labels, **queue, **ours}
     metadata["annotations"] = {
         **annotations,
         names.ANNOTATION_RESTART: str(memory.restart),

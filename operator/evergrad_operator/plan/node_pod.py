@@ -8,6 +8,7 @@ from evergrad_coordinator import contract
 from evergrad_manifest.envelope.resources import Resources
 from evergrad_operator import names
 from evergrad_operator.config import Config
+from evergrad_operator.decision import Gang
 from evergrad_operator.memory import Memory
 from evergrad_operator.plan.common import (
     JsonObject,
@@ -48,12 +49,13 @@ _CACHES: Final = {
 class Node:
     """The node of a run that a pod is to be.
 
-    ``is_on_one_host``: whether all of the run's pods must be on the same host.
+    ``is_on_one_host``: whether all of the run's pods must be on the same host. ``gang``: of a run in a queue.
     """
 
     index: int
     attempt: int
     is_on_one_host: bool = False
+    gang: Gang | None = None
 
 
 def build_node_pod(
@@ -90,7 +92,7 @@ def build_node_pod(
 
     # Ours come last: a template must not take a pod out of its run.
     metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
-    queue_labels, queue_annotations = _build_queue(run, memory, node.index)
+    queue_labels, queue_annotations = _build_queue(run, node)
     metadata["labels"] = {
         **build_user_labels(run),
         **queue_labels,
@@ -191,25 +193,36 @@ def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int
     ]
 
 
-def _build_queue(
-    run: TrainingRun, memory: Memory, index: int
-) -> tuple[dict[str, str], dict[str, str]]:
+def _build_queue(run: TrainingRun, node: Node) -> tuple[dict[str, str], dict[str, str]]:
     """Build labels and annotations for Kueue, whose groups of pods have a fixed size.
 
     The nodes a run cannot do without are one group, admitted together; each node above them is admitted
     alone, whenever there is room, and given back alone.
     """
-    is_queued = names.LABEL_QUEUE in run.labels
-    if not is_queued or memory.gang_size <= 1 or index >= memory.gang_size:
+    gang = node.gang
+    if gang is None:
         return {}, {}
-    group = f"{run.name}-{memory.gang}"
+    priority = run.annotations.get(names.ANNOTATION_ELASTIC_PRIORITY)
+    if node.index not in gang.members:
+        is_lower = priority and node.index >= gang.minimum
+        return {names.LABEL_QUEUE_PRIORITY: priority} if is_lower and priority else {}, {}
     annotations = {
-        names.ANNOTATION_QUEUE_GROUP_SIZE: str(memory.gang_size),
+        names.ANNOTATION_QUEUE_GROUP_SIZE: str(gang.size),
         # Without it Kueue keeps quota and pods of a group that has failed, is suspended or is deleted. It is
         # there from the beginning: after a deletion no operator may be left to add it. A group with a live
         # pod takes replacements all the same.
         names.ANNOTATION_QUEUE_GROUP_RETRIABLE: "false",
+        # Kueue takes a pod of other affinities for one of another role, which its group has no place for: a
+        # replacement that keeps away from a faulty host would never be admitted.
+        names.ANNOTATION_QUEUE_ROLE: names.ROLE_NODE,
+        # A node that went silent is fenced off: Kueue, if it is configured to, need not wait for its host.
+        names.ANNOTATION_QUEUE_FORCED: "true",
     }
+    # Neighbours in rank are placed next to each other, where a topology is asked for. Kueue refuses a group
+    # with an index beyond its size, as of one that was begun beside a node that lives.
+    if max(gang.members) < gang.size:
+        annotations[names.ANNOTATION_QUEUE_INDEX] = names.LABEL_INDEX
+    group = names.queue_group_name(run.name, run.uid, gang.number)
     return {names.LABEL_QUEUE_GROUP: group}, annotations
 
 

@@ -17,6 +17,8 @@ from evergrad_operator.policies.failure import (
     fail_if_due,
     is_backing_off,
 )
+from evergrad_operator.policies.gang import find_newest_gang
+from evergrad_operator.policies.give_back import describe_give_back, give_back_if_short
 from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import (
     conclude,
@@ -204,12 +206,13 @@ def _run(context: ReconcileContext) -> Decision:
     if preparing is not None:
         return preparing
 
+    context, seconds_to_pause = give_back_if_short(context)
     scale = decide_scale(context)
-    memory = context.memory
-    if memory.gang_size == 0 and names.LABEL_QUEUE in context.run.labels:
-        # The size of a group in the queue is fixed at a start or resumption: live bounds must not leave a
-        # group that can never be complete.
-        memory = replace(memory, gang_size=context.run.spec.nodes.min, gang=scale.epoch)
+    memory = replace(
+        context.memory,
+        recorded=context.memory.recorded | scale.withdrawn,
+        gang=find_newest_gang(context),
+    )
     record = plan_record(context, scale.epoch)
     has_record = is_recorded(context, record)
 
@@ -232,6 +235,7 @@ def _run(context: ReconcileContext) -> Decision:
         message,
         memory,
         nodes_to_create=scale.nodes_to_create,
+        gang=scale.gang,
         pods_to_delete=scale.pods_to_delete + remove(context.preparing),
         coordinator_attempt=scale.coordinator_attempt,
         bounds=scale.bounds,
@@ -239,6 +243,7 @@ def _run(context: ReconcileContext) -> Decision:
         is_blocked=is_blocked,
         requeue_after=earliest(
             scale.requeue_after,
+            seconds_to_pause,
             None if is_blocked else seconds_to_person,
         ),
     )
@@ -280,6 +285,8 @@ def _describe(
             behind = describe_host_faults(context)
         return phase, reason, f"{text}; {behind}" if behind else text, None
 
+    if context.now < memory.come_again_at:
+        return Phase.WAITING, Reason.GIVEN_BACK, describe_give_back(context), None
     # Obstacles are named in this order: what a person or the cluster can mend, hosts, pauses, and only
     # then what the coordinator waits for.
     if obstacle is not None:

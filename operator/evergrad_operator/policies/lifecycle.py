@@ -234,13 +234,14 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
             ),
         )
 
-    # Time and budget begin anew; a queue admits the nodes as a new group.
+    # Time and budget begin anew.
     memory = replace(
         memory,
         start_time=None,
         budget=Budget(at=memory.budget.at),
         faults=HostFaults(hosts=memory.faults.hosts, at=memory.faults.at),
-        gang_size=0,
+        given_back=0,
+        come_again_at=0.0,
         has_formed=False,
         input_errors=(),
     )

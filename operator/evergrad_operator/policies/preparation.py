@@ -87,7 +87,10 @@ def prepare_first(context: ReconcileContext) -> Decision | None:
     ended = [pod for pod in context.observation.preparations if pod.end is not None]
     # As for a node, a host that does not get the image by its digest is asked for its tag by the next pod.
     unobtainable = [pod for pod in live[-1:] if is_digest_missing(pod, memory)]
-    surplus = (*live[:-1], *unobtainable, *ended[:-1])
+    # Kueue holds a pod in the queue that the run named when it was made.
+    queue = context.run.labels.get(names.LABEL_QUEUE, "")
+    stranded = [pod for pod in live[-1:] if pod.place.is_gated and pod.place.queue != queue]
+    surplus = (*live[:-1], *(unobtainable or stranded), *ended[:-1])
 
     # The PVC notes whose folder it is before any pod writes there.
     record = plan_record(context, find_epoch(context))

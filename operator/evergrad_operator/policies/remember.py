@@ -99,7 +99,6 @@ def _begin(observation: Observation, config: Config) -> Memory:
             preparation=replace(memory.preparation, is_recorded=True),
             evaluation=replace(memory.evaluation, is_recorded=True),
             has_formed=False,
-            gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),
         )
 
@@ -143,9 +142,10 @@ def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
         coordinator=replace(memory.coordinator, image="", is_recorded=True),
         budget=Budget(),
         faults=HostFaults(at=memory.faults.at),
+        given_back=0,
+        come_again_at=0.0,
         input_errors=(),
         has_formed=False,
-        gang_size=0,
         recorded=frozenset(range(len(memory.attempts))),
     )
 
@@ -218,7 +218,7 @@ def _note_coordinators(
                 config,
                 now,
             )
-        known = Coordinator(newest, known.image)
+        known = Coordinator(newest, known.image, is_queued=known.is_queued)
     pod = pods.get(known.attempt)
     memory = replace(memory, coordinator=known)
 
@@ -232,6 +232,10 @@ def _note_coordinators(
             config,
             now,
         )
+    # It has never run: the one that takes its place is no restart.
+    if observation.is_coordinator_unqueued:
+        queued = replace(memory.coordinator, is_queued=True, is_recorded=True)
+        memory = replace(memory, coordinator=queued)
     return memory
 
 
@@ -309,6 +313,8 @@ def _note_progress(
     # A step of this coordinator's own group shows that one was up, also where no poll fell into that time.
     has_formed = memory.has_formed or progress.phase in _FORMED or progress.step is not None
     memory = replace(memory, training=training, has_formed=has_formed)
+    if progress.phase in _FORMED:
+        memory = replace(memory, given_back=0, come_again_at=0.0)
 
     # The order matters: counters before the outcome, which names the failure that the counters count.
     memory = _add_counters(memory, progress)
@@ -325,7 +331,7 @@ def _add_counters(memory: Memory, progress: Progress) -> Memory:
     """Add what the coordinator has counted since its last reading. Each coordinator counts from 0."""
     known = memory.coordinator
     if known.attempt != progress.attempt:
-        known = Coordinator(progress.attempt, known.image)
+        known = Coordinator(progress.attempt, known.image, is_queued=known.is_queued)
     restarts, lost = dict(memory.restarts), dict(memory.lost_seconds)
 
     # Restarts that no pod shows: a worker was started again inside its pod.

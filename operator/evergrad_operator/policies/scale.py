@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from evergrad_coordinator.causes import PodCause
-from evergrad_operator.decision import Bounds, PodDeletion
+from evergrad_operator.decision import Bounds, Gang, PodDeletion
 from evergrad_operator.images import pin_image
 from evergrad_operator.memory import Memory
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.failure import is_backing_off
+from evergrad_operator.policies.gang import decide_queueing
 from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.record import find_own_record
 
@@ -19,9 +20,11 @@ COORDINATOR_SILENCE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class Scale:
-    """Pods to make and to delete. ``missing``: nodes without a live pod, those that have to wait included.
+    """Pods to make and to delete. ``missing``: nodes without a live pod, those that have to wait included,
+    but for those that wait for the gang.
 
-    ``faulty``: nodes that wait after a host fault, while others do not.
+    ``faulty``: nodes that wait after a host fault, while others do not. ``withdrawn``: nodes whose pods go
+    once the status shows that their end counts for nothing.
     """
 
     nodes_to_create: tuple[tuple[int, int], ...]
@@ -31,6 +34,8 @@ class Scale:
     bounds: Bounds | None
     missing: int
     faulty: frozenset[int]
+    gang: Gang | None
+    withdrawn: frozenset[int]
     requeue_after: float | None
 
 
@@ -45,8 +50,7 @@ def decide_scale(context: ReconcileContext) -> Scale:
 
     # Which nodes get a pod now, and which have to wait: for the budget, for the last holder of the state, or
     # after a fault of their host.
-    indices = range(context.run.spec.nodes.largest)
-    missing = [index for index in indices if index not in newest]
+    missing = [index for index in range(context.run.spec.nodes.largest) if index not in newest]
     is_waiting = is_backing_off(context)
     # Where only a leaving pod may hold the state, a successor, the same node to the coordinator, would cut
     # its save short. A pod on a lost node is not waited for: whatever it holds cannot be reached.
@@ -61,22 +65,20 @@ def decide_scale(context: ReconcileContext) -> Scale:
     faulty = faults.nodes.intersection(missing if is_faulty else ())
     due = [] if is_waiting else [index for index in missing if index not in held | faulty]
 
+    # A queue admits some nodes together, and others only after them. The end of a pod that goes for that
+    # reason is counted before it comes, or it would look like a loss.
+    queueing, known = decide_queueing(context, missing, due), context.observation.status
+    leaving = queueing.withdrawn
+    counted = [pod for pod in leaving if known.has_recorded(pod.index, pod.attempt)]
+    surplus += [pod for pod in counted if pod not in surplus]
+    withdrawn = frozenset(pod.index for pod in leaving if pod not in counted)
+
     # An attempt is beyond all that are known, so that no name is used twice.
     visible = {pod.index: pod.attempt for pod in context.nodes}
     nodes_to_create = tuple(
         (index, 1 + max(visible.get(index, -1), context.memory.attempt_of(index)))
-        for index in due
+        for index in queueing.due
     )
-
-    # The bounds are posted where the coordinator has others, unless its group is over. A coordinator of an
-    # older release reports no number of failures, and gets none for that reason alone.
-    progress, nodes, bounds = context.progress, context.run.spec.nodes, None
-    if progress is not None and progress.phase not in ("Complete", "Stopped", "Failed"):
-        most = context.run.spec.failure_policy.max_failures_without_progress
-        failures = most if progress.max_failures is None else progress.max_failures
-        wanted = Bounds(nodes.min, nodes.largest, most)
-        if wanted != Bounds(progress.min_nodes, progress.max_nodes, failures):
-            bounds = wanted
 
     coordinator, epoch, older = _find_coordinators(context)
     return Scale(
@@ -84,15 +86,32 @@ def decide_scale(context: ReconcileContext) -> Scale:
         pods_to_delete=remove(surplus) + remove(older),
         coordinator_attempt=coordinator if not is_waiting else None,
         epoch=epoch,
-        bounds=bounds,
-        missing=len(missing),
+        bounds=_find_bounds(context),
+        missing=len(missing) - len(queueing.elastic),
         faulty=faulty,
+        gang=queueing.gang,
+        withdrawn=withdrawn,
         requeue_after=earliest(
             context.memory.budget.retry_at - context.now if is_waiting else None,
             faults.retry_at - context.now if faulty else None,
-            context.seconds_to_unreachable if held else None,
+            context.seconds_to_unreachable if held or queueing.gang else None,
+            queueing.requeue_after,
+            1.0 if withdrawn or context.observation.is_coordinator_unqueued else None,
         ),
     )
+
+
+def _find_bounds(context: ReconcileContext) -> Bounds | None:
+    """Return the bounds that the coordinator has to be sent; None where it has them, or its group is over."""
+    progress, nodes = context.progress, context.run.spec.nodes
+    if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
+        return None
+    # A coordinator of an older release reports no number of failures, and gets none for that reason alone.
+    most = context.run.spec.failure_policy.max_failures_without_progress
+    failures = most if progress.max_failures is None else progress.max_failures
+    wanted = Bounds(nodes.min, nodes.largest, most)
+    is_known = wanted == Bounds(progress.min_nodes, progress.max_nodes, failures)
+    return None if is_known else wanted
 
 
 def find_epoch(context: ReconcileContext) -> int:
@@ -157,6 +176,13 @@ def _find_coordinators(
         for pod in context.observation.coordinators
         if not pod.is_deleting and pod.attempt < epoch
     ]
+    # One that Kueue admits in no queue is made again in the run's.
+    # As with nodes, the status shows first that its end counts for nothing.
+    is_noted = context.observation.status.coordinator.is_queued
+    if live is not None and context.observation.is_coordinator_unqueued and is_noted:
+        older.append(live)
+        return attempt, epoch, older
+
     # The live one is lost if it has served, and its host is silent for longer than its nodes wait for it:
     # Kubernetes gives up a pod on a dead host after 45 s and more. Its successor, which takes the group over
     # as it is, is made only once it is being deleted: the API server keeps the deletion, whatever becomes of

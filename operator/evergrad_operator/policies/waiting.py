@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from evergrad_coordinator.causes import PodCause
 from evergrad_operator import names
 from evergrad_operator.names import Reason
 from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_TAKEN, ApplyFailure
@@ -71,17 +72,19 @@ shorter."""
 class Obstacle:
     """One thing that is in the way, and what to do about it.
 
-    ``since``: seconds since 1970, 0 where unknown.
+    ``since``: seconds since 1970, 0 where unknown. ``is_for_person``: nothing but a person can mend it,
+    though others of its reason heal.
     """
 
     reason: Reason
     message: str
     since: float = 0.0
+    is_for_person: bool = False
 
     @property
     def needs_person_at(self) -> float | None:
         """Time from which on a person has to act, in seconds since 1970; None for never."""
-        if self.reason in _PERSON_AT_ONCE:
+        if self.reason in _PERSON_AT_ONCE or self.is_for_person:
             return self.since
         return self.since + PATIENCE_SECONDS if self.reason in _PERSON_LATER else None
 
@@ -260,6 +263,8 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
         return Obstacle(
             Reason.START_ERROR, f"{where}: {reason}: {said or 'no details'}. {remedy}"
         )
+    if pod.place.is_gated:
+        return _explain_queue(where, context)
     if reason == "SchedulingGated":
         return Obstacle(
             Reason.QUEUED,
@@ -287,6 +292,32 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
             f"{where} has been created for {int(_SLOW_SECONDS)} seconds and more. {remedy}",
         )
     return None
+
+
+def _explain_queue(where: str, context: ReconcileContext) -> Obstacle:
+    """Return why Kueue holds pods of the run. ``where``: one of them, in words."""
+    seen, run = context.observation, context.run
+    everything = (*seen.preparations, *seen.coordinators, *context.live)
+    held = [pod for pod in everything if pod.is_live and pod.place.is_gated]
+    others = f" and {len(held) - 1} more" if len(held) > 1 else ""
+    verb = "wait" if others else "waits"
+    queue = run.labels.get(names.LABEL_QUEUE, "")
+    if not queue:
+        text = f"{where}{others} {verb} for a queue: Kueue here manages pods without one, too"
+        return Obstacle(
+            Reason.QUEUED,
+            f"{text}. Set the label {names.LABEL_QUEUE} on the TrainingRun",
+            is_for_person=True,
+        )
+
+    # The nodes that wait may have trained before.
+    last = {record.pod.rpartition("-")[0]: record.cause for record in context.memory.ends}
+    waiting = {pod.name.rpartition("-")[0] for pod in held}
+    was_preempted = any(last.get(node) == PodCause.PREEMPTED for node in waiting)
+    why = ", which gave their place to another" if was_preempted else ""
+    return Obstacle(
+        Reason.QUEUED, f"{where}{others} {verb} to be admitted by the queue {queue}{why}"
+    )
 
 
 def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:

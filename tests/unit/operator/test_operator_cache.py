@@ -61,6 +61,21 @@ def test_the_watch_of_what_was_answered_before_is_no_news(cache: InformerCache) 
     assert cache.see(RUNS, run(version=20), is_watched=True) == ()
 
 
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_gate_that_the_answer_to_a_creation_lacks_is_news_in_the_same_version(
+    cache: InformerCache, is_watched: bool
+) -> None:
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+    assert cache.see(PODS, pod(version=10, phase="Pending")) == (KEY,)
+    shown = pod(version=10, phase="Pending", conditions=[gated])
+    assert cache.see(PODS, shown, is_watched=is_watched) == (KEY,)
+    assert cache.pods(KEY)[0]["status"]["conditions"] == [gated]
+    # The answer may come after the watch.
+    assert cache.see(PODS, pod(version=10, phase="Pending")) == ()
+    assert cache.see(PODS, shown, is_watched=True) == ()
+    assert cache.pods(KEY)[0]["status"]["conditions"] == [gated]
+
+
 def test_what_was_deleted_does_not_come_back_by_a_late_answer(cache: InformerCache) -> None:
     cache.see(PODS, pod(version=10))
     assert cache.see(PODS, pod(version=12), is_deleted=True, is_watched=True) == (KEY,)

@@ -1,0 +1,53 @@
+"""A run that stays below its minimum gives its pods back, and asks for them again later. Pure.
+
+Pods that have a host hold what another run may wait for, and train nothing while others of their run find
+none: two such runs could wait for each other for ever.
+"""
+
+import hashlib
+from dataclasses import replace
+from typing import Final
+
+from evergrad_operator.policies.budget import find_delay
+from evergrad_operator.policies.context import ReconcileContext
+from evergrad_operator.times import format_duration, format_time
+
+PATIENCE_SECONDS: Final = 1200.0
+"""Time that pods of a run below its minimum wait for a host: a cluster that grows needs minutes for that."""
+FIRST_PAUSE_SECONDS: Final = 300.0
+LONGEST_PAUSE_SECONDS: Final = 3600.0
+
+
+def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, float | None]:
+    """Return the context with a pause begun, if the run has been below its minimum for too long, and the
+    seconds until a pause begins or ends."""
+    memory = context.memory
+    if context.now < memory.come_again_at:
+        return context, memory.come_again_at - context.now
+    hosted = sum(bool(pod.node_name) for pod in context.live)
+    waiting = [pod for pod in context.live if pod.waiting_reason == "Unschedulable"]
+    if not waiting or not 0 < hosted < context.run.spec.nodes.min:
+        return context, None
+    left = max(pod.created_at for pod in waiting) + PATIENCE_SECONDS - context.now
+    if left > 0:
+        return context, left
+
+    # Two runs that have waited for each other must not come again at the same moment: each has a pause of its
+    # own, from a half to one and a half times the common one.
+    count = memory.given_back + 1
+    digest = hashlib.sha256(f"{context.run.uid}/{count}".encode()).digest()
+    pause = find_delay(count, first=FIRST_PAUSE_SECONDS, longest=LONGEST_PAUSE_SECONDS)
+    pause *= 0.5 + digest[0] / 255
+    # Whole seconds, as the status keeps them.
+    pause = float(int(context.now + pause)) - context.now
+    memory = replace(memory, given_back=count, come_again_at=context.now + pause)
+    return replace(context, memory=memory), pause
+
+
+def describe_give_back(context: ReconcileContext) -> str:
+    """Return why no pod is there, and when the next ones come."""
+    least, waited = context.run.spec.nodes.min, format_duration(PATIENCE_SECONDS)
+    return (
+        f"fewer than {least} nodes found a host within {waited}; their pods are given back, so that others "
+        f"can use the hosts, and all are asked for again at {format_time(context.memory.come_again_at)}"
+    )

@@ -1,0 +1,431 @@
+"""Runs in a queue of Kueue itself: quota is given back, runs return, replacements are single, and the status
+names the queue. Kueue v0.19.2 runs beside the bed."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from bed.kueue import NAMESPACES, QUEUES, Kueue
+from cluster_runs import ENDLESS, GROUP, RESOURCE, Run, Runs, make_manifest, merged, wait_for
+
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(1200)]
+QUEUE = "kueue.x-k8s.io/queue-name"
+PRIORITY = "kueue.x-k8s.io/priority-class"
+FINALIZER = "kueue.x-k8s.io/managed"
+NODE = 100
+"""Processor time of a node, in thousandths, which is what the queue counts."""
+
+
+@dataclass
+class Queue:
+    """A queue of one test, in the test's own namespace."""
+
+    runs: Runs
+    manager: Kueue
+
+    @property
+    def name(self) -> str:
+        """Name of its LocalQueue and of its ClusterQueue."""
+        return self.runs.namespace
+
+    def create(self, *, nodes: int) -> None:
+        """A queue with room for so many nodes."""
+        self.runs.kubectl(
+            "label", "--overwrite", "namespace", self.runs.namespace, f"{NAMESPACES}=true"
+        )
+        resources = [
+            {"name": "cpu", "nominalQuota": f"{nodes * NODE}m"},
+            {"name": "memory", "nominalQuota": "64Gi"},
+        ]
+        group = {
+            "coveredResources": ["cpu", "memory"],
+            "flavors": [{"name": "default", "resources": resources}],
+        }
+        self._apply("ResourceFlavor", "default", {})
+        self._apply(
+            "ClusterQueue",
+            self.name,
+            {
+                "spec": {
+                    "namespaceSelector": {},
+                    "preemption": {"withinClusterQueue": "LowerPriority"},
+                    "resourceGroups": [group],
+                }
+            },
+        )
+        self._apply("LocalQueue", self.name, {"spec": {"clusterQueue": self.name}})
+        for name, value in (("low", 10), ("normal", 100), ("high", 1000)):
+            self._apply("WorkloadPriorityClass", name, {"value": value})
+
+    def _apply(self, kind: str, name: str, body: dict[str, Any]) -> None:
+        whole = {
+            "apiVersion": "kueue.x-k8s.io/v1beta2",
+            "kind": kind,
+            "metadata": {"name": name},
+            **body,
+        }
+        text = json.dumps(whole)
+        self.runs.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=text)
+
+    def start(
+        self,
+        name: str,
+        *,
+        nodes: tuple[int, int] = (2, 3),
+        steps: int = ENDLESS,
+        priority: str = "",
+        is_queued: bool = True,
+        **changes: Any,
+    ) -> Run:
+        """A run in this queue. ``nodes``: least and most."""
+        spec = {
+            "nodes": {"min": nodes[0], "max": nodes[1]},
+            "resources": {"requests": {"cpu": f"{NODE}m"}},
+        }
+        manifest = make_manifest(name, steps=steps, changes=merged(spec, changes))
+        labels = {QUEUE: self.name} if is_queued else {}
+        if priority:
+            labels[PRIORITY] = priority
+        manifest["metadata"]["labels"] = labels
+        return self.runs.apply(manifest)
+
+    def used(self) -> int:
+        """Processor time that is reserved, in thousandths."""
+        found = self.runs.cluster.api.get(f"{QUEUES}/clusterqueues/{self.name}")
+        total = 0
+        for flavor in found.get("status", {}).get("flavorsReservation", []):
+            for resource in flavor["resources"]:
+                if resource["name"] == "cpu":
+                    total += parse_cpu(resource.get("total", "0"))
+        return total
+
+    def wait_for_use(self, nodes: int) -> None:
+        """Until it is reserved for just so many nodes."""
+        wait_for(lambda: self.used() == nodes * NODE, f"a use of {nodes} nodes")
+
+    def workloads(self) -> list[dict[str, Any]]:
+        """Kueue's own records."""
+        found: list[dict[str, Any]] = self.runs.cluster.api.get(
+            f"{QUEUES}/namespaces/{self.runs.namespace}/workloads"
+        )["items"]
+        return found
+
+    def remove(self) -> None:
+        """Free every pod that Kueue holds, then take the queue away while Kueue still runs."""
+        kubectl = self.runs.kubectl
+        kubectl("delete", RESOURCE, "--all", "--wait=false", check=False)
+        kubectl("delete", "pods", "--all", "--now", "--wait=false", check=False)
+        kubectl(
+            *("annotate", "pods", "--all", "--overwrite"),
+            "kueue.x-k8s.io/retriable-in-group=false",
+            check=False,
+        )
+
+        # While Kueue still runs: a namespace whose Workloads have finalizers would never go.
+        try:
+            wait_for(lambda: not self.runs.list("pods"), "pods that Kueue lets go")
+            wait_for(lambda: not self.workloads(), "the end of Kueue's records")
+        finally:
+            for kind in ("localqueue", "clusterqueue"):
+                kubectl("delete", kind, self.name, "--wait=false", check=False)
+
+
+def parse_cpu(text: str) -> int:
+    """Thousandths of a quantity of processor time."""
+    return int(text[:-1]) if text.endswith("m") else round(float(text) * 1000)
+
+
+@pytest.fixture(scope="module")
+def manager(cluster: Any, operator: Any) -> Iterator[Kueue]:
+    """Kueue, for the namespaces of these tests alone."""
+    del operator
+    if not cluster.is_bed:
+        pytest.skip("Kueue is started beside the bed only.")
+    one = Kueue(cluster.api)
+    try:
+        one.install()
+        yield one
+    finally:
+        one.remove()
+
+
+@pytest.fixture
+def queue(manager: Kueue, runs: Runs) -> Iterator[Queue]:
+    """A queue with room for three nodes, and nothing left behind."""
+    one = Queue(runs, manager)
+    one.create(nodes=3)
+    try:
+        yield one
+    finally:
+        one.remove()
+
+
+def train(run: Run, *, steps: int = 10) -> None:
+    """Until the run has trained some more steps."""
+    run.wait_for_step(run.newest_step() + steps)
+
+
+def wait_until_queued(run: Run, queue: Queue) -> str:
+    """Until the run says that it waits in the queue; what it says."""
+
+    def is_queued() -> str:
+        status = run.status()
+        is_waiting = (status.get("phase"), status.get("reason")) == ("Waiting", "Queued")
+        return str(status["message"]) if is_waiting else ""
+
+    said: str = wait_for(is_queued, f"{run.name}: Waiting, Queued")
+    assert f"the queue {queue.name}" in said, said
+    assert not run.is_so("Stalled") and run.is_so("Reconciling")
+    return said
+
+
+def attempts(run: Run) -> dict[int, int]:
+    """Index → highest attempt of a pod that was ever made."""
+    names = {
+        event["involvedObject"]["name"]
+        for event in run.runs.list("events")
+        if event["involvedObject"]["kind"] == "Pod"
+    }
+    names |= {pod["metadata"]["name"] for pod in run.pods()}
+    found: dict[int, int] = {}
+    for name in names:
+        index, _, attempt = name.removeprefix(f"{run.name}-").rpartition("-")
+        if name.startswith(f"{run.name}-") and index.isdecimal():
+            found[int(index)] = max(found.get(int(index), 0), int(attempt))
+    return found
+
+
+def scheduled_at(pod: dict[str, Any]) -> str:
+    """Time at which the pod got its host, as the API server writes times, which sort as texts."""
+    return next(
+        str(one["lastTransitionTime"])
+        for one in pod["status"]["conditions"]
+        if one["type"] == "PodScheduled" and one["status"] == "True"
+    )
+
+
+def test_quota_is_given_back_on_completion(queue: Queue) -> None:
+    run = queue.start("complete", steps=60)
+    run.wait_for_phase("Complete", seconds=600)
+    queue.wait_for_use(0)
+    assert not any(FINALIZER in str(pod["metadata"]) for pod in run.pods())
+
+
+def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) -> None:
+    sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
+    run = queue.start("wrong", nodes=(3, 3), training={"data": {"sources": sources}})
+    # The first to come is the first to be admitted.
+    wait_for(
+        lambda: queue.used() == 3 * NODE or run.status().get("phase") == "Failed", "admission"
+    )
+    next_run = queue.start("next", nodes=(3, 3))
+    run.wait_for_phase("Failed", seconds=600)
+    queue.wait_for_use(3)
+    train(next_run)
+    assert all(
+        any(one["type"] == "Finished" for one in workload["status"].get("conditions", []))
+        for workload in queue.workloads()
+        if workload["metadata"]["name"].startswith("wrong-")
+    )
+
+
+def test_quota_is_given_back_on_suspension_and_a_run_resumes_with_a_quota_for_one_gang(
+    queue: Queue,
+) -> None:
+    run = queue.start("paused")
+    run.wait_for_pods(0, 1, 2, seconds=600)
+    train(run)
+    step = run.newest_step()
+    run.patch({"suspend": True})
+    run.wait_for_phase("Suspended", seconds=600)
+    queue.wait_for_use(0)
+    run.patch({"suspend": False})
+    run.wait_for_pods(0, 1, 2, seconds=600)
+    run.wait_for_step(step + 10)
+    assert queue.used() == 3 * NODE
+
+
+def test_quota_is_given_back_on_deletion(queue: Queue) -> None:
+    run = queue.start("deleted")
+    run.wait_for_pods(0, 1, 2, seconds=600)
+    run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
+    queue.wait_for_use(0)
+    wait_for(lambda: not run.pods(), "the pods' end")
+
+
+def test_a_run_that_is_deleted_in_the_queue_never_takes_quota(queue: Queue) -> None:
+    first = queue.start("first", nodes=(3, 3))
+    first.wait_for_pods(0, 1, 2, seconds=600)
+    second = queue.start("second", nodes=(3, 3))
+    wait_until_queued(second, queue)
+    second.runs.kubectl("delete", RESOURCE, second.name, "--wait=false")
+    wait_for(lambda: not second.pods(), "the queued pods' end")
+    first.runs.kubectl("delete", RESOURCE, first.name, "--wait=false")
+    third = queue.start("third", nodes=(3, 3))
+    train(third)
+    assert queue.used() == 3 * NODE
+
+
+@pytest.mark.operator_ends
+def test_quota_is_given_back_on_deletion_without_an_operator(
+    queue: Queue, operator: Any
+) -> None:
+    run = queue.start("orphaned")
+    run.wait_for_pods(0, 1, 2, seconds=600)
+    with operator.gone():
+        run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
+        queue.wait_for_use(0)
+        wait_for(lambda: not run.pods(), "the pods' end")
+
+
+def test_a_higher_priority_takes_an_elastic_node_first_and_the_gang_trains_on(
+    queue: Queue,
+) -> None:
+    low = queue.start("lo", priority="normal")
+    low.wait_for_pods(0, 1, 2, seconds=600)
+    low.wait_for_world(3)
+    high = queue.start("hi", nodes=(1, 1), priority="high")
+    train(high)
+    low.wait_for_pods(0, 1, seconds=600)
+    low.wait_for_world(2)
+    train(low)
+    wait_for(lambda: low.restarts() == {"Preempted": 1}, "the preemption in the status")
+    assert attempts(low)[0] == attempts(low)[1] == 0
+    high.runs.kubectl("delete", RESOURCE, high.name, "--wait=false")
+    low.wait_for_attempt(2, 1, seconds=600)
+    low.wait_for_world(3)
+
+
+def test_a_preempted_run_gives_all_of_its_quota_back_and_returns(queue: Queue) -> None:
+    low = queue.start("lo", priority="normal")
+    low.wait_for_pods(0, 1, 2, seconds=600)
+    low.wait_for_world(3)
+    train(low)
+    high = queue.start("hi", nodes=(2, 2), priority="high")
+    train(high)
+    # Its third node would train nothing, and go on to hold quota.
+    wait_for(lambda: not low.live_pods(), "the elastic node's end")
+    queue.wait_for_use(2)
+    said = wait_until_queued(low, queue)
+    assert "gave their place to another" in said, said
+    step = low.newest_step()
+    made = attempts(low)
+    high.runs.kubectl("delete", RESOURCE, high.name, "--wait=false")
+    low.wait_for_pods(0, 1, 2, seconds=600)
+    low.wait_for_step(step + 10)
+    # Each node of the gang lost one pod. A replacement that came just as Kueue had finished its group is made
+    # once more, and is no loss.
+    assert low.restarts() == {"Preempted": 2}
+    assert max(made.values()) <= 2 and attempts(low)[2] <= 1, (made, attempts(low))
+
+
+def test_nodes_above_the_minimum_come_only_after_the_gang(queue: Queue) -> None:
+    first = queue.start("first", nodes=(2, 2))
+    first.wait_for_pods(0, 1, seconds=600)
+    # One place is free, which a node above the minimum could take.
+    second = queue.start("second")
+    wait_until_queued(second, queue)
+    assert sorted(attempts(second)) == [0, 1]
+    first.runs.kubectl("delete", RESOURCE, first.name, "--wait=false")
+    pods = second.wait_for_pods(0, 1, 2, seconds=600)
+    youngest = max(scheduled_at(pods[index]) for index in (0, 1))
+    assert pods[2]["metadata"]["creationTimestamp"] > youngest
+
+
+def test_each_lost_pod_makes_one_replacement(queue: Queue, faults: Any) -> None:
+    run = queue.start("lossy")
+    run.wait_for_pods(0, 1, 2, seconds=600)
+    run.wait_for_world(3)
+    # One is deleted, and saves until its end; another is killed.
+    run.runs.kubectl("delete", "pod", f"{run.name}-0-0", "--wait=false")
+    run.wait_for_attempt(0, 1, seconds=600)
+    run.wait_for_world(3)
+    faults.kill_container(run.runs.namespace, f"{run.name}-1-0")
+    run.wait_for_attempt(1, 1, seconds=600)
+    run.wait_for_world(3)
+    train(run)
+    assert attempts(run) == {0: 1, 1: 1, 2: 0}
+    assert sum(run.restarts().values()) == 2
+
+
+def test_all_nodes_of_a_gang_lost_at_once_come_again_as_a_new_group(queue: Queue) -> None:
+    run = queue.start("emptied", nodes=(2, 2))
+    run.wait_for_pods(0, 1, seconds=600)
+    train(run)
+    names = [f"{run.name}-{index}-0" for index in (0, 1)]
+    run.runs.kubectl("delete", "pod", *names, "--wait=false")
+    run.wait_for_pods(0, 1, seconds=600)
+    train(run)
+    wait_for(lambda: queue.used() == 2 * NODE, "the quota of one gang")
+    assert all(count <= 2 for count in attempts(run).values()), attempts(run)
+
+
+def test_status_and_events_name_the_queue(queue: Queue) -> None:
+    first = queue.start("first", nodes=(3, 3))
+    first.wait_for_pods(0, 1, 2, seconds=600)
+    second = queue.start("second", nodes=(3, 3))
+    said = wait_until_queued(second, queue)
+    assert "and 2 more wait" in said, said
+
+    def is_named() -> bool:
+        events = second.runs.list("events")
+        return any(
+            event["reason"] == "Queued"
+            and event["involvedObject"]["name"] == second.name
+            and f"the queue {queue.name}" in event["message"]
+            for event in events
+        )
+
+    wait_for(is_named, "an event that names the queue")
+
+
+@contextlib.contextmanager
+def managing_all(manager: Kueue) -> Iterator[None]:
+    """Kueue started with ``manageJobsWithoutQueueName``, inside the block."""
+    manager.stop()
+    try:
+        manager.start(manages_all=True)
+        yield
+    finally:
+        manager.stop()
+        manager.start()
+
+
+def test_the_coordinator_starts_where_kueue_admits_nothing_without_a_queue(
+    queue: Queue,
+) -> None:
+    # Three nodes and the coordinator.
+    queue.create(nodes=4)
+    with managing_all(queue.manager):
+        run = queue.start("managed")
+        run.wait_for_pods(0, 1, 2, seconds=600)
+        train(run)
+        (coordinator,) = run.live_pods(role="coordinator").values()
+        assert coordinator["metadata"]["labels"][QUEUE] == queue.name
+        assert "kueue.x-k8s.io/pod-group-name" not in coordinator["metadata"]["labels"]
+        assert run.restarts() == {}
+        run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
+        queue.wait_for_use(0)
+        wait_for(lambda: not run.pods(), "the pods' end")
+
+
+def test_a_run_without_a_queue_says_which_label_to_set_and_goes_on_with_it(
+    queue: Queue,
+) -> None:
+    queue.create(nodes=4)
+    with managing_all(queue.manager):
+        run = queue.start("unlabelled", is_queued=False)
+        wait_for(lambda: run.is_so("Stalled"), "the condition Stalled")
+        assert run.status()["reason"] == "Queued"
+        assert f"Set the label {QUEUE} on the TrainingRun" in run.status()["message"]
+        run.runs.kubectl("label", RESOURCE, run.name, f"{QUEUE}={queue.name}")
+        run.wait_for_pods(0, 1, 2, seconds=600)
+        train(run)
+        assert not run.is_so("Stalled") and run.restarts() == {}
+        run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
+        wait_for(
+            lambda: not run.runs.list("pods", f"{GROUP}/run={run.name}"), "all the pods' end"
+        )

@@ -1,0 +1,556 @@
+"""A run in a queue: a model of Kueue admits, evicts and finishes its pods, and counts the quota they hold."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import simulated_run
+from fake_kubernetes.kueue import FINALIZER, GROUP, QUEUE, Kueue
+from fake_kubernetes.simulation import KEY, Simulation
+
+from evergrad_operator.kueue import parse_place
+from evergrad_operator.policies.give_back import PATIENCE_SECONDS
+
+LABELS = {QUEUE: "gpus", "kueue.x-k8s.io/priority-class": "normal"}
+
+
+class Queued:
+    """One run of two nodes and a third above its minimum, the operator, Kueue, and kubelets."""
+
+    def __init__(self, *, quota: int = 3, manages_all: bool = False, **spec: Any) -> None:
+        self.simulation = Simulation()
+        self.kueue = Kueue(self.simulation, quota, manages_all=manages_all)
+        self.labels: dict[str, str] | None = LABELS
+        self.spec = {"nodes": {"min": 2, "max": 3}, **spec}
+
+    def create(self) -> "Queued":
+        """The run, as a user applies it."""
+        self.simulation.create_run(**self.spec)
+        self.label(self.labels)
+        return self
+
+    def label(self, labels: dict[str, str] | None) -> None:
+        """A user sets labels of the run."""
+        self.simulation.store.change("trainingruns", *KEY, {"metadata": {"labels": labels}})
+
+    def go_on(self, rounds: int = 6, *, is_reaped: bool = True) -> "Queued":
+        """Everybody does his work, again and again; a second or two pass each time."""
+        for _ in range(rounds):
+            self.simulation.settle()
+            self.kueue.work()
+            self.simulation.start_pods()
+            if is_reaped:
+                self.simulation.reap()
+                self.kueue.work()
+            self.simulation.now += 2
+        self.simulation.settle()
+        return self
+
+    def train(self) -> "Queued":
+        """Until all nodes train."""
+        self.go_on().simulation.train()
+        self.simulation.settle()
+        return self
+
+    def suspend(self, suspend: bool) -> None:
+        """A user suspends or resumes the run; its nodes have reported their last save."""
+        self.simulation.coordinators.answers.clear()
+        self.simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": suspend}})
+
+    def preempt(self, *, left: int) -> None:
+        """A workload of a higher priority takes the gang's place; ``left``: what it leaves of the quota."""
+        group = next(name for name in self.kueue.admitted if not name.startswith("pod-"))
+        self.simulation.now += 100
+        self.kueue.quota = left
+        self.kueue.preempt(group)
+        self.simulation.train(phase="Waiting", nodes={"min": 2, "max": 3, "ready": 0})
+
+    def running(self) -> list[str]:
+        """Names of nodes' pods that run."""
+        return [
+            name
+            for name in self.simulation.pods()
+            if self.pod(name)["status"]["phase"] == "Running"
+            and "deletionTimestamp" not in self.pod(name)["metadata"]
+        ]
+
+    def pod(self, name: str) -> dict[str, Any]:
+        return self.simulation.store.get("pods", "ns", name)
+
+    def groups(self) -> dict[str, str]:
+        """Group of each node's pod, empty for those that are admitted alone."""
+        return {
+            name: self.pod(name)["metadata"]["labels"].get(GROUP, "")
+            for name in self.simulation.pods()
+        }
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.simulation.status
+
+    def condition(self, kind: str) -> str:
+        return next(one["status"] for one in self.status["conditions"] if one["type"] == kind)
+
+
+def test_nodes_above_the_minimum_are_asked_for_once_all_below_it_have_a_host() -> None:
+    world = Queued().create()
+    world.simulation.settle()
+    assert world.simulation.pods() == ["run-0-0", "run-1-0"]
+    world.kueue.work()
+    world.simulation.settle()
+    assert world.simulation.pods() == ["run-0-0", "run-1-0"], "admitted, and on no host yet"
+    world.simulation.start_pods()
+    world.simulation.settle()
+    assert world.simulation.pods() == ["run-0-0", "run-1-0", "run-2-0"]
+    uid = world.simulation.store.get("trainingruns", *KEY)["metadata"]["uid"]
+    group = f"run-{uid[:5]}-0"
+    assert world.groups() == {"run-0-0": group, "run-1-0": group, "run-2-0": ""}
+
+
+def test_a_node_above_the_minimum_is_younger_in_the_queue_by_a_second_at_least() -> None:
+    world = Queued().create()
+    world.simulation.settle()
+    world.kueue.work()
+    world.simulation.start_pods()
+    for name in world.simulation.pods():
+        pod = world.pod(name)
+        scheduled = {
+            "type": "PodScheduled",
+            "status": "True",
+            "lastTransitionTime": "2027-01-15T08:00:00Z",
+        }
+        conditions = [*pod["status"]["conditions"], scheduled]
+        world.simulation.store.change(
+            "pods", "ns", name, {"status": {"conditions": conditions}}
+        )
+    place = parse_place(world.pod("run-0-0"))
+    assert place.scheduled_at is not None
+    world.simulation.now = place.scheduled_at + 0.5
+    delay = world.simulation.settle()
+    assert (world.simulation.pods(), delay) == (["run-0-0", "run-1-0"], 1.0)
+    world.simulation.now = place.scheduled_at + 1.5
+    world.simulation.settle()
+    assert world.simulation.pods() == ["run-0-0", "run-1-0", "run-2-0"]
+
+
+@pytest.mark.parametrize("is_watch_late", [False, True])
+def test_a_queued_run_says_which_queue_it_waits_for_and_that_nobody_has_to_act(
+    is_watch_late: bool,
+) -> None:
+    world = Queued(quota=1)
+    world.simulation.is_watch_late = is_watch_late
+    world.create().go_on(2)
+    status = world.status
+    assert (status["phase"], status["reason"]) == ("Waiting", "Queued")
+    assert status["message"] == (
+        "node 0 (pod run-0-0) and 1 more wait to be admitted by the queue gpus"
+    )
+    assert (world.condition("Stalled"), world.condition("Reconciling")) == ("False", "True")
+    events = world.simulation.store.list("events")
+    assert [one["message"] for one in events if one["reason"] == "Queued"] == [
+        status["message"]
+    ]
+
+
+def test_a_lost_pod_of_a_group_is_replaced_once_and_only_when_it_has_ended() -> None:
+    world = Queued().create().train()
+    world.simulation.now += 100
+    world.simulation.store.delete("pods", "ns", "run-0-0")
+    world.go_on(5, is_reaped=False)
+    assert world.simulation.pods() == ["run-0-0", "run-1-0", "run-2-0"], (
+        "its container saves, and Kueue would delete a successor as one too many"
+    )
+    world.go_on()
+    assert world.running() == ["run-0-1", "run-1-0", "run-2-0"]
+    assert world.kueue.excess == []
+    assert world.groups()["run-0-1"] == world.groups()["run-1-0"]
+    assert world.status["restarts"] == {"total": 1, "byCause": {"Deleted": 1}}
+
+
+def test_a_pod_whose_container_was_killed_is_replaced_once_its_kubelet_has_said_so() -> None:
+    world = Queued().create().train()
+    world.simulation.now += 100
+    pod = world.pod("run-1-0")
+    terminated = {"exitCode": 137, "reason": "Error", "finishedAt": None}
+    container = {**pod["status"]["containerStatuses"][0], "state": {"terminated": terminated}}
+    world.simulation.store.change(
+        "pods", "ns", "run-1-0", {"status": {"containerStatuses": [container]}}
+    )
+    world.go_on(3)
+    assert "run-1-1" not in world.simulation.pods(), "the pod's phase is still Running"
+    world.simulation.end_pod("run-1-0", 137)
+    world.go_on()
+    assert world.running() == ["run-0-0", "run-1-1", "run-2-0"]
+    assert (world.kueue.excess, world.status["restarts"]["total"]) == ([], 1)
+
+
+def test_a_replacement_that_avoids_a_host_has_the_role_of_the_pod_it_replaces() -> None:
+    world = Queued().create().train()
+    world.simulation.now += 100
+    world.simulation.end_pod("run-0-0", 70)
+    world.go_on()
+    # The model asserts that all pods of a group have one role.
+    assert world.running() == ["run-0-1", "run-1-0", "run-2-0"]
+
+
+def test_a_group_of_which_no_pod_lives_is_followed_by_a_new_one() -> None:
+    world = Queued().create().train()
+    old = world.groups()["run-0-0"]
+    world.simulation.now += 100
+    for name in ("run-0-0", "run-1-0"):
+        world.simulation.end_pod(name, 137)
+    world.kueue.work()
+    world.go_on(10)
+    assert world.running() == ["run-0-1", "run-1-1", "run-2-0"]
+    groups = world.groups()
+    assert groups["run-0-1"] == groups["run-1-1"] == f"{old[:-1]}1"
+    assert (world.kueue.excess, world.kueue.used) == ([], 3)
+
+
+def test_a_replacement_that_joined_a_group_too_late_leaves_and_comes_in_a_new_one() -> None:
+    world = Queued().create().train()
+    old = world.groups()["run-0-0"]
+    world.simulation.now += 100
+    world.simulation.end_pod("run-0-0", 137)
+    world.simulation.settle()
+    world.simulation.end_pod("run-1-0", 137)
+    # Kueue has finished the group just before it sees the replacement.
+    world.kueue.finished.add(old)
+    world.go_on(14)
+    assert [name[:5] for name in world.running()] == ["run-0", "run-1", "run-2"]
+    groups = world.groups()
+    assert groups["run-0-2"] == f"{old[:-1]}1" == max(groups.values()), groups
+    assert world.status["restarts"]["total"] == 2, "what never ran is no loss"
+
+
+def test_a_suspended_run_gives_its_quota_back_and_resumes_with_a_quota_for_one_gang() -> None:
+    world = Queued(quota=3).create().train()
+    world.suspend(True)
+    world.go_on()
+    assert (world.status["phase"], world.kueue.used) == ("Suspended", 0)
+    world.suspend(False)
+    world.go_on(8)
+    assert len(world.running()) == 3
+    numbers = {group.rpartition("-")[2] for group in world.groups().values() if group}
+    assert numbers == {"1"}, "a group of its own, also across a suspension"
+
+
+def test_a_run_that_is_suspended_while_it_waits_in_the_queue_is_suspended() -> None:
+    world = Queued(quota=1).create().go_on(2)
+    world.suspend(True)
+    # A young coordinator has time to give a first answer.
+    world.go_on(20)
+    assert (world.status["phase"], world.simulation.pods()) == ("Suspended", [])
+
+
+@pytest.mark.parametrize("has_operator", [True, False])
+def test_a_deleted_run_gives_its_quota_back_with_and_without_an_operator(
+    has_operator: bool,
+) -> None:
+    world = Queued().create().train()
+    assert world.kueue.used == 3
+    world.simulation.store.remove("trainingruns", *KEY)
+    if has_operator:
+        world.simulation.settle()
+    for _ in range(3):
+        world.simulation.reap()
+        world.kueue.work()
+    assert (world.simulation.pods(), world.kueue.used) == ([], 0)
+
+
+@pytest.mark.parametrize("phase", ["Complete", "Failed"])
+def test_a_run_that_is_over_gives_its_quota_back(phase: str) -> None:
+    world = Queued().create().train()
+    if phase == "Failed":
+        failure = {"cause": "user_error", "node": "1", "rank": 1, "exitCode": 1, "message": "x"}
+        world.simulation.train(
+            phase="Failed", reason="FailuresWithoutProgress", lastFailure=failure
+        )
+    for name in world.running():
+        world.simulation.end_pod(name, 70 if phase == "Failed" else 0)
+    world.go_on()
+    assert (world.status["phase"], world.kueue.used) == (phase, 0)
+    assert not any(FINALIZER in str(world.pod(name)) for name in world.simulation.pods())
+
+
+def test_a_preempted_gang_takes_its_elastic_nodes_along_and_returns() -> None:
+    world = Queued().create().train()
+    world.preempt(left=1)
+    world.go_on(12)
+    assert world.running() == [], (
+        "one node is below the minimum, and would hold quota for nothing"
+    )
+    assert world.kueue.used == 0
+    status = world.status
+    assert (status["phase"], status["reason"]) == ("Waiting", "Queued")
+    assert status["message"].endswith("the queue gpus, which gave their place to another")
+    assert status["restarts"] == {"total": 2, "byCause": {"Preempted": 2}}
+    world.kueue.quota = 3
+    world.go_on(8)
+    assert [name[:5] for name in world.running()] == ["run-0", "run-1", "run-2"]
+    assert (world.kueue.excess, world.status["restarts"]["total"]) == ([], 2)
+
+
+def test_elastic_nodes_that_are_enough_to_train_go_on_while_the_gang_waits() -> None:
+    world = Queued(quota=4, nodes={"min": 2, "max": 4}).create().train()
+    world.preempt(left=2)
+    world.go_on(12)
+    assert world.running() == ["run-2-0", "run-3-0"]
+
+
+def test_an_elastic_node_that_is_preempted_comes_again_when_there_is_room() -> None:
+    world = Queued().create().train()
+    world.simulation.now += 100
+    world.kueue.quota = 2
+    world.kueue.preempt("pod-run-2-0")
+    world.go_on()
+    assert world.running() == ["run-0-0", "run-1-0"]
+    assert world.status["phase"] == "Running"
+    assert "wait" in world.status["message"] and "the queue gpus" in world.status["message"]
+    world.kueue.quota = 3
+    world.go_on()
+    assert world.running() == ["run-0-0", "run-1-0", "run-2-1"]
+    assert world.status["restarts"]["byCause"] == {"Preempted": 1}
+
+
+def test_a_lost_host_costs_the_gang_one_node_that_is_admitted_alone() -> None:
+    world = Queued(quota=4).create().train()
+    world.simulation.now += 100
+    mark = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+    pod = world.pod("run-1-0")
+    world.simulation.store.change(
+        "pods",
+        "ns",
+        "run-1-0",
+        {"status": {"conditions": [*pod["status"]["conditions"], mark]}},
+    )
+    world.simulation.store.delete("pods", "ns", "run-1-0")
+    world.go_on(12, is_reaped=False)
+    # Kueue counts the pod for as long as it is there, which may be for ever.
+    assert world.running() == ["run-0-0", "run-1-1", "run-2-0"]
+    assert (world.groups()["run-1-1"], world.kueue.excess) == ("", [])
+
+
+def test_elastic_nodes_have_a_priority_of_their_own_if_the_run_names_one() -> None:
+    world = Queued().create()
+    annotations = {"evergrad.dev/elastic-priority-class": "low"}
+    world.simulation.store.change(
+        "trainingruns", *KEY, {"metadata": {"annotations": annotations}}
+    )
+    world.train()
+    key = "kueue.x-k8s.io/priority-class"
+    classes = [world.pod(name)["metadata"]["labels"][key] for name in world.simulation.pods()]
+    assert classes == ["normal", "normal", "low"]
+
+
+def test_a_preparation_that_waits_in_no_queue_comes_again_in_the_one_that_is_named() -> None:
+    preparation = {"resources": {"requests": {"cpu": "1"}}}
+    world = Queued(quota=4, manages_all=True, preparation=preparation)
+    world.labels = None
+    world.create().go_on(3)
+    assert world.status["reason"] == "Queued" and world.condition("Stalled") == "True"
+    assert "the preparation (pod run-prepare-0) waits for a queue" in world.status["message"]
+    world.label(LABELS)
+    world.go_on()
+    (name,) = world.simulation.pods("preparation")
+    assert world.pod(name)["status"]["phase"] == "Running"
+    assert world.pod(name)["metadata"]["labels"][QUEUE] == "gpus"
+
+
+def test_a_coordinator_that_kueue_holds_comes_again_in_the_runs_queue() -> None:
+    world = Queued(quota=4, manages_all=True).create()
+    world.go_on(8)
+    (name,) = world.simulation.pods("coordinator")
+    assert name == "run-coordinator-1"
+    labels = world.pod(name)["metadata"]["labels"]
+    assert labels[QUEUE] == "gpus" and GROUP not in labels
+    assert world.pod(name)["status"]["phase"] == "Running"
+    assert world.status["restarts"] == {"total": 0}
+    assert len(world.running()) == 3
+    # Its successors are queued from the beginning.
+    world.simulation.train()
+    world.simulation.store.delete("pods", "ns", name)
+    world.go_on()
+    assert world.simulation.pods("coordinator") == ["run-coordinator-2"]
+    assert world.status["restarts"]["byCause"] == {"CoordinatorLost": 1}
+
+
+def test_a_coordinator_is_in_no_queue_where_kueue_leaves_it_alone() -> None:
+    world = Queued().create().go_on()
+    (name,) = world.simulation.pods("coordinator")
+    assert QUEUE not in world.pod(name)["metadata"]["labels"]
+
+
+def test_a_run_without_a_queue_that_kueue_holds_names_the_label_to_set_and_goes_on_with_it() -> (
+    None
+):
+    world = Queued(quota=4, manages_all=True)
+    world.labels = None
+    world.create().go_on(3)
+    status = world.status
+    assert (status["phase"], status["reason"]) == ("Waiting", "Queued")
+    assert status["message"].endswith(
+        "Set the label kueue.x-k8s.io/queue-name on the TrainingRun"
+    )
+    assert world.condition("Stalled") == "True"
+    world.label(LABELS)
+    world.go_on(12)
+    assert len(world.running()) == 3 and world.condition("Stalled") == "False"
+    assert world.status["restarts"] == {"total": 0}
+
+
+def test_a_run_whose_queue_is_another_one_waits_there() -> None:
+    world = Queued(quota=1).create().go_on(2)
+    world.label({**LABELS, QUEUE: "others"})
+    world.kueue.quota = 0
+    world.go_on(8)
+    queues = {world.pod(name)["metadata"]["labels"][QUEUE] for name in world.simulation.pods()}
+    assert queues == {"others"}
+    assert world.status["message"].endswith("the queue others")
+
+
+def story(world: Queued) -> tuple[Any, ...]:
+    """The whole of it: queued, admitted, preempted, returned, suspended, resumed."""
+    world.create().train()
+    world.preempt(left=1)
+    world.go_on(12)
+    world.kueue.quota = 3
+    world.go_on(8)
+    world.suspend(True)
+    world.go_on(8)
+    assert world.kueue.used == 0
+    world.suspend(False)
+    world.go_on(10)
+    status = world.status
+    return (
+        sorted(name[:5] for name in world.running()),
+        world.kueue.used,
+        status["phase"],
+        status.get("restarts"),
+        world.kueue.excess,
+    )
+
+
+def killing(number: int, *, is_before: bool) -> Callable[[Queued], None]:
+    from fake_kubernetes.simulation import Crash, crash_at
+
+    def prepare(world: Queued) -> None:
+        simulation = world.simulation
+        hooks = crash_at(number, is_before=is_before)
+        original, create_run = simulation.settle, simulation.create_run
+
+        def settle(key: Any = KEY, *, most: int = 20) -> Any:
+            while True:
+                try:
+                    return original(key, most=most)
+                except Crash:
+                    simulation.store.before = simulation.store.after = lambda write: None
+                    simulation.start_operator()
+
+        def create(*arguments: Any, **options: Any) -> None:
+            create_run(*arguments, **options)
+            simulation.store.before, simulation.store.after = hooks
+
+        simulation.settle = settle  # type: ignore[method-assign]
+        simulation.create_run = create  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_operator_killed_at_any_write_of_a_queued_run_leads_to_the_same_end(
+    is_before: bool,
+) -> None:
+    plain = Queued()
+    expected = story(plain)
+    count = len([one for one in plain.simulation.store.writes if one.plural != "events"])
+    assert expected[:2] == (["run-0", "run-1", "run-2"], 3)
+    assert expected[3:] == ({"total": 2, "byCause": {"Preempted": 2}}, [])
+    other = {}
+    for number in range(count):
+        world = Queued()
+        killing(number, is_before=is_before)(world)
+        end = story(world)
+        if end != expected:
+            other[number] = copy.copy(end)
+    assert other == {}, expected
+
+
+def contend(uid: str = "") -> simulated_run.Simulation:
+    """A run of which one node has a host, and the other finds none."""
+    world = simulated_run.Simulation()
+    world.raw["metadata"]["uid"] = uid or world.raw["metadata"]["uid"]
+    world.set_spec(nodes={"min": 2, "max": 2})
+    world.reconcile()
+    world.start("docs-lm-coordinator-0", "docs-lm-0-0")
+    world.unschedulable("docs-lm-1-0", "0/2 nodes are available: 2 Insufficient cpu.")
+    world.progress = simulated_run.make_progress(0, phase="Waiting", nodes={"ready": 0})
+    return world
+
+
+def test_a_run_that_stays_below_its_minimum_gives_its_pods_back_and_asks_again_later() -> None:
+    world = contend()
+    decision = world.settle()
+    assert decision.reason == "Unschedulable"
+    assert decision.requeue_after == PATIENCE_SECONDS, "a host that comes ends the wait"
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    world.leave()
+    decision = world.settle()
+    assert world.live() == [] and len(world.live(role="coordinator")) == 1
+    assert (decision.phase, decision.reason) == ("Waiting", "PodsGivenBack")
+    assert "fewer than 2 nodes found a host within 20m" in decision.message
+    assert (world.condition("Stalled")["status"], world.status["restarts"]) == (
+        "False",
+        {"total": 0},
+    )
+    # They come again once the pause is over, and no earlier.
+    assert decision.requeue_after is not None
+    world.age(decision.requeue_after - 1)
+    world.settle()
+    assert world.live() == []
+    world.age(1)
+    world.reconcile()
+    assert world.live() == ["docs-lm-0-1", "docs-lm-1-1"]
+    # The next pause is longer; a group that forms ends that.
+    first = decision.requeue_after
+    world.start("docs-lm-0-1")
+    world.unschedulable("docs-lm-1-1", "0/2 nodes are available: 2 Insufficient cpu.")
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    world.leave()
+    second = world.settle().requeue_after
+    assert second is not None and first * 2 / 3 < second
+    world.age(second)
+    world.reconcile()
+    world.start()
+    world.train()
+    world.settle()
+    assert "givenBack" not in world.status["memory"]
+
+
+def test_two_runs_that_have_waited_for_each_other_come_again_at_different_moments() -> None:
+    pauses = set()
+    for uid in ("one", "other"):
+        world = contend(uid)
+        world.settle()
+        world.age(PATIENCE_SECONDS)
+        world.settle()
+        world.leave()
+        pauses.add(world.settle().requeue_after)
+    assert len(pauses) == 2
+
+
+def test_a_run_that_has_no_host_at_all_or_enough_of_them_gives_nothing_back() -> None:
+    world = contend()
+    world.unschedulable("docs-lm-0-0", "0/2 nodes are available: 2 Insufficient cpu.")
+    del world.pods["docs-lm-0-0"]["spec"]["nodeName"]
+    world.settle()
+    world.age(PATIENCE_SECONDS)
+    assert world.settle().reason == "Unschedulable" and len(world.live()) == 2
+    world.set_spec(nodes={"min": 1, "max": 2})
+    world.start("docs-lm-0-0")
+    world.age(PATIENCE_SECONDS)
+    world.settle()
+    assert len(world.live()) == 2
