@@ -13,6 +13,8 @@ TORCH ?= 2.15.0
 OTHER := $(VENV)-torch-$(TORCH)
 # Beside .venv, whose packages it sees: some fifty more, which only trackers need.
 TRACKED := $(VENV)-trackers
+# Only the site needs them, so that neither .venv nor CI's install grows.
+SITE := $(VENV)-docs
 # Likewise: libraries that benchmarks measure Evergrad beside.
 PEERS := $(VENV)-peers
 PACKAGES := $(addsuffix /pyproject.toml,coordinator manifest operator cli trainer_image)
@@ -25,7 +27,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods numbers images release chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint format generate generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods numbers images release chart-lint docs cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -147,6 +149,7 @@ generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python docs/tree.py
 	$(BIN)/python docs/capabilities.py
 	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py
+	$(BIN)/python docs/pictures.py
 	$(BIN)/python examples/quickstart/make_documents.py
 	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/unit/operator $(BIN)/python -m run_samples
 	$(BIN)/python examples/gitops/argocd/make_argocd_cm.py
@@ -160,9 +163,10 @@ generated: $(INSTALLED) ## check that the generated files are up to date
 	$(BIN)/python docs/tree.py --check
 	$(BIN)/python docs/capabilities.py --check
 	PYTHONPATH=$(CURDIR)/docs $(BIN)/python docs/acceptance.py --check
+	$(BIN)/python docs/pictures.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
-verify: generated chart-lint ## all that CI checks: generated files, chart, lint, tests
+verify: generated chart-lint docs ## all that CI checks: generated files, chart, site, lint, tests
 	$(SUB_MAKE) --no-print-directory test FRONT='lint test-e2e'
 	$(call stage,verified)
 
@@ -204,6 +208,17 @@ chart-lint: $(INSTALLED) ## helm lint --strict, ct lint, the chart's own tests (
 	$(call stage,chart)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.chart
 
+$(SITE)/.installed: requirements/docs.in
+	$(call stage,install what builds the site)
+	@$(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/docs.in
+	@touch $@
+
+# Never --quiet: MkDocs then counts no warnings, and --strict ends nothing.
+docs: $(SITE)/.installed ## build the site into build/site, where a broken link or a page outside the navigation is an error
+	$(call stage,site)
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+
 cluster: $(INSTALLED) ## a real two-node Kubernetes on this machine (as root); its kubeconfig is .cluster/kubeconfig
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed up
 
@@ -218,4 +233,4 @@ clean: ## remove caches and build products; runs/ stays
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 distclean: clean ## clean, and remove .venv and the example's documents; runs/ stays
-	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PEERS) $(PYDOC)/documents.jsonl
+	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PEERS) $(SITE) $(PYDOC)/documents.jsonl

@@ -28,11 +28,11 @@ MORE = (
         "A pod is deleted while the run trains",
         "kubectl get pods -l evergrad.dev/run=quickstart",
     ),
-    ("", "kubectl delete pod quickstart-1-0 --wait=false"),
     (
         "",
-        "sleep 20; kubectl get trun quickstart; kubectl get pods -l evergrad.dev/run=quickstart",
+        "kubectl get trun quickstart -w & sleep 5; kubectl delete pod quickstart-1-0 --wait=false; sleep 30; kill $!",
     ),
+    ("", "kubectl get pods -l evergrad.dev/run=quickstart"),
 )
 AFTER = (
     ("What is left", "kubectl describe trun quickstart | tail -n 25"),

@@ -47,10 +47,10 @@ def test_the_standard_librarys_operator_is_found_from_the_root(root: Path) -> No
     assert not Path(result.stdout.strip()).is_relative_to(root / "operator")
 
 
-def test_the_readmes_tree_names_every_top_folder_and_only_those_that_exist(
+def test_the_tree_of_contributing_names_every_top_folder_and_only_those_that_exist(
     root: Path, tracked: list[Path]
 ) -> None:
-    tree = (root / "README.md").read_text().partition("## The tree")[2].split("```")[1]
+    tree = (root / "CONTRIBUTING.md").read_text().partition("## The tree\n")[2].split("```")[1]
     named = set(re.findall(r"^([\w.]+)/  ", tree, re.MULTILINE))
     folders = {
         file.relative_to(root).parts[0]
@@ -60,8 +60,8 @@ def test_the_readmes_tree_names_every_top_folder_and_only_those_that_exist(
     assert named == folders
 
 
-def test_every_file_the_readmes_tree_names_exists(root: Path) -> None:
-    tree = (root / "README.md").read_text().partition("## The tree")[2].split("```")[1]
+def test_every_file_that_the_tree_names_exists(root: Path) -> None:
+    tree = (root / "CONTRIBUTING.md").read_text().partition("## The tree\n")[2].split("```")[1]
     first_words = (line.partition("   ")[0] for line in tree.splitlines())
     names = [name for words in first_words for name in words.split() if not name.endswith("/")]
     assert "CHANGELOG.md" in names

@@ -1,0 +1,108 @@
+"""The site's navigation has every page once, and its hooks find links and what would load from another host.
+
+That the site builds is checked by `make docs`, in an environment of its own.
+"""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+
+@pytest.fixture(scope="module")
+def hooks(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_hooks", root / "docs/site_hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose tags name functions of libraries that are not installed here."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def pages_of(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    for inner in (
+        nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ()
+    ):
+        yield from pages_of(inner)
+
+
+def test_the_navigation_has_every_page_once(root: Path, hooks: ModuleType) -> None:
+    config = yaml.load((root / "mkdocs.yml").read_text("utf-8"), Loader=_Loader)
+    named = Counter(pages_of(hooks.expand_folders(config["nav"])))
+    pages = {
+        page.relative_to(root).as_posix()
+        for pattern in (*hooks.OUTSIDE, "docs/**/*.md")
+        for page in root.glob(pattern)
+    }
+    assert set(named) == pages
+    assert [page for page, count in named.items() if count > 1] == []
+
+
+def test_the_index_links_to_every_page_of_the_docs(root: Path, hooks: ModuleType) -> None:
+    text = (root / "docs/README.md").read_text("utf-8")
+    missing = [
+        page.name
+        for page in sorted(root.glob("docs/*.md"))
+        if page.name != "README.md" and f"]({page.name})" not in text
+    ]
+    assert missing == []
+
+
+def test_files_that_a_page_links_to_are_found_and_pages_and_addresses_are_not(
+    root: Path, hooks: ModuleType
+) -> None:
+    found = hooks.find_linked_files(root / "README.md")
+    assert "docs/pictures/recovery.svg" in found and "LICENSE" in found
+    assert [path for path in found if path.endswith(".md") or "://" in path] == []
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<script src="https://example.com/a.js">',
+        "<img alt=x src=//example.com/a.png>",
+        '<link rel="stylesheet" href="https://fonts.example.com/a.css">',
+    ],
+)
+def test_what_would_load_from_another_host_is_found(hooks: ModuleType, html: str) -> None:
+    assert len(hooks.find_foreign(f"<p>before</p>{html}")) == 1
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<script src="assets/a.js">',
+        '<a href="https://example.com">',
+        '<link rel="canonical" href="https://example.com/">',
+    ],
+)
+def test_links_and_the_sites_own_files_load_nothing_from_another_host(
+    hooks: ModuleType, html: str
+) -> None:
+    assert hooks.find_foreign(html) == []
+
+
+def test_the_build_ends_at_a_warning(root: Path) -> None:
+    # With --quiet MkDocs counts no warnings, and --strict has no effect.
+    (command,) = [
+        line
+        for line in (root / "Makefile").read_text("utf-8").splitlines()
+        if "mkdocs build" in line
+    ]
+    assert "--strict" in command and "--quiet" not in command and "-q" not in command.split()
+    config = yaml.load((root / "mkdocs.yml").read_text("utf-8"), Loader=_Loader)
+    assert set(config["validation"].values()) == {"warn"}
+    assert len(config["validation"]) == 5

@@ -1,0 +1,48 @@
+"""Each text that the page on symptoms quotes is one that the code says."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[3]
+_PAGE = (_ROOT / "docs/troubleshooting.md").read_text("utf-8")
+_SHORTEST = 9
+"""Shorter pieces between two ellipses, such as a comma, say nothing."""
+
+
+def symptoms() -> list[str]:
+    """The quoted texts of the tables' first columns, cut at each ellipsis."""
+    cells = [line.split("|")[1] for line in _PAGE.splitlines() if line.startswith("| ")]
+    texts = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    pieces = [piece.strip() for text in texts for piece in text.split("…")]
+    return sorted({piece for piece in pieces if len(piece) >= _SHORTEST})
+
+
+@pytest.fixture(scope="module")
+def said() -> str:
+    """All texts of the product's code, with an ellipsis for what is filled in, and the Makefile."""
+    found = [(_ROOT / "Makefile").read_text("utf-8")]
+    for package in ("coordinator", "manifest", "operator", "cli", "trainer_image"):
+        for module in (_ROOT / package).glob("evergrad*/**/*.py"):
+            for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    found.append(
+                        "".join(
+                            str(part.value) if isinstance(part, ast.Constant) else "…"
+                            for part in node.values
+                        )
+                    )
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+def test_the_page_quotes_many_texts() -> None:
+    assert len(symptoms()) > 30
+
+
+@pytest.mark.parametrize("text", symptoms())
+def test_each_text_that_the_page_quotes_is_one_of_the_code(text: str, said: str) -> None:
+    assert text in said
