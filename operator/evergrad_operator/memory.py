@@ -232,6 +232,9 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         stop_reason = ""
     said = get_pairs(_unpack(notes, "inputErrors"), "said")
     errors = [InputError(node, str(host)) for node, host in said if isinstance(node, int)]
+    preparation, evaluation = (
+        (get_map(status, name), get_text(notes, name)) for name in ("preparation", "evaluation")
+    )
     return Memory(
         is_known=bool(conditions),
         image=get_text(status, "image"),
@@ -259,28 +262,21 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         # An older release did not note it; a phase Running says the same.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
         last_failure=_parse_failure(get_map(status, "lastFailure")),
-        ends=tuple(
-            EndRecord(
-                get_text(raw, "pod"),
-                get_text(raw, "cause"),
-                get_int(raw, "exitCode"),
-                parse_time(raw.get("at")) or 0.0,
-            )
-            for raw in get_maps(status, "attempts")[-MAX_ENDS:]
-        ),
+        ends=tuple(map(_parse_end, get_maps(status, "attempts")[-MAX_ENDS:])),
         training=_parse_training(status),
-        preparation=parse_preparation(
-            get_map(status, "preparation"), get_text(notes, "preparation")
-        ),
-        evaluation=parse_evaluation(
-            get_map(status, "evaluation"), get_text(notes, "evaluation")
-        ),
+        preparation=parse_preparation(*preparation),
+        evaluation=parse_evaluation(*evaluation),
         gang=gang[-1],  # an older release wrote the group's size before its number
         phase=get_text(status, "phase"),
         reason=get_text(status, "reason"),
         message=get_text(status, "message"),
         conditions=conditions,
     )
+
+
+def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
+    at = parse_time(raw.get("at")) or 0.0
+    return EndRecord(get_text(raw, "pod"), get_text(raw, "cause"), get_int(raw, "exitCode"), at)
 
 
 def _parse_finish(

@@ -189,8 +189,9 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     if step is not None and total:
         percent = round(100 * step / total, 1)
     by_cause = _mapping(restarts, "byCause").items()
-    # A file may have a human number here, as a text.
-    stop_after = parse_short_count(stop.get("afterStep"))
+    stop_after = parse_short_count(
+        stop.get("afterStep")
+    )  # in a file perhaps a human number, as a text
 
     # Any version of the operator may have written it: a list that failed at one run would hide all others.
     return Run(

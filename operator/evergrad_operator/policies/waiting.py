@@ -229,25 +229,27 @@ def _explain_record(failure: ApplyFailure) -> Obstacle:
     return Obstacle(Reason.VOLUME_RECORD_REFUSED, f"{text}. {remedy}; it is tried again")
 
 
+_SMALLER_NODES: Final = (
+    "Lower spec.resources, widen spec.template's node selection, or add nodes"
+)
+_ROLES: Final = {
+    names.ROLE_COORDINATOR: ("the coordinator", _SMALLER_NODES),
+    names.ROLE_PREPARATION: (
+        "the preparation",
+        "Lower spec.preparation.resources or widen the node selection, and set spec.restartNonce "
+        "to a new text; or add nodes",
+    ),
+    names.ROLE_EVALUATION: (
+        "the evaluation",
+        "Lower spec.evaluation.resources or widen the node selection, and delete the pod; or add nodes",
+    ),
+}
+"""How a pod is called that is no node, by role, and how it finds a host."""
+
+
 def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
     """Return why a pod does not run; None where that needs no explanation yet."""
-    roles = {
-        names.ROLE_COORDINATOR: "the coordinator",
-        names.ROLE_PREPARATION: "the preparation",
-        names.ROLE_EVALUATION: "the evaluation",
-    }
-    who = roles.get(pod.role, f"node {pod.index}")
-    smaller = "Lower spec.resources, widen spec.template's node selection, or add nodes"
-    if pod.role == names.ROLE_PREPARATION:
-        smaller = (
-            "Lower spec.preparation.resources or widen the node selection, and set "
-            "spec.restartNonce to a new text; or add nodes"
-        )
-    elif pod.role == names.ROLE_EVALUATION:
-        smaller = (
-            "Lower spec.evaluation.resources or widen the node selection, and delete the pod; or "
-            "add nodes"
-        )
+    who, smaller = _ROLES.get(pod.role, (f"node {pod.index}", _SMALLER_NODES))
     where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
     reason = pod.waiting_reason
     if pod.is_image_missing:
