@@ -5,6 +5,7 @@ from dataclasses import replace
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Decision
+from evergrad_operator.evaluation import Evaluation
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.policies.completion import complete_if_done, complete_if_recorded
@@ -39,6 +40,7 @@ from evergrad_operator.policies.waiting import (
     find_claim_obstacle,
     find_obstacle,
 )
+from evergrad_operator.preparation import Preparation
 from evergrad_operator.problems import list_problems
 from evergrad_operator.times import format_time
 
@@ -79,7 +81,7 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
             if pod.end is not None and pod.has_sidecar and pod.name not in chosen
         ]
         recorded = []
-        newest_of = {
+        newest_of: dict[str, Preparation | Evaluation] = {
             names.ROLE_PREPARATION: known.preparation,
             names.ROLE_EVALUATION: known.evaluation,
         }

@@ -236,8 +236,10 @@ _ROLES: Final = {
     names.ROLE_COORDINATOR: ("the coordinator", _SMALLER_NODES),
     names.ROLE_PREPARATION: (
         "the preparation",
-        "Lower spec.preparation.resources or widen the node selection, and set spec.restartNonce "
-        "to a new text; or add nodes",
+        (
+            "Lower spec.preparation.resources or widen the node selection, and set "
+            "spec.restartNonce to a new text; or add nodes"
+        ),
     ),
     names.ROLE_EVALUATION: (
         "the evaluation",
