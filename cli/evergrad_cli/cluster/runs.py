@@ -188,10 +188,8 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     percent = parse_short_count(progress.get("percent"))
     if step is not None and total:
         percent = round(100 * step / total, 1)
-    by_cause = _mapping(restarts, "byCause").items()
-    stop_after = parse_short_count(
-        stop.get("afterStep")
-    )  # in a file perhaps a human number, as a text
+    # A file may have a human number here, as a text.
+    stop_after = parse_short_count(stop.get("afterStep"))
 
     # Any version of the operator may have written it: a list that failed at one run would hide all others.
     return Run(
@@ -221,9 +219,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         checkpoint_step=_integer(_mapping(status, "checkpoint").get("step")),
         checkpoint_at=parse_time(_mapping(status, "checkpoint").get("savedAt")),
         restarts=_integer(restarts.get("total")) or 0,
-        restarts_by_cause={
-            str(key): number for key, value in by_cause if (number := _integer(value))
-        },
+        restarts_by_cause=_counts(restarts, "byCause"),
         failures_without_progress=_integer(_mapping(status, "failures").get("withoutProgress")),
         restart_nonce=_text(status, "restartNonce"),
         image=_text(status, "image"),
@@ -237,6 +233,11 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         preparation=_mapping(status, "preparation"),
         evaluation=_mapping(status, "evaluation"),
     )
+
+
+def _counts(raw: Mapping[str, Any], key: str) -> dict[str, int]:
+    found = ((str(name), _integer(value)) for name, value in _mapping(raw, key).items())
+    return {name: number for name, number in found if number}
 
 
 def row_of(run: Run, *, now: float) -> dict[str, Any]:
