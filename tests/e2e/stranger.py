@@ -78,6 +78,7 @@ def requests() -> Iterator[tuple[str, bytes]]:
             ("POST", "/bounds", bounds),
             ("PUT", "/bounds", bounds),
             ("GET", "/", ""),
+            ("GET", "/live", ""),
         ):
             head = (
                 f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from cluster_runs import Run, Runs, wait_for
 
+from evergrad_coordinator.edge.page import build_page
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 JOIN_PORT, STATUS_PORT, METRICS_PORT = 29400, 29401, 29402
+PAGE = build_page("run", needs_token=True).text.encode().decode("latin-1")
 STRANGER = Path(__file__).with_name("stranger.py").read_text("utf-8")
 FINISH = "/volume/attacked/finish"
 SCRIPT = f"""
@@ -169,7 +172,9 @@ def is_closed_door(port: int, answer: str, secrets: list[str]) -> bool:
     if any(secret in answer for secret in secrets):
         return False
     if port == STATUS_PORT:
-        return not answer or bool(re.match(r"HTTP/1\.1 (400|401) ", answer))
+        # The page itself is the same for every run; only its events say something of one.
+        is_page = answer.startswith("HTTP/1.1 200 ") and answer.endswith(f"\r\n\r\n{PAGE}")
+        return not answer or is_page or bool(re.match(r"HTTP/1\.1 (400|401) ", answer))
     kinds = (
         [json.loads(line).get("type") for line in answer.splitlines()]
         if port == JOIN_PORT
@@ -214,7 +219,9 @@ def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end
         assert {(one["address"], one["port"]) for one in tries} == set(targets)
         assert find_leaks(tries, secrets) == []
     asked = [
-        one for one in tries if one["port"] == STATUS_PORT and one["try"] == "POST /bounds"
+        one
+        for one in tries
+        if one["port"] == STATUS_PORT and one["try"] in ("POST /bounds", "GET /live")
     ]
     assert {one["answer"].split(" ")[1] for one in asked if one["answer"]} == {"401"}, (
         "the status port was reached and is closed"
@@ -253,9 +260,11 @@ def test_the_check_for_leaks_finds_what_it_looks_for() -> None:
         (JOIN_PORT, '{"type":"welcome"}\n'),
         (JOIN_PORT, '{"type":"refused","message":"the group has s3cret"}\n'),
         (STATUS_PORT, "HTTP/1.1 200 OK\r\n\r\n{}"),
+        (STATUS_PORT, f"HTTP/1.1 200 OK\r\n\r\n{{}}{PAGE}"),
         (STATUS_PORT, "HTTP/1.1 401 Unauthorized\r\n\r\ns3cret"),
         (40000, "anything"),
     ):
         assert not is_closed_door(port, answer, ["s3cret"]), answer
     assert is_closed_door(JOIN_PORT, '{"type":"refused","message":"no"}\n', ["s3cret"])
     assert is_closed_door(STATUS_PORT, "HTTP/1.1 401 Unauthorized\r\n\r\n", ["s3cret"])
+    assert is_closed_door(STATUS_PORT, f"HTTP/1.1 200 OK\r\n\r\n{PAGE}", ["s3cret"])
