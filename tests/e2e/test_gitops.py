@@ -44,6 +44,9 @@ class Git:
             # It reads the object and asks for a dry run one after the other: the operator may write the status
             # in between. A change that Git would make is there each time.
             wait_for(lambda words=words: self._diff(*words) == "", f"{when}: no difference")
+        # kubectl's server-side apply writes kubectl's copy of the file (LAST_APPLIED) in other words than its
+        # client-side one: the first apply after it writes that annotation back, and says "configured".
+        self.sync()
         assert self.sync().strip() == f"trainingrun.{GROUP}/{self.name} unchanged", when
         words = ("apply", "--server-side", "--field-manager", SECOND, "-f", "-")
         self.runs.kubectl(*words, text=json.dumps(self.manifest))
