@@ -75,6 +75,7 @@ def test_each_checkpoint_is_evaluated_once_although_one_is_kept_with_the_bits_of
     assert losses == results[30]
 
 
+@pytest.mark.long
 def test_a_pod_that_is_killed_is_replaced_and_the_result_is_the_same(runs: Runs) -> None:
     # No host has this label: the first pod is there for as long as the test needs it.
     nowhere = {**SECTION, "nodeSelector": {"evergrad.dev/nowhere": "yes"}}

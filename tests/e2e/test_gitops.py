@@ -94,6 +94,7 @@ def test_through_a_whole_run_no_diff_and_no_apply_shows_or_makes_a_change(
     wait_for(lambda: run.status()["progress"].get("step", 0) > step, "a step after the pause")
 
 
+@pytest.mark.long
 def test_a_finished_run_and_its_time_to_live_are_no_drift(runs: Runs) -> None:
     git = Git(runs, make_manifest("short", steps=60))
     git.sync()
@@ -120,6 +121,7 @@ def test_a_finished_run_and_its_time_to_live_are_no_drift(runs: Runs) -> None:
     assert runs.list("pods", selector) == []
 
 
+@pytest.mark.long
 def test_an_edit_of_the_recipe_is_refused_with_its_field_and_changes_nothing(
     runs: Runs,
 ) -> None:

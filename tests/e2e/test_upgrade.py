@@ -147,6 +147,7 @@ def test_a_run_of_this_release_trains_on_while_the_first_one_is_back(
     run.expect_same_as(reference)
 
 
+@pytest.mark.long
 @pytest.mark.operator_ends
 def test_a_run_trains_on_without_its_operator_and_the_next_installation_takes_it_over(
     runs: Runs, operator: Operator, reference: Reference
@@ -179,6 +180,7 @@ def installed(operator: Operator, *namespaces: str) -> Iterator[list[Operator]]:
                 one.helm("uninstall", RELEASE, "--wait")
 
 
+@pytest.mark.long
 @pytest.mark.operator_ends
 def test_two_installations_at_once_serve_a_namespace_each_and_go_one_by_one(
     runs: Runs, other_runs: Runs, operator: Operator, reference: Reference
