@@ -63,6 +63,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield from run_coordinators(tmp_path)
 
 
+def build_values(rng: random.Random) -> dict[str, float]:
+    """A few numbers by name."""
+    return {
+        f"value-{rng.randrange(99)}": rng.uniform(-1e9, 1e9) for _ in range(rng.randrange(3))
+    }
+
+
 def build_well_formed(rng: random.Random) -> bytes:
     """A message that is right in form and in bounds, and wrong in every other respect."""
     kind = rng.choice([one for one in FROM_NODES if one.TYPE not in ("hello", "left", "beat")])
@@ -77,6 +84,10 @@ def build_well_formed(rng: random.Random) -> bytes:
             value = rng.choice(CAUSES)
         elif field.name in ("workers", "port"):
             value = rng.randrange(4)
+        elif field.name == "values":
+            value = build_values(rng)
+        elif field.name == "evaluations":
+            value = {"x": {"step": rng.randrange(9), "values": build_values(rng)}}
         found[to_camel(field.name)] = value
     return json.dumps(found).encode() + b"\n"
 

@@ -329,6 +329,7 @@ _PLAIN_NUMBERS = (
     "spec.nodes.max",
     "spec.workersPerNode",
     "spec.activeDeadlineSeconds",
+    "spec.evaluation.keepWaiting",
     "spec.ttlSecondsAfterFinished",
     "spec.failurePolicy.maxFailuresWithoutProgress",
     "spec.script.gracePeriodSeconds",
