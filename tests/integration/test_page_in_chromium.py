@@ -267,6 +267,7 @@ def count(browser: Browser, what: str) -> int:
     return int(browser.run(f"return {what}"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_eight_hours_at_ten_steps_a_second_keep_the_browser_small(
     browser: Browser, site: Site

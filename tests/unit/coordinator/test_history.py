@@ -231,7 +231,9 @@ def test_an_event_without_its_fields_fails_nothing() -> None:
     assert (at, kind, len(text)) == (1, "gone", 300)
 
 
-@pytest.mark.parametrize("num_metrics", [3, MOST_DECLARED])
+@pytest.mark.parametrize(
+    "num_metrics", [3, pytest.param(MOST_DECLARED, marks=pytest.mark.long)]
+)
 def test_eight_hours_at_ten_steps_a_second_stay_within_the_bounds(num_metrics: int) -> None:
     """288,000 steps, of which one a second is read, with evaluations, saves and nodes that come and go."""
     group, history = make_group(), History(began_at=0.0)

@@ -458,6 +458,7 @@ def killing(number: int, *, is_before: bool) -> Callable[[Queued], None]:
     return prepare
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_before", [True, False])
 def test_an_operator_killed_at_any_write_of_a_queued_run_leads_to_the_same_end(
     is_before: bool,
