@@ -2,7 +2,6 @@
 
 import math
 from pathlib import PurePosixPath
-from typing import Final
 
 from evergrad_coordinator import contract
 from evergrad_manifest.envelope.beside import Preparation
@@ -10,23 +9,12 @@ from evergrad_manifest.values.quantities import quantity_value
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.memory import Memory
-from evergrad_operator.plan.common import (
-    JsonObject,
-    build_labels,
-    build_metadata,
-    build_pod_security,
-    build_pull_secrets,
-    build_tolerations,
-    escape,
-    without_none,
-)
+from evergrad_operator.plan.common import JsonObject, escape
 from evergrad_operator.plan.node_pod import build_trainer_container, build_trainer_volumes
-from evergrad_operator.plan.template import build_coordinator_metadata, build_placement_beside
+from evergrad_operator.plan.pod_beside import PodBeside, build_pod_beside
+from evergrad_operator.plan.template import build_placement_beside
 from evergrad_operator.plan.token import build_token_arguments
 from evergrad_operator.spec import TrainingRun
-
-_GRACE_SECONDS: Final = 30
-"""Time from SIGTERM to the end: finished chunks are on the volume already."""
 
 
 def build_preparation_pod(
@@ -38,7 +26,7 @@ def build_preparation_pod(
     token: str,
 ) -> JsonObject:
     """Build the pod that prepares the data. ``token``: the run's."""
-    template, given = run.spec.template, run.spec.preparation or Preparation()
+    given = run.spec.preparation or Preparation()
     port = {"name": "status", "containerPort": names.STATUS_PORT, "protocol": "TCP"}
     container = build_trainer_container(
         run,
@@ -48,38 +36,17 @@ def build_preparation_pod(
         arguments=_build_arguments(run, given),
         ports=[port],
     )
-    spec: JsonObject = {
-        # One that ends is replaced by a new pod, perhaps on another host.
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _GRACE_SECONDS,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": build_pod_security(config),
-        **build_placement_beside(run, given.node_selector, avoided=memory.faults.avoided),
-        "tolerations": build_tolerations(
-            template.tolerations, config.node_loss_toleration_seconds
+    beside = PodBeside(
+        name=names.preparation_pod_name(run.name, attempt),
+        role=names.ROLE_PREPARATION,
+        attempt=attempt,
+        container=container,
+        volumes=build_trainer_volumes(run, config, token=token),
+        placement=build_placement_beside(
+            run, given.node_selector, avoided=memory.faults.avoided
         ),
-        "imagePullSecrets": build_pull_secrets(run, config),
-        "containers": [container],
-        "volumes": build_trainer_volumes(run, config, token=token),
-    }
-
-    # It is no node: labels by which the template counts or groups nodes are not for it. A queue admits it
-    # alone. Ours come last: a template must not take a pod out of its run.
-    metadata = build_metadata(run, names.preparation_pod_name(run.name, attempt))
-    labels, annotations = build_coordinator_metadata(run)
-    queue = {key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels}
-    metadata["labels"] = {
-        **labels,
-        **queue,
-        **build_labels(run, role=names.ROLE_PREPARATION),
-        names.LABEL_ATTEMPT: str(attempt),
-    }
-    metadata["annotations"] = {
-        **annotations,
-        names.ANNOTATION_RESTART: str(memory.restart),
-    }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(spec)}
+    )
+    return build_pod_beside(run, memory, config, beside)
 
 
 def _build_arguments(run: TrainingRun, given: Preparation) -> list[str]:
