@@ -1,4 +1,4 @@
-"""What an image is made of, as CycloneDX: from the locks, our packages' files, and the licences of what is
+"""Contents of an image, as CycloneDX: from the locks, our packages' files, and the licences of what is
 installed.
 
 The Debian packages of the base image are not listed: another base may be chosen for each build.
@@ -114,7 +114,7 @@ def build_component(pin: Pin) -> Component:
 
 
 def find_licenses(name: str, version: str) -> list[License]:
-    """What the package itself says, where that very release is installed here; nothing elsewhere."""
+    """Licenses that the package itself names, where that very release is installed; nothing elsewhere."""
     try:
         found = metadata.distribution(name)
     except metadata.PackageNotFoundError:

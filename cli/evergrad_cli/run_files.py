@@ -112,7 +112,7 @@ class RunFiles:
         cause = str(row.get("cause") or "process_started")
         if kind == "world" or (kind == "start" and "start" in self._newest):
             self._restarts[cause] = self._restarts.get(cause, 0) + 1
-            # What a process that was killed had trained since its last event, such as a save, is lost, too.
+            # Steps that a killed process trained after its last event, such as a save, are lost, too.
             lost = (
                 at - self._last_event_at
                 if kind == "start"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 TOKENS: Final = "tokens"
-"""What the loss of a language model is a mean over."""
+"""Items over which the loss of a language model is a mean."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class RunInfo:
     metrics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Metrics of the recipe besides the loss: ``unit`` and ``help`` of each, from the catalogue."""
     loss_items: str = TOKENS
-    """What the loss is a mean over, such as ``pairs``."""
+    """Items over which the loss is a mean, such as ``pairs``."""
     last_time: float | None = None
     """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is
     none."""

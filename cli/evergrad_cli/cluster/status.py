@@ -285,7 +285,7 @@ def _describe_preparation(run: Run, *, is_unicode: bool) -> str:
 
 
 def _describe_evaluation(run: Run) -> str:
-    """What pods have measured last, and what waits; empty for a run that asks for none."""
+    """Show the newest results of pods, and what waits; empty for a run that asks for none."""
     found = run.evaluation
     if not found:
         return ""

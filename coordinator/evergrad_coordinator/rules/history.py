@@ -60,7 +60,7 @@ class _Ring:
 
 @dataclass
 class History:
-    """What the page shows beside the newest status. Times are seconds since ``began_at``."""
+    """Course of a run that the page shows beside the newest status. Times are seconds since ``began_at``."""
 
     began_at: float
     """Time of its first reading, by the clock of ``now``."""

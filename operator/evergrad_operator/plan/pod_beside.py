@@ -26,7 +26,7 @@ is written down in it."""
 
 @dataclass(frozen=True)
 class PodBeside:
-    """What tells such a pod from another one of its run."""
+    """Parts in which such pods of a run differ."""
 
     name: str
     role: str

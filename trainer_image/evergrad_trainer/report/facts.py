@@ -69,7 +69,7 @@ class Facts:
     metrics: Mapping[str, Mapping[str, str]]
     """Metrics of the recipe besides the loss: ``unit`` and ``help`` by name, from its start event."""
     loss_items: str
-    """What the loss is a mean over."""
+    """Items over which the loss is a mean."""
 
     @property
     def loss_unit(self) -> str:
