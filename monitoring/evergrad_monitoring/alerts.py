@@ -130,7 +130,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "TrainingRunRestartStorm",
         "warning",
         "0m",
-        f"{increase('operator_run_restarts_total', '1h')} > <restartsPerHour>",
+        f"{increase('operator_run_pods_replaced_total', '1h')} > <restartsPerHour>",
         f"Pods of run {_WHO} are replaced again and again",
         f"{{{{ $value | humanize }}}} pods of {_WHO} were replaced in the last hour.",
     ),

@@ -1,5 +1,6 @@
 """Names of metrics for queries, checked against the catalogue as they are used."""
 
+import re
 from typing import Final
 
 from evergrad_coordinator.metrics import COORDINATOR, NODE, OPERATOR, TRAINER
@@ -11,6 +12,11 @@ serve; the operator serves them itself."""
 _CATALOGUE: Final[dict[str, Series]] = {
     one.name: one for one in (*TRAINER, *NODE, *COORDINATOR, *OPERATOR)
 }
+_OF_TARGETS: Final = frozenset(
+    {"namespace", "pod", "container", "endpoint", "job", "instance", "run_namespace", "run"}
+)
+"""Labels that the monitors' jobs and relabelings give to whatever a target serves."""
+_MATCHER: Final = re.compile(r'(\w+)(?:=|!=|=~|!~)"[^"]*"')
 _SUFFIXES: Final = {"histogram": ("_bucket", "_sum", "_count")}
 
 
@@ -18,7 +24,8 @@ def metric(name: str, selector: str = "") -> str:
     """The exported name of a metric of the catalogue, with a selector such as ``phase="Running"``.
 
     Of a histogram, ``name`` ends with ``_bucket``, ``_sum`` or ``_count``. Raises KeyError for a metric that
-    nothing exports, so that a renamed metric cannot leave an empty panel behind.
+    nothing exports, and ValueError for a label that it does not have, so that a renamed one cannot leave an
+    empty panel behind.
     """
     found = _CATALOGUE.get(name)
     if found is None:
@@ -31,7 +38,21 @@ def metric(name: str, selector: str = "") -> str:
         if found.kind == "histogram":
             raise KeyError(f"{name}: is a histogram, which has no series of that name")
         exported = found.exported
-    return f"{exported}{{{selector}}}" if selector else exported
+    if not selector:
+        return exported
+    for matcher in selector.split(", "):
+        parsed = _MATCHER.fullmatch(matcher)
+        if parsed is None or parsed[1] not in labels_of(name):
+            raise ValueError(f"{name}: {matcher!r} is no matcher of a label that it has")
+    return f"{exported}{{{selector}}}"
+
+
+def labels_of(name: str) -> frozenset[str]:
+    """All labels of a metric of the catalogue as Prometheus stores it. ``name`` is as in `metric`."""
+    base, _, suffix = name.rpartition("_")
+    found = _CATALOGUE[name] if name in _CATALOGUE else _CATALOGUE[base]
+    of_histogram = {"le"} if name not in _CATALOGUE and suffix == "bucket" else set()
+    return _OF_TARGETS | of_histogram | {*found.labels}
 
 
 def by_run(aggregate: str, expression: str) -> str:

@@ -139,17 +139,22 @@ class FactsCollector:
             yield _gauge_family(name, {(key,): value for key, value in values.items()})
 
         # One family each for all runs: Prometheus takes a family only once in a scrape.
-        entry = _CATALOGUE["run_restarts_total"]
-        restarts = CounterMetricFamily(entry.exported, _help(entry), labels=entry.labels)
+        restarts = _counter_family("run_restarts_total")
+        replaced = _counter_family("run_pods_replaced_total")
         phase = _gauge_family("run_phase")
         ratio = _gauge_family("run_progress_ratio")
         times = [_gauge_family(f"run_{name}_timestamp_seconds") for name in _TIMES]
         evaluated = _gauge_family("run_evaluation_value")
         step = _gauge_family("run_evaluation_step")
         waiting = _gauge_family("run_evaluations_waiting")
+        nodes = _gauge_family("run_nodes")
+        most = _gauge_family("run_nodes_max")
+        prepared = _gauge_family("run_preparation_ratio")
+        tokens = _gauge_family("run_preparation_tokens")
         for run in facts.runs:
             labels = (run.namespace, run.name)
             phase.add_metric((*labels, run.phase), 1)
+            replaced.add_metric(labels, run.replaced)
             for cause, count in run.restarts.items():
                 restarts.add_metric((*labels, cause), count)
             moments = (
@@ -170,7 +175,20 @@ class FactsCollector:
                 waiting.add_metric(labels, run.waiting)
             for (name, metric), value in run.evaluated.items():
                 evaluated.add_metric((*labels, name, metric), value)
-        yield from (phase, restarts, *times, ratio, step, evaluated, waiting)
+            for state, count in run.nodes.items():
+                nodes.add_metric((*labels, state), count)
+            if run.nodes_max is not None:
+                most.add_metric(labels, run.nodes_max)
+            if run.work:
+                prepared.add_metric((*labels, run.work), run.prepared)
+                tokens.add_metric(labels, run.prepared_tokens)
+        yield from (phase, restarts, replaced, *times, ratio)
+        yield from (nodes, most, prepared, tokens, step, evaluated, waiting)
+
+
+def _counter_family(name: str) -> CounterMetricFamily:
+    one = _CATALOGUE[name]
+    return CounterMetricFamily(one.exported, _help(one), labels=one.labels)
 
 
 def _gauge_family(

@@ -83,5 +83,5 @@ class Vitals:
             watch_lag=self._cache.expectations.lag(),
             objects=self._cache.store.count(),
             phases=count_phases(runs.values()),
-            runs=read_runs(runs, now=time.time()),
+            runs=read_runs(runs, now=time.time(), pods_of=self._cache.pods),
         )

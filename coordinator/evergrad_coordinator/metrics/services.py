@@ -291,7 +291,16 @@ OPERATOR: Final[tuple[Series, ...]] = (
         "Pods of a run that were replaced, by cause",
         unit="pods",
         labels=(*_RUN, "reason"),
-        note="As in `status.restarts.byCause`; it outlives the operator.",
+        note="As in `status.restarts.byCause`; it outlives the operator. A cause begins with its first pod, which "
+        "`increase` does not see.",
+    ),
+    Series(
+        "operator_run_pods_replaced_total",
+        "counter",
+        "Pods of a run that were replaced, whatever the cause",
+        unit="pods",
+        labels=_RUN,
+        note="As in `status.restarts.total`; from 0 on, so that `increase` sees each.",
     ),
     Series(
         "operator_run_created_timestamp_seconds",
@@ -328,6 +337,37 @@ OPERATOR: Final[tuple[Series, ...]] = (
         "gauge",
         "Steps done, of the steps to do",
         unit="0 to 1",
+        labels=_RUN,
+    ),
+    Series(
+        "operator_run_nodes",
+        "gauge",
+        "Pods of a run's nodes that live, by state",
+        unit="pods",
+        labels=(*_RUN, "state"),
+        note="`queued` (Kueue has not admitted it), `unscheduled` (it has no host), `starting`, `running`. Absent "
+        "where it would be 0.",
+    ),
+    Series(
+        "operator_run_nodes_max",
+        "gauge",
+        "Most nodes that the run may have",
+        unit="nodes",
+        labels=_RUN,
+    ),
+    Series(
+        "operator_run_preparation_ratio",
+        "gauge",
+        "Share of the present work of preparing data that is done",
+        unit="0 to 1",
+        labels=(*_RUN, "work"),
+        note="`work` is as in `status.preparation`: `scan`, `tokenize`, `split`, `wait` or `done`.",
+    ),
+    Series(
+        "operator_run_preparation_tokens",
+        "gauge",
+        "Tokens made by the preparation of data",
+        unit="tokens",
         labels=_RUN,
     ),
     Series(

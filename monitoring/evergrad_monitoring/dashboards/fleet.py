@@ -29,10 +29,10 @@ def build_fleet() -> Dashboard:
         FLEET,
         "All training runs: phases, restarts, goodput, and what stands still.",
     )
-    namespaces = f"label_values({metric('operator_run_phase')}, run_namespace)"
-    board = board.with_variable(
-        choose("run_namespace", "Namespace", namespaces).multi(True).include_all(True)
+    namespaces = choose(
+        "run_namespace", "Namespace", metric("operator_run_phase"), "run_namespace"
     )
+    board = board.with_variable(namespaces.multi(True).include_all(True))
     for title, which, what in (
         ("Running", "Running", "Runs that train now."),
         (
@@ -68,7 +68,7 @@ def build_fleet() -> Dashboard:
                 "Pods replaced",
                 "In the time that is shown.",
                 "short",
-                f"sum(increase({metric('operator_run_restarts_total', _HERE)}[$__range])) or vector(0)",
+                f"sum(increase({metric('operator_run_pods_replaced_total', _HERE)}[$__range])) or vector(0)",
             )
         )
     )
@@ -78,6 +78,7 @@ def build_fleet() -> Dashboard:
 def _add_plots(board: Dashboard) -> Dashboard:
     lost = metric("lost_seconds_total", _HERE)
     phase = metric("operator_run_phase", _HERE)
+    preparing = metric("operator_run_phase", f'{_HERE}, phase="Preparing"')
     return (
         board.with_panel(
             plot(
@@ -100,13 +101,10 @@ def _add_plots(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Pods replaced by reason",
-                "Pods that were lost, preempted, crashed or evicted, and came back.",
+                "Pods that were lost, preempted, crashed or evicted, and came back, since their runs began.",
                 "short",
                 (
-                    (
-                        "sum by (reason) "
-                        f"(increase({metric('operator_run_restarts_total', _HERE)}[$__rate_interval]))"
-                    ),
+                    f"sum by (reason) ({metric('operator_run_restarts_total', _HERE)})",
                     "{{reason}}",
                 ),
                 shape="stack",
@@ -121,6 +119,27 @@ def _add_plots(board: Dashboard) -> Dashboard:
                 (_median("operator_run_startup_seconds"), "first step"),
             )
         )
+        .with_panel(
+            plot(
+                "Nodes by state",
+                "Pods of all runs' nodes: admitted by no queue yet, without a host, starting, running.",
+                "short",
+                (f"sum by (state) ({metric('operator_run_nodes', _HERE)})", "{{state}}"),
+                shape="stack",
+            )
+        )
+        .with_panel(
+            plot(
+                "Work in pods beside the nodes",
+                "Runs whose data are being prepared, and checkpoints that wait for their evaluation in a pod.",
+                "short",
+                (f"count({preparing}) or vector(0)", "runs that prepare"),
+                (
+                    f"sum({metric('operator_run_evaluations_waiting', _HERE)}) or vector(0)",
+                    "checkpoints that wait",
+                ),
+            )
+        )
     )
 
 
@@ -131,12 +150,15 @@ def _median(name: str) -> str:
 def _runs() -> table.Panel:
     """Every run, those first that made no progress for the longest time."""
     progress = metric("operator_run_last_progress_timestamp_seconds", _HERE)
+    running = metric("operator_run_nodes", f'{_HERE}, state="running"')
     return rows(
         "Runs",
         "Runs that are unfinished or ended within a day. A click on a name opens its dashboard.",
         {
             "Progress": f"max by ({LABELS}) ({metric('operator_run_progress_ratio', _HERE)})",
             "Seconds since the last step": f"time() - max by ({LABELS}) ({progress})",
+            "Nodes that run": f"sum by ({LABELS}) ({running})",
+            "Most nodes": f"max by ({LABELS}) ({metric('operator_run_nodes_max', _HERE)})",
             "Pods replaced": f"sum by ({LABELS}) ({metric('operator_run_restarts_total', _HERE)})",
             "Phase": f"max by ({LABELS}, phase) ({metric('operator_run_phase', _HERE)})",
         },

@@ -24,8 +24,8 @@ def build_operator() -> Dashboard:
         OPERATOR,
         "The operator: its passes over runs, its queue, and the API server.",
     )
-    jobs = f"label_values({metric('operator_leader')}, job)"
-    board = board.with_variable(choose("job", "Job", jobs).multi(True).include_all(True))
+    jobs = choose("job", "Job", metric("operator_leader"), "job")
+    board = board.with_variable(jobs.multi(True).include_all(True))
     board = (
         board.with_panel(
             number(

@@ -19,6 +19,7 @@ from grafana_foundation_sdk.builders import (
 )
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import StackingMode
+from grafana_foundation_sdk.models.dashboard import Dashboard as Board
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
@@ -125,9 +126,10 @@ def begin_dashboard(title: str, uid: str, description: str) -> dashboard.Dashboa
     return board.link(others.tags([_TAG]).as_dropdown(True).include_vars(True).keep_time(True))
 
 
-def choose(name: str, label: str, query: str) -> dashboard.QueryVariable:
-    """A variable with the values of a label."""
-    variable = dashboard.QueryVariable(name).label(label).datasource(PROMETHEUS).query(query)
+def choose(name: str, label: str, selector: str, of: str) -> dashboard.QueryVariable:
+    """A variable with the values that the label ``of`` has in the series of ``selector``."""
+    variable = dashboard.QueryVariable(name).label(label).datasource(PROMETHEUS)
+    variable = variable.query(f"label_values({selector}, {of})")
     return variable.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
 
 
@@ -137,9 +139,9 @@ def mark(name: str, expression: str, color: str) -> dashboard.AnnotationQuery:
     return annotation.enable(True).icon_color(color).expr(expression)
 
 
-def render_dashboard(board: dashboard.Dashboard) -> str:
+def render_dashboard(board: Board) -> str:
     """The JSON that Grafana imports, with what the SDK leaves open filled in."""
-    made: dict[str, Any] = json.loads(JSONEncoder(sort_keys=True).encode(board.build()))
+    made: dict[str, Any] = json.loads(JSONEncoder(sort_keys=True).encode(board))
     for count, panel in enumerate(made["panels"], start=1):
         panel["id"] = count
         if panel.get("options") is None:

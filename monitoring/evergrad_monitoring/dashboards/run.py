@@ -18,6 +18,7 @@ from evergrad_monitoring.dashboards.parts import (
 from evergrad_monitoring.names import metric
 
 _WINDOW: Final = "[$__rate_interval]"
+_HELD: Final = 'state=~"starting|running"'
 _HIDDEN_BEHIND: Final = "Absent where nothing of the run is scraped, as while it waits."
 
 
@@ -29,17 +30,23 @@ def build_run() -> Dashboard:
     phase = metric("operator_run_phase")
     named = metric("operator_run_phase", 'run_namespace="$run_namespace"')
     board = board.with_variable(
-        choose("run_namespace", "Namespace", f"label_values({phase}, run_namespace)")
-    ).with_variable(choose("run", "Run", f"label_values({named}, run)"))
+        choose("run_namespace", "Namespace", phase, "run_namespace")
+    ).with_variable(choose("run", "Run", named, "run"))
     changes = f"sum by (cause) (increase({_of('world_changes_total')}[1m])) > 0"
-    pods = f"sum by (reason) (increase({_of('operator_run_restarts_total')}[1m])) > 0"
+    pods = f"increase({_of('operator_run_pods_replaced_total')}[1m]) > 0"
     board = board.annotation(mark("World changes", changes, "blue"))
     board = board.annotation(mark("Pods replaced", pods, "red"))
-    board = _add_state(board)
-    board = _add_learning(board)
-    board = _add_speed(board)
-    board = _add_cost(board)
-    return _add_saves(board)
+    for add in (
+        _add_state,
+        _add_learning,
+        _add_speed,
+        _add_cost,
+        _add_saves,
+        _add_nodes,
+        _add_pods_beside,
+    ):
+        board = add(board)
+    return board
 
 
 def _of(name: str, more: str = "") -> str:
@@ -243,15 +250,15 @@ def _add_cost(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Changes of the world, and pods replaced",
-                "Changes cost no finished step; the cause is theirs.",
+                "Changes cost no finished step; the cause is theirs. Pods are counted since the run began.",
                 "short",
                 (
                     f"sum by (cause) (increase({_of('world_changes_total')}{_WINDOW}))",
                     "{{cause}}",
                 ),
                 (
-                    f"sum by (reason) (increase({_of('operator_run_restarts_total')}{_WINDOW}))",
-                    "pod: {{reason}}",
+                    f"sum by (reason) ({_of('operator_run_restarts_total')})",
+                    "pods: {{reason}}",
                 ),
             )
         )
@@ -277,5 +284,78 @@ def _add_saves(board: Dashboard) -> Dashboard:
             "Of the last one.",
             "bytes",
             (f"max({_of('checkpoint_size_bytes')})", "size"),
+        )
+    )
+
+
+def _add_nodes(board: Dashboard) -> Dashboard:
+    """Nodes that the run asks for, holds and waits for."""
+    return board.with_panel(
+        plot(
+            "Nodes by state",
+            "Pods of the run's nodes: admitted by no queue yet, without a host, starting, running.",
+            "short",
+            (f"sum by (state) ({_of('operator_run_nodes')})", "{{state}}"),
+            shape="stack",
+        )
+    ).with_panel(
+        plot(
+            "Nodes asked for, and nodes held",
+            "The most that the run may have, and pods that have a host: between them is what it waits for.",
+            "short",
+            (f"max({_of('operator_run_nodes_max')})", "most"),
+            (f"sum({_of('operator_run_nodes', _HELD)})", "held"),
+        )
+    )
+
+
+def _add_pods_beside(board: Dashboard) -> Dashboard:
+    """Preparation of the data and evaluation of checkpoints, in pods of their own."""
+    return (
+        board.with_panel(
+            plot(
+                "Preparation of the data",
+                "Share of the present work that is done: scan, tokenize, split, or wait for another run's.",
+                "percentunit",
+                (f"max by (work) ({_of('operator_run_preparation_ratio')})", "{{work}}"),
+                shape="share",
+            )
+        )
+        .with_panel(
+            plot(
+                "Tokens prepared",
+                "Made so far; the whole number once the work is done.",
+                "short",
+                (f"max({_of('operator_run_preparation_tokens')})", "tokens"),
+            )
+        )
+        .with_panel(
+            plot(
+                "Evaluations in pods",
+                "Results of the newest checkpoint that a pod has evaluated, by set and metric.",
+                "short",
+                (
+                    f"max by (set, metric) ({_of('operator_run_evaluation_value')})",
+                    "{{set}} {{metric}}",
+                ),
+                shape="any",
+            )
+        )
+        .with_panel(
+            plot(
+                "Checkpoints and their evaluation in pods",
+                "Steps of the newest checkpoint and of the newest that is evaluated; far apart, pods are too slow.",
+                "short",
+                (f"max({_of('checkpoint_last_step')})", "newest checkpoint"),
+                (f"max({_of('operator_run_evaluation_step')})", "evaluated"),
+            )
+        )
+        .with_panel(
+            plot(
+                "Checkpoints that wait for a pod",
+                "Retention keeps those that wait, within `evaluation.keepWaiting`.",
+                "short",
+                (f"max({_of('operator_run_evaluations_waiting')})", "checkpoints"),
+            )
         )
     )
