@@ -291,8 +291,8 @@ OPERATOR: Final[tuple[Series, ...]] = (
         "Pods of a run that were replaced, by cause",
         unit="pods",
         labels=(*_RUN, "reason"),
-        note="As in `status.restarts.byCause`; it outlives the operator. A cause begins with its first pod, which "
-        "`increase` does not see.",
+        note="As in `status.restarts.byCause`; it outlives the operator. A cause begins with its first "
+        "pod, which `increase` does not see.",
     ),
     Series(
         "operator_run_pods_replaced_total",
@@ -345,8 +345,8 @@ OPERATOR: Final[tuple[Series, ...]] = (
         "Pods of a run's nodes that live, by state",
         unit="pods",
         labels=(*_RUN, "state"),
-        note="`queued` (Kueue has not admitted it), `unscheduled` (it has no host), `starting`, `running`. Absent "
-        "where it would be 0.",
+        note="`queued` (Kueue has not admitted it), `unscheduled` (it has no host), `starting`, "
+        "`running`. Absent where it would be 0.",
     ),
     Series(
         "operator_run_nodes_max",

@@ -131,7 +131,7 @@ def _add_plots(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Work in pods beside the nodes",
-                "Runs whose data are being prepared, and checkpoints that wait for their evaluation in a pod.",
+                "Runs whose data are being prepared, and checkpoints that wait for a pod to evaluate them.",
                 "short",
                 (f"count({preparing}) or vector(0)", "runs that prepare"),
                 (
@@ -151,6 +151,7 @@ def _runs() -> table.Panel:
     """Every run, those first that made no progress for the longest time."""
     progress = metric("operator_run_last_progress_timestamp_seconds", _HERE)
     running = metric("operator_run_nodes", f'{_HERE}, state="running"')
+    replaced = metric("operator_run_pods_replaced_total", _HERE)
     return rows(
         "Runs",
         "Runs that are unfinished or ended within a day. A click on a name opens its dashboard.",
@@ -159,7 +160,7 @@ def _runs() -> table.Panel:
             "Seconds since the last step": f"time() - max by ({LABELS}) ({progress})",
             "Nodes that run": f"sum by ({LABELS}) ({running})",
             "Most nodes": f"max by ({LABELS}) ({metric('operator_run_nodes_max', _HERE)})",
-            "Pods replaced": f"sum by ({LABELS}) ({metric('operator_run_restarts_total', _HERE)})",
+            "Pods replaced": f"max by ({LABELS}) ({replaced})",
             "Phase": f"max by ({LABELS}, phase) ({metric('operator_run_phase', _HERE)})",
         },
         links={

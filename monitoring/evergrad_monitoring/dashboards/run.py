@@ -344,7 +344,7 @@ def _add_pods_beside(board: Dashboard) -> Dashboard:
         .with_panel(
             plot(
                 "Checkpoints and their evaluation in pods",
-                "Steps of the newest checkpoint and of the newest that is evaluated; far apart, pods are too slow.",
+                "Steps of the newest one and of the newest that is evaluated. Far apart: pods are too slow.",
                 "short",
                 (f"max({_of('checkpoint_last_step')})", "newest checkpoint"),
                 (f"max({_of('operator_run_evaluation_step')})", "evaluated"),

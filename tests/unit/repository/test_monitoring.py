@@ -12,10 +12,12 @@ import pytest
 import yaml
 from bed import chart, toolbox
 
+from evergrad_coordinator.metrics import COORDINATOR, NODE, OPERATOR, TRAINER
 from evergrad_monitoring.alerts import ALERTS, OF_RUNS, THRESHOLDS
 from evergrad_monitoring.dashboards import DASHBOARDS
 from evergrad_monitoring.generate import render_all
-from evergrad_monitoring.names import metric
+from evergrad_monitoring.names import labels_of, metric
+from evergrad_monitoring.queries import Query, collect_queries
 
 WHO = 'run_namespace="a", run="x"'
 RUNNING = f'evergrad_operator_run_phase{{{WHO}, phase="Running"}}'
@@ -44,8 +46,8 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     ),
     "TrainingRunRestartStorm": (
         "59m",
-        {f'evergrad_operator_run_restarts_total{{{WHO}, reason="node_lost"}}': "0+1x60"},
-        {f'evergrad_operator_run_restarts_total{{{WHO}, reason="node_lost"}}': "0x30 1x30"},
+        {f"evergrad_operator_run_pods_replaced_total{{{WHO}}}": "0+1x60"},
+        {f"evergrad_operator_run_pods_replaced_total{{{WHO}}}": "0x30 1x30"},
     ),
     "TrainingRunLossNonFinite": (
         "20m",
@@ -155,7 +157,7 @@ LAST_STEP = "evergrad_last_step_timestamp_seconds"
 STEPS, SECONDS = "evergrad_step_duration_seconds_count", "evergrad_step_duration_seconds_sum"
 SAVED = "evergrad_checkpoint_last_success_timestamp_seconds"
 KEPT, LOST = "evergrad_productive_seconds_total", "evergrad_lost_seconds_total"
-RESTARTS = "evergrad_operator_run_restarts_total"
+REPLACED = "evergrad_operator_run_pods_replaced_total"
 HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
     (
         "TrainingRunStalled",
@@ -204,8 +206,8 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         "another operator serves what the one before has counted",
         "59m",
         {
-            f'{RESTARTS}{{{WHO}, reason="node_lost", pod="o"}}': "7x30 stale",
-            f'{RESTARTS}{{{WHO}, reason="node_lost", pod="p"}}': "_x33 7x27",
+            f'{REPLACED}{{{WHO}, pod="o"}}': "7x30 stale",
+            f'{REPLACED}{{{WHO}, pod="p"}}': "_x33 7x27",
         },
     ),
     (
@@ -259,6 +261,18 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
     ),
 ]
 """Alert, how things are, until when, and what is scraped: the alert never fires."""
+UNITS = ("short", "s", "bytes", "percentunit", "reqps")
+"""Units that are used, in Grafana's words."""
+VARIABLES = {
+    "__rate_interval": "5m",
+    "__range": "6h",
+    "job": "j",
+    "run": "x",
+    "run_namespace": "a",
+}
+"""Values that Grafana would fill in."""
+NO_QUERIES: tuple[str, ...] = ()
+"""Code in pages that looks like PromQL and is none, or is not meant to be run."""
 
 
 @pytest.fixture(scope="module")
@@ -297,21 +311,9 @@ def panels() -> Iterator[tuple[str, dict[str, Any]]]:
             yield uid, panel
 
 
-def queries() -> Iterator[tuple[str, str]]:
-    """Every query of every panel, annotation and variable, with where it is."""
-    for uid, panel in panels():
-        for target in panel["targets"]:
-            yield f"{uid}: {panel['title']}", target["expr"]
-    for uid, text in DASHBOARDS.items():
-        board = json.loads(text)
-        for one in board["annotations"].get("list", []):
-            yield f"{uid}: {one['name']}", one["expr"]
-        for one in board["templating"]["list"]:
-            if one["type"] == "query":
-                yield (
-                    f"{uid}: ${one['name']}",
-                    re.sub(r"label_values\((.*), \w+\)", r"\1", one["query"]),
-                )
+@pytest.fixture(scope="module")
+def queries(root: Path) -> tuple[Query, ...]:
+    return collect_queries(root / "docs")
 
 
 def test_the_files_of_the_chart_and_the_page_are_as_they_are_generated(root: Path) -> None:
@@ -344,22 +346,20 @@ def test_the_defaults_of_thresholds_are_those_of_the_chart(root: Path) -> None:
 
 
 def test_prometheus_takes_all_rules_and_every_query(
-    promtool: str, rules: dict[str, Any], tmp_path: Path
+    promtool: str, rules: dict[str, Any], queries: tuple[Query, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
     assert f"{len(ALERTS)} rules found" in check(
         promtool, "check", "rules", tmp_path / "rules.yaml"
     )
-    found = list(queries())
-    records = []
-    for number, (_, expression) in enumerate(found):
-        filled = expression.replace("$__rate_interval", "5m").replace("$__range", "6h")
-        assert not re.search(r"\$__", filled)
-        records.append({"record": f"query_{number}", "expr": filled})
+    records = [
+        {"record": f"query_{number}", "expr": query.fill(VARIABLES)}
+        for number, query in enumerate(queries)
+    ]
     (tmp_path / "queries.yaml").write_text(
         yaml.safe_dump({"groups": [{"name": "queries", "rules": records}]})
     )
-    assert f"{len(found)} rules found" in check(
+    assert f"{len(queries)} rules found" in check(
         promtool, "check", "rules", tmp_path / "queries.yaml"
     )
 
@@ -506,18 +506,99 @@ def test_panels_keep_the_rules_of_grafanas_linter() -> None:
         where = f"{uid}: {panel['title']}"
         assert panel["title"] and panel["description"].endswith("."), where
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, where
-        assert panel["targets"] and panel["fieldConfig"]["defaults"]["unit"], where
+        assert panel["targets"] and panel["fieldConfig"]["defaults"]["unit"] in UNITS, where
         references = [target["refId"] for target in panel["targets"]]
         assert all(references) and len(set(references)) == len(references), where
         for target in panel["targets"]:
             assert target["datasource"]["uid"] == "${datasource}", where
 
 
-def test_counters_stand_under_a_rate_and_none_has_a_window_of_its_own_by_accident() -> None:
-    for where, expression in queries():
+def test_counters_stand_under_a_rate_and_none_has_a_window_of_its_own_by_accident(
+    queries: tuple[Query, ...],
+) -> None:
+    for query in queries:
+        if query.kind not in ("panel", "annotation"):
+            continue
         # Only what the operator reads off a status is shown as a total.
-        bare = re.sub(r"(rate|increase)\([^()]*\)", "", expression)
+        bare = re.sub(r"(rate|increase)\([^()]*\)", "", query.expression)
         totals = re.findall(r"evergrad_\w+_total\b", bare)
-        assert set(totals) <= {"evergrad_operator_run_restarts_total"}, where
-        windows = set(re.findall(r"\[([^\]]+)\]", expression))
-        assert windows <= {"$__rate_interval", "$__range", "1h", "10m", "1m"}, where
+        of_statuses = {
+            f"evergrad_operator_run_{x}_total" for x in ("restarts", "pods_replaced")
+        }
+        assert set(totals) <= of_statuses, query.where
+        windows = set(re.findall(r"\[([^\]]+)\]", query.expression))
+        assert windows <= {"$__rate_interval", "$__range", "1h", "10m", "1m"}, query.where
+
+
+def test_a_metric_is_asked_for_by_labels_that_it_has() -> None:
+    assert metric("loss", 'split="train", run="x"') == 'evergrad_loss{split="train", run="x"}'
+    assert "le" in labels_of("step_duration_seconds_bucket")
+    assert "le" not in labels_of("step_duration_seconds_sum")
+    for selector in ('cause="x"', "split", 'split="train",dataset=""'):
+        with pytest.raises(ValueError, match="matcher"):
+            metric("loss", selector)
+
+
+def test_every_query_names_metrics_and_labels_that_are_there(
+    queries: tuple[Query, ...],
+) -> None:
+    suffixes = {"histogram": ("_bucket", "_sum", "_count")}
+    known = {
+        f"{one.exported}{suffix}": labels_of(f"{one.name}{suffix}")
+        for one in (*TRAINER, *NODE, *COORDINATOR, *OPERATOR)
+        for suffix in suffixes.get(one.kind, ("",))
+    }
+    kinds = {query.kind for query in queries}
+    assert kinds == {"panel", "annotation", "variable", "alert", "page"}
+    for query in queries:
+        text = query.fill(VARIABLES)
+        names = set(re.findall(r"\bevergrad_\w+", text))
+        assert names and names <= set(known), f"{query.where}: {names - set(known)}"
+        for name, selector in re.findall(r"\b(evergrad_\w+)\{([^}]*)\}", text):
+            matched = set(re.findall(r"(\w+)\s*(?:=|!)", selector))
+            assert matched <= known[name], f"{query.where}: {matched - known[name]}"
+        grouped = re.findall(r"\b(?:by|on|ignoring|without) \(([^)]*)\)", text)
+        labels = {label for group in grouped for label in group.split(", ")}
+        there = frozenset().union(*(known[name] for name in names))
+        assert labels <= there, f"{query.where}: {labels - there}"
+
+
+def test_all_promql_of_the_pages_is_in_blocks_that_are_collected(root: Path) -> None:
+    for page in sorted((root / "docs").rglob("*.md")):
+        text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.M)
+        inline = re.findall(r"`[^`\n]*\w\([^`\n]*evergrad_[^`\n]*`", text)
+        assert not [one for one in inline if one not in NO_QUERIES], page
+
+
+def test_no_query_of_a_dashboard_names_a_namespace_or_a_run(
+    queries: tuple[Query, ...],
+) -> None:
+    for query in queries:
+        if query.kind != "page":
+            values = re.findall(
+                r'\b(?:run_namespace|namespace|run|job)=~?"([^"]*)"', query.expression
+            )
+            assert {value[:1] for value in values} <= {"$"}, query.where
+
+
+def test_a_variable_without_a_value_and_a_query_without_a_comment_are_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match="a variable has no value"):
+        Query("panel", "here", "rate(x[$__rate_interval])").fill({"run": "a"})
+    filled = Query("panel", "here", 'x{run="$run", run_namespace="$run_namespace"}')
+    assert filled.fill({"run": "a", "run_namespace": "b"}) == 'x{run="a", run_namespace="b"}'
+    (tmp_path / "page.md").write_text("```promql\nup\n```\n")
+    with pytest.raises(ValueError, match="no comment"):
+        collect_queries(tmp_path)
+
+
+def test_a_gap_is_no_line_and_marks_show_where_processes_and_pods_were_replaced() -> None:
+    for uid, panel in panels():
+        if panel["type"] == "timeseries":
+            assert panel["fieldConfig"]["defaults"]["custom"]["spanNulls"] is False, uid
+    marks = json.loads(DASHBOARDS["evergrad-run"])["annotations"]["list"]
+    assert [one["name"] for one in marks] == ["World changes", "Pods replaced"]
+    for mark in marks:
+        assert mark["enable"] is True
+        assert mark["datasource"]["uid"] == "${datasource}"

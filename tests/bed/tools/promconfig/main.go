@@ -80,7 +80,7 @@ func run(in io.Reader, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	return json.NewEncoder(out).Encode(answer{config, rules})
+	return json.NewEncoder(out).Encode(answer{string(config), rules})
 }
 
 // read decodes the objects strictly: an unknown field is an error, as the API server would say it.

@@ -1,0 +1,349 @@
+"""Prometheus beside the bed: built from its module, and configured from monitors and rules by Prometheus
+Operator's own code (tools/promconfig).
+
+It is a process of the machine, from where all pods are reached. It finds its targets at the API server, as the
+ServiceAccount ``prometheus`` of NAMESPACE, with the rights that Prometheus has in a cluster.
+"""
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from bed import boxes, toolbox
+from bed.api import Api, Object
+from bed.places import API_SERVER, logs
+from bed.places import pki as keys
+from bed.shell import BedError, last_lines, run, wait_until
+
+NAMESPACE: Final = "monitoring"
+"""Namespace that the policies of runs let to their metrics by default."""
+GROUP: Final = "/apis/monitoring.coreos.com/v1"
+KINDS: Final = ("podmonitors", "servicemonitors", "prometheusrules")
+_TYPES: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+_OPERATOR: Final = "github.com/prometheus-operator/prometheus-operator"
+_NEWEST: Final = "v3.3.0"
+"""Newest Prometheus that this release of the operator knows; all later ones read its configuration."""
+_VARIABLES: Final = {"$(SHARD)": "0", "$(POD_NAME)": "prometheus-0"}
+"""Variables that the operator's sidecar fills in beside each Prometheus."""
+_RIGHTS: Final = [
+    {
+        "apiGroups": [""],
+        "resources": ["services", "endpoints", "pods"],
+        "verbs": ["get", "list", "watch"],
+    },
+    {
+        "apiGroups": ["discovery.k8s.io"],
+        "resources": ["endpointslices"],
+        "verbs": ["get", "list", "watch"],
+    },
+]
+
+
+# ---- configuration -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What Prometheus Operator makes for a Prometheus: its configuration, and its rule files by name."""
+
+    text: str
+    rules: Mapping[str, str]
+
+    @property
+    def jobs(self) -> dict[str, Any]:
+        """Scrape configurations by the name of their job."""
+        return {one["job_name"]: one for one in yaml.safe_load(self.text)["scrape_configs"]}
+
+    def write(self, folder: Path) -> Path:
+        """Write all files below ``folder``; the path of the configuration."""
+        (folder / "rules").mkdir(parents=True, exist_ok=True)
+        for name, text in self.rules.items():
+            (folder / "rules" / name).write_text(text)
+        text = self.text
+        for variable, value in _VARIABLES.items():
+            text = text.replace(variable, value)
+        made = {**yaml.safe_load(text), "rule_files": [str(folder / "rules/*.yaml")]}
+        path = folder / "prometheus.yaml"
+        path.write_text(yaml.safe_dump(made, sort_keys=False))
+        return path
+
+
+def describe_server(
+    labels: Mapping[str, str], *, interval: str, api: Mapping[str, Any] | None = None
+) -> Object:
+    """A Prometheus object that selects monitors and rules by these labels in all namespaces.
+
+    ``interval``: time between two evaluations of rules. ``api``: where and as whom it finds its targets;
+    default: as a pod does.
+    """
+    by_label = {"matchLabels": dict(labels)}
+    selectors: Object = {}
+    for kind in ("serviceMonitor", "podMonitor", "rule"):
+        selectors |= {f"{kind}Selector": by_label, f"{kind}NamespaceSelector": {}}
+    spec: Object = {
+        "version": _NEWEST,
+        "evaluationInterval": interval,
+        "serviceDiscoveryRole": "EndpointSlice",
+        **selectors,
+    }
+    if api is not None:
+        spec["apiserverConfig"] = dict(api)
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "Prometheus",
+        "metadata": {"name": "tests", "namespace": NAMESPACE},
+        "spec": spec,
+    }
+
+
+def configure(
+    server: Object, objects: Sequence[Object], *, namespaces: Sequence[str]
+) -> Configuration:
+    """What the operator makes for ``server`` of these monitors and rules.
+
+    Raises BedError with its reason where it would refuse one.
+    """
+    question = {
+        "prometheus": server,
+        "namespaces": [{"metadata": {"name": name}} for name in namespaces],
+        "objects": list(objects),
+    }
+    said = json.loads(run([toolbox.binary("promconfig")], text=json.dumps(question)))
+    return Configuration(said["config"], said["rules"])
+
+
+def check(configuration: Configuration, folder: Path) -> str:
+    """`promtool check config` of the files below ``folder``, with the rules. Raises BedError with its
+    findings."""
+    path = configuration.write(folder)
+    return run([toolbox.binary("promtool"), "check", "config", path])
+
+
+# ---- a running server --------------------------------------------------------------------------------------
+
+
+class Client:
+    """The HTTP API of a Prometheus at a port of this machine."""
+
+    def __init__(self, port: int) -> None:
+        self._root = f"http://127.0.0.1:{port}/api/v1/"
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """The data of an answer. Raises ValueError with Prometheus' words where it refuses."""
+        query = f"?{urllib.parse.urlencode(parameters)}" if parameters else ""
+        try:
+            with urllib.request.urlopen(f"{self._root}{path}{query}", timeout=60) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{path}: {error.code} {error.read().decode()}") from error
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The vector of an instant query; a scalar is a vector of one."""
+        data = self.get("query", query=expression)
+        if data["resultType"] == "scalar":
+            return [{"metric": {}, "value": data["result"]}]
+        found: list[dict[str, Any]] = data["result"]
+        return found
+
+    def query_since(
+        self, expression: str, begin: float, *, step: float
+    ) -> list[dict[str, Any]]:
+        """The series of a range query from ``begin``, in seconds since 1970, until now."""
+        data = self.get(
+            "query_range",
+            query=expression,
+            start=str(begin),
+            end=str(time.time()),
+            step=str(step),
+        )
+        found: list[dict[str, Any]] = data["result"]
+        return found
+
+    def find_selectors(self, expression: str) -> set[str]:
+        """The selectors of series in an expression, as Prometheus parses it."""
+        found = set()
+        for one in _walk(self.get("parse_query", query=expression)):
+            matchers = [
+                f"{each['name']}{each['type']}{json.dumps(each['value'])}"
+                for each in one["matchers"]
+                if each["name"] != "__name__"
+            ]
+            found.add(f"{one['name']}{{{','.join(sorted(matchers))}}}")
+        return found
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The targets that are scraped, with their labels, health and last error."""
+        found: list[dict[str, Any]] = self.get("targets", state="active")["activeTargets"]
+        return found
+
+
+def _walk(node: Any) -> Iterator[dict[str, Any]]:
+    """All selectors at or below a node of a parsed expression."""
+    if isinstance(node, list):
+        for one in node:
+            yield from _walk(one)
+    elif isinstance(node, dict):
+        if node.get("type") in ("vectorSelector", "matrixSelector"):
+            yield node
+        for value in node.values():
+            yield from _walk(value)
+
+
+@contextlib.contextmanager
+def serve(
+    configuration: Configuration,
+    folder: Path,
+    *,
+    is_beside_the_bed: bool = False,
+) -> Iterator[Client]:
+    """A Prometheus that runs inside the block, with its files below ``folder``.
+
+    ``is_beside_the_bed``: it also ends with the bed, which has its log.
+    """
+    path = configuration.write(folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    log = logs() / "prometheus.log" if is_beside_the_bed else folder / "log"
+    command: list[object] = [
+        toolbox.binary("prometheus"),
+        f"--config.file={path}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    process = (
+        boxes.spawn_outside("prometheus", command, {})
+        if is_beside_the_bed
+        else _spawn(command, log)
+    )
+    client = Client(port)
+
+    def is_ready() -> bool:
+        if process.poll() is not None:
+            raise BedError(f"Prometheus ended:\n{last_lines(log)}")
+        try:
+            client.get("status/buildinfo")
+        except OSError:
+            return False
+        return True
+
+    try:
+        wait_until("Prometheus' readiness", is_ready, seconds=120, pause=0.1)
+        yield client
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+def _spawn(command: Sequence[object], log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+
+
+# ---- beside the bed ----------------------------------------------------------------------------------------
+
+
+def install_types(api: Api) -> None:
+    """Bring the kinds of monitors and rules to the API server; they stay as long as the bed does."""
+    folder = toolbox.module("promconfig", _OPERATOR) / "example/prometheus-operator-crd"
+    for kind in KINDS:
+        one = yaml.safe_load((folder / f"monitoring.coreos.com_{kind}.yaml").read_text())
+        name = one["metadata"]["name"]
+        api.apply(f"{_TYPES}/{name}", one)
+
+        def is_served(path: str = f"{_TYPES}/{name}") -> bool:
+            conditions = api.get(path).get("status", {}).get("conditions", [])
+            return any(
+                each["type"] == "Established" and each["status"] == "True"
+                for each in conditions
+            )
+
+        wait_until(f"the type {name}", is_served, seconds=60)
+
+
+def remove_types(api: Api) -> None:
+    """Take them away again, with all objects of these kinds."""
+    for kind in KINDS:
+        api.delete(f"{_TYPES}/{kind}.monitoring.coreos.com")
+
+
+def read_objects(api: Api) -> list[Object]:
+    """All monitors and rules of the cluster, as the API server has them."""
+    found = []
+    for kind in KINDS:
+        listed = api.get(f"{GROUP}/{kind}")
+        for one in listed["items"]:
+            name = listed["kind"].removesuffix("List")
+            found.append({"apiVersion": listed["apiVersion"], "kind": name, **one})
+    return found
+
+
+def grant_access(api: Api, folder: Path) -> Object:
+    """Create NAMESPACE and the ServiceAccount; what describe_server calls ``api``, its files in ``folder``."""
+    accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
+    rights = "/apis/rbac.authorization.k8s.io/v1"
+    name = {"name": "prometheus"}
+    for path, body in (
+        (
+            f"/api/v1/namespaces/{NAMESPACE}",
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+        ),
+        (
+            f"{accounts}/prometheus",
+            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": name},
+        ),
+        (f"{rights}/clusterroles/prometheus", _rbac("ClusterRole", rules=_RIGHTS)),
+        (
+            f"{rights}/clusterrolebindings/prometheus",
+            _rbac(
+                "ClusterRoleBinding",
+                roleRef={
+                    "apiGroup": "rbac.authorization.k8s.io",
+                    "kind": "ClusterRole",
+                    "name": "prometheus",
+                },
+                subjects=[
+                    {"kind": "ServiceAccount", "name": "prometheus", "namespace": NAMESPACE}
+                ],
+            ),
+        ),
+    ):
+        api.apply(path, body)
+    asked = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"expirationSeconds": 86400},
+    }
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(api.create(f"{accounts}/prometheus/token", asked)["status"]["token"])
+    return {
+        "host": API_SERVER,
+        "authorization": {"type": "Bearer", "credentialsFile": str(token)},
+        "tlsConfig": {"caFile": str(keys() / "ca.crt")},
+    }
+
+
+def _rbac(kind: str, **content: Any) -> Object:
+    version = "rbac.authorization.k8s.io/v1"
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {"name": "prometheus"},
+        **content,
+    }

@@ -1,0 +1,81 @@
+"""Facts about runs that are exported as metrics, read off statuses and pods."""
+
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from evergrad_operator.facts import count_nodes, read_runs
+from evergrad_operator.metrics import Facts, FactsCollector
+
+KEY = ("ns", "run")
+WHO = 'run="run",run_namespace="ns"'
+GATE = {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
+
+
+def make_pod(spec: dict[str, Any], phase: str, role: str = "node", **more: Any) -> Any:
+    metadata = {"labels": {"evergrad.dev/role": role}, **more}
+    return {"metadata": metadata, "spec": spec, "status": {"phase": phase}}
+
+
+PODS = [
+    make_pod(GATE, "Pending"),
+    make_pod(GATE, "Pending"),
+    make_pod({}, "Pending"),
+    make_pod({"schedulingGates": [{"name": "other"}]}, "Pending"),
+    make_pod({"nodeName": "n1"}, "Pending"),
+    make_pod({"nodeName": "n1"}, "Running"),
+    # None of these is a node that lives.
+    make_pod({"nodeName": "n1"}, "Running", "coordinator"),
+    make_pod({"nodeName": "n1"}, "Running", "evaluation"),
+    make_pod({"nodeName": "n1"}, "Succeeded"),
+    make_pod({"nodeName": "n1"}, "Failed"),
+    make_pod({"nodeName": "n1"}, "Running", deletionTimestamp="2026-01-01T00:00:00Z"),
+]
+
+
+def scrape(status: dict[str, Any], pods: list[Any]) -> str:
+    raw = {"metadata": {}, "status": {"phase": "Running", **status}}
+    runs = read_runs({KEY: raw}, now=0.0, pods_of=lambda key: pods if key == KEY else [])
+    registry = CollectorRegistry()
+    registry.register(FactsCollector(Facts(0, 0.0, 0, {}, {}, {}, runs)))
+    return generate_latest(registry).decode()
+
+
+def test_each_live_pod_of_a_node_counts_in_one_state() -> None:
+    counts = {"queued": 2, "unscheduled": 2, "starting": 1, "running": 1}
+    assert count_nodes(PODS) == counts
+    text = scrape({"nodes": {"max": 8}}, PODS)
+    for state, count in counts.items():
+        assert f'evergrad_operator_run_nodes{{{WHO},state="{state}"}} {count}.0' in text
+    assert f"evergrad_operator_run_nodes_max{{{WHO}}} 8.0" in text
+    assert "evergrad_operator_run_nodes{" not in scrape({}, [])
+
+
+def test_replaced_pods_are_counted_from_0_on() -> None:
+    name = f"evergrad_operator_run_pods_replaced_total{{{WHO}}}"
+    assert f"{name} 0.0" in scrape({}, [])
+    assert f"{name} 3.0" in scrape({"restarts": {"total": 3, "byCause": {"NodeLost": 3}}}, [])
+
+
+@pytest.mark.parametrize(
+    ("preparation", "share"),
+    [
+        ({"work": "tokenize", "bytesDone": 25, "bytesTotal": 100}, 0.25),
+        ({"work": "tokenize", "bytesDone": 250, "bytesTotal": 100}, 1.0),
+        ({"work": "wait"}, 0.0),
+        ({"work": "done"}, 1.0),
+    ],
+)
+def test_the_share_of_the_preparation_that_is_done_is_between_0_and_1(
+    preparation: dict[str, Any], share: float
+) -> None:
+    text = scrape({"preparation": {**preparation, "tokens": 7}}, [])
+    work = preparation["work"]
+    assert f'evergrad_operator_run_preparation_ratio{{{WHO},work="{work}"}} {share}' in text
+    assert f"evergrad_operator_run_preparation_tokens{{{WHO}}} 7.0" in text
+
+
+def test_a_run_without_preparation_has_none_of_its_series() -> None:
+    assert "run_preparation_ratio{" not in scrape({}, [])
+    assert "run_preparation_tokens{" not in scrape({}, [])
