@@ -93,6 +93,7 @@ def describe_server(
         selectors |= {f"{kind}Selector": by_label, f"{kind}NamespaceSelector": {}}
     spec: Object = {
         "version": _NEWEST,
+        "scrapeInterval": "30s",
         "evaluationInterval": interval,
         "serviceDiscoveryRole": "EndpointSlice",
         **selectors,

@@ -199,15 +199,16 @@ def test_every_query_of_panels_alerts_and_pages_is_answered_from_real_runs(
 
 
 def expect_rules_are_evaluated(watch: Watch) -> None:
-    """Prometheus has all rules, and could evaluate each; no alert fires."""
+    """Prometheus has all rules, and could evaluate each; no alert fires that should not."""
     groups = watch.client.get("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == {alert.name for alert in ALERTS}
     assert {
         rule["name"]: rule.get("lastError") for rule in rules if rule["health"] != "ok"
     } == {}
-    firing = [one for one in watch.client.get("alerts")["alerts"] if one["state"] == "firing"]
-    assert [one["labels"] for one in firing] == []
+    alerts = watch.client.get("alerts")["alerts"]
+    firing = {one["labels"]["alertname"] for one in alerts if one["state"] == "firing"}
+    assert firing <= set(EITHER)
 
 
 def expect_only_monitoring_is_let_in(watch: Watch, runs: Runs) -> None:

@@ -4,7 +4,6 @@ have answers."""
 import importlib.util
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -20,11 +19,12 @@ from typing import Any
 
 import pytest
 
+from evergrad_monitoring.queries import collect_queries
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
 TESTS = Path(__file__).parents[1]
-DOCUMENT = TESTS.parent / "docs" / "reference" / "metrics.md"
+DOCUMENTS = TESTS.parent / "docs"
 DEADLINE_SECONDS = 200
 
 
@@ -167,13 +167,6 @@ def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
     exporter.event(Event(EventType.SAVE, now, 60, 1, saved))
 
 
-def _documented_queries() -> list[str]:
-    section = DOCUMENT.read_text("utf-8").split("## Reading them")[1].split("\n## ")[0]
-    return [
-        match.strip() for match in re.findall(r"`([^`]+)`", section) if "(" in match
-    ]  # not the names of labels
-
-
 def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
     exporter: PrometheusExporter, prometheus: Prometheus, synthetic: ModuleType
 ) -> None:
@@ -188,7 +181,11 @@ def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
     prometheus.wait_for("count(evergrad_info)", 1)
     # The last thing that was told: a scrape may fall between two of them.
     prometheus.wait_for("evergrad_checkpoint_last_step", 60)
-    queries = _documented_queries()
+    queries = [
+        query.expression
+        for query in collect_queries(DOCUMENTS)
+        if query.where.startswith("reference/metrics.md")
+    ]
     assert len(queries) >= 5
     for query in queries:
         # A comparison has no result where it does not hold; without it there is one.
