@@ -30,7 +30,7 @@
     {{- if not (has "TrainingRunRestartStorm" .Values.metrics.rules.disabled) }}
     - alert: TrainingRunRestartStorm
       expr: |
-        sum by (run_namespace, run) (increase(evergrad_operator_run_restarts_total[1h])) > {{ .Values.metrics.rules.thresholds.restartsPerHour }}
+        sum by (run_namespace, run) (increase(evergrad_operator_run_pods_replaced_total[1h])) > {{ .Values.metrics.rules.thresholds.restartsPerHour }}
       labels: {severity: warning}
       annotations:
         summary: "Pods of run {{`{{ $labels.run_namespace }}`}}/{{`{{ $labels.run }}`}} are replaced again and again"
