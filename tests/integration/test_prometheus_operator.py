@@ -74,7 +74,7 @@ def test_only_listed_namespaces_are_searched_and_coordinators_only_where_they_ar
     (name,) = (one for one in jobs if one.startswith("podMonitor"))
     (found,) = jobs[name]["kubernetes_sd_configs"]
     assert sorted(found["namespaces"]["names"]) == ["team-a", "team-b"]
-    kept = [one for one in jobs[name]["relabel_configs"] if one["action"] == "keep"]
+    kept = [one for one in jobs[name]["relabel_configs"] if one.get("action") == "keep"]
     assert {"metrics"} == {
         one["regex"] for one in kept if "port_name" in str(one["source_labels"])
     }
