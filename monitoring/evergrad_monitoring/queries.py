@@ -62,9 +62,9 @@ def _of_dashboard(uid: str, board: Dashboard) -> Iterator[Query]:
         for target in getattr(panel, "targets", None) or ():
             where = f"{uid}: {panel.title} ({target.ref_id})"
             yield Query("panel", where, target.expr)
-    for annotation in (board.annotations.list_val if board.annotations else None) or ():
+    for annotation in board.annotations.list_val or ():
         yield Query("annotation", f"{uid}: {annotation.name}", annotation.expr or "")
-    for variable in (board.templating.list_val if board.templating else None) or ():
+    for variable in board.templating.list_val or ():
         text = variable.query
         if variable.type_val == "query" and isinstance(text, str):
             # Grafana asks for the series that match, and takes the label from them.
