@@ -3,7 +3,7 @@
 The coscheduling plug-in runs beside the bed, as a second scheduler.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -39,9 +39,9 @@ def offer(cluster: Any, places: dict[str, int]) -> None:
         )
 
 
-def hosts(pods: dict[int, dict[str, Any]]) -> set[str]:
+def hosts(pods: Iterable[dict[str, Any]]) -> set[str]:
     """Names of the hosts of pods; empty for those that have none."""
-    return {pod["spec"].get("nodeName", "") for pod in pods.values()}
+    return {pod["spec"].get("nodeName", "") for pod in pods}
 
 
 @pytest.mark.operator_ends
@@ -61,16 +61,16 @@ def test_a_gang_of_three_on_room_for_two_starts_no_pod_and_then_all_three(
     }
     run = runs.apply(make_manifest("gang", steps=ENDLESS, changes=spec))
     group = f"{GROUPS}/namespaces/{runs.namespace}/podgroups/{run.name}"
-    wait_for(lambda: len(run.live_pods()) == 3, "three pods")
+    wait_for(lambda: len(run.pods(role="node")) == 3, "three pods")
     assert cluster.api.get(group)["spec"]["minMember"] == 3
 
     # The scheduler has tried, and no pod has a host; one by one two of them would have one by now.
     wait_for(lambda: run.status().get("reason") == "Unschedulable", "the scheduler's refusal")
-    assert hosts(run.live_pods()) == {""}
+    assert hosts(run.pods(role="node")) == {""}
 
     offer(cluster, {first: 2, second: 1})
     pods = run.wait_for_pods(0, 1, 2, seconds=600)
-    assert hosts(pods) == {first, second}
+    assert hosts(pods.values()) == {first, second}
     run.wait_for_world(3)
     assert run.restarts() == {}
     run.runs.kubectl("delete", "trainingruns.evergrad.dev", run.name, "--wait=false")
