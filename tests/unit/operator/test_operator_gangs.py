@@ -10,8 +10,10 @@ from fake_kubernetes.simulation import CONFIG, KEY, Simulation
 from fake_kubernetes.store import RefusedError, Write
 
 from evergrad_operator.config import Config
+from evergrad_operator.decision import EvaluationPod
 from evergrad_operator.gang_api import FOUND_SECONDS, MISSING_SECONDS, GangApi
 from evergrad_operator.kinds import POD_GROUPS, Kind
+from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
 from evergrad_operator.slim import slim_pod
 
 LABEL = "scheduling.x-k8s.io/pod-group"
@@ -80,12 +82,17 @@ def test_all_nodes_and_no_other_pod_are_in_the_group_of_kubernetes(kind: Kind) -
 @pytest.mark.parametrize(("gang", "kind"), [("coscheduling", COSCHEDULING), ("podGroup", BETA)])
 def test_preparation_and_evaluation_are_in_no_group(gang: str, kind: Kind) -> None:
     annotated = {"labels": {LABEL: "of-the-user"}}
-    world = in_gangs(gang, kind, preparation={}, evaluation={}, template=annotated)
+    world = in_gangs(gang, kind, preparation={}, template=annotated)
     world.reconcile()
     (pod,) = made(world).values()
     assert pod["metadata"]["name"] == "docs-lm-prepare-0"
     assert LABEL not in pod["metadata"]["labels"] and "schedulingGroup" not in pod["spec"]
     assert ("PodGroup", "docs-lm") not in world.children, "no node is asked for yet"
+    evaluating = build_evaluation_pod(
+        world.look().run, world.decision.memory, world.config, EvaluationPod(4, 0)
+    )
+    assert LABEL not in evaluating["metadata"]["labels"]
+    assert "schedulingGroup" not in evaluating["spec"]
 
 
 @pytest.mark.parametrize(("gang", "kind"), [("coscheduling", COSCHEDULING), ("podGroup", BETA)])
@@ -177,8 +184,9 @@ def test_an_installation_that_begins_with_gangs_leaves_runs_as_they_are_until_th
         world.leave()
     world.set_spec(suspend=False)
     world.reconcile()
-    labels = [pod["metadata"]["labels"].get(LABEL) for pod in made(world).values()]
-    assert labels == [None, "docs-lm", "docs-lm", "docs-lm"]
+    labels = [pod["metadata"]["labels"] for pod in made(world).values()]
+    nodes = [one for one in labels if one["evergrad.dev/role"] == "node"]
+    assert [one.get(LABEL) for one in nodes] == ["docs-lm"] * 3
     assert group_of(world)["spec"] == {"minMember": 2}
 
 
