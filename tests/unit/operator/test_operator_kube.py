@@ -85,7 +85,7 @@ def test_a_kind_is_served_where_discovery_lists_its_plural() -> None:
     (group,) = POD_GROUPS["coscheduling"]
     found: list[bool] = []
     listed = {"resources": [{"name": "podgroups/status"}, {"name": "podgroups"}]}
-    lists = [
+    lists: list[Callable[[], web.Response]] = [
         lambda: web.json_response(listed),
         lambda: web.json_response({"resources": [{"name": "workloads"}]}),
         refuse(404),
