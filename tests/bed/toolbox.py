@@ -62,7 +62,6 @@ TOOLS = {
     "kueue": Tool(
         {"kueue-manager": "sigs.k8s.io/kueue/cmd/kueue"}, minutes="4 to 8 minutes on two cores"
     ),
-    "coscheduling": Tool({"coscheduling": "."}, minutes="2 to 6 minutes on two cores"),
     "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
     "kstatus": Tool({"kstatus": "."}),
     "lua": Tool({"lua": "."}),
