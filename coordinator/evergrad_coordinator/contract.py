@@ -8,6 +8,8 @@ API_GROUP = "evergrad.dev"
 API_VERSION = f"{API_GROUP}/v1alpha1"
 KIND = "TrainingRun"
 LABEL_PREFIX = f"{API_GROUP}/"
+MANAGER = f"{API_GROUP}/operator"
+"""Value of a run's ``spec.managedBy`` that means the operator, as its absence does."""
 
 # Bounds of a run's pod template: the trainer's loader, the CRD made from it and the operator refuse the
 # same.

@@ -32,6 +32,7 @@ INVALID_SPEC: Final = "InvalidSpec"
 whole."""
 FIXED: Final = {
     "image": "all pods of a run have one image",
+    "managedBy": "two controllers would have the run",
     "storage": "the run's state is there",
     "workersPerNode": "it belongs to how the run was planned",
 }

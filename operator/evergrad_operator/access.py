@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from typing import Final
 
 from evergrad_operator.errors import ApiError, SettingsError
-from evergrad_operator.kinds import CLAIM, CONFIG_MAP, POD, RUN, SECRET, SERVICE, Kind
+from evergrad_operator.kinds import (
+    CLAIM,
+    CONFIG_MAP,
+    POD,
+    POD_GROUPS,
+    RUN,
+    SECRET,
+    SERVICE,
+    Kind,
+)
 from evergrad_operator.kube import Kube
 
 _NEEDED: Final[tuple[tuple[str, Kind, str], ...]] = (
@@ -23,20 +32,28 @@ _NEEDED: Final[tuple[tuple[str, Kind, str], ...]] = (
 """Verb, kind and subresource without which no run can be served."""
 
 
-async def check_access(kube: Kube, scopes: Sequence[str | None]) -> None:
+async def check_access(
+    kube: Kube, scopes: Sequence[str | None], *, gang: str = "none"
+) -> None:
     """Fail for missing rights or a missing CRD in any of ``scopes``; None is the whole cluster.
 
+    ``gang``: the installation's kind of gang, whose PodGroups the operator makes.
     Raises SettingsError, and ApiError for what a new start may mend.
     """
+    needed = _NEEDED + tuple(
+        (verb, kind, "")
+        for kind in POD_GROUPS.get(gang, ())[:1]
+        for verb in ("list", "create", "patch")
+    )
     for scope in scopes:
         asked = (
             kube.may(verb, kind, namespace=scope, subresource=sub)
-            for verb, kind, sub in _NEEDED
+            for verb, kind, sub in needed
         )
         answers = await asyncio.gather(*asked)
         lacking = [
             f"{verb} {kind.plural}{'/' if sub else ''}{sub}"
-            for (verb, kind, sub), may in zip(_NEEDED, answers, strict=True)
+            for (verb, kind, sub), may in zip(needed, answers, strict=True)
             if not may
         ]
         if lacking:

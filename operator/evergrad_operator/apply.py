@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from evergrad_operator import names
 from evergrad_operator.cache import NEW_POD_STATUS, InformerCache
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
-from evergrad_operator.kinds import CLAIM, KINDS, POD, SERVICE, Kind, Raw
+from evergrad_operator.kinds import CLAIM, POD, SERVICE, Kind, Raw, kind_of
 from evergrad_operator.names import Key
 from evergrad_operator.observe import (
     BOUNDS_NOT_TAKEN,
@@ -94,6 +94,9 @@ class Cluster(Protocol):
         grace: int | None = None,
     ) -> bool:
         """Delete one object; False if it was gone."""
+
+    async def serves(self, kind: Kind) -> bool:
+        """Return whether there is such a kind."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,9 @@ class Applier:
         children = [body for body in plan.apply if body["kind"] != SERVICE.kind]
         services = [body for body in plan.apply if body["kind"] == SERVICE.kind]
         results += await _gather(self._put(work, body) for body in children)
+        # Schedulers place pods of a group that does not exist one by one, or never.
+        if any(one.failure and _is_missing_group(one.step, seen) for one in results):
+            pods = ()
         results += await _gather(self._end(work, end) for end in plan.delete)
 
         # Giving a Service its address takes the API server longer than all else, and no pod has to wait for
@@ -304,7 +310,7 @@ class Applier:
 
     async def _end(self, work: _Work, end: Deletion) -> ApplyResult:
         """Delete one object, and forget a pod that is gone already."""
-        kind = KINDS[end.kind]
+        kind = kind_of({"kind": end.kind, "apiVersion": end.version})
 
         async def delete() -> None:
             namespace, uid = work.key[0], end.uid or None
@@ -358,7 +364,7 @@ class Applier:
         """
         if error.status != 409 or error.reason != "AlreadyExists":
             raise error
-        kind, name = KINDS[body["kind"]], str(body["metadata"]["name"])
+        kind, name = kind_of(body), str(body["metadata"]["name"])
         # A list by name, since the operator has no right to get single pods.
         found, _ = await self._cluster.list_all(
             kind,
@@ -405,6 +411,11 @@ def _concerns_all_pods(failure: ApplyFailure) -> bool:
     """Whether the refusal of one pod is one of the others, too, as a quota's or a webhook's: only a name is a
     pod's own."""
     return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
+
+
+def _is_missing_group(step: Step, seen: Observation) -> bool:
+    """Whether the step makes a PodGroup that is not there yet."""
+    return step[:2] == ("apply", "PodGroup") and step[1:] not in seen.hashes
 
 
 def _step_of(verb: str, body: Raw) -> Step:

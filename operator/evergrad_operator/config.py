@@ -31,6 +31,11 @@ class Config:
     cluster_domain: str = ""
     """Appended to the coordinator's name (``svc.cluster.local``); empty: ``svc``, which the pod's search list
     completes."""
+    gang: str = "none"
+    """Group in which a gang scheduler places the nodes that a run cannot do without: none, coscheduling (a
+    PodGroup of scheduler-plugins) or podGroup (Kubernetes' own)."""
+    scheduler_name: str = ""
+    """Scheduler of nodes whose run names none; empty: the cluster's default."""
     default_storage_size: str = "10Gi"
     """Size of a new volume whose run names none."""
     default_storage_class: str | None = None

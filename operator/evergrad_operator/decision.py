@@ -71,8 +71,8 @@ class Decision:
     seconds.
 
     ``record``: what the PVC shall say of the run, None to leave it. ``gang``: None for a run without a queue.
-    ``is_blocked``: nothing goes on before a
-    person has done what ``message`` says.
+    ``joins_group``: nodes that are made now are in the run's PodGroup. ``is_blocked``: nothing goes on before
+    a person has done what ``message`` says.
     """
 
     action: Action
@@ -82,6 +82,7 @@ class Decision:
     memory: Memory
     nodes_to_create: tuple[tuple[int, int], ...] = ()
     gang: Gang | None = None
+    joins_group: bool = False
     pods_to_delete: tuple[PodDeletion, ...] = ()
     coordinator_attempt: int | None = None
     preparation_attempt: int | None = None

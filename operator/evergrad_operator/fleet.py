@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from evergrad_operator.kinds import Raw
 from evergrad_operator.raw import get_int, get_map, get_text
+from evergrad_operator.spec import is_managed_here
 
 MOST_RUNS: Final = 500
 """Runs of one page: those that have not ended come first, the newest before the others."""
@@ -32,13 +33,14 @@ def build_row(raw: Raw) -> dict[str, Any]:
     """Return one run's row."""
     metadata, status = get_map(raw, "metadata"), get_map(raw, "status")
     progress = get_map(status, "progress")
+    manager = "" if is_managed_here(raw) else f"managed by {raw['spec']['managedBy']}"
     # Any version of the operator may have written the status: what is no text or number is left out.
     return {
         "namespace": get_text(metadata, "namespace"),
         "name": get_text(metadata, "name"),
         "created": get_text(metadata, "creationTimestamp"),
         "phase": get_text(status, "phase") or "Pending",
-        "message": get_text(status, "message")[:_MOST_CHARACTERS],
+        "message": (get_text(status, "message") or manager)[:_MOST_CHARACTERS],
         "nodes": get_text(get_map(status, "nodes"), "summary"),
         "step": get_int(progress, "step"),
         "totalSteps": get_int(progress, "totalSteps"),

@@ -50,6 +50,17 @@ EARLY_WEBHOOK: Final = Kind(
     "admissionregistration.k8s.io/v1",
     "mutatingwebhookconfigurations",
 )
+POD_GROUPS: Final[Mapping[str, tuple[Kind, ...]]] = {
+    "coscheduling": (Kind("PodGroup", "scheduling.x-k8s.io/v1alpha1", "podgroups"),),
+    "podGroup": tuple(
+        Kind("PodGroup", f"scheduling.k8s.io/{version}", "podgroups")
+        for version in ("v1beta1", "v1alpha3", "v1alpha2")
+    ),
+}
+"""PodGroups by the installation's kind of gang, the newest version first.
+
+Kubernetes 1.35 has a Workload of another form and no PodGroup; 1.36 replaced it.
+"""
 KINDS: Final = {
     kind.kind: kind
     for kind in (
@@ -68,3 +79,12 @@ KINDS: Final = {
         EARLY_WEBHOOK,
     )
 }
+
+
+def kind_of(body: Raw) -> Kind:
+    """Return the kind of a whole object; two API groups have a PodGroup."""
+    known = KINDS.get(body["kind"])
+    if known is not None:
+        return known
+    versions = (kind for kinds in POD_GROUPS.values() for kind in kinds)
+    return next(kind for kind in versions if kind.version == body["apiVersion"])

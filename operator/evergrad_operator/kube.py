@@ -6,7 +6,7 @@ from typing import Any, Final
 from kubernetes.aio.client.api_client import ApiClient
 
 from evergrad_operator.errors import ApiError
-from evergrad_operator.kinds import ACCESS_REVIEW, KINDS, Kind, Raw
+from evergrad_operator.kinds import ACCESS_REVIEW, Kind, Raw, kind_of
 from evergrad_operator.names import FIELD_MANAGER
 from evergrad_operator.transport import (
     JSON,
@@ -258,10 +258,23 @@ class Kube:
         answer = await self._transport.send(request)
         return bool((answer.get("status") or {}).get("allowed"))
 
+    async def serves(self, kind: Kind) -> bool:
+        """Return whether the API server has this kind in this version."""
+        try:
+            answer = await self._transport.send(
+                Request("GET", kind, f"/apis/{kind.version}", "get")
+            )
+        except ApiError as error:
+            # Discovery that is forbidden shows as little as an API group that is not there.
+            if error.status in (403, 404):
+                return False
+            raise
+        return any(one.get("name") == kind.plural for one in answer.get("resources") or ())
+
     async def close(self) -> None:
         """Close the connections."""
         await self._transport.close()
 
 
 def _locate(body: Raw) -> tuple[Kind, str]:
-    return KINDS[body["kind"]], str(body["metadata"].get("namespace", ""))
+    return kind_of(body), str(body["metadata"].get("namespace", ""))

@@ -56,6 +56,7 @@ QUEUE_FINALIZER: Final = "kueue.x-k8s.io/managed"
 ANNOTATION_ELASTIC_PRIORITY: Final = f"{LABEL_PREFIX}elastic-priority-class"
 """On runs: the WorkloadPriorityClass of the nodes above ``nodes.min``, in the place of the run's own."""
 LABEL_GANG: Final = "scheduling.x-k8s.io/pod-group"
+"""On pods: their PodGroup of scheduler-plugins. Kubernetes' own is named in the pod's spec."""
 PROPAGATED_LABELS: Final = (LABEL_QUEUE, LABEL_QUEUE_PRIORITY)
 """Labels of a run that its node pods get, the pod that prepares its data, and its coordinator where Kueue
 admits nothing without them."""
@@ -247,6 +248,8 @@ class Reason(StrEnum):
     """The run's record on its PVC cannot be written, so that no pod is made."""
     START_ERROR = "StartError"
     """A container cannot be created or started."""
+    GANG_UNAVAILABLE = "GangUnavailable"
+    """The API server has no PodGroup, by which this installation places runs."""
     INVALID_SPEC = "InvalidSpec"
     """The run has a value that the operator does not allow."""
     OUTDATED_SPEC = "OutdatedSpec"

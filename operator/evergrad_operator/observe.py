@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
+from evergrad_operator.kinds import Kind
 from evergrad_operator.memory import LONGEST_CAUSE, MAX_CAUSES, Memory, parse_memory
 from evergrad_operator.pods import MAX_MESSAGE, PodState, judge_image, parse_pod
 from evergrad_operator.preparation import Report
@@ -213,6 +214,8 @@ class Observation:
     report: Report | None = None
     """The answer of the pod that prepares the data."""
     evaluations: tuple[PodState, ...] = ()
+    group_kind: Kind | None = None
+    """The PodGroup that the installation's gangs are made of; None where the API server has none."""
 
     @property
     def unreachable(self) -> Silence | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from evergrad_operator.kinds import POD, Raw
+from evergrad_operator.kinds import POD, Kind, Raw
 from evergrad_operator.names import Key
 from evergrad_operator.observe import AppliedSettings
 from evergrad_operator.refusals import Refusals, Step
@@ -52,6 +52,8 @@ class Pass:
     hints: Hints
     applied: AppliedSettings | None = None
     """The settings of the pods, once they were fetched."""
+    group_kind: Kind | None = None
+    """The PodGroup that the API server has for this installation's gangs."""
 
     @property
     def refusals(self) -> Refusals:

@@ -107,7 +107,8 @@ class PodState:
     the pod's phase. ``has_sidecar``: a container still runs in a pod that is over: one that somebody
     has injected, or one of a wrong image. ``waiting_reason`` and ``waiting_message``: why its container does
     not run, as the kubelet or the scheduler says. ``image``: what was asked for; ``image_id``: what its
-    container runs, as the kubelet names it. ``place``: its place in a queue of Kueue.
+    container runs, as the kubelet names it. ``place``: its place in a queue of Kueue. ``gang``: the kind of
+    gang that it was made for, empty for none.
     """
 
     name: str
@@ -132,6 +133,7 @@ class PodState:
     image: str
     image_id: str
     place: QueuePlace
+    gang: str = ""
 
     @property
     def is_live(self) -> bool:
@@ -213,6 +215,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         image=image,
         image_id=get_text(container, "imageID"),
         place=parse_place(raw),
+        gang=_find_gang(raw),
     )
 
 
@@ -346,6 +349,13 @@ def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tup
             reason, message = condition.get("reason"), str(condition.get("message") or "")
             return str(reason or "Unschedulable"), keep_start(message, MAX_MESSAGE)
     return "", ""
+
+
+def _find_gang(raw: Mapping[str, Any]) -> str:
+    """Return the kind of gang that a pod was made for, as the operator's configuration names it."""
+    if get_map(raw, "spec", "schedulingGroup"):
+        return "podGroup"
+    return "coscheduling" if names.LABEL_GANG in get_map(raw, "metadata", "labels") else ""
 
 
 def _is_true(condition: Mapping[str, Any], kind: str) -> bool:

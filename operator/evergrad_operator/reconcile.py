@@ -25,6 +25,7 @@ from evergrad_operator.claim_index import claim_of
 from evergrad_operator.config import Config
 from evergrad_operator.confirm import Confirmer
 from evergrad_operator.errors import OperatorError, SpecError
+from evergrad_operator.gang_api import GangApi
 from evergrad_operator.kinds import CLAIM, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
@@ -41,7 +42,7 @@ from evergrad_operator.policies import Decision, decide
 from evergrad_operator.preparation import Report, find_report
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
-from evergrad_operator.spec import SpecCache
+from evergrad_operator.spec import SpecCache, is_managed_here
 from evergrad_operator.status import Outcome
 from evergrad_operator.status_writer import StatusWriter
 from evergrad_operator.store import uid_of
@@ -94,6 +95,7 @@ class Reconciler:
         def now() -> float:
             return self.clock()
 
+        self.gang_api = GangApi(cluster, config.gang, clock=now)
         self._confirmer = Confirmer(cluster, cache=cache, metrics=metrics, clock=now)
         self._applier = Applier(cluster, cache=cache, coordinators=coordinators, clock=now)
         self.statuses = StatusWriter(
@@ -120,6 +122,10 @@ class Reconciler:
                 self._specs.forget(key)
                 self.on_forget(key)
                 return None
+            if not is_managed_here(raw):
+                # Another controller has all of the run, its status, too.
+                self._specs.forget(key)
+                return None
 
             async with asyncio.timeout(RECONCILE_SECONDS):
                 delay = await self._reconcile(key, raw)
@@ -136,7 +142,7 @@ class Reconciler:
     async def _reconcile(self, key: Key, raw: Raw) -> float | None:
         # Observe, decide and plan from what is known. The claim comes first: no watch shows a user's own.
         hints = self._hints.setdefault(key, Hints(uid_of(raw)))
-        work = Pass(key, raw, hints)
+        work = Pass(key, raw, hints, group_kind=await self.gang_api.find())
         await self._confirmer.look_at_claim(work, oldest=CLAIM_SECONDS)
         try:
             found = self._assess(work)
@@ -245,6 +251,7 @@ class Reconciler:
             silence=self._coordinators.silence(key),
             applied=work.applied,
             report=report,
+            group_kind=work.group_kind,
         )
 
         decision = decide(seen, self._config, self.clock())

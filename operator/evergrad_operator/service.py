@@ -94,6 +94,7 @@ class Service:
             metrics=metrics,
         )
         self.reconciler.on_forget = self.queue.drop
+        self.sync.find_pod_group = self.reconciler.gang_api.find
         self.reconciler.statuses.on_missing = self.sync.expect_gap
         self._webhook = _build_webhook(settings, self.kube, self.gate, metrics)
 
@@ -121,7 +122,7 @@ class Service:
         try:
             if self._settings.page_port:
                 await self._fleet_page.listen(self._settings.page_port)
-            await check_access(self.kube, self._settings.scopes)
+            await check_access(self.kube, self._settings.scopes, gang=self._settings.config.gang)
             self._spawn("event loop lag", self.vitals.measure_lag(self.metrics))
             # The webhook starts before the lease is held: a standby answers, too.
             if self._webhook is not None:

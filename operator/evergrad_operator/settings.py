@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from evergrad_operator.config import Config
+from evergrad_operator.kinds import POD_GROUPS
 
 PREFIX: Final = "EVERGRAD_"
 _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
@@ -148,6 +149,9 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
     for field in dataclasses.fields(Config):
         value = getattr(parsed, field.name)
         config[field.name] = tuple(value) if isinstance(value, list) else value
+    gangs = ("none", *POD_GROUPS)
+    if config["gang"] not in gangs:
+        parser.error(f"--gang: {config['gang']!r} is none of {', '.join(gangs)}")
     # Network policies admit the operator by its namespace.
     if not config["operator_namespace"]:
         config["operator_namespace"] = environ.get("POD_NAMESPACE", "")

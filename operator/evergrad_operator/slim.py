@@ -9,7 +9,13 @@ from evergrad_manifest.nesting import cut_deep
 
 Raw = Mapping[str, Any]
 
-_POD_SPEC: Final = ("nodeName", "terminationGracePeriodSeconds", "priority", "schedulingGates")
+_POD_SPEC: Final = (
+    "nodeName",
+    "terminationGracePeriodSeconds",
+    "priority",
+    "schedulingGates",
+    "schedulingGroup",
+)
 _POD_STATUS_LEFT_OUT: Final = (
     "hostIP",
     "hostIPs",

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from evergrad_coordinator.contract import MANAGER
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.derive import steps_without_data
 from evergrad_manifest.envelope import Spec
@@ -133,6 +134,11 @@ class TrainingRun:
             for problem in self.parsed.problems
             if not problem.path.startswith(_FIXED) or problem.path == _OUT_OF_THE_VOLUME
         )
+
+
+def is_managed_here(raw: Mapping[str, Any]) -> bool:
+    """Whether the run is this operator's business, and not that of the controller in ``spec.managedBy``."""
+    return get_text(get_map(raw, "spec"), "managedBy") in ("", MANAGER)
 
 
 def parse_run(raw: Mapping[str, Any], parsed: ParsedSpec | None = None) -> TrainingRun:

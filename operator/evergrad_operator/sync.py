@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -18,6 +18,7 @@ from evergrad_operator.kinds import (
     POD,
     RUN,
     SERVICE,
+    Kind,
     Raw,
 )
 from evergrad_operator.kube import Kube
@@ -59,6 +60,8 @@ class CacheSync:
         self._scopes = scopes
         self._resync_seconds = resync_seconds
         self._is_listed_anew = asyncio.Event()
+        self.find_pod_group: Callable[[], Awaitable[Kind | None]] = _find_nothing
+        """Finds the kind of a run's PodGroup, None where there is none."""
         self.on_event: Callable[[str], None] = lambda resource: None
         """Called for every event of a watch, with the watch's resource."""
 
@@ -78,6 +81,8 @@ class CacheSync:
 
     async def resync(self) -> None:
         """List everything, take in what the watches lost, and drop what is gone. Raises ApiError."""
+        group = await self.find_pod_group()
+        children = _CHILDREN if group is None else (*_CHILDREN, group)
         for scope in self._scopes:
             covers = partial(_is_within, scope)
             changed: set[Key] = set()
@@ -98,7 +103,7 @@ class CacheSync:
                     selector=LABEL_RUN,
                     metadata_only=True,
                 )
-                for kind in _CHILDREN
+                for kind in children
             ]
             found = [raw for raws, _ in lists for raw in raws]
             oldest = min(version for _, version in lists)
@@ -162,6 +167,10 @@ class CacheSync:
     def _add(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self._queue.add(key)
+
+
+async def _find_nothing() -> None:
+    return None
 
 
 def _is_within(scope: str | None, namespace: str) -> bool:

@@ -10,6 +10,7 @@ from evergrad_operator.lease import LeaseGate
 from evergrad_operator.metrics import Facts, Metrics
 from evergrad_operator.names import Key
 from evergrad_operator.queue import WorkQueue
+from evergrad_operator.spec import is_managed_here
 from evergrad_operator.transport import Gate
 
 STALLED_SECONDS: Final = 100.0
@@ -75,7 +76,9 @@ class Vitals:
     def read_facts(self) -> Facts:
         """Return the facts about the operator's insides at this moment."""
         state = self._queue.observe()
-        runs = self._cache.runs()
+        # Runs of another controller have no phase, and would seem to wait for this one.
+        everything = self._cache.runs()
+        runs = {key: raw for key, raw in everything.items() if is_managed_here(raw)}
         return Facts(
             queue_depth=state.depth,
             queue_oldest_age=state.oldest_age,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evergrad_operator.errors import ApiError
-from evergrad_operator.kinds import KINDS, Kind
+from evergrad_operator.kinds import Kind, kind_of
 from fake_kubernetes.store import RefusedError, Store
 
 
@@ -14,6 +14,8 @@ class FakeCluster:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.reads: list[tuple[str, str]] = []
+        self.served: set[str] = set()
+        """API versions beside those that every cluster has."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
         self.reads.append(("get", kind.plural))
@@ -41,7 +43,7 @@ class FakeCluster:
     async def create(
         self, body: Mapping[str, Any], *, is_brief: bool = False
     ) -> Mapping[str, Any]:
-        return self._try(lambda: self.store.create(KINDS[body["kind"]].plural, body))
+        return self._try(lambda: self.store.create(kind_of(body).plural, body))
 
     async def apply(
         self,
@@ -52,7 +54,7 @@ class FakeCluster:
         is_brief: bool = False,
     ) -> Mapping[str, Any]:
         return self._try(
-            lambda: self.store.apply(KINDS[body["kind"]].plural, body, subresource)
+            lambda: self.store.apply(kind_of(body).plural, body, subresource)
         )
 
     async def merge(
@@ -76,6 +78,10 @@ class FakeCluster:
                 return False
             raise
         return True
+
+    async def serves(self, kind: Kind) -> bool:
+        self.reads.append(("get", kind.version))
+        return kind.version in self.served
 
     def _try(self, act: Any) -> Any:
         try:

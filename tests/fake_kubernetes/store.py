@@ -19,6 +19,7 @@ KINDS = {
     "events": ("Event", "v1"),
     "poddisruptionbudgets": ("PodDisruptionBudget", "policy/v1"),
     "networkpolicies": ("NetworkPolicy", "networking.k8s.io/v1"),
+    "podgroups": ("PodGroup", "scheduling.x-k8s.io/v1alpha1"),
     "leases": ("Lease", "coordination.k8s.io/v1"),
 }
 

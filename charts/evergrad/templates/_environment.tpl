@@ -24,6 +24,7 @@
   "OPERATOR_IMAGE_PULL_POLICY" .Values.image.pullPolicy
   "NETWORK_POLICIES" $runs.networkPolicies
   "DISRUPTION_BUDGETS" $runs.disruptionBudgets
+  "GANG" $runs.gang
   "DEFAULT_STORAGE_SIZE" $runs.storage.size
   "STORAGE_ACCESS_MODE" $runs.storage.accessMode
   "NODE_LOSS_TOLERATION_SECONDS" $runs.nodeLossTolerationSeconds
@@ -61,6 +62,9 @@
 {{- end }}
 {{- if $runs.sharedMemorySize }}
 {{- $_ := set $settings "SHARED_MEMORY_SIZE" $runs.sharedMemorySize }}
+{{- end }}
+{{- if $runs.schedulerName }}
+{{- $_ := set $settings "SCHEDULER_NAME" $runs.schedulerName }}
 {{- end }}
 {{- if $runs.clusterDomain }}
 {{- $_ := set $settings "CLUSTER_DOMAIN" $runs.clusterDomain }}

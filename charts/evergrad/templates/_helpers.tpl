@@ -121,4 +121,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: {{ ternary (list "list" "create" "patch" "delete") (list "list" "delete") .Values.runs.networkPolicies | toJson }}
+{{- $gangs := dict "coscheduling" "scheduling.x-k8s.io" "podGroup" "scheduling.k8s.io" }}
+{{- with get $gangs .Values.runs.gang }}
+- apiGroups: [{{ . }}]
+  resources: [podgroups]
+  verbs: [list, create, patch, delete]
+{{- end }}
 {{- end -}}

@@ -31,6 +31,12 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
     # phase.
     if run.is_deleting:
         return ["It is being deleted. Its claim keeps the checkpoints."]
+    if run.managed_by:
+        return [
+            f"{run.managed_by} has this run (spec.managedBy): Evergrad's operator makes no pod for it here.",
+            "Ask that controller. The field cannot change: to train here, submit the file without it under "
+            "another name.",
+        ]
     if not run.is_observed:
         return _unseen(run, now)
     if run.is_true("Complete"):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 from evergrad_cli.cluster.text import parse_short_count, parse_time
-from evergrad_coordinator.contract import LABEL_PREFIX
+from evergrad_coordinator.contract import LABEL_PREFIX, MANAGER
 
 LABEL_RUN: Final = f"{LABEL_PREFIX}run"
 LABEL_INDEX: Final = f"{LABEL_PREFIX}index"
@@ -135,6 +135,8 @@ class Run:
     claim: str
     folder: str
     """Folder of the claim that is the run directory."""
+    managed_by: str
+    """Controller that has the run in the operator's place; empty for the operator."""
     preparation: Mapping[str, Any]
     evaluation: Mapping[str, Any]
     """How far a pod that prepares the data is, as the status has it."""
@@ -191,6 +193,8 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     # A file may have a human number here, as a text.
     stop_after = parse_short_count(stop.get("afterStep"))
 
+    manager = _text(spec, "managedBy")
+
     # Any version of the operator may have written it: a list that failed at one run would hide all others.
     return Run(
         name=name,
@@ -232,6 +236,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         folder=_text(storage, "path") or name,
         preparation=_mapping(status, "preparation"),
         evaluation=_mapping(status, "evaluation"),
+        managed_by="" if manager == MANAGER else manager,
     )
 
 

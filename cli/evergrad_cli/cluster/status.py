@@ -131,6 +131,7 @@ def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict
         "preparation": dict(run.preparation) or None,
         "evaluation": dict(run.evaluation) or None,
         "suspend": run.wants_suspension,
+        "managedBy": run.managed_by or None,
         "claim": run.claim,
         "folder": run.folder,
         "restartsByCause": dict(run.restarts_by_cause),
@@ -240,6 +241,7 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     facts = [
         ("Name", run.name),
         ("Namespace", run.namespace),
+        ("Managed by", run.managed_by),
         ("Phase", phase),
         ("Message", run.message),
     ]

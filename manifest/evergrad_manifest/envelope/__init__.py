@@ -51,6 +51,9 @@ _IMAGE: Final = re.compile(
 )
 
 
+_DOMAIN_PATH: Final = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+$"
+
+
 class Metadata(Section):
     """The part of Kubernetes' object metadata that a file sets."""
 
@@ -185,6 +188,8 @@ class Spec(Section):
     """
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """When a node pulls the image; default: the operator's setting. No meaning for ``evergrad run``."""
+    managed_by: str | None = Field(default=None, max_length=63, pattern=_DOMAIN_PATH)
+    """Controller of the run, as a Job's; default: evergrad.dev/operator, which leaves runs of others alone."""
     suspend: Switch = False
     """Stop with state saved and release the nodes; false goes on."""
     restart_nonce: str | None = Field(default=None, min_length=1, max_length=64)

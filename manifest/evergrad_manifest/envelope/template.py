@@ -22,7 +22,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import FieldPath, format_path, value_at
 from evergrad_manifest.spelling import nearest
 from evergrad_manifest.values.numbers import Whole, show
-from evergrad_manifest.values.quantities import is_dns_label, is_dns_subdomain
+from evergrad_manifest.values.quantities import fault_of_key, is_dns_label, is_dns_subdomain
 from evergrad_manifest.view import UNKNOWN, View
 
 _TEMPLATE: Final[FieldPath] = ("spec", "template")
@@ -111,6 +111,11 @@ _MOUNT = Keys(
 )
 _VARIABLE = Keys(known=("name", "value", "valueFrom"), required=("name",))
 _SECRET = Keys(known=("name",), required=("name",))
+_TOPOLOGY: Final = (
+    "kueue.x-k8s.io/podset-required-topology",
+    "kueue.x-k8s.io/podset-preferred-topology",
+    "kueue.x-k8s.io/podset-unconstrained-topology",
+)
 _AFFINITY = ("nodeAffinity", "podAffinity", "podAntiAffinity")
 VALUE_KINDS: Final = ("configMapKeyRef", "secretKeyRef", "fieldRef", "resourceFieldRef")
 
@@ -169,6 +174,29 @@ def check_scheduling(view: View) -> Iterator[Problem]:
                 f"spec.template.{key}", f"{show(name)} is not a valid name", why, "Correct it"
             )
     yield from _check_keys(_items(view, "imagePullSecrets"), _SECRET)
+
+
+def check_topology(view: View) -> Iterator[Problem]:
+    """Kueue's annotations for a topology: one of them, with the label of a node.
+
+    Kueue leaves the mistake to an event of a pod that waits for ever.
+    """
+    found = view.raw(*_TEMPLATE, "annotations")
+    annotations = found if isinstance(found, Mapping) else {}
+    given = [key for key in _TOPOLOGY if key in annotations]
+    for key in given[:-1]:
+        path = format_path((*_TEMPLATE, "annotations", key))
+        what = f"contradicts {given[-1]}"
+        yield Problem(path, what, "a group of pods has one topology", "Remove one of them")
+    for key in given:
+        value = annotations[key]
+        # The third asks for no topology at all, and is true or false.
+        if key == _TOPOLOGY[2] or not isinstance(value, str):
+            continue
+        if (fault := fault_of_key(value)) is not None:
+            path = format_path((*_TEMPLATE, "annotations", key))
+            remedy = "Write the label of nodes that is a level of the Topology"
+            yield Problem(path, *fault, remedy)
 
 
 def check_volumes(view: View) -> Iterator[Problem]:
@@ -363,4 +391,10 @@ def check_reserved_keys(view: View) -> Iterator[Problem]:
                 )
 
 
-RULES: Final = (check_scheduling, check_volumes, check_environment, check_reserved_keys)
+RULES: Final = (
+    check_scheduling,
+    check_topology,
+    check_volumes,
+    check_environment,
+    check_reserved_keys,
+)

@@ -19,12 +19,14 @@ from evergrad_operator.plan.disruption_budget import (
 from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
 from evergrad_operator.plan.network_policy import build_network_policy
 from evergrad_operator.plan.node_pod import Node, build_node_pod
+from evergrad_operator.plan.pod_group import build_pod_group, is_fixed
 from evergrad_operator.plan.preparation_pod import build_preparation_pod
 from evergrad_operator.plan.service import build_service
 from evergrad_operator.plan.token import build_token_secret
 
 Object = Mapping[str, Any]
-OWNED_KINDS: Final = ("ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
+_POD_GROUP: Final = "PodGroup"
+OWNED_KINDS: Final = ("ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy", _POD_GROUP)
 """Kinds of the children that are no pods, and not the PVC."""
 _SWITCHED: Final = ("PodDisruptionBudget", "NetworkPolicy")
 """Those that an installation, or the phase of a run, switches on and off."""
@@ -34,13 +36,15 @@ _SWITCHED: Final = ("PodDisruptionBudget", "NetworkPolicy")
 class Deletion:
     """One object to delete.
 
-    ``uid``: a precondition, empty for none. ``grace_seconds``: None leaves it to the object.
+    ``uid``: a precondition, empty for none. ``grace_seconds``: None leaves it to the object. ``version``: of
+    a kind that several API groups have.
     """
 
     kind: str
     name: str
     uid: str = ""
     grace_seconds: int | None = None
+    version: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,8 @@ def plan_children(
     for kind, name in observation.hashes:
         is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
         if is_switched_off or (decision.action == Action.CLEAN and kind in OWNED_KINDS):
-            delete.append(Deletion(kind, name))
+            group = observation.group_kind if kind == _POD_GROUP else None
+            delete.append(Deletion(kind, name, version=group.version if group else ""))
 
     # Secrets are not watched: the Secret is made before pods are, whether it exists or not. A pod that has a
     # host and does not run may wait for it, because somebody has deleted it.
@@ -158,6 +163,13 @@ def _build_wanted(
         wanted.append(build_coordinator_budget(run, is_needed=is_regrouping))
     if config.network_policies:
         wanted.append(build_network_policy(run, config))
+
+    # A group that is there follows nodes.min, also down to 1, as long as its version lets it.
+    group = observation.group_kind
+    has_group = (_POD_GROUP, run.name) in observation.hashes
+    if group is not None and (has_group or decision.joins_group):
+        if not (has_group and is_fixed(group)):
+            wanted.append(build_pod_group(run, group))
     return {
         (child["kind"], child["metadata"]["name"]): child for child in map(with_hash, wanted)
     }
@@ -200,5 +212,11 @@ def _plan_pods(
 
     is_on_one_host = is_for_one_host(run, config, observation.claim)
     for index, attempt in decision.nodes_to_create:
-        node = Node(index, attempt, is_on_one_host=is_on_one_host, gang=decision.gang)
+        node = Node(
+            index,
+            attempt,
+            is_on_one_host=is_on_one_host,
+            gang=decision.gang,
+            joins_group=decision.joins_group,
+        )
         yield build_node_pod(run, memory, config, node, token=token)

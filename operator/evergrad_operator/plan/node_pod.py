@@ -21,6 +21,7 @@ from evergrad_operator.plan.common import (
     escape,
     without_none,
 )
+from evergrad_operator.plan.pod_group import COSCHEDULING
 from evergrad_operator.plan.template import build_scheduling, build_user_labels, merge_env
 from evergrad_operator.plan.token import (
     build_token_arguments,
@@ -50,12 +51,14 @@ class Node:
     """The node of a run that a pod is to be.
 
     ``is_on_one_host``: whether all of the run's pods must be on the same host. ``gang``: of a run in a queue.
+    ``joins_group``: whether it is in the run's PodGroup.
     """
 
     index: int
     attempt: int
     is_on_one_host: bool = False
     gang: Gang | None = None
+    joins_group: bool = False
 
 
 def build_node_pod(
@@ -78,6 +81,7 @@ def build_node_pod(
         **build_scheduling(
             run, is_on_one_host=node.is_on_one_host, avoided=memory.faults.avoided
         ),
+        "schedulerName": template.scheduler_name or config.scheduler_name,
         "tolerations": build_tolerations(
             template.tolerations, config.node_loss_toleration_seconds
         ),
@@ -90,11 +94,19 @@ def build_node_pod(
         "volumes": build_trainer_volumes(run, config, token=token),
     }
 
+    # scheduler-plugins find a pod's group by a label, Kubernetes itself by a field.
+    gang_label = {}
+    if node.joins_group and config.gang == COSCHEDULING:
+        gang_label = {names.LABEL_GANG: run.name}
+    elif node.joins_group:
+        pod["schedulingGroup"] = {"podGroupName": run.name}
+
     # Ours come last: a template must not take a pod out of its run.
     metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
     queue_labels, queue_annotations = _build_queue(run, node)
     metadata["labels"] = {
         **build_user_labels(run),
+        **gang_label,
         **queue_labels,
         **build_labels(run, role=names.ROLE_NODE),
         names.LABEL_INDEX: str(node.index),

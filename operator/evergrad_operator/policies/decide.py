@@ -18,7 +18,7 @@ from evergrad_operator.policies.failure import (
     fail_if_due,
     is_backing_off,
 )
-from evergrad_operator.policies.gang import find_newest_gang
+from evergrad_operator.policies.gang import find_newest_gang, joins_pod_group
 from evergrad_operator.policies.give_back import describe_give_back, give_back_if_short
 from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import (
@@ -38,6 +38,7 @@ from evergrad_operator.policies.waiting import (
     Obstacle,
     explain_refusal,
     find_claim_obstacle,
+    find_group_obstacle,
     find_obstacle,
 )
 from evergrad_operator.preparation import Preparation
@@ -197,7 +198,7 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
 def _run(context: ReconcileContext) -> Decision:
     """Decide on the claim, the coordinator and the nodes of a run that wants to train."""
     # Without its volume no pod can start: none is made, and no record either.
-    obstacle = find_claim_obstacle(context)
+    obstacle = find_claim_obstacle(context) or find_group_obstacle(context)
     if obstacle is not None:
         held = context.hold(Phase.WAITING, obstacle.reason, obstacle.message)
         person_at = obstacle.needs_person_at
@@ -238,6 +239,7 @@ def _run(context: ReconcileContext) -> Decision:
         memory,
         nodes_to_create=scale.nodes_to_create,
         gang=scale.gang,
+        joins_group=joins_pod_group(context),
         pods_to_delete=scale.pods_to_delete + remove(context.preparing),
         coordinator_attempt=scale.coordinator_attempt,
         bounds=scale.bounds,

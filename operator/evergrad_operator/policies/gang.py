@@ -94,6 +94,17 @@ def decide_queueing(
     )
 
 
+def joins_pod_group(context: ReconcileContext) -> bool:
+    """Whether nodes that are made now are in the run's PodGroup.
+
+    A gang scheduler counts the pods of a group: one that joined beside pods that are in none would wait for
+    others for ever. A run whose installation has changed joins once none of its pods lives.
+    """
+    gang = context.config.gang
+    is_wanted = gang != "none" and context.run.spec.nodes.min > 1
+    return is_wanted and all(pod.gang == gang for pod in context.live)
+
+
 def find_newest_gang(context: ReconcileContext) -> int:
     """Return the number of the run's newest group, -1 for none: an operator may have died between its pods
     and its status."""

@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Final
 
 from evergrad_operator.policies.budget import find_delay
+from evergrad_operator.names import Reason
 from evergrad_operator.policies.context import ReconcileContext
+from evergrad_operator.policies.waiting import explain_refusal
 from evergrad_operator.times import format_duration, format_time
 
 PATIENCE_SECONDS: Final = 1200.0
@@ -26,9 +28,17 @@ def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, flo
         return context, memory.come_again_at - context.now
     hosted = sum(bool(pod.node_name) for pod in context.live)
     waiting = [pod for pod in context.live if pod.waiting_reason == "Unschedulable"]
-    if not waiting or not 0 < hosted < context.run.spec.nodes.min:
+    # Where a quota is used up, the pods that are missing were never made.
+    is_refused = any(
+        (failure.verb, failure.kind) == ("create", "Pod")
+        and explain_refusal(failure).reason == Reason.QUOTA_EXCEEDED
+        for failure in context.observation.failures
+    )
+    is_short = 0 < hosted < context.run.spec.nodes.min
+    if not is_short or not (waiting or is_refused):
         return context, None
-    left = max(pod.created_at for pod in waiting) + PATIENCE_SECONDS - context.now
+    since = max(pod.created_at for pod in waiting or context.live)
+    left = since + PATIENCE_SECONDS - context.now
     if left > 0:
         return context, left
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from evergrad_operator import names
+from evergrad_operator.kinds import POD_GROUPS
 from evergrad_operator.names import Reason
 from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_TAKEN, ApplyFailure
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.context import ReconcileContext
-from evergrad_operator.policies.gang import describe_wait
+from evergrad_operator.policies.gang import describe_wait, joins_pod_group
 from evergrad_operator.policies.wording import quote
 
 _START: Final = frozenset(
@@ -41,6 +42,7 @@ _PERSON_AT_ONCE: Final = frozenset(
         Reason.ADMISSION_REFUSED,
         Reason.INVALID_OBJECT,
         Reason.COORDINATOR_UNAUTHORIZED,
+        Reason.GANG_UNAVAILABLE,
         Reason.NAME_TAKEN,
         Reason.VOLUME_LOST,
         Reason.VOLUME_RECORD_REFUSED,
@@ -299,6 +301,28 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
             f"{where} has been created for {int(_SLOW_SECONDS)} seconds and more. {remedy}",
         )
     return None
+
+
+_MISSING_GROUP: Final = {
+    "coscheduling": "Install the PodGroup and the scheduler of scheduler-plugins",
+    "podGroup": "Switch the feature gate GenericWorkload and this API group on, in Kubernetes 1.36 or later",
+}
+"""How a cluster gets the PodGroup, by the installation's kind of gang."""
+
+
+def find_group_obstacle(context: ReconcileContext) -> Obstacle | None:
+    """Find out whether the PodGroup is missing that the run's first pods need.
+
+    Without it a scheduler would place them one by one, which this installation has asked not to do.
+    """
+    is_missing = context.observation.group_kind is None
+    if not is_missing or context.live or not joins_pod_group(context):
+        return None
+    gang = context.config.gang
+    group = POD_GROUPS[gang][0].version.partition("/")[0]
+    text = f"the API server has no PodGroup of {group}, by which this installation places the nodes of a run"
+    remedy = f"{_MISSING_GROUP[gang]}, or set runs.gang of the chart to none; it is looked for again"
+    return Obstacle(Reason.GANG_UNAVAILABLE, f"{text}. {remedy}")
 
 
 def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:

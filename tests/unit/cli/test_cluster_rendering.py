@@ -340,6 +340,20 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
     )
 
 
+def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Make) -> None:
+    raw = make_run(spec={"managedBy": "kueue.x-k8s.io/multikueue"})
+    del raw["status"]
+    facts = Facts(parse_run(raw), (), (), ())
+    lines = render(facts, now=NOW)
+    assert "Managed by: kueue.x-k8s.io/multikueue" in lines
+    assert "kueue.x-k8s.io/multikueue has this run (spec.managedBy)" in advice_of(raw)
+    assert "No operator has looked at it" not in advice_of(raw)
+    assert status_document(facts, now=NOW)["run"]["managedBy"] == "kueue.x-k8s.io/multikueue"
+    # The operator's own name is as none.
+    ours = make_run(spec={"managedBy": "evergrad.dev/operator"})
+    assert not any("Managed by" in line for line in render(Facts(parse_run(ours), (), (), ()), now=NOW))
+
+
 def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
     waiting = raw_pod(
         "docs-lm-0-0", 0, 0, {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}

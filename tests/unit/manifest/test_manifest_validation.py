@@ -137,6 +137,13 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
             ),
         ),
         (
+            {"spec.managedBy": "kueue.x-k8s.io/multikueue"},
+            (
+                "spec.managedBy: 'kueue.x-k8s.io/multikueue' cannot replace nothing; two controllers would "
+                "have the run. Set it back to nothing, or make a new TrainingRun."
+            ),
+        ),
+        (
             {
                 "spec.training": None,
                 "spec.script": {"command": ["train.py"]},
@@ -148,7 +155,7 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
             ),
         ),
     ],
-    ids=["recipe", "horizon", "image", "volume", "kind"],
+    ids=["recipe", "horizon", "image", "volume", "manager", "kind"],
 )
 def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: str) -> None:
     assert [str(found) for found in problems_of(sent(changed(changes)), old=sent(BASE))] == [

@@ -14,6 +14,7 @@ from evergrad_operator.changes import compare_settings, is_edited
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Decision
 from evergrad_operator.events import Event, derive_events, describe_edit
+from evergrad_operator.kinds import Kind
 from evergrad_operator.observe import (
     ApplyFailure,
     Observation,
@@ -84,6 +85,8 @@ class Simulation:
         self.children: dict[tuple[str, str], dict[str, Any]] = {}
         self.others: list[dict[str, Any]] = []
         self.progress: Progress | None = None
+        self.group_kind: Kind | None = None
+        """The PodGroup that the API server has."""
         self.failures: list[ApplyFailure] = []
         self.events: list[Event] = []
         self.created: list[str] = []
@@ -116,6 +119,7 @@ class Simulation:
             progress=self.progress,
             failures=self.failures,
         )
+        seen = replace(seen, group_kind=self.group_kind)
         config = self.children.get(("ConfigMap", names.config_name(seen.run.name)))
         if config is None or not is_edited(seen):
             return seen

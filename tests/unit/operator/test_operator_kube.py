@@ -14,7 +14,7 @@ from kubernetes.aio.client.configuration import Configuration
 
 from evergrad_operator.connection import Connection, connect
 from evergrad_operator.errors import ApiError, LeaseLostError, SettingsError
-from evergrad_operator.kinds import CONFIG_MAP, POD, RUN
+from evergrad_operator.kinds import CONFIG_MAP, POD, POD_GROUPS, RUN
 from evergrad_operator.kube import Kube
 from evergrad_operator.transport import Limits, build_trace
 
@@ -79,6 +79,29 @@ def test_verbs_do_what_they_say_and_no_request_is_spent_on_discovery() -> None:
         "/api/v1/configmaps",
         "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
     }
+
+
+def test_a_kind_is_served_where_discovery_lists_its_plural() -> None:
+    (group,) = POD_GROUPS["coscheduling"]
+    found: list[bool] = []
+    listed = {"resources": [{"name": "podgroups/status"}, {"name": "podgroups"}]}
+    lists: list[Callable[[], web.Response]] = [
+        lambda: web.json_response(listed),
+        lambda: web.json_response({"resources": [{"name": "workloads"}]}),
+        refuse(404),
+        refuse(403),
+    ]
+
+    async def work(server: FakeServer, kube: Kube) -> None:
+        server.answers = list(lists)
+        found.extend([await kube.serves(group) for _ in lists])
+        server.answers = [refuse(400)]
+        with pytest.raises(ApiError):
+            await kube.serves(group)
+
+    requests = with_server(work).requests
+    assert set(requests) == {("GET", "/apis/scheduling.x-k8s.io/v1alpha1")}
+    assert found == [True, False, False, False]
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 504])

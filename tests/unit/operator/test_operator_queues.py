@@ -10,6 +10,7 @@ from fake_kubernetes.kueue import FINALIZER, GROUP, QUEUE, Kueue
 from fake_kubernetes.simulation import KEY, Simulation
 
 from evergrad_operator.kueue import parse_place
+from evergrad_operator.observe import ApplyFailure
 from evergrad_operator.policies.give_back import PATIENCE_SECONDS
 
 LABELS = {QUEUE: "gpus", "kueue.x-k8s.io/priority-class": "normal"}
@@ -541,6 +542,31 @@ def test_two_runs_that_have_waited_for_each_other_come_again_at_different_moment
         world.leave()
         pauses.add(world.settle().requeue_after)
     assert len(pauses) == 2
+
+
+def test_a_run_whose_quota_admits_too_few_pods_gives_them_back_and_asks_again_later() -> None:
+    world = simulated_run.Simulation()
+    world.set_spec(nodes={"min": 2, "max": 2})
+    world.reconcile()
+    world.start("docs-lm-coordinator-0", "docs-lm-0-0")
+    del world.pods["docs-lm-1-0"]
+    world.progress = simulated_run.make_progress(0, phase="Waiting", nodes={"ready": 0})
+    text = "exceeded quota: team, requested: pods=1, used: pods=2, limited: pods=2"
+    refusal = ApplyFailure("Pod", "docs-lm-1-1", 403, "Forbidden", text)
+    # The refusal is known from the second pass on; each pass tries again.
+    for _ in range(3):
+        decision = world.reconcile(refuse=refusal)
+    assert decision.reason == "QuotaExceeded" and world.live() == ["docs-lm-0-0"]
+    world.age(PATIENCE_SECONDS)
+    for _ in range(2):
+        world.reconcile(refuse=refusal)
+    world.leave()
+    decision = world.settle()
+    assert (decision.reason, world.live()) == ("PodsGivenBack", [])
+    assert decision.requeue_after is not None
+    world.age(decision.requeue_after)
+    world.reconcile()
+    assert len(world.live()) == 2
 
 
 def test_a_run_that_has_no_host_at_all_or_enough_of_them_gives_nothing_back() -> None:

@@ -51,6 +51,11 @@ def test_namespaces_are_served_alone() -> None:
         ),
         ([*IMAGES, "--all-namespaces"], {}, "lease-namespace"),
         (
+            [*IMAGES, "--all-namespaces", "--no-lease", "--gang", "volcano"],
+            {},
+            "'volcano' is none of none, coscheduling, podGroup",
+        ),
+        (
             [*IMAGES, "--all-namespaces", "--no-lease"],
             {"EVERGRAD_NETWORK_POLICIES": "perhaps"},
             "neither true nor false",

@@ -239,6 +239,24 @@ def test_what_is_switched_off_can_still_be_found_and_deleted_but_not_made(
     assert rights_of(role) == RIGHTS | REVIEWS | {kind: {"list", "delete"}}
 
 
+@pytest.mark.parametrize(
+    ("gang", "group"),
+    [("coscheduling", "scheduling.x-k8s.io"), ("podGroup", "scheduling.k8s.io"), ("none", "")],
+)
+def test_the_right_to_make_groups_of_pods_comes_with_gangs_alone(gang: str, group: str) -> None:
+    values = {
+        "rbac": {"aggregatedRoles": False},
+        "runs": {"gang": gang, "schedulerName": "gangs"},
+    }
+    objects = chart.render(values)
+    role, _ = of_kind(objects, "ClusterRole")
+    verbs = {"list", "create", "patch", "delete"}
+    more = {(group, "podgroups"): verbs} if group else {}
+    assert rights_of(role) == RIGHTS | REVIEWS | more
+    config = parse_settings([], environment(objects)).config
+    assert (config.gang, config.scheduler_name) == (gang, "gangs")
+
+
 def test_viewers_read_runs_editors_change_them_and_nobody_gets_pods_by_it() -> None:
     roles = {
         one["metadata"]["name"].rpartition("-")[2]: one

@@ -1,0 +1,52 @@
+"""Finds out which PodGroup the API server has, and remembers it for a bounded time."""
+
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from evergrad_operator.kinds import POD_GROUPS, Kind
+
+FOUND_SECONDS: Final = 600.0
+"""Time for which a PodGroup that was found is trusted: an upgrade of the cluster may bring a newer version."""
+MISSING_SECONDS: Final = 60.0
+"""Time for which a PodGroup that is missing is not asked for again: somebody may install it at any moment, and
+all runs of the installation wait for the same answer."""
+
+
+class Discovery(Protocol):
+    """The part of the API server that tells which kinds it has."""
+
+    async def serves(self, kind: Kind) -> bool:
+        """Return whether the API server has this kind in this version. Raises ApiError."""
+
+
+class GangApi:
+    """The PodGroup of an installation's kind of gang. ``clock``: seconds of any origin."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        gang: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._discovery = discovery
+        self._kinds = POD_GROUPS.get(gang, ())
+        self._clock = clock
+        self._known: Kind | None = None
+        self._good_until = float("-inf")
+
+    async def find(self) -> Kind | None:
+        """Return the PodGroup in the newest version that the API server has, None where it has none.
+
+        Raises ApiError.
+        """
+        if not self._kinds or self._clock() < self._good_until:
+            return self._known
+        found = None
+        for kind in self._kinds:
+            if found is None and await self._discovery.serves(kind):
+                found = kind
+        self._known = found
+        self._good_until = self._clock() + (MISSING_SECONDS if found is None else FOUND_SECONDS)
+        return found

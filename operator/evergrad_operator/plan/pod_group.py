@@ -1,0 +1,32 @@
+"""The PodGroup of a run, by which a gang scheduler places its nodes together or not at all."""
+
+from typing import Any, Final
+
+from evergrad_operator.kinds import POD_GROUPS, Kind
+from evergrad_operator.plan.common import JsonObject, build_metadata
+from evergrad_operator.spec import TrainingRun
+
+COSCHEDULING: Final = "coscheduling"
+_FIXED: Final = "scheduling.k8s.io/v1alpha2"
+"""The version whose groups cannot change: Kubernetes 1.36."""
+
+
+def build_pod_group(run: TrainingRun, kind: Kind) -> JsonObject:
+    """Build the group. All nodes of the run are in it, and ``nodes.min`` of them have to find a host at once;
+    those above the minimum then come one by one."""
+    least = run.spec.nodes.min
+    spec: dict[str, Any] = {"schedulingPolicy": {"gang": {"minCount": least}}}
+    if kind in POD_GROUPS[COSCHEDULING]:
+        spec = {"minMember": least}
+    return {
+        "apiVersion": kind.version,
+        "kind": kind.kind,
+        # The name of the run, as pods have had it in their label where the group was the user's.
+        "metadata": build_metadata(run, run.name),
+        "spec": spec,
+    }
+
+
+def is_fixed(kind: Kind) -> bool:
+    """Whether a group of this version keeps the minimum that it was made with."""
+    return kind.version == _FIXED

@@ -1,0 +1,303 @@
+"""PodGroups of gang schedulers: who is in one, what makes and changes it, and what a run says without one."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+import simulated_run
+from fake_kubernetes.simulation import CONFIG, KEY, Simulation
+from fake_kubernetes.store import RefusedError, Write
+
+from evergrad_operator.config import Config
+from evergrad_operator.decision import EvaluationPod
+from evergrad_operator.gang_api import FOUND_SECONDS, MISSING_SECONDS, GangApi
+from evergrad_operator.kinds import POD_GROUPS, Kind
+from evergrad_operator.plan.evaluation_pod import build_evaluation_pod
+from evergrad_operator.slim import slim_pod
+
+LABEL = "scheduling.x-k8s.io/pod-group"
+(COSCHEDULING,) = POD_GROUPS["coscheduling"]
+BETA, ALPHA_3, ALPHA_2 = POD_GROUPS["podGroup"]
+
+
+def in_gangs(gang: str, kind: Kind | None, **spec: Any) -> simulated_run.Simulation:
+    """A run of two nodes and a third, in an installation that places runs by ``gang``."""
+    config = dataclasses.replace(simulated_run.CONFIG, gang=gang)
+    world = simulated_run.Simulation(simulated_run.make_run(**spec), config=config)
+    world.group_kind = kind
+    return world
+
+
+def group_of(world: simulated_run.Simulation) -> dict[str, Any]:
+    """The run's PodGroup."""
+    return world.children["PodGroup", "docs-lm"]
+
+
+def made(world: simulated_run.Simulation) -> dict[str, dict[str, Any]]:
+    """Pods that the last pass has made, by name."""
+    return {pod["metadata"]["name"]: dict(pod) for pod in world.plan.create}
+
+
+def test_all_nodes_and_no_other_pod_are_in_the_group_of_the_coscheduling_plugin() -> None:
+    world = in_gangs("coscheduling", COSCHEDULING)
+    world.reconcile()
+    group = group_of(world)
+    assert (group["apiVersion"], group["spec"]) == (
+        "scheduling.x-k8s.io/v1alpha1",
+        {"minMember": 2},
+    )
+    (owner,) = group["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("TrainingRun", "uid-docs-lm")
+    labels = {name: pod["metadata"]["labels"].get(LABEL) for name, pod in made(world).items()}
+    assert labels == {
+        "docs-lm-coordinator-0": None,
+        "docs-lm-0-0": "docs-lm",
+        "docs-lm-1-0": "docs-lm",
+        "docs-lm-2-0": "docs-lm",
+    }
+    assert not any("schedulingGroup" in pod["spec"] for pod in made(world).values())
+
+
+@pytest.mark.parametrize("kind", [BETA, ALPHA_3, ALPHA_2])
+def test_all_nodes_and_no_other_pod_are_in_the_group_of_kubernetes(kind: Kind) -> None:
+    world = in_gangs("podGroup", kind)
+    world.reconcile()
+    group = group_of(world)
+    assert (group["apiVersion"], group["spec"]) == (
+        kind.version,
+        {"schedulingPolicy": {"gang": {"minCount": 2}}},
+    )
+    groups = {name: pod["spec"].get("schedulingGroup") for name, pod in made(world).items()}
+    ours = {"podGroupName": "docs-lm"}
+    assert groups == {
+        "docs-lm-coordinator-0": None,
+        "docs-lm-0-0": ours,
+        "docs-lm-1-0": ours,
+        "docs-lm-2-0": ours,
+    }
+    assert not any(LABEL in pod["metadata"]["labels"] for pod in made(world).values())
+
+
+@pytest.mark.parametrize(("gang", "kind"), [("coscheduling", COSCHEDULING), ("podGroup", BETA)])
+def test_preparation_and_evaluation_are_in_no_group(gang: str, kind: Kind) -> None:
+    annotated = {"labels": {LABEL: "of-the-user"}}
+    world = in_gangs(gang, kind, preparation={}, template=annotated)
+    world.reconcile()
+    (pod,) = made(world).values()
+    assert pod["metadata"]["name"] == "docs-lm-prepare-0"
+    assert LABEL not in pod["metadata"]["labels"] and "schedulingGroup" not in pod["spec"]
+    assert ("PodGroup", "docs-lm") not in world.children, "no node is asked for yet"
+    evaluating = build_evaluation_pod(
+        world.look().run, world.decision.memory, world.config, EvaluationPod(4, 0)
+    )
+    assert LABEL not in evaluating["metadata"]["labels"]
+    assert "schedulingGroup" not in evaluating["spec"]
+
+
+@pytest.mark.parametrize(("gang", "kind"), [("coscheduling", COSCHEDULING), ("podGroup", BETA)])
+def test_a_replacement_and_a_node_above_the_minimum_join_the_same_group(
+    gang: str, kind: Kind
+) -> None:
+    world = in_gangs(gang, kind).run(40)
+    world.age(100)
+    world.end("docs-lm-1-0", 137)
+    world.reconcile()
+    (replacement,) = made(world).values()
+    world.start()
+    world.settle()
+    world.set_spec(nodes={"min": 2, "max": 4})
+    world.reconcile()
+    (further,) = made(world).values()
+    assert further["metadata"]["name"] == "docs-lm-3-0"
+    for pod in (replacement, further):
+        found = pod["metadata"]["labels"].get(LABEL) or pod["spec"]["schedulingGroup"]
+        assert found in ("docs-lm", {"podGroupName": "docs-lm"})
+    assert group_of(world)["spec"] in (
+        {"minMember": 2},
+        {"schedulingPolicy": {"gang": {"minCount": 2}}},
+    )
+
+
+def test_the_group_follows_the_minimum_where_its_version_can_change() -> None:
+    for kind, gang, expected in (
+        (COSCHEDULING, "coscheduling", {"minMember": 1}),
+        (BETA, "podGroup", {"schedulingPolicy": {"gang": {"minCount": 1}}}),
+        (ALPHA_2, "podGroup", {"schedulingPolicy": {"gang": {"minCount": 2}}}),
+    ):
+        world = in_gangs(gang, kind).run(40)
+        world.set_spec(nodes={"min": 1, "max": 3})
+        world.settle()
+        assert group_of(world)["spec"] == expected, kind
+
+
+def test_a_run_that_one_node_can_train_needs_no_group() -> None:
+    world = in_gangs("coscheduling", None, nodes={"min": 1, "max": 3})
+    decision = world.reconcile()
+    assert decision.reason == "Starting"
+    assert ("PodGroup", "docs-lm") not in world.children
+    assert not any(LABEL in pod["metadata"]["labels"] for pod in made(world).values())
+
+
+@pytest.mark.parametrize(
+    ("gang", "group", "remedy"),
+    [
+        ("coscheduling", "scheduling.x-k8s.io", "Install the PodGroup and the scheduler"),
+        ("podGroup", "scheduling.k8s.io", "Switch the feature gate GenericWorkload"),
+    ],
+)
+def test_a_run_without_the_group_that_it_needs_makes_no_pod_and_says_what_to_do(
+    gang: str, group: str, remedy: str
+) -> None:
+    world = in_gangs(gang, None, preparation={})
+    decision = world.settle()
+    assert (decision.phase, decision.reason) == ("Waiting", "GangUnavailable")
+    assert world.pods == {}
+    stalled = world.condition("Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "GangUnavailable")
+    assert f"no PodGroup of {group}" in decision.message
+    assert remedy in decision.message and "runs.gang of the chart to none" in decision.message
+    assert decision.requeue_after is not None, "nothing tells of an API group that appears"
+    # It comes, and the run begins by itself.
+    world.group_kind = POD_GROUPS[gang][0]
+    world.reconcile()
+    assert list(made(world)) == ["docs-lm-prepare-0"]
+    assert world.condition("Stalled")["status"] == "False"
+
+
+def test_an_installation_that_begins_with_gangs_leaves_runs_as_they_are_until_they_start_anew() -> (
+    None
+):
+    world = in_gangs("none", None).run(40)
+    world.config = dataclasses.replace(world.config, gang="coscheduling")
+    world.group_kind = COSCHEDULING
+    world.age(100)
+    world.end("docs-lm-1-0", 137)
+    world.reconcile()
+    # A group of this one alone would wait for a second member for ever.
+    (pod,) = made(world).values()
+    assert LABEL not in pod["metadata"]["labels"]
+    assert ("PodGroup", "docs-lm") not in world.children
+    world.set_spec(suspend=True)
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+    world.set_spec(suspend=False)
+    world.reconcile()
+    labels = [pod["metadata"]["labels"] for pod in made(world).values()]
+    nodes = [one for one in labels if one["evergrad.dev/role"] == "node"]
+    assert [one.get(LABEL) for one in nodes] == ["docs-lm"] * 3
+    assert group_of(world)["spec"] == {"minMember": 2}
+
+
+def test_the_scheduler_of_the_installation_is_that_of_nodes_that_name_none() -> None:
+    for template, expected in (({}, "gangs"), ({"schedulerName": "mine"}, "mine")):
+        world = in_gangs("coscheduling", COSCHEDULING, template=template)
+        world.config = dataclasses.replace(world.config, scheduler_name="gangs")
+        world.reconcile()
+        coordinator, *nodes = made(world).values()
+        assert "schedulerName" not in coordinator["spec"]
+        assert {pod["spec"]["schedulerName"] for pod in nodes} == {expected}
+
+
+def test_a_pod_says_which_kind_of_gang_it_was_made_for_also_as_the_cache_keeps_it() -> None:
+    for gang, kind in (("coscheduling", COSCHEDULING), ("podGroup", BETA), ("none", None)):
+        world = in_gangs(gang, kind)
+        world.reconcile()
+        world.pods = {name: dict(slim_pod(pod)) for name, pod in world.pods.items()}
+        assert {pod.gang for pod in world.look().nodes} == {"" if gang == "none" else gang}
+
+
+# ---- with an API server that may refuse --------------------------------------------------------------------
+
+
+def clustered(gang: str, *served: Kind) -> Simulation:
+    """A cluster that has these PodGroups, with a run that needs two nodes."""
+    simulation = Simulation(config=dataclasses.replace(CONFIG, gang=gang))
+    simulation.cluster.served = {kind.version for kind in served}
+    simulation.create_run(nodes={"min": 2, "max": 2})
+    return simulation
+
+
+def test_the_newest_version_that_the_api_server_has_is_taken() -> None:
+    simulation = clustered("podGroup", ALPHA_2, ALPHA_3)
+    simulation.settle()
+    assert simulation.store.get("podgroups", "ns", "run")["apiVersion"] == ALPHA_3.version
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_no_pod_is_made_while_the_group_is_refused() -> None:
+    simulation = clustered("coscheduling", COSCHEDULING)
+
+    def refuse(write: Write) -> None:
+        if write.plural == "podgroups":
+            raise RefusedError(403, "Forbidden", "podgroups is forbidden")
+
+    simulation.store.before = refuse
+    simulation.reconcile()
+    assert simulation.pods() == simulation.pods("coordinator") == []
+    assert simulation.status["reason"] == "AdmissionRefused"
+    assert "PodGroup run" in simulation.status["message"]
+    simulation.store.before = lambda write: None
+    simulation.now += 60
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_a_group_of_somebody_else_is_never_taken_over() -> None:
+    simulation = clustered("coscheduling", COSCHEDULING)
+    body = {"metadata": {"name": "run", "namespace": "ns"}, "spec": {"minMember": 9}}
+    with simulation.by_others():
+        simulation.store.create("podgroups", body)
+    simulation.reconcile()
+    assert simulation.pods() == [] and simulation.status["reason"] == "NameTaken"
+    assert simulation.store.get("podgroups", "ns", "run")["spec"] == {"minMember": 9}
+
+
+def test_a_run_whose_time_after_its_end_is_over_takes_its_group_along() -> None:
+    simulation = clustered("coscheduling", COSCHEDULING)
+    spec = {"spec": {"ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 10}}
+    simulation.store.change("trainingruns", *KEY, spec)
+    simulation.settle()
+    assert ("podgroups", "run") in simulation.children()
+    for _ in range(4):
+        simulation.now += 100
+        simulation.settle()
+        simulation.reap()
+    assert simulation.status["reason"] == "DeadlineExceeded"
+    assert ("podgroups", "run") not in simulation.children()
+
+
+class Served:
+    """An API server that has these versions, and counts what it is asked."""
+
+    def __init__(self, *versions: str) -> None:
+        self.versions = versions
+        self.asked: list[str] = []
+
+    async def serves(self, kind: Kind) -> bool:
+        self.asked.append(kind.version)
+        return kind.version in self.versions
+
+
+def test_discovery_is_asked_once_for_all_runs_and_again_after_a_bounded_time() -> None:
+    server, now = Served(), [0.0]
+    api = GangApi(server, "podGroup", clock=lambda: now[0])
+    assert [asyncio.run(api.find()) for _ in range(3)] == [None] * 3
+    assert server.asked == [BETA.version, ALPHA_3.version, ALPHA_2.version]
+    server.versions = (ALPHA_2.version,)
+    now[0] += MISSING_SECONDS
+    assert asyncio.run(api.find()) == ALPHA_2
+    # An upgrade of the cluster brings a newer one.
+    server.versions = (BETA.version,)
+    now[0] += FOUND_SECONDS - 1
+    assert asyncio.run(api.find()) == ALPHA_2
+    now[0] += 1
+    assert asyncio.run(api.find()) == BETA
+    assert len(server.asked) == 7
+
+
+def test_an_installation_without_gangs_asks_no_discovery() -> None:
+    server = Served()
+    assert asyncio.run(GangApi(server, Config("t", "o").gang).find()) is None
+    assert server.asked == []

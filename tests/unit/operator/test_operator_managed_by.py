@@ -1,0 +1,71 @@
+"""``spec.managedBy``: a run of another controller, of which the operator writes nothing."""
+
+from typing import Any
+
+import pytest
+from fake_kubernetes.simulation import KEY, Simulation
+from fake_kubernetes.store import Write
+
+from evergrad_operator.facts import count_phases
+from evergrad_operator.fleet import build_row
+from evergrad_operator.queue import WorkQueue
+from evergrad_operator.transport import OpenGate
+from evergrad_operator.vitals import Vitals
+
+OTHER = "kueue.x-k8s.io/multikueue"
+
+
+def managed(manager: str, **spec: Any) -> Simulation:
+    simulation = Simulation()
+    simulation.create_run(managedBy=manager, **spec)
+    return simulation
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"suspend": True},
+        {"nodes": {"min": "many"}},
+        {"image": "Not An Image"},
+        {"storage": {"claimName": "shared"}},
+    ],
+)
+def test_nothing_at_all_is_written_for_a_run_of_another_controller(spec: Any) -> None:
+    simulation = managed(OTHER, **spec)
+    tried: list[Write] = []
+    simulation.store.before = tried.append
+    before = simulation.store.get("trainingruns", *KEY)
+    for _ in range(3):
+        assert simulation.reconcile() is None
+    assert tried == [] and simulation.store.writes == []
+    assert simulation.cluster.reads == [], "nor is anything asked for it"
+    assert simulation.store.get("trainingruns", *KEY) == before
+    assert simulation.children() == []
+
+
+def test_what_another_controller_writes_about_its_run_stays() -> None:
+    simulation = managed(OTHER)
+    status = {"phase": "Running", "message": "runs in cluster b", "observedGeneration": 1}
+    simulation.store.change("trainingruns", *KEY, {"status": status})
+    simulation.reconcile()
+    simulation.store.change("trainingruns", *KEY, {"metadata": {"deletionTimestamp": "now"}})
+    simulation.reconcile()
+    assert simulation.status == status and simulation.store.writes == []
+
+
+def test_a_run_that_names_the_operator_itself_is_as_one_that_names_nobody() -> None:
+    simulation = managed("evergrad.dev/operator")
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+    assert simulation.status["phase"] == "Starting"
+
+
+def test_a_run_of_another_controller_is_in_no_metric_and_named_on_the_page_of_all_runs() -> None:
+    simulation = managed(OTHER)
+    vitals = Vitals(queue=WorkQueue(spacing=0.1), cache=simulation.cache, gate=OpenGate())
+    facts = vitals.read_facts()
+    assert facts.runs == () and set(facts.phases.values()) == {0}
+    raw = simulation.store.get("trainingruns", *KEY)
+    assert count_phases([raw])["Pending"] == 1, "the facts alone know of no manager"
+    assert build_row(raw)["message"] == f"managed by {OTHER}"
