@@ -148,6 +148,7 @@ class ClaimState:
     """The run's PVC.
 
     ``records``: by name of the run. ``spec``: what we would apply again, as it stands there.
+    ``created_at``: seconds since 1970, None where unknown.
     """
 
     name: str
@@ -156,6 +157,7 @@ class ClaimState:
     records: Mapping[str, Record]
     annotations: Mapping[str, str]
     spec: Mapping[str, Any]
+    created_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -392,6 +394,7 @@ def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
         records=records,
         annotations=annotations,
         spec={key: spec[key] for key in kept if key in spec},
+        created_at=parse_time(metadata.get("creationTimestamp")),
     )
 
 

@@ -8,7 +8,12 @@ from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Bounds, Decision
 from evergrad_operator.observe import Observation
-from evergrad_operator.plan.claim import build_claim, find_stale_records, is_for_one_host
+from evergrad_operator.plan.claim import (
+    build_claim,
+    find_stale_records,
+    is_deleted_with,
+    is_for_one_host,
+)
 from evergrad_operator.plan.common import JsonObject, with_hash
 from evergrad_operator.plan.config_map import build_config_map
 from evergrad_operator.plan.coordinator_pod import Epoch, build_coordinator_pod
@@ -79,8 +84,15 @@ def plan_children(
     run = observation.run
     claim: JsonObject | None = None
     stale_records: tuple[str, ...] = ()
-    if decision.record is not None:
-        claim = build_claim(run, decision.record, config, observation.claim)
+    # A run that waits or is being deleted changes nothing on its volume.
+    if decision.action != Action.HOLD:
+        claim = build_claim(
+            run,
+            decision.record,
+            config,
+            observation.claim,
+            is_owned=is_deleted_with(run, observation.claim, observation.claim_users),
+        )
     if claim is not None:
         stale_records = find_stale_records(run, observation.claim, observation.claim_users)
 

@@ -85,6 +85,8 @@ class Simulation:
         self.others: list[dict[str, Any]] = []
         self.progress: Progress | None = None
         self.failures: list[ApplyFailure] = []
+        self.users: frozenset[str] | None = None
+        """Names of the runs that keep their files on the claim."""
         self.events: list[Event] = []
         self.created: list[str] = []
         self.decision: Decision
@@ -116,6 +118,7 @@ class Simulation:
             progress=self.progress,
             failures=self.failures,
         )
+        seen = replace(seen, claim_users=self.users)
         config = self.children.get(("ConfigMap", names.config_name(seen.run.name)))
         if config is None or not is_edited(seen):
             return seen
