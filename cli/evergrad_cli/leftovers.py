@@ -61,7 +61,10 @@ def find_leftovers(
 
     # Saves that were never published, and what a removal had no time for.
     checkpoints = directory / RunFile.CHECKPOINTS
-    for folder, why in ((CheckpointFile.ATTEMPTS, "a save that never ended"), (CheckpointFile.TRASH, "half removed")):
+    for folder, why in (
+        (CheckpointFile.ATTEMPTS, "a save that never ended"),
+        (CheckpointFile.TRASH, "half removed"),
+    ):
         for path in sorted((checkpoints / folder).glob("*")):
             yield _leftover("Attempt", path, why)
 
@@ -137,7 +140,11 @@ def _read_whole(checkpoint: Path) -> Mapping[str, Any] | None:
         return None
     manifest = _read_json(checkpoint / CheckpointFile.MANIFEST)
     files = manifest.get("files")
-    if manifest.get("format") != CheckpointFile.FORMAT or not isinstance(files, list) or not files:
+    if (
+        manifest.get("format") != CheckpointFile.FORMAT
+        or not isinstance(files, list)
+        or not files
+    ):
         return None
     for file in files:
         if not isinstance(file, Mapping):

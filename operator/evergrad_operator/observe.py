@@ -215,6 +215,8 @@ class Observation:
     report: Report | None = None
     """The answer of the pod that prepares the data."""
     evaluations: tuple[PodState, ...] = ()
+    troubled_hosts: tuple[str, ...] = ()
+    """Hosts that have lately failed several runs of the installation."""
 
     @property
     def unreachable(self) -> Silence | None:

@@ -83,7 +83,8 @@ _STORAGE_IS_KEPT: Final = "has(self.spec.storage) == has(oldSelf.spec.storage) &
     _within(
         "spec.storage",
         _all_unchanged(
-            "spec.storage", [key for key in fields_of(Storage) if key not in OPERATIONAL_STORAGE]
+            "spec.storage",
+            [key for key in fields_of(Storage) if key not in OPERATIONAL_STORAGE],
         ),
     )
 )

@@ -7,6 +7,7 @@ from typing import Any, Final
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Bounds, Decision
+from evergrad_operator.memory import add_hosts
 from evergrad_operator.observe import Observation
 from evergrad_operator.plan.claim import (
     build_claim,
@@ -182,7 +183,8 @@ def _plan_pods(
     token: str,
 ) -> Iterator[Object]:
     """Build the pods to create, the coordinator first: nodes look for it."""
-    run, memory, attempt = observation.run, decision.memory, decision.preparation_attempt
+    run, attempt = observation.run, decision.preparation_attempt
+    memory = add_hosts(decision.memory, observation.troubled_hosts)
     if attempt is not None:
         yield build_preparation_pod(run, memory, config, attempt, token=token)
     if decision.evaluation is not None:

@@ -63,9 +63,7 @@ def judge(
     pods: list[dict[str, Any]] | None = None,
     older_than: float = 0.0,
 ) -> list[tuple[bool, str]]:
-    found = find_unused_claims(
-        [claim], runs or [], pods or [], older_than=older_than, now=NOW
-    )
+    found = find_unused_claims([claim], runs or [], pods or [], older_than=older_than, now=NOW)
     return [(one.is_kept, one.why) for one in found]
 
 
@@ -173,9 +171,7 @@ def test_with_yes_exactly_what_was_looked_at_is_deleted(
     }
 
 
-def test_without_an_age_no_run_is_touched(
-    api: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_an_age_no_run_is_touched(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     serve(api)
     assert main(["prune", "--kubeconfig", api.kubeconfig, "--yes"]) == 0
     assert [one.path for one in api.sent("DELETE")] == [f"{CLAIMS}/gone"]

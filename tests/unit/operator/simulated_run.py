@@ -87,6 +87,8 @@ class Simulation:
         self.failures: list[ApplyFailure] = []
         self.users: frozenset[str] | None = None
         """Names of the runs that keep their files on the claim."""
+        self.troubled: tuple[str, ...] = ()
+        """Hosts that other runs have had trouble with."""
         self.events: list[Event] = []
         self.created: list[str] = []
         self.decision: Decision
@@ -118,7 +120,7 @@ class Simulation:
             progress=self.progress,
             failures=self.failures,
         )
-        seen = replace(seen, claim_users=self.users)
+        seen = replace(seen, claim_users=self.users, troubled_hosts=self.troubled)
         config = self.children.get(("ConfigMap", names.config_name(seen.run.name)))
         if config is None or not is_edited(seen):
             return seen
