@@ -30,7 +30,7 @@ EXAMPLES = """\
   evergrad prune                                   # claims whose run is gone; nothing is deleted
   evergrad prune --older-than 30d                  # also runs that ended more than 30 days ago
   evergrad prune --older-than 30d --yes            # deletes what the line above lists
-  evergrad prune runs/ --keep 1 --yes              # checkpoints and attempts of complete runs of this machine"""
+  evergrad prune runs/ --keep 1 --yes              # superseded checkpoints of this machine"""
 _DAYS: Final = re.compile(r"(\d+(?:\.\d+)?)d")
 
 
