@@ -94,9 +94,10 @@ class HostFaults:
     """Ends of pods whose cause is a host or a moment, not the run. Times in seconds since 1970.
 
     ``hosts``: number of faults of each host; the host of the last fault comes last. ``seen``: when each of
-    them failed last; one that is missing, as in the status of an older release, did at ``at``. ``nodes``: those
-    that have not been well since their fault; they get no pod before ``retry_at``. ``in_a_row``: faults since all
-    nodes were well. ``at``: creation time of the youngest pod that existed when the last fault was counted.
+    them failed last; one that is missing, as in the status of an older release, did at ``at``. ``nodes``:
+    those that have not been well since their fault; they get no pod before ``retry_at``. ``in_a_row``: faults
+    since all nodes were well. ``at``: creation time of the youngest pod that existed when the last fault was
+    counted.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
