@@ -112,11 +112,12 @@ def parse_settings(
     join_seconds = _find_seconds(given, join_key, _JOIN_SECONDS, problems)
     if problems:
         raise ValueError("\n".join(problems))
+    host, port = coordinator or ("", 0)
     return NodeSettings(
         run=parameters.run_id,
         node=node,
-        host=coordinator[0],
-        port=coordinator[1],
+        host=host,
+        port=port,
         address=parameters.local_addr,
         token_file=Path(token_file),
         lease_seconds=lease_seconds,
