@@ -20,6 +20,8 @@ from evergrad_manifest.view import UNKNOWN, View
 _STORAGE = "spec.storage"
 OPERATIONAL_STORAGE: Final = ("whenDeleted",)
 """Fields that may change while the run trains: they say nothing of where its state is."""
+PLACE_OF_STORAGE: Final = ("claimName", "path")
+"""Fields that say where the run's state is."""
 _FOLDER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 
 
@@ -44,7 +46,7 @@ class Storage(Section):
     """Folder inside the volume that is the run directory, relative and without ``..``; default: the run's
     name."""
     when_deleted: Literal["Retain", "Delete"] | None = None
-    """Whether the new volume is kept when the run is deleted, or deleted with it. Default: Retain."""
+    """What becomes of the new volume when the run is deleted. Default: Retain."""
 
 
 def check_storage(view: View) -> Iterator[Problem]:
