@@ -79,8 +79,8 @@ _RECIPE_IS_KEPT: Final = " && ".join(
         *(f"{one.format('self')} == {one.format('oldSelf')}" for one in _ARITHMETIC),
     )
 )
-# Where the run's state is. The rest is of a claim that is made once: the webhook refuses another size in words,
-# and a change that gets past it has no effect. Each field costs 170 bytes of the CRD.
+# Where the run's state is. The rest is of a claim that is made once: the webhook refuses another size, and a
+# change that gets past it has no effect. Each field costs 170 bytes of the CRD.
 _STORAGE_IS_KEPT: Final = "has(self.spec.storage) == has(oldSelf.spec.storage) && ({})".format(
     _within("spec.storage", _all_unchanged("spec.storage", PLACE_OF_STORAGE))
 )
