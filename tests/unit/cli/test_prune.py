@@ -12,12 +12,12 @@ from evergrad_cli.cluster.unused import find_old_runs, find_unused_claims
 from evergrad_cli.leftovers import find_leftovers
 from evergrad_cli.main import main
 
-NOW = 1_772_366_400.0  # 2026-03-01T12:00:00Z
+NOW = 1_614_600_000.0  # 2021-03-01T12:00:00Z
 DAY = 86400.0
 RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
 CLAIMS = "/api/v1/namespaces/lab/persistentvolumeclaims"
 PODS = "/api/v1/namespaces/lab/pods"
-DONE = {"path": "old", "recipe": "r", "epoch": 1, "complete": {"at": "2026-02-01T12:00:00Z"}}
+DONE = {"path": "old", "recipe": "r", "epoch": 1, "complete": {"at": "2021-02-01T12:00:00Z"}}
 
 
 # ---- a cluster ---------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def make_claim(name: str = "old", **records: Any) -> dict[str, Any]:
 
 
 def make_ended(name: str, kind: str = "Complete", **spec: Any) -> dict[str, Any]:
-    at = "2026-01-30T12:00:00Z"
+    at = "2021-01-30T12:00:00Z"
     condition = {"type": kind, "status": "True", "lastTransitionTime": at}
     return {
         "metadata": {

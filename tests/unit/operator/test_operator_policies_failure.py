@@ -1075,7 +1075,7 @@ def test_a_host_is_forgotten_a_day_after_its_last_fault() -> None:
     world.reconcile()
     assert wished_away(world.pods["docs-lm-1-2"]) == ["broken"], "a minute before its time"
     world.start()
-    world.age(120)
+    world.age(600)
     world.vanish("docs-lm-1-2")
     world.reconcile()
     assert wished_away(world.pods["docs-lm-1-3"]) == []
@@ -1129,7 +1129,7 @@ def test_new_pods_keep_away_from_hosts_that_other_runs_have_had_trouble_with() -
     world.troubled = ("broken",)
     world.reconcile()
     nodes = [pod for name, pod in world.pods.items() if "coordinator" not in name]
-    assert [wished_away(pod) for pod in nodes] == [["broken"]] * 2
+    assert nodes and all(wished_away(pod) == ["broken"] for pod in nodes)
     assert "broken" not in str(world.status), "it is no fault of this run"
 
 
