@@ -90,7 +90,7 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
     if fresh_hosts := [host for host in avoided if host not in already]:
         hours = round(REMEMBERED_SECONDS / 3600)
         text = f"{', '.join(fresh_hosts)}: new pods keep away for {hours} hours, if there are other hosts"
-        events.append(Event("Warning", "HostAvoided", text))
+        events.append(Event("Normal", "HostAvoided", text))
 
     before, after = get_map(old, "nodes"), get_map(new, "nodes")
     least, most = get_int(after, "min"), get_int(after, "max")
