@@ -179,7 +179,8 @@ def _look_at_cluster(
     ]
     pods = [*cluster.items(core_path("pods", namespace), what="pods")]
     runs = [*cluster.items(runs_path(namespace), what="trainingruns")]
-    now, found = time.time(), []
+    now = time.time()
+    found: list[Leftover] = []
     for place in sorted({str(raw["metadata"]["namespace"]) for raw in (*claims, *runs)}):
         here = [raw for raw in runs if raw["metadata"]["namespace"] == place]
         if older_than is not None:
