@@ -58,6 +58,7 @@ CLUSTER_COMMANDS = {
     "restart": "restart a run on the cluster from its newest checkpoint, also one that has failed",
     "checkpoints": "show what is known of a run's checkpoints on the cluster, and how to list them",
     "top": "show how fast the runs on the cluster train and what they use",
+    "prune": "list what runs have left over, on the cluster or in run directories; delete it with --yes",
     "doctor": "check whether runs can work on this cluster, in this namespace, for you",
 }
 """Commands for a cluster, by module of ``cluster/``."""

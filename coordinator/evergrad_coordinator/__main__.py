@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from evergrad_coordinator.addresses import ANY
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.edge.http import StatusServer
 from evergrad_coordinator.edge.journal import (
@@ -64,7 +65,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--expect", type=int, help="nodes to wait for at the start (default: --max)"
     )
-    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--host", default=ANY)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--status-port", type=int, default=0)
     parser.add_argument(
@@ -234,8 +235,8 @@ async def serve(
         log_line(
             "failed",
             message=(
-                f"{options.host}: cannot listen or say where; {error}. Choose other ports or another "
-                "--address-file."
+                f"{options.host or 'any address'}: cannot listen or say where; {error}. Choose "
+                "other ports or another --address-file."
             ),
         )
         return ExitCode.USER_ERROR

@@ -151,6 +151,20 @@ def decode_termination(message: str) -> tuple[ErrorKind | None, str]:
         return None, message
 
 
+class CheckpointFile:
+    """Names inside the folder ``checkpoints`` of a run directory, and what its manifests say."""
+
+    ATTEMPTS = ".tmp"
+    TRASH = ".trash"
+    LEASES = "leases"
+    BEST = "best.json"
+    MANIFEST = "manifest.json"
+    FORMAT = 1
+    """Newest format of a manifest."""
+    PERMANENT = "permanent"
+    """Key of a manifest's ``extra``: retention leaves the checkpoint for ever."""
+
+
 class RunFile:
     """Names inside a run directory (the volume on a cluster, ``runs/<name>`` locally)."""
 

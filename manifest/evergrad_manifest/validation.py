@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from evergrad_manifest.derive import steps_without_data
 from evergrad_manifest.differences import changed_fields, show_value
 from evergrad_manifest.envelope import Metadata, TrainingRun
+from evergrad_manifest.envelope.storage import OPERATIONAL_STORAGE
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import (
     choices_of,
@@ -187,6 +188,8 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
     for key, why in FIXED.items():
         pair = [{key: spec[key]} if key in spec else {} for spec in specs]
         for path, was, now in changed_fields(*pair, where="spec"):
+            if path.removeprefix("spec.storage.") in OPERATIONAL_STORAGE:
+                continue
             what = f"{show_value(now)} cannot replace {show_value(was)}"
             yield Problem(
                 path, what, why, f"Set it back to {show_value(was)}, or make a new TrainingRun"

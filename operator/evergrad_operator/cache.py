@@ -12,6 +12,7 @@ from typing import Any, Final
 from evergrad_operator import names
 from evergrad_operator.claim_index import ClaimIndex
 from evergrad_operator.expectations import Expectations
+from evergrad_operator.host_index import HostIndex
 from evergrad_operator.names import Key
 from evergrad_operator.slim import Raw, slim_pod
 from evergrad_operator.store import CLAIMS, PODS, RUNS, Store, place_of, uid_of
@@ -31,6 +32,7 @@ class InformerCache:
         """Time and version of the end of each object that is gone, by uid."""
         self.store = Store()
         self.claim_index = ClaimIndex()
+        self.host_index = HostIndex()
         self.expectations = Expectations((RUNS, PODS), clock=clock)
 
     # ---- reading -------------------------------------------------------------------------------------------
@@ -114,6 +116,7 @@ class InformerCache:
         else:
             if resource == RUNS:
                 self.claim_index.update(place_of(raw), known, raw)
+                self.host_index.update(place_of(raw), raw)
             self.store.put(resource, raw)
 
         # Runs whose folders overlap with this one's wait for its end, or for its leaving the folder.
@@ -198,6 +201,7 @@ class InformerCache:
         if resource == RUNS:
             place = place_of(raw)
             self.claim_index.update(place, self.run(place), None)
+            self.host_index.update(place, None)
         self.store.remove(resource, raw)
 
     def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:

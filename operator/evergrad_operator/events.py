@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from evergrad_coordinator.causes import PodCause
+from evergrad_operator.memory import REMEMBERED_SECONDS, parse_hosts
 from evergrad_operator.names import EvaluationState, Phase, Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.raw import get_int, get_map, get_maps, get_text
@@ -81,6 +82,15 @@ def derive_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Event
         for pod, cause, code in fresh:
             how = "" if code is None else f" with exit code {code}"
             events.append(Event("Warning", cause, f"pod {pod} ended{how}"))
+
+    # A host that the run keeps away from from now on.
+    avoided, already = (
+        parse_hosts(get_text(get_map(one, "memory"), "hostFaults")) for one in (new, old)
+    )
+    if fresh_hosts := [host for host in avoided if host not in already]:
+        hours = round(REMEMBERED_SECONDS / 3600)
+        text = f"{', '.join(fresh_hosts)}: new pods keep away for {hours} hours, if there are other hosts"
+        events.append(Event("Normal", "HostAvoided", text))
 
     before, after = get_map(old, "nodes"), get_map(new, "nodes")
     least, most = get_int(after, "min"), get_int(after, "max")

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
+from evergrad_coordinator.addresses import open_listener
+
 Check = Callable[[], str | None]
 """A check: returns what is wrong, or None."""
 
@@ -52,7 +54,7 @@ class HealthServer:
             shutdown_timeout=1.0,
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        await web.SockSite(self._runner, open_listener(host, port)).start()
         address: tuple[str, int] = self._runner.addresses[0]
         return address[1]
 

@@ -2,8 +2,8 @@
 taken twice. Pure."""
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from evergrad_operator.evaluation import Evaluation, pack_evaluation, parse_evaluation
@@ -34,6 +34,9 @@ MAX_CAUSES: Final = 16
 LONGEST_CAUSE: Final = 32
 MAX_HOSTS: Final = 8
 """Hosts that are remembered for their faults: a node that avoids more of them might fit nowhere."""
+REMEMBERED_SECONDS: Final = 24 * 3600.0
+"""Time for which a host is avoided after its last fault: long enough for a person to look at it, short enough
+that one that was mended, or replaced under its name, comes back by itself."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,11 @@ class Budget:
 class HostFaults:
     """Ends of pods whose cause is a host or a moment, not the run. Times in seconds since 1970.
 
-    ``hosts``: number of faults of each host; the host of the last fault comes last. ``nodes``: those that
-    have not been well since their fault; they get no pod before ``retry_at``. ``in_a_row``: faults since all
-    nodes were well. ``at``: creation time of the youngest pod that existed when the last fault was counted.
+    ``hosts``: number of faults of each host; the host of the last fault comes last. ``seen``: when each of
+    them failed last; one that is missing, as in the status of an older release, did at ``at``. ``nodes``:
+    those that have not been well since their fault; they get no pod before ``retry_at``. ``in_a_row``: faults
+    since all nodes were well. ``at``: creation time of the youngest pod that existed when the last fault was
+    counted.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
@@ -100,6 +105,7 @@ class HostFaults:
     in_a_row: int = 0
     at: float = 0.0
     retry_at: float = 0.0
+    seen: tuple[tuple[str, float], ...] = ()
 
     @property
     def avoided(self) -> tuple[str, ...]:
@@ -218,6 +224,19 @@ class Memory:
         return attempt < newest or (attempt == newest and index in self.recorded)
 
 
+def add_hosts(memory: Memory, hosts: Sequence[str]) -> Memory:
+    """Return the memory with hosts that other runs have had trouble with, for the plan of new pods alone.
+
+    The run's own count more: they come last, and stay where there are too many.
+    """
+    known = dict(memory.faults.hosts)
+    further = [(host, 0) for host in hosts if host not in known]
+    if not further:
+        return memory
+    both = (*further, *memory.faults.hosts)[-MAX_HOSTS:]
+    return replace(memory, faults=replace(memory.faults, hosts=both))
+
+
 def parse_memory(status: Mapping[str, Any]) -> Memory:
     """Return the memory in a run's ``status``. What is missing or not understood counts as unknown."""
     # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
@@ -324,10 +343,23 @@ def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
     )
 
 
+def parse_hosts(text: str) -> dict[str, float]:
+    """Return when each host has failed a run last, from ``memory.hostFaults`` of the run's status."""
+    faults = _parse_faults(_unpack({"": text}, ""), "")
+    times = dict(faults.seen)
+    return {host: times.get(host, faults.at) for host in faults.avoided}
+
+
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
     pairs = get_pairs(raw, "hosts")
     hosts = [(str(host), count) for host, count in pairs if isinstance(count, int)]
+    names = {host for host, _ in hosts[-MAX_HOSTS:]}
     return HostFaults(
+        seen=tuple(
+            (str(host), float(at))
+            for host, at in get_pairs(raw, "seen")
+            if host in names and isinstance(at, int)
+        ),
         # The newest come last, and are the ones that are kept.
         hosts=tuple(hosts[-MAX_HOSTS:]),
         nodes=frozenset(unpack_ranges(nodes)),
@@ -453,6 +485,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
     }
     faults = {
         "hosts": [list(one) for one in memory.faults.hosts],
+        "seen": [[host, int(at)] for host, at in memory.faults.seen],
         "inARow": memory.faults.in_a_row or None,
         "at": _time(memory.faults.at),
         "retryAt": _time(memory.faults.retry_at),

@@ -40,6 +40,8 @@ ANNOTATION_HASH: Final = f"{LABEL_PREFIX}applied-hash"
 """Hash of what was applied last: an equal one need not be applied again."""
 ANNOTATION_RESTART: Final = f"{LABEL_PREFIX}restart"
 """On pods: the restart they belong to. Pods of an older one are replaced."""
+ANNOTATION_DELETED_WITH: Final = f"{LABEL_PREFIX}deleted-with"
+"""On a PVC: uid of the run that it is deleted with, by ``spec.storage.whenDeleted``."""
 CLAIM_ANNOTATION_PREFIX: Final = f"run.{LABEL_PREFIX}"
 """Prefix of an annotation of a PVC, followed by a run's name: the record of that run."""
 

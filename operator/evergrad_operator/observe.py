@@ -149,6 +149,7 @@ class ClaimState:
     """The run's PVC.
 
     ``records``: by name of the run. ``spec``: what we would apply again, as it stands there.
+    ``created_at``: seconds since 1970, None where unknown.
     """
 
     name: str
@@ -157,6 +158,7 @@ class ClaimState:
     records: Mapping[str, Record]
     annotations: Mapping[str, str]
     spec: Mapping[str, Any]
+    created_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ class Observation:
     evaluations: tuple[PodState, ...] = ()
     group_kind: Kind | None = None
     """The PodGroup that the installation's gangs are made of; None where the API server has none."""
+    troubled_hosts: tuple[str, ...] = ()
+    """Hosts that have lately failed several runs of the installation."""
 
     @property
     def unreachable(self) -> Silence | None:
@@ -395,6 +399,7 @@ def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
         records=records,
         annotations=annotations,
         spec={key: spec[key] for key in kept if key in spec},
+        created_at=parse_time(metadata.get("creationTimestamp")),
     )
 
 

@@ -249,6 +249,7 @@ class Reconciler:
             observed,
             claim_users=frozenset(name for _, name in users),
             silence=self._coordinators.silence(key),
+            troubled_hosts=self._cache.host_index.find_troubled(self.clock()),
             applied=work.applied,
             report=report,
             group_kind=work.group_kind,

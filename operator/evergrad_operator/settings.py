@@ -38,7 +38,11 @@ _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
         "evergrad-operator-key",
         "its name; the tokens of all runs are derived from that key",
     ),
-    ("host", "0.0.0.0", "address of /healthz, /readyz and /metrics"),
+    (
+        "host",
+        "",
+        "address of /healthz, /readyz and /metrics; any, of IPv6 and IPv4, if not given",
+    ),
     ("port", 8080, "its port"),
     (
         "page-port",

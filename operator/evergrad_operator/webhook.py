@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiohttp import web
 
+from evergrad_coordinator.addresses import open_listener
 from evergrad_manifest.nesting import cut_deep
 from evergrad_operator.admission import deny_depth, review
 from evergrad_operator.errors import ApiError, LeaseLostError
@@ -273,9 +274,8 @@ class Webhook:
         )
         await runner.setup()
         try:
-            site = web.TCPSite(
-                runner, self._settings.host, self._settings.port, ssl_context=self._context
-            )
+            listener = open_listener(self._settings.host, self._settings.port)
+            site = web.SockSite(runner, listener, ssl_context=self._context)
             await site.start()
         except OSError:
             await runner.cleanup()

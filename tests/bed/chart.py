@@ -86,6 +86,7 @@ MATRIX: dict[str, dict[str, Any]] = {
             "allowedPriorityClasses": ["evergrad-low"],
             "maxNodes": 64,
         },
+        "operatorPolicy": {"enabled": True},
         "extraObjects": [
             {
                 "apiVersion": "v1",

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -284,3 +285,110 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
             assert "created" in apply({**fine, "nodes": nodes}), nodes
     finally:
         helm(cluster, namespace, "uninstall", "rules")
+
+
+@pytest.mark.long
+def test_the_operators_account_can_make_nothing_that_belongs_to_no_run(
+    cluster: Any, operator: Any, namespace: str
+) -> None:
+    del operator
+    values = {
+        "replicas": 0,
+        "crds": {"install": False},
+        "rbac": {"scope": "namespaced", "aggregatedRoles": False},
+        "operatorPolicy": {"enabled": True},
+    }
+    helm(
+        cluster,
+        namespace,
+        "install",
+        "walls",
+        str(CHART),
+        "--set-json",
+        ",".join(f"{key}={json.dumps(value)}" for key, value in values.items()),
+    )
+    account = f"--as=system:serviceaccount:{namespace}:walls-evergrad"
+
+    def create(body: dict[str, Any], *who: str) -> str:
+        arguments = ("create", "--dry-run=server", "--namespace", namespace, "--filename", "-")
+        return kubectl(cluster, *who, *arguments, text=json.dumps(body), check=False)
+
+    try:
+        _wait_for_refusal(lambda: create(_pod(owner=None), account))
+        # Everybody else may, and the operator may for a run.
+        assert "created" in create(_pod(owner=None))
+        assert "created" in create(_pod(), account)
+        said = "writes and deletes objects of a TrainingRun only"
+        for body in (
+            _pod(owner=None),
+            _pod(owner={"kind": "Deployment", "apiVersion": "apps/v1"}),
+            _pod(label="another"),
+            _object("ConfigMap", owner=None),
+            _object("Secret", owner=None),
+            _object("Service", owner=None, spec={"ports": [{"port": 80}]}),
+        ):
+            assert said in create(body, account), body
+        for kind in ("ConfigMap", "Secret"):
+            assert "created" in create(_object(kind), account), kind
+
+        # Its own key and certificate, and no other Secret beside them.
+        for name in ("walls-evergrad-key", "walls-evergrad-webhook"):
+            own = _object("Secret", owner=None)
+            own["metadata"]["name"] = name
+            assert "created" in create(own, account), name
+
+        # What Pod Security allows, and the policy does not.
+        assert "service account's token" in create(_pod(has_token=True), account)
+        claim = {
+            "accessModes": ["ReadWriteOnce"],
+            "resources": {"requests": {"storage": "1Gi"}},
+        }
+        bare = _object("PersistentVolumeClaim", owner=None, label="", spec=claim)
+        assert "with the label evergrad.dev/run only" in create(bare, account)
+        assert "created" in create(
+            _object("PersistentVolumeClaim", owner=None, spec=claim), account
+        )
+    finally:
+        helm(cluster, namespace, "uninstall", "walls")
+
+
+def _object(
+    kind: str,
+    *,
+    owner: Mapping[str, str] | None = MappingProxyType({}),
+    label: str = "docs-lm",
+    **rest: Any,
+) -> dict[str, Any]:
+    """An object as the operator makes it for the run docs-lm, or with another owner, or none."""
+    metadata: dict[str, Any] = {"name": "made"}
+    if label:
+        metadata["labels"] = {"evergrad.dev/run": label}
+    if owner is not None:
+        run = {"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun"}
+        metadata["ownerReferences"] = [
+            {**run, "name": "docs-lm", "uid": str(uuid.uuid4()), **owner}
+        ]
+    return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **rest}
+
+
+def _pod(*, has_token: bool = False, **metadata: Any) -> dict[str, Any]:
+    """A pod that Pod Security restricted allows."""
+    container = {
+        "name": "trainer",
+        "image": "registry.example.com/x:1",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    security = {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    spec = {
+        "automountServiceAccountToken": has_token,
+        "securityContext": security,
+        "containers": [container],
+    }
+    return _object("Pod", spec=spec, **metadata)

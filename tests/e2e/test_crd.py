@@ -354,6 +354,15 @@ FIXED = {
 }
 
 
+def test_a_run_may_change_its_mind_about_its_volume_being_deleted(server: Server) -> None:
+    name = f"mind-{uuid.uuid4().hex[:8]}"
+    live = server.create(changed({"metadata.name": name, "spec.storage": {"size": "1Gi"}}))
+    storage = {"size": "1Gi", "whenDeleted": "Delete"}
+    other = changed({"metadata.name": name, "spec.storage": storage})
+    other["metadata"]["resourceVersion"] = live["metadata"]["resourceVersion"]
+    assert server.replace(other)["spec"]["storage"] == storage
+
+
 @pytest.mark.parametrize("changes", FIXED.values(), ids=FIXED)
 def test_what_is_fixed_stays_fixed(changes: dict[str, Any], server: Server) -> None:
     name = f"fixed-{uuid.uuid4().hex[:8]}"

@@ -241,3 +241,26 @@ def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
         for event in sorted(told, key=lambda one: int(one["metadata"]["resourceVersion"]))
     ]
     assert len(reasons) == len(set(reasons)) and reasons[-1] == "Complete", reasons
+
+
+@pytest.mark.long
+def test_a_volume_goes_with_its_run_where_the_file_says_so_and_the_mind_may_be_changed(
+    runs: Runs,
+) -> None:
+    run = runs.start("passing", steps=ENDLESS, storage={"whenDeleted": "Delete"})
+
+    def owners() -> list[str]:
+        claim = runs.get("persistentvolumeclaims", "passing") or {"metadata": {}}
+        found = claim["metadata"].get("ownerReferences") or []
+        return [str(owner["uid"]) for owner in found]
+
+    uid = run.get()["metadata"]["uid"]
+    wait_for(lambda: owners() == [uid], "the claim's owner")
+    run.patch({"storage": {"whenDeleted": "Retain"}})
+    wait_for(lambda: owners() == [], "the claim without an owner")
+    run.patch({"storage": {"whenDeleted": "Delete"}})
+    wait_for(lambda: owners() == [uid], "the claim's owner again")
+    runs.kubectl("delete", RESOURCE, "passing", "--wait=true")
+    wait_for(
+        lambda: runs.get("persistentvolumeclaims", "passing") is None, "the end of the claim"
+    )

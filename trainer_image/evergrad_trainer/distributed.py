@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from evergrad_coordinator.addresses import join_address
 from evergrad_trainer import torch_private
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.transports import Pending, Transport, choose_transport
@@ -75,7 +76,7 @@ def join_world(launch: Launch, *, device: torch.device, timeout_seconds: int) ->
     # Collective: waits for all that the launcher has started.
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{launch.address}:{launch.port}",
+        init_method=f"tcp://{join_address(launch.address, launch.port)}",
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from evergrad_coordinator.addresses import open_listener
 from evergrad_coordinator.edge.live import MOST_PAGES, LiveFeed
 from evergrad_coordinator.edge.page import build_page, is_own_request
 from evergrad_coordinator.edge.server import Server
@@ -92,7 +93,7 @@ class StatusServer:
     async def listen(self, host: str, port: int) -> int:
         """Begin to serve; the port. Raises OSError."""
         self._listener = await asyncio.start_server(
-            self._serve, host, port, limit=MAX_REQUEST_BYTES
+            self._serve, sock=open_listener(host, port), limit=MAX_REQUEST_BYTES
         )
         # A name that is no address, such as one of DNS, is elsewhere: then the token is asked for.
         with contextlib.suppress(ValueError):

@@ -7,6 +7,7 @@ import time
 import typing
 from dataclasses import dataclass
 
+from evergrad_coordinator.addresses import plain_host
 from evergrad_coordinator.rules.state import Key
 from evergrad_coordinator.wire import MAX_LINE_BYTES
 
@@ -117,4 +118,4 @@ class Peer(asyncio.Protocol):
     def host(self) -> str:
         """Numeric address of the other side, empty where it is not known."""
         name = self._transport.get_extra_info("peername") if self._transport else None
-        return str(name[0]) if name else ""
+        return plain_host(str(name[0])) if name else ""

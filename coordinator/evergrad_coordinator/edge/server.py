@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from evergrad_coordinator.addresses import open_listener
 from evergrad_coordinator.edge.bounded_log import BoundedLog, LogLine
 from evergrad_coordinator.edge.effects import EffectQueue
 from evergrad_coordinator.edge.journal import GenerationStore
@@ -23,6 +24,8 @@ from evergrad_coordinator.rules.state import Close, Effect, Finish, Log, Persist
 from evergrad_coordinator.secret import is_token
 from evergrad_coordinator.wire import ProtocolError, UnknownTypeError, encode
 
+_BACKLOG = 4096
+"""Connections that wait to be accepted: all nodes of a large run come at once."""
 _PING = Ping()
 _PING_LINE = encode(_PING).rstrip()
 """Nearly all messages of a run are this line, which needs no decoder."""
@@ -88,8 +91,9 @@ class Server:
             self._log.say("internal_error", message=what, error=repr(error))
 
         loop.set_exception_handler(report_error)
+        listener = open_listener(host, port, backlog=_BACKLOG)
         self._listener = await loop.create_server(
-            lambda: Peer(self, self.limits), host, port, backlog=4096
+            lambda: Peer(self, self.limits), sock=listener, backlog=_BACKLOG
         )
         self._tick()
         return int(self._listener.sockets[0].getsockname()[1])

@@ -9,6 +9,7 @@ from typing import Final
 
 from evergrad_manifest.crd.nodes import Schema, rule
 from evergrad_manifest.envelope import KINDS
+from evergrad_manifest.envelope.storage import PLACE_OF_STORAGE
 from evergrad_manifest.fields import fields_of
 from evergrad_manifest.identity import (
     OPERATIONAL_DATA,
@@ -78,6 +79,11 @@ _RECIPE_IS_KEPT: Final = " && ".join(
         *(f"{one.format('self')} == {one.format('oldSelf')}" for one in _ARITHMETIC),
     )
 )
+# Where the run's state is. The rest is of a claim that is made once: the webhook refuses another size, and a
+# change that gets past it has no effect. Each field costs 170 bytes of the CRD.
+_STORAGE_IS_KEPT: Final = "has(self.spec.storage) == has(oldSelf.spec.storage) && ({})".format(
+    _within("spec.storage", _all_unchanged("spec.storage", PLACE_OF_STORAGE))
+)
 _KINDS_ARE_KEPT: Final = " && ".join(
     f"has(self.spec.{kind}) == has(oldSelf.spec.{kind})" for kind in KINDS
 )
@@ -104,7 +110,11 @@ _KEPT: Final = (
         f"cannot be changed; it is the recipe of the run. {_NEW_RUN}",
     ),
     *(
-        (_unchanged("spec", key), f".{key}", f"cannot be changed; {why}. {_NEW_RUN}")
+        (
+            _STORAGE_IS_KEPT if key == "storage" else _unchanged("spec", key),
+            f".{key}",
+            f"cannot be changed; {why}. {_NEW_RUN}",
+        )
         for key, why in FIXED.items()
     ),
 )

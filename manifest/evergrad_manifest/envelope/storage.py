@@ -18,6 +18,10 @@ from evergrad_manifest.values.quantities import (
 from evergrad_manifest.view import UNKNOWN, View
 
 _STORAGE = "spec.storage"
+OPERATIONAL_STORAGE: Final = ("whenDeleted",)
+"""Fields that may change while the run trains: they say nothing of where its state is."""
+PLACE_OF_STORAGE: Final = ("claimName", "path")
+"""Fields that say where the run's state is."""
 _FOLDER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 
 
@@ -41,6 +45,8 @@ class Storage(Section):
     path: str | None = Field(default=None, min_length=1, max_length=255)
     """Folder inside the volume that is the run directory, relative and without ``..``; default: the run's
     name."""
+    when_deleted: Literal["Retain", "Delete"] | None = None
+    """What becomes of the new volume when the run is deleted. Default: Retain."""
 
 
 def check_storage(view: View) -> Iterator[Problem]:
@@ -64,6 +70,11 @@ def check_storage(view: View) -> Iterator[Problem]:
         why = "an existing claim has its access modes already"
         yield Problem(
             f"{_STORAGE}.accessModes", "has no meaning with claimName", why, "Remove it"
+        )
+    elif view.is_given(f"{_STORAGE}.whenDeleted") and claim:
+        why = "an existing claim is never deleted with a run"
+        yield Problem(
+            f"{_STORAGE}.whenDeleted", "has no meaning with claimName", why, "Remove it"
         )
     elif storage_class and not size:
         why = "storageClassName asks for a new volume"

@@ -7,8 +7,14 @@ from typing import Any, Final
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Bounds, Decision
+from evergrad_operator.memory import add_hosts
 from evergrad_operator.observe import Observation
-from evergrad_operator.plan.claim import build_claim, find_stale_records, is_for_one_host
+from evergrad_operator.plan.claim import (
+    build_claim,
+    find_stale_records,
+    is_deleted_with,
+    is_for_one_host,
+)
 from evergrad_operator.plan.common import JsonObject, with_hash
 from evergrad_operator.plan.config_map import build_config_map
 from evergrad_operator.plan.coordinator_pod import Epoch, build_coordinator_pod
@@ -83,8 +89,15 @@ def plan_children(
     run = observation.run
     claim: JsonObject | None = None
     stale_records: tuple[str, ...] = ()
-    if decision.record is not None:
-        claim = build_claim(run, decision.record, config, observation.claim)
+    # A run that waits or is being deleted changes nothing on its volume.
+    if decision.action != Action.HOLD:
+        claim = build_claim(
+            run,
+            decision.record,
+            config,
+            observation.claim,
+            is_owned=is_deleted_with(run, observation.claim, observation.claim_users),
+        )
     if claim is not None:
         stale_records = find_stale_records(run, observation.claim, observation.claim_users)
 
@@ -182,7 +195,8 @@ def _plan_pods(
     token: str,
 ) -> Iterator[Object]:
     """Build the pods to create, the coordinator first: nodes look for it."""
-    run, memory, attempt = observation.run, decision.memory, decision.preparation_attempt
+    run, attempt = observation.run, decision.preparation_attempt
+    memory = add_hosts(decision.memory, observation.troubled_hosts)
     if attempt is not None:
         yield build_preparation_pod(run, memory, config, attempt, token=token)
     if decision.evaluation is not None:

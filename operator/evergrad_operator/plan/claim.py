@@ -36,17 +36,46 @@ def find_stale_records(
     return tuple(names.claim_annotation(record.run) for record in gone[KEPT_RECORDS:])
 
 
+def is_deleted_with(
+    run: TrainingRun, live: ClaimState | None, users: frozenset[str] | None
+) -> bool:
+    """Return whether the run shall own its PVC, so that the garbage collector deletes it with the run.
+
+    ``users``: names of the runs that keep their files there, None where they are not known.
+    """
+    storage = run.spec.storage
+    if storage.when_deleted != "Delete" or storage.claim_name is not None or live is None:
+        return False
+    # A claim that is older than the run was made by somebody else, or for an earlier run of this name. It is
+    # seen before it is owned: an apply may have found one that no watch shows.
+    is_made_for_it = live.created_at is not None and live.created_at >= run.created_at
+    # Data of other runs do not go with this one.
+    others = {*live.records, *(users or ())} - {run.name}
+    return is_made_for_it and users is not None and not others
+
+
 def build_claim(
     run: TrainingRun,
-    record: Record,
+    record: Record | None,
     config: Config,
     live: ClaimState | None,
+    *,
+    is_owned: bool,
 ) -> JsonObject | None:
-    """Build the claim to apply, by ``names.claim_field_manager``; None where the PVC has the record already,
-    or is the user's and missing."""
-    key, text = names.claim_annotation(run.name), build_record(record)
+    """Build the claim to apply, by ``names.claim_field_manager``; None where the PVC is as it should be
+    already, or is the user's and missing.
+
+    ``record``: None leaves the one that the PVC has of this run. ``is_owned``: it goes with the run.
+    """
+    key = names.claim_annotation(run.name)
+    present = live.annotations.get(key, "") if live is not None else ""
+    text = build_record(record) if record is not None else present
     annotations = {key: text}
-    if live is not None and live.annotations.get(key) == text:
+    # The annotation says what was applied last. An owner that somebody has added or removed by hand stays so.
+    if is_owned:
+        annotations[names.ANNOTATION_DELETED_WITH] = run.uid
+    mark = live.annotations.get(names.ANNOTATION_DELETED_WITH) if live is not None else None
+    if not text or (text == present and (mark == run.uid) == is_owned):
         return None
     claim: JsonObject = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
 
@@ -59,9 +88,9 @@ def build_claim(
         }
         return None if live is None else {**claim, "metadata": metadata}
 
-    # A claim of the run's own has no owner: data outlives the run.
+    # By default a claim of the run's own has no owner: data outlives the run.
     metadata = {
-        **build_metadata(run, run.claim_name, is_owned=False),
+        **build_metadata(run, run.claim_name, is_owned=is_owned),
         "annotations": annotations,
     }
     # One that exists is applied with the spec that it has, because most of it never changes.

@@ -22,6 +22,8 @@ def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
         "metadata": metadata,
         "spec": {
             "type": "ClusterIP",
+            # Of both families where the cluster has them: the coordinator listens on both.
+            "ipFamilyPolicy": "PreferDualStack",
             "selector": selector,
             # Nodes wait for a coordinator that is coming up: its name must resolve before it is ready.
             "publishNotReadyAddresses": True,

@@ -10,6 +10,10 @@ other nodes and the coordinator do not wait.
 | exit code 64 after a group has formed, which shows that configuration and data are right | a host fault |
 | exit code 64 before | an input error: final once it is confirmed, tried again like a host fault until then |
 
+A host that failed the run is avoided by new pods as long as there are others, and forgotten 24 hours after
+its last fault. What a process of the run does by itself (a crash, a lost peer, a value that is not finite)
+accuses no host, and neither does a lost or drained one, which the scheduler knows.
+
 An input error is confirmed by two nodes on two hosts, by two tries of one node, or where the run has one node
 or one host.
 """
@@ -20,7 +24,13 @@ from typing import Final
 
 from evergrad_coordinator.causes import PodCause
 from evergrad_operator.config import Config
-from evergrad_operator.memory import MAX_HOSTS, HostFaults, InputError, Memory
+from evergrad_operator.memory import (
+    MAX_HOSTS,
+    REMEMBERED_SECONDS,
+    HostFaults,
+    InputError,
+    Memory,
+)
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import find_delay
@@ -70,12 +80,15 @@ def note_host_faults(
         delay = max(delay, _SECOND_OPINION_SECONDS)
 
     # The host of the last fault comes last: the oldest is forgotten first.
-    hosts = dict(known.hosts)
+    hosts, seen = dict(known.hosts), dict(known.seen)
     for pod in faulty:
         if pod.node_name:
             hosts[pod.node_name] = hosts.pop(pod.node_name, 0) + 1
+            seen[pod.node_name] = now
+    kept = tuple(hosts.items())[-MAX_HOSTS:]
     faults = HostFaults(
-        hosts=tuple(hosts.items())[-MAX_HOSTS:],
+        hosts=kept,
+        seen=tuple((host, seen[host]) for host, _ in kept if host in seen),
         nodes=known.nodes | {pod.index for pod in faulty},
         in_a_row=in_a_row,
         at=max(known.at, newest),
@@ -97,11 +110,28 @@ def is_host_fault(pod: PodState) -> bool:
     )
 
 
+def forget_hosts(memory: Memory, now: float) -> Memory:
+    """Forget hosts whose last fault is old."""
+    faults = memory.faults
+    times = dict(faults.seen)
+    kept = tuple(
+        (host, count)
+        for host, count in faults.hosts
+        if now - times.get(host, faults.at) < REMEMBERED_SECONDS
+    )
+    if kept == faults.hosts:
+        return memory
+    left = {host for host, _ in kept}
+    seen = tuple(one for one in faults.seen if one[0] in left)
+    return replace(memory, faults=replace(faults, hosts=kept, seen=seen))
+
+
 def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memory:
     """Forget nodes that are well again; once all are, the next fault is a first one.
 
-    The hosts are still avoided.
+    The hosts are still avoided, each until its last fault is old.
     """
+    memory = forget_hosts(memory, now)
     faults = memory.faults
     # A node is well once its pod has run for long enough, and forgotten once the run has fewer nodes.
     live = [pod for pod in observation.nodes if pod.is_live and pod.started_at is not None]
@@ -113,7 +143,9 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
     left = replace(faults, nodes=nodes)
     return replace(
         memory,
-        faults=left if nodes else HostFaults(hosts=faults.hosts, at=faults.at),
+        faults=left
+        if nodes
+        else HostFaults(hosts=faults.hosts, at=faults.at, seen=faults.seen),
     )
 
 

@@ -239,7 +239,9 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         memory,
         start_time=None,
         budget=Budget(at=memory.budget.at),
-        faults=HostFaults(hosts=memory.faults.hosts, at=memory.faults.at),
+        faults=HostFaults(
+            hosts=memory.faults.hosts, at=memory.faults.at, seen=memory.faults.seen
+        ),
         given_back=0,
         come_again_at=0.0,
         has_formed=False,

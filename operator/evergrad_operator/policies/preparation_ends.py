@@ -73,7 +73,9 @@ def note_preparation(
     faults = memory.faults
     has_lasted = any(now - (pod.started_at or now) >= WELL_SECONDS for pod in pods)
     if has_lasted and not faults.nodes:
-        memory = replace(memory, faults=HostFaults(hosts=faults.hosts, at=faults.at))
+        memory = replace(
+            memory, faults=HostFaults(hosts=faults.hosts, at=faults.at, seen=faults.seen)
+        )
     # No node is to blame: only the host is remembered, and the pause.
     nodes = memory.faults.nodes
     faulty = [pod for pod in ended if describe_cause(pod) in _OF_HOST]
@@ -93,7 +95,9 @@ def _note_done(memory: Memory, observation: Observation) -> Memory:
         memory,
         preparation=done,
         budget=Budget(at=memory.budget.at),
-        faults=HostFaults(hosts=memory.faults.hosts, at=memory.faults.at),
+        faults=HostFaults(
+            hosts=memory.faults.hosts, at=memory.faults.at, seen=memory.faults.seen
+        ),
     )
 
 

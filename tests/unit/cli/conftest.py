@@ -102,6 +102,9 @@ def api(tmp_path: Path) -> Iterator[FakeApi]:
         def do_POST(self) -> None:
             self._serve()
 
+        def do_DELETE(self) -> None:
+            self._serve()
+
         def log_message(self, format: str, *arguments: Any) -> None:
             pass
 

@@ -36,7 +36,8 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "address", ["here", "host:", ":29400", "host:0", "host:70000", "host:port"]
+    "address",
+    ["here", "host:", ":29400", "host:0", "host:70000", "host:port", "::1:29400", "[::1]"],
 )
 def test_an_address_that_is_none_is_refused(
     capsys: pytest.CaptureFixture[str], address: str

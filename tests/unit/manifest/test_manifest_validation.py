@@ -175,6 +175,7 @@ def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: s
         {"spec.training.checkpoint.every.steps": 7},
         {"spec.nodes.max": 3},
         {"spec.suspend": True},
+        {"spec.storage.whenDeleted": "Delete"},
     ],
     ids=[
         "number",
@@ -186,6 +187,7 @@ def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: s
         "cadence",
         "nodes",
         "suspend",
+        "the end of its volume",
     ],
 )
 def test_another_spelling_and_what_is_operational_may_change(changes: dict[str, Any]) -> None:

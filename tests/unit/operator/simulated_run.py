@@ -88,6 +88,10 @@ class Simulation:
         self.group_kind: Kind | None = None
         """The PodGroup that the API server has."""
         self.failures: list[ApplyFailure] = []
+        self.users: frozenset[str] | None = None
+        """Names of the runs that keep their files on the claim."""
+        self.troubled: tuple[str, ...] = ()
+        """Hosts that other runs have had trouble with."""
         self.events: list[Event] = []
         self.created: list[str] = []
         self.decision: Decision
@@ -120,6 +124,7 @@ class Simulation:
             failures=self.failures,
         )
         seen = replace(seen, group_kind=self.group_kind)
+        seen = replace(seen, claim_users=self.users, troubled_hosts=self.troubled)
         config = self.children.get(("ConfigMap", names.config_name(seen.run.name)))
         if config is None or not is_edited(seen):
             return seen

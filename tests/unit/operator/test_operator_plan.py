@@ -5,17 +5,19 @@ import copy
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from pod_security import violations
-from simulated_run import CONFIG, Simulation, make_run
+from simulated_run import CONFIG, START, Simulation, make_run
 
 from evergrad_coordinator.__main__ import find_problems, parse_arguments
 from evergrad_operator.config import Config
 from evergrad_operator.plan.common import escape
+from evergrad_operator.times import format_time
 from evergrad_trainer.cli import node as node_command
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -398,6 +400,78 @@ def test_children_are_owned_and_the_volume_is_not() -> None:
         assert child["metadata"]["labels"]["evergrad.dev/run"] == "docs-lm"
     assert world.plan.claim is not None
     assert "ownerReferences" not in world.plan.claim["metadata"]
+
+
+def with_volume(
+    *,
+    age: float = 5,
+    users: frozenset[str] | None = frozenset({"docs-lm"}),
+    annotations: Mapping[str, str] | None = None,
+    **storage: Any,
+) -> Simulation:
+    """Return a run whose claim was made ``age`` seconds after it, as a pass finds it."""
+    world = Simulation(make_run(storage={"size": "1Gi", **storage}))
+    world.users = users
+    world.reconcile()
+    metadata = world.children["PersistentVolumeClaim", "docs-lm"]["metadata"]
+    metadata["creationTimestamp"] = format_time(START - 10 + age)
+    metadata["annotations"] |= annotations or {}
+    world.reconcile()
+    return world
+
+
+def test_a_claim_that_is_to_go_with_its_run_is_owned_once_it_is_seen_to_be_the_runs() -> None:
+    world = with_volume(whenDeleted="Delete")
+    claim = world.plan.claim
+    assert claim is not None
+    (owner,) = claim["metadata"]["ownerReferences"]
+    assert owner["uid"] == "uid-docs-lm"
+    assert claim["metadata"]["annotations"]["evergrad.dev/deleted-with"] == "uid-docs-lm"
+    assert "run.evergrad.dev/docs-lm" in claim["metadata"]["annotations"], "its record stays"
+
+    # One write, and no further one.
+    assert world.reconcile() and world.plan.claim is None
+    # The file's mind is changed: the next apply leaves the owner out.
+    world.set_spec(storage={"size": "1Gi", "whenDeleted": "Retain"})
+    world.reconcile()
+    assert world.plan.claim is not None
+    assert "ownerReferences" not in world.plan.claim["metadata"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"whenDeleted": "Retain"},
+        {"whenDeleted": "Delete", "age": -1},
+        {"whenDeleted": "Delete", "users": None},
+        {"whenDeleted": "Delete", "users": frozenset({"docs-lm", "reader"})},
+        {
+            "whenDeleted": "Delete",
+            "annotations": {"run.evergrad.dev/old": '{"path":"old","recipe":"r","epoch":0}'},
+        },
+    ],
+    ids=[
+        "by default",
+        "retained",
+        "older than the run",
+        "other runs are not known",
+        "another run uses it",
+        "another run's data are on it",
+    ],
+)
+def test_a_claim_is_owned_by_its_run_only_where_it_was_asked_for_and_holds_nothing_else(
+    given: dict[str, Any],
+) -> None:
+    assert with_volume(**given).plan.claim is None
+
+
+def test_an_owner_that_somebody_has_put_on_a_claim_is_left_there() -> None:
+    world = with_volume()
+    claim = world.children["PersistentVolumeClaim", "docs-lm"]
+    claim["metadata"]["ownerReferences"] = [{"uid": "uid-docs-lm"}]
+    world.reconcile()
+    assert world.plan.claim is None
 
 
 def test_an_existing_claim_gets_nothing_but_the_runs_record() -> None:

@@ -9,8 +9,19 @@ from simulated_run import START, Simulation, make_progress, make_run
 
 from evergrad_coordinator.causes import PodCause
 from evergrad_coordinator.contract import ErrorKind, encode_termination
+from evergrad_operator.host_index import HostIndex
+from evergrad_operator.memory import (
+    REMEMBERED_SECONDS,
+    HostFaults,
+    Memory,
+    add_hosts,
+    build_memory,
+    parse_hosts,
+    parse_memory,
+)
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import ApplyFailure
+from evergrad_operator.policies.host_faults import forget_hosts
 
 
 def begun(**spec: Any) -> Simulation:
@@ -1033,3 +1044,96 @@ def test_a_node_that_ends_by_itself_does_not_hide_the_rank_that_failed(
         1,
         "ValueError: x",
     )
+
+
+# ---- hosts over time, and over runs ------------------------------------------------------------------------
+
+
+def wished_away(pod: dict[str, Any]) -> list[str]:
+    """The hosts that a pod is to keep away from."""
+    nodes = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+    return [
+        field["values"][0]
+        for wish in nodes.get("preferredDuringSchedulingIgnoredDuringExecution", ())
+        for field in wish["preference"]["matchFields"]
+    ]
+
+
+def test_a_host_is_forgotten_a_day_after_its_last_fault() -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.pods["docs-lm-1-0"]["spec"]["nodeName"] = "broken"
+    world.end("docs-lm-1-0", 70, message=host_fault())
+    world.reconcile()
+    assert wished_away(world.pods["docs-lm-1-1"]) == ["broken"]
+    said = [one.message for one in world.events if one.reason == "HostAvoided"]
+    assert said == ["broken: new pods keep away for 24 hours, if there are other hosts"]
+
+    world.start()
+    world.age(REMEMBERED_SECONDS - 60)
+    world.vanish("docs-lm-1-1")
+    world.reconcile()
+    assert wished_away(world.pods["docs-lm-1-2"]) == ["broken"], "a minute before its time"
+    world.start()
+    world.age(600)
+    world.vanish("docs-lm-1-2")
+    world.reconcile()
+    assert wished_away(world.pods["docs-lm-1-3"]) == []
+    assert "broken" not in str(world.status["memory"])
+
+
+def test_a_host_in_a_status_of_an_older_release_is_forgotten_like_any_other() -> None:
+    known = HostFaults(hosts=(("broken", 2),), at=START)
+    memory = Memory(faults=known)
+    assert forget_hosts(memory, START + REMEMBERED_SECONDS - 1) == memory
+    assert forget_hosts(memory, START + REMEMBERED_SECONDS).faults.hosts == ()
+
+
+def test_hosts_and_their_times_survive_the_status() -> None:
+    faults = HostFaults(
+        hosts=(("a", 1), ("b", 2)), seen=(("a", START), ("b", START + 5)), at=START
+    )
+    status = build_memory(Memory(faults=faults))
+    assert parse_memory(status).faults.seen == faults.seen
+    text = status["memory"]["hostFaults"]
+    assert parse_hosts(text) == {"a": START, "b": START + 5}
+
+
+def with_faults(*hosts: str, at: float = START) -> dict[str, Any]:
+    faults = HostFaults(
+        hosts=tuple((host, 1) for host in hosts),
+        seen=tuple((host, at) for host in hosts),
+        at=at,
+    )
+    return {"status": build_memory(Memory(faults=faults))}
+
+
+def test_a_host_that_failed_two_runs_is_trouble_for_all_until_a_day_has_passed() -> None:
+    index = HostIndex()
+    index.update(("team", "one"), with_faults("broken", "odd"))
+    assert index.find_troubled(START) == ()
+    index.update(("team", "two"), with_faults("broken", at=START + 10))
+    assert index.find_troubled(START + 10) == ("broken",)
+    assert index.find_troubled(START + REMEMBERED_SECONDS + 5) == (), "one run's is old"
+
+    # The index follows the statuses, and is empty without them.
+    index.update(("team", "two"), with_faults("odd"))
+    assert index.find_troubled(START) == ("odd",)
+    for name in ("one", "two"):
+        index.update(("team", name), None)
+    assert index.find_troubled(START) == () and not index._failed and not index._texts
+
+
+def test_new_pods_keep_away_from_hosts_that_other_runs_have_had_trouble_with() -> None:
+    world = Simulation()
+    world.troubled = ("broken",)
+    world.reconcile()
+    nodes = [pod for name, pod in world.pods.items() if "coordinator" not in name]
+    assert nodes and all(wished_away(pod) == ["broken"] for pod in nodes)
+    assert "broken" not in str(world.status), "it is no fault of this run"
+
+
+def test_a_runs_own_hosts_count_more_than_those_of_others() -> None:
+    own = HostFaults(hosts=tuple((f"own-{number}", 1) for number in range(7)))
+    both = add_hosts(Memory(faults=own), ["far-0", "own-3", "far-1"]).faults.avoided
+    assert both == ("far-1", *own.avoided)

@@ -17,15 +17,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from evergrad_coordinator.contract import CheckpointFile
+
 GENERATIONS = "gen"
-ATTEMPTS = ".tmp"
-TRASH = ".trash"
+ATTEMPTS = CheckpointFile.ATTEMPTS
+TRASH = CheckpointFile.TRASH
 QUARANTINE = "quarantine"
-LEASES = "leases"
+LEASES = CheckpointFile.LEASES
 EVALUATED = "evaluated"
 LATEST = "latest"
-BEST = "best.json"
-MANIFEST = "manifest.json"
+BEST = CheckpointFile.BEST
+MANIFEST = CheckpointFile.MANIFEST
 TENSORS = "tensors.json"
 ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes in a shard: enough for every dtype and for a later memory

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from evergrad_coordinator.contract import CheckpointFile
 from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.checkpoint.files import HASH_ALGORITHM, hash_bytes
 from evergrad_trainer.checkpoint.layout import MANIFEST, Version
 
-FORMAT = 1
+FORMAT = CheckpointFile.FORMAT
 """Grows when an older program could not read what a newer one writes."""
 
 
-PERMANENT = "permanent"
+PERMANENT = CheckpointFile.PERMANENT
 """Key of ``extra`` that retention looks at: a checkpoint that has it is never removed. A program that does
 not know it takes it for one more counter."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from evergrad_coordinator.addresses import split_address
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.secret import read_token
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
@@ -219,15 +220,15 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
     """Read what the arguments say of this node. Raises ConfigurationError with all that is wrong in them."""
     from evergrad_trainer.node.settings import NodeSettings
 
-    host, _, port = args.join.rpartition(":")
+    coordinator = split_address(args.join)
     problems = []
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if coordinator is None:
         problems.append(
             Problem(
                 "--join",
                 f"{args.join!r} is not HOST:PORT",
                 "",
-                "Give the address that evergrad run prints",
+                "Give the address that evergrad run prints; one of IPv6 as [ADDRESS]:PORT",
             )
         )
     if args.node is not None and args.node < 0:
@@ -257,12 +258,13 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
                 )
             )
     raise_if(problems, ConfigurationError)
+    host, port = coordinator or ("", 0)
     return NodeSettings(
         run="",
         node=str(_FIRST_OWN_INDEX + os.getpid() if args.node is None else args.node),
         coordinator_host=host,
-        coordinator_port=int(port),
-        address=args.address or _own_address(host, int(port)),
+        coordinator_port=port,
+        address=args.address or _own_address(host, port),
         recovery="fresh",
         run_directory=Path(),
         token=token,

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from evergrad_coordinator.addresses import join_address
 from evergrad_coordinator.edge.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import Beat
 from evergrad_manifest.training import Metrics
@@ -106,7 +107,7 @@ async def serve(
     supervisor: Supervisor, worker_group: WorkerGroup, settings: NodeSettings
 ) -> int:
     """Serve to the end; a node that finds no coordinator waits for it, but not without a word."""
-    address = f"{settings.coordinator_host}:{settings.coordinator_port}"
+    address = join_address(settings.coordinator_host, settings.coordinator_port)
 
     # Before anything is forked: it beats while this process imports, forks and waits for disks.
     beat = Beat(

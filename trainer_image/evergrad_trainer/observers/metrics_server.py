@@ -1,29 +1,34 @@
 """Serves a Prometheus registry over HTTP from one thread."""
 
+import socket
 import socketserver
 import threading
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from evergrad_coordinator.addresses import open_listener
 from evergrad_manifest.errors import ConfigurationError, Problem
 
 _FIELD = "spec.training.metrics.port"
 
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        # The standard one asks DNS for the host's full name, which takes seconds where nothing answers.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = "localhost", self.socket.getsockname()[1]
-        self.setup_environ()
-
-
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Write nothing: a line a scrape would only fill the log."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket) -> None:
+        place = listener.getsockname()
+        super().__init__(place[:2], _SilentHandler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        # The standard server asks DNS for the host's full name, which takes seconds where nothing answers.
+        self.server_name, self.server_port = "localhost", place[1]
+        self.setup_environ()
 
 
 class MetricsServer:
@@ -38,9 +43,8 @@ class MetricsServer:
     ) -> None:
         """Listen on ``port`` of ``host``; 0 takes a free one. Raises ConfigurationError, naming the field."""
         try:
-            self._server = make_server(
-                host, port, make_wsgi_app(registry), _Server, _SilentHandler
-            )
+            self._server = _Server(open_listener(host, port))
+            self._server.set_app(make_wsgi_app(registry))
         except OSError as error:
             why = f"{error.strerror or error}".lower()
             remedy = "Choose another port, 0 for any free one, or leave it out for no endpoint"

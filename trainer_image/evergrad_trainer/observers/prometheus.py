@@ -13,6 +13,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from evergrad_coordinator.addresses import ANY
 from evergrad_coordinator.causes import SKIPS, read_change, read_trouble
 from evergrad_trainer import __version__
 from evergrad_trainer.observers.account import Account
@@ -53,7 +54,7 @@ class PrometheusExporter(BaseObserver):
         run: str,
         *,
         port: int,
-        host: str = "0.0.0.0",
+        host: str = ANY,
         linger_seconds: float = 0.0,
         before: Before | None = None,
         should_stop: Callable[[], bool] = lambda: False,

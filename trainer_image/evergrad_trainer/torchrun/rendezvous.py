@@ -71,6 +71,7 @@ def parse_settings(
     """
     from importlib.metadata import version
 
+    from evergrad_coordinator.addresses import split_address
     from evergrad_trainer.torchrun.agent_state import NodeSettings
 
     given = {str(key): value for key, value in parameters.config.items()}
@@ -78,8 +79,8 @@ def parse_settings(
         f"--rdzv-conf {key}: no such key. The keys are {', '.join(_OWN_KEYS)}."
         for key in sorted(set(given) - {*_OWN_KEYS, *_TORCH_KEYS})
     ]
-    host, _, port = parameters.endpoint.strip().rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    coordinator = split_address(parameters.endpoint)
+    if coordinator is None:
         problems.append(
             f"--rdzv-endpoint {parameters.endpoint!r}: not HOST:PORT. Name the coordinator's host and port."
         )
@@ -111,11 +112,12 @@ def parse_settings(
     join_seconds = _find_seconds(given, join_key, _JOIN_SECONDS, problems)
     if problems:
         raise ValueError("\n".join(problems))
+    host, port = coordinator or ("", 0)
     return NodeSettings(
         run=parameters.run_id,
         node=node,
-        host=host.strip("[]"),
-        port=int(port),
+        host=host,
+        port=port,
         address=parameters.local_addr,
         token_file=Path(token_file),
         lease_seconds=lease_seconds,
@@ -267,10 +269,11 @@ class _Silence:
 
         Raises RendezvousTimeoutError when that has lasted too long.
         """
+        from evergrad_coordinator.addresses import join_address
         from evergrad_trainer.worker.silence import SAY_SECONDS, describe_silence
 
         settings, waited = self._settings, min(seconds_since_contact, now - self._began)
-        address = f"{settings.host}:{settings.port}"
+        address = join_address(settings.host, settings.port)
         if waited > settings.join_seconds:
             text = (
                 f"the coordinator at {address} has not answered for {settings.join_seconds:g} s "

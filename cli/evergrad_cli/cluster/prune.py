@@ -1,0 +1,219 @@
+"""``evergrad prune``: lists what runs that are gone or complete have left over, and deletes it with
+``--yes``."""
+
+import argparse
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from evergrad_cli.cluster.arguments import (
+    add_all_namespaces,
+    add_cluster_arguments,
+    note,
+    say,
+    say_json,
+    seconds_of,
+)
+from evergrad_cli.cluster.client import Cluster, connect, core_path, runs_path
+from evergrad_cli.cluster.errors import ClusterInputError, NotFoundError, RefusedError
+from evergrad_cli.cluster.text import NOTHING, table
+from evergrad_cli.cluster.unused import CLAIM, OWN_CLAIMS, find_old_runs, find_unused_claims
+from evergrad_cli.leftovers import Leftover, find_leftovers, find_runs, remove
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.text import size
+from evergrad_manifest.errors import Problem
+
+NAME = "prune"
+EXAMPLES = """\
+  evergrad prune                                   # claims whose run is gone; nothing is deleted
+  evergrad prune --older-than 30d                  # also runs that ended more than 30 days ago
+  evergrad prune --older-than 30d --yes            # deletes what the line above lists
+  evergrad prune runs/ --keep 1 --yes              # superseded checkpoints of this machine"""
+_DAYS: Final = re.compile(r"(\d+(?:\.\d+)?)d")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        metavar="DIRECTORY",
+        help="a run directory of this machine, or a folder of them; without it: the cluster",
+    )
+    parser.add_argument(
+        "--older-than",
+        type=_age_of,
+        metavar="TIME",
+        help="also runs that ended so long ago, e.g. 30d or 12h; claims of such runs alone",
+    )
+    parser.add_argument(
+        "--keep",
+        type=int,
+        default=2,
+        metavar="N",
+        help="number of newest checkpoints of a directory that stay (default: 2, at least 1)",
+    )
+    parser.add_argument(
+        "--yes", action="store_true", help="delete what is listed; without it nothing is"
+    )
+    add_all_namespaces(parser)
+    add_cluster_arguments(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0, also where nothing is left over; 70 where something could not be deleted."""
+    if args.keep < 1:
+        why = "the newest checkpoint of a run is never removed"
+        raise ClusterInputError(
+            Problem("--keep", f"{args.keep} is below 1", why, "Use 1 or more")
+        )
+    if args.directory is not None:
+        found = _look_at_directory(args.directory, keep=args.keep)
+        return _finish(args, found, lambda one: remove(Path(one.name)))
+    with connect(args) as cluster:
+        found = _look_at_cluster(
+            cluster, None if args.all_namespaces else cluster.namespace, args.older_than
+        )
+        return _finish(args, found, lambda one: _delete(cluster, one))
+
+
+def render(found: Sequence[Leftover], *, is_deleted: bool) -> list[str]:
+    """Build the table and the line below it."""
+    rows = [
+        [
+            _verb(one, is_deleted=is_deleted),
+            one.kind,
+            f"{one.namespace}/{one.name}" if one.namespace else one.name,
+            one.size or (NOTHING if one.size_bytes is None else size(one.size_bytes)),
+            one.why,
+        ]
+        for one in found
+    ]
+    going = [one for one in found if not one.is_kept]
+    lines = table(("ACTION", "KIND", "NAME", "SIZE", "WHY"), rows)
+    total = sum(one.size_bytes or 0 for one in going)
+    freed = f", {size(total)}" if total else ""
+    if going and not is_deleted:
+        lines += ["", f"Nothing was deleted. {len(going)} would be{freed}: add --yes."]
+    return lines
+
+
+def _verb(one: Leftover, *, is_deleted: bool) -> str:
+    if one.is_kept:
+        return "keep"
+    return "deleted" if is_deleted else "delete"
+
+
+def _finish(
+    args: argparse.Namespace, found: Sequence[Leftover], delete: Callable[[Leftover], None]
+) -> int:
+    """Delete what goes, if that was asked for, and show everything."""
+    failures = []
+    for one in found:
+        if args.yes and not one.is_kept:
+            try:
+                delete(one)
+            except (OSError, RefusedError) as error:
+                failures.append(f"{one.kind} {one.name}: not deleted; {error}")
+            except NotFoundError:
+                continue  # somebody else was quicker
+    if args.json:
+        going = [_row(one) for one in found if not one.is_kept]
+        kept = [_row(one) for one in found if one.is_kept]
+        say_json({"deleted": args.yes, "leftovers": going, "kept": kept, "failures": failures})
+    elif not found:
+        note("Nothing is left over.")
+    else:
+        for line in render(found, is_deleted=args.yes):
+            say(line)
+    for text in failures:
+        note(f"error: {text}")
+    return int(ExitCode.INTERNAL if failures else ExitCode.DONE)
+
+
+def _row(one: Leftover) -> dict[str, object]:
+    return {
+        "kind": one.kind,
+        "name": one.name,
+        "namespace": one.namespace or None,
+        "why": one.why,
+        "size": one.size or None,
+        "bytes": one.size_bytes,
+    }
+
+
+def _look_at_directory(directory: Path, *, keep: int) -> list[Leftover]:
+    runs = find_runs(directory)
+    if not runs:
+        raise ClusterInputError(
+            Problem(
+                str(directory),
+                "holds no run",
+                "there is no run.json in it, or in a folder of it",
+                "Name a run directory, or the folder of several",
+            )
+        )
+    now = time.time()
+    around = {*runs, *find_runs(directory.resolve().parent)}
+    return [
+        one
+        for run in runs
+        for one in find_leftovers(run, keep=keep, now=now, neighbours=around)
+    ]
+
+
+def _look_at_cluster(
+    cluster: Cluster, namespace: str | None, older_than: float | None
+) -> list[Leftover]:
+    # Claims first: a run that is made after this list keeps a claim that is listed, and not the reverse.
+    selector = {"labelSelector": OWN_CLAIMS}
+    claims = [
+        *cluster.items(
+            core_path("persistentvolumeclaims", namespace),
+            what="persistentvolumeclaims",
+            query=selector,
+        )
+    ]
+    pods = [*cluster.items(core_path("pods", namespace), what="pods")]
+    runs = [*cluster.items(runs_path(namespace), what="trainingruns")]
+    now = time.time()
+    found: list[Leftover] = []
+    for place in sorted({str(raw["metadata"]["namespace"]) for raw in (*claims, *runs)}):
+        here = [raw for raw in runs if raw["metadata"]["namespace"] == place]
+        if older_than is not None:
+            found += find_old_runs(here, older_than=older_than, now=now)
+        found += find_unused_claims(
+            [raw for raw in claims if raw["metadata"]["namespace"] == place],
+            here,
+            [raw for raw in pods if raw["metadata"]["namespace"] == place],
+            older_than=older_than or 0.0,
+            now=now,
+        )
+    return found
+
+
+def _delete(cluster: Cluster, one: Leftover) -> None:
+    """Delete an object, unless it is another one by now, or was changed since it was looked at."""
+    path = (
+        core_path("persistentvolumeclaims", one.namespace, one.name)
+        if one.kind == CLAIM
+        else runs_path(one.namespace, one.name)
+    )
+    body = {
+        "kind": "DeleteOptions",
+        "apiVersion": "v1",
+        "preconditions": {"uid": one.uid, "resourceVersion": one.version},
+        "propagationPolicy": "Background",
+    }
+    cluster.send("DELETE", path, body, what=f"{one.kind.lower()} {one.name}")
+
+
+def _age_of(text: str) -> float:
+    """``30d``, ``12h`` → seconds. Raises ArgumentTypeError."""
+    match = _DAYS.fullmatch(text.strip())
+    seconds = float(match[1]) * 86400 if match is not None else seconds_of(text)
+    # A wait of 0 lasts for ever; an age of 0 is any.
+    return 0.0 if seconds == float("inf") else seconds

@@ -1,0 +1,132 @@
+"""Claims without a run and runs that ended long ago, from raw objects of one namespace. Pure."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from evergrad_cli.cluster.runs import Run, parse_run
+from evergrad_cli.cluster.text import age, parse_time
+from evergrad_cli.leftovers import Leftover
+from evergrad_coordinator.contract import LABEL_PREFIX
+
+Raw = Mapping[str, Any]
+CLAIM: Final = "PersistentVolumeClaim"
+RUN: Final = "TrainingRun"
+OWN_CLAIMS: Final = f"app.kubernetes.io/managed-by=evergrad,{LABEL_PREFIX}run"
+"""Selects the claims that an operator has made."""
+_RECORD: Final = f"run.{LABEL_PREFIX}"
+
+
+def find_unused_claims(
+    claims: Iterable[Raw],
+    runs: Sequence[Raw],
+    pods: Iterable[Raw],
+    *,
+    older_than: float,
+    now: float,
+) -> tuple[Leftover, ...]:
+    """Find claims of runs that are gone. All objects are of one namespace, and each list is whole.
+
+    ``older_than``: seconds since the last run on a claim was complete. ``now``: Unix seconds.
+    """
+    wanted = {run.claim for run in map(parse_run, runs)} | {
+        str(raw["metadata"]["name"]) for raw in runs
+    }
+    mounted = {name: pod for pod in pods for name in _mounts(pod)}
+    found = []
+    for raw in sorted(claims, key=lambda one: str(one["metadata"]["name"])):
+        metadata = raw["metadata"]
+        name = str(metadata["name"])
+        if name in wanted or metadata.get("deletionTimestamp"):
+            continue
+        size = ((raw.get("status") or {}).get("capacity") or {}).get("storage", "")
+        why, is_kept = _judge_claim(raw, older_than=older_than, now=now)
+        if name in mounted:
+            why, is_kept = f"pod {mounted[name]['metadata']['name']} mounts it", True
+        found.append(_leftover(CLAIM, raw, why, is_kept=is_kept, size=str(size)))
+    return tuple(found)
+
+
+def find_old_runs(
+    runs: Iterable[Raw], *, older_than: float, now: float
+) -> tuple[Leftover, ...]:
+    """Find runs that have ended for good, at least ``older_than`` seconds ago."""
+    found = []
+    for raw in runs:
+        run = parse_run(raw)
+        ended = _ended_at(run)
+        if not run.is_over or run.is_deleting or ended is None or now - ended < older_than:
+            continue
+        how = "complete" if run.is_true("Complete") else "failed"
+        storage = (raw.get("spec") or {}).get("storage")
+        takes_data = isinstance(storage, Mapping) and storage.get("whenDeleted") == "Delete"
+        # A restart of a failed run goes on from its checkpoints.
+        is_kept = takes_data and how == "failed"
+        volume = f"claim {run.claim} stays"
+        if takes_data:
+            volume = f"its claim {run.claim} goes with it (storage.whenDeleted)"
+        if is_kept:
+            volume = f"{volume}, with checkpoints of a run that did not end well"
+        why = f"{how} {age(now - ended)} ago; {volume}"
+        found.append(_leftover(RUN, raw, why, is_kept=is_kept))
+    return tuple(sorted(found, key=lambda one: one.name))
+
+
+def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]:
+    """Return why a claim without a run goes or stays, and whether it stays."""
+    if raw["metadata"].get("ownerReferences"):
+        return "it has an owner, and goes with it", True
+    records: dict[str, Any] = {}
+    for key, text in (raw["metadata"].get("annotations") or {}).items():
+        if key.startswith(_RECORD):
+            try:
+                records[key.removeprefix(_RECORD)] = json.loads(text)
+            except ValueError:
+                return f"the record of run {key.removeprefix(_RECORD)} cannot be read", True
+    if not records:
+        return "no run has left a record on it", True
+
+    # The record of a run that was never complete stands beside its only checkpoints.
+    newest = 0.0
+    for name, record in sorted(records.items()):
+        complete = record.get("complete") if isinstance(record, Mapping) else None
+        at = parse_time(complete.get("at")) if isinstance(complete, Mapping) else None
+        if at is None:
+            return f"run {name} is gone and was not complete: its checkpoints are here", True
+        newest = max(newest, at)
+    names = ", ".join(sorted(records))
+    if now - newest < older_than:
+        return f"run {names} was complete only {age(now - newest)} ago", True
+    return f"run {names} is gone, and was complete {age(now - newest)} ago", False
+
+
+def _mounts(pod: Raw) -> list[str]:
+    """Return the claims that a pod uses, unless it has ended."""
+    if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return []
+    volumes = (pod.get("spec") or {}).get("volumes") or ()
+    used = ((volume.get("persistentVolumeClaim") or {}).get("claimName") for volume in volumes)
+    return [str(name) for name in used if name]
+
+
+def _ended_at(run: Run) -> float | None:
+    """Return when a run ended: of its condition, which an operator writes once."""
+    for kind in ("Complete", "Failed"):
+        condition = run.condition(kind)
+        if condition is not None and condition.status == "True":
+            return run.completed or condition.since
+    return None
+
+
+def _leftover(kind: str, raw: Raw, why: str, *, is_kept: bool, size: str = "") -> Leftover:
+    metadata = raw["metadata"]
+    return Leftover(
+        kind,
+        str(metadata["name"]),
+        why,
+        is_kept=is_kept,
+        size=size,
+        namespace=str(metadata.get("namespace", "")),
+        uid=str(metadata.get("uid", "")),
+        version=str(metadata.get("resourceVersion", "")),
+    )

@@ -1,0 +1,70 @@
+"""Addresses with their ports, of IPv4, IPv6 and names: how they are read, written and listened on."""
+
+import errno
+import ipaddress
+import socket
+from typing import Final
+
+ANY: Final = ""
+"""Host of a listener that is reached at every address of its machine, by IPv6 and IPv4."""
+_WITHOUT_IPV6: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """Split ``HOST:PORT`` or ``[IPV6]:PORT``; None for anything else, such as an IPv6 address without
+    brackets, whose last group would be taken for a port."""
+    host, colon, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        if not _is_ipv6(host):
+            return None
+    elif ":" in host:
+        return None
+    if not colon or not host or not port.isascii() or not port.isdecimal():
+        return None
+    return (host, int(port)) if 0 < int(port) < 65536 else None
+
+
+def join_address(host: str, port: int) -> str:
+    """Write ``HOST:PORT``, with an IPv6 address in brackets, as URLs and ``split_address`` take it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def open_listener(host: str, port: int, *, backlog: int = 128) -> socket.socket:
+    """Open a listening TCP socket on ``host``; 0 takes any free port. Raises OSError.
+
+    ANY is one socket for both families, so that a port of 0 is the same in both; on a machine without IPv6 it
+    is one of IPv4.
+    """
+    if host == ANY:
+        try:
+            return socket.create_server(
+                ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+        except ValueError:
+            pass  # the platform has no such socket
+        except OSError as error:
+            # A port that is taken is an error in both families.
+            if error.errno not in _WITHOUT_IPV6:
+                raise
+        return socket.create_server(("0.0.0.0", port), backlog=backlog)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, place = found[0]
+    return socket.create_server((str(place[0]), port), family=family, backlog=backlog)
+
+
+def plain_host(host: str) -> str:
+    """Return an IPv4 address that a socket of both families shows as IPv6 as people write it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped) if mapped is not None else host
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False

@@ -1,0 +1,67 @@
+"""Two nodes that meet over IPv6 alone: coordinator, stores and addresses are of ``::1``."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator_processes import Coordinator
+from run_helpers import metric_rows, recipe
+
+EVERGRAD = Path(sys.executable).with_name("evergrad")
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback address")
+def test_two_nodes_train_over_ipv6(experiment: Any, tmp_path: Path) -> None:
+    experiment.write(recipe(horizon={"steps": 4}, nodes={"min": 2, "max": 2}))
+    coordinator = Coordinator(tmp_path, "--host", "::1", run="tiny", least=2, most=2)
+    # gloo takes the addresses of this interface; that it takes one of IPv6 is its own affair, and without a
+    # name of the host no look-up stands between.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    nodes: list[subprocess.Popen[str]] = []
+    try:
+        port = coordinator.wait_until_listening().port
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        for index in (0, 1):
+            arguments = [
+                *("--join", f"[::1]:{port}", "--address", "::1", "--node", str(index)),
+                *("--token-file", str(tmp_path / "token"), "--workers", "1"),
+                *("--run-directory", "run"),
+            ]
+            nodes.append(
+                subprocess.Popen(
+                    [str(EVERGRAD), "node", "tiny.yaml", *arguments],
+                    env=environment,
+                    cwd=experiment.path,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        said = [node.communicate(timeout=800)[0] for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+        assert "[::1]" in "".join(said) or "::1" in coordinator.log_text()
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.kill()
+                node.communicate()
+        coordinator.end()
+    rows = metric_rows(experiment.path / "run")
+    assert [(row["step"], row["world_size"]) for row in rows] == [
+        (step, 2) for step in range(1, 5)
+    ]

@@ -1,0 +1,296 @@
+"""`evergrad prune`: what it lists, what it deletes, and above all what it leaves alone."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_cli.cluster.unused import find_old_runs, find_unused_claims
+from evergrad_cli.leftovers import find_leftovers
+from evergrad_cli.main import main
+
+NOW = 1_614_600_000.0  # 2021-03-01T12:00:00Z
+DAY = 86400.0
+RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
+CLAIMS = "/api/v1/namespaces/lab/persistentvolumeclaims"
+PODS = "/api/v1/namespaces/lab/pods"
+DONE = {"path": "old", "recipe": "r", "epoch": 1, "complete": {"at": "2021-02-01T12:00:00Z"}}
+
+
+# ---- a cluster ---------------------------------------------------------------------------------------------
+
+
+def make_claim(name: str = "old", **records: Any) -> dict[str, Any]:
+    found = {
+        f"run.evergrad.dev/{run}": record if isinstance(record, str) else json.dumps(record)
+        for run, record in (records or {name: DONE}).items()
+    }
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "lab",
+            "uid": f"uid-{name}",
+            "resourceVersion": "9",
+            "labels": {"evergrad.dev/run": name, "app.kubernetes.io/managed-by": "evergrad"},
+            "annotations": found,
+        },
+        "status": {"phase": "Bound", "capacity": {"storage": "20Gi"}},
+    }
+
+
+def make_ended(name: str, kind: str = "Complete", **spec: Any) -> dict[str, Any]:
+    at = "2021-01-30T12:00:00Z"
+    condition = {"type": kind, "status": "True", "lastTransitionTime": at}
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "lab",
+            "uid": f"uid-{name}",
+            "resourceVersion": "4",
+        },
+        "spec": {"training": {}, **spec},
+        "status": {"phase": kind, "conditions": [condition]},
+    }
+
+
+def judge(
+    claim: dict[str, Any],
+    *,
+    runs: list[dict[str, Any]] | None = None,
+    pods: list[dict[str, Any]] | None = None,
+    older_than: float = 0.0,
+) -> list[tuple[bool, str]]:
+    found = find_unused_claims([claim], runs or [], pods or [], older_than=older_than, now=NOW)
+    return [(one.is_kept, one.why) for one in found]
+
+
+def test_a_claim_goes_where_every_run_on_it_is_gone_and_was_complete() -> None:
+    assert judge(make_claim()) == [(False, "run old is gone, and was complete 28d ago")]
+    assert judge(make_claim(old=DONE, reader=DONE)) == [
+        (False, "run old, reader is gone, and was complete 28d ago")
+    ]
+
+
+def test_a_claim_of_a_run_that_was_not_complete_stays() -> None:
+    half = {key: value for key, value in DONE.items() if key != "complete"}
+    kept = [(True, "run new is gone and was not complete: its checkpoints are here")]
+    assert judge(make_claim(old=DONE, new=half)) == kept
+
+
+def test_a_claim_that_cannot_be_understood_stays() -> None:
+    assert judge(make_claim(old="{")) == [(True, "the record of run old cannot be read")]
+    bare = make_claim()
+    bare["metadata"]["annotations"] = {}
+    assert judge(bare) == [(True, "no run has left a record on it")]
+
+
+def test_a_claim_that_somebody_uses_or_owns_stays() -> None:
+    pod = {
+        "metadata": {"name": "reader"},
+        "spec": {"volumes": [{"persistentVolumeClaim": {"claimName": "old"}}]},
+        "status": {"phase": "Pending"},
+    }
+    assert judge(make_claim(), pods=[pod]) == [(True, "pod reader mounts it")]
+    ended = {**pod, "status": {"phase": "Succeeded"}}
+    assert judge(make_claim(), pods=[ended])[0][0] is False
+    owned = make_claim()
+    owned["metadata"]["ownerReferences"] = [{"uid": "u"}]
+    assert judge(owned) == [(True, "it has an owner, and goes with it")]
+
+
+def test_a_claim_whose_run_exists_is_not_left_over() -> None:
+    assert judge(make_claim(), runs=[make_ended("old")]) == []
+    other = make_ended("other", storage={"claimName": "old"})
+    assert judge(make_claim(), runs=[other]) == []
+
+
+def test_a_claim_that_was_complete_lately_stays_with_an_age() -> None:
+    assert judge(make_claim(), older_than=30 * DAY) == [
+        (True, "run old was complete only 28d ago")
+    ]
+
+
+def test_only_runs_that_ended_so_long_ago_are_old() -> None:
+    runs = [make_ended("b"), make_ended("a", "Failed"), make_ended("c", "Progressing")]
+    found = find_old_runs(runs, older_than=30 * DAY, now=NOW)
+    assert [(one.name, one.why) for one in found] == [
+        ("a", "failed 30d ago; claim a stays"),
+        ("b", "complete 30d ago; claim b stays"),
+    ]
+    assert find_old_runs(runs, older_than=31 * DAY, now=NOW) == ()
+
+
+def test_a_failed_run_whose_volume_would_go_with_it_stays() -> None:
+    storage = {"whenDeleted": "Delete"}
+    runs = [make_ended("a", "Failed", storage=storage), make_ended("b", storage=storage)]
+    found = find_old_runs(runs, older_than=DAY, now=NOW)
+    assert [(one.name, one.is_kept) for one in found] == [("a", True), ("b", False)]
+    assert "its claim b goes with it" in found[1].why
+
+
+def serve(api: Any) -> None:
+    half = {"path": "half", "recipe": "r", "epoch": 1}
+    claims = [make_claim("gone"), make_claim("half", half=half)]
+    api.on("GET", CLAIMS, {"metadata": {}, "items": claims})
+    api.on("GET", PODS, {"metadata": {}, "items": []})
+    api.on("GET", RUNS, {"metadata": {}, "items": [make_ended("done")]})
+    for path in (f"{CLAIMS}/gone", f"{RUNS}/done"):
+        api.on("DELETE", path, {"kind": "Status", "status": "Success"})
+
+
+def test_nothing_is_deleted_without_yes(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    serve(api)
+    assert main(["prune", "--kubeconfig", api.kubeconfig, "--older-than", "1d"]) == 0
+    shown = capsys.readouterr().out
+    assert "Nothing was deleted. 2 would be: add --yes." in shown
+    assert "lab/half" in shown and "keep" in shown
+    assert api.sent("DELETE") == []
+    (claims,) = [one for one in api.sent("GET") if one.path == CLAIMS]
+    selected = "app.kubernetes.io/managed-by=evergrad,evergrad.dev/run"
+    assert claims.query["labelSelector"] == selected
+
+
+def test_with_yes_exactly_what_was_looked_at_is_deleted(
+    api: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(api)
+    code = main(
+        ["prune", "--kubeconfig", api.kubeconfig, "--older-than", "1d", "--yes", "--json"]
+    )
+    assert code == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in document["leftovers"]] == ["done", "gone"]
+    assert [one["name"] for one in document["kept"]] == ["half"]
+    sent = {one.path: one.body["preconditions"] for one in api.sent("DELETE")}
+    assert sent == {
+        f"{RUNS}/done": {"uid": "uid-done", "resourceVersion": "4"},
+        f"{CLAIMS}/gone": {"uid": "uid-gone", "resourceVersion": "9"},
+    }
+
+
+def test_without_an_age_no_run_is_touched(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    serve(api)
+    assert main(["prune", "--kubeconfig", api.kubeconfig, "--yes"]) == 0
+    assert [one.path for one in api.sent("DELETE")] == [f"{CLAIMS}/gone"]
+
+
+def test_a_refused_deletion_is_named_and_the_others_go_on(
+    api: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(api)
+    api.refuse("DELETE", f"{RUNS}/done", 403, "not allowed")
+    code = main(["prune", "--kubeconfig", api.kubeconfig, "--older-than", "1d", "--yes"])
+    assert code == 70
+    assert "TrainingRun done: not deleted" in capsys.readouterr().err
+    assert len(api.sent("DELETE")) == 2
+
+
+# ---- run directories ---------------------------------------------------------------------------------------
+
+
+def make_directory(path: Path, *, steps: int = 4, is_complete: bool = True) -> Path:
+    """A run directory with a checkpoint of each step, 100 bytes of state, last written an hour ago."""
+    (path / "checkpoints" / ".tmp" / "step-9.g1.9").mkdir(parents=True)
+    for step in range(1, steps + 1):
+        add_checkpoint(path, step)
+    (path / "run.json").write_text(json.dumps({"recipe": "pretrain", "name": path.name}))
+    (path / "events.jsonl").write_text("{}\n")
+    if is_complete:
+        (path / "complete.json").write_text("{}")
+    os.utime(path / "events.jsonl", (NOW - 3600, NOW - 3600))
+    return path
+
+
+def add_checkpoint(path: Path, step: int, **fields: Any) -> Path:
+    checkpoint = path / "checkpoints" / f"step-{step}"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "rank-0.bin").write_bytes(b"x" * 100)
+    manifest = {
+        "format": 1,
+        "step": step,
+        "generation": 1,
+        "serial": step,
+        "best": False,
+        "extra": {},
+        "files": [{"name": "rank-0.bin", "bytes": 100, "hash": "0" * 32}],
+        **fields,
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    return checkpoint
+
+
+def going(path: Path, *, keep: int = 1, now: float = NOW, **rest: Any) -> list[str]:
+    found = find_leftovers(path, keep=keep, now=now, **rest)
+    return sorted(Path(one.name).name for one in found if not one.is_kept)
+
+
+def test_superseded_checkpoints_and_attempts_of_a_complete_run_are_left_over(
+    tmp_path: Path,
+) -> None:
+    run = make_directory(tmp_path / "first")
+    assert going(run) == ["step-1", "step-2", "step-3", "step-9.g1.9"]
+    assert going(run, keep=3) == ["step-1", "step-9.g1.9"]
+
+
+def test_permanent_checkpoints_and_the_best_stay(tmp_path: Path) -> None:
+    run = make_directory(tmp_path / "first")
+    add_checkpoint(run, 1, extra={"permanent": True})
+    add_checkpoint(run, 2, best=True)
+    (run / "checkpoints" / "best.json").write_text('{"checkpoint": "step-3"}')
+    assert going(run) == ["step-9.g1.9"]
+
+
+def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path: Path) -> None:
+    run = make_directory(tmp_path / "first")
+    (run / "checkpoints" / "step-4" / "rank-0.bin").write_bytes(b"x")
+    (run / "checkpoints" / "step-1" / "manifest.json").write_text('{"format": 2}')
+    assert going(run) == ["step-2", "step-9.g1.9"], "step 3 is the newest whole one"
+
+
+def test_nothing_of_a_run_goes_that_may_still_need_it(tmp_path: Path) -> None:
+    assert going(make_directory(tmp_path / "half", is_complete=False)) == []
+    run = make_directory(tmp_path / "first")
+    assert going(run, now=NOW - 3600 + 60) == [], "it was written to a minute ago"
+    (run / "run.json").write_text('{"recipe": "two_stage_kl"}')
+    assert going(run) == []
+
+
+def test_a_run_that_an_unfinished_neighbour_begins_with_stays_whole(tmp_path: Path) -> None:
+    run = make_directory(tmp_path / "first")
+    other = make_directory(tmp_path / "second", is_complete=False)
+    assert going(run, neighbours=[run, other]) != []
+    (other / "run.json").write_text('{"initFrom": {"path": "../first", "step": 2}}')
+    assert going(run, neighbours=[run, other]) == []
+
+
+def test_a_folder_of_runs_is_pruned_only_with_yes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_directory(tmp_path / "first")
+    half = make_directory(tmp_path / "half", is_complete=False)
+    old = time.time() - 3600
+    for path in tmp_path.glob("*/events.jsonl"):
+        os.utime(path, (old, old))
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+    assert "Nothing was deleted. 4 would be" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+
+    assert main(["prune", str(tmp_path), "--keep", "1", "--yes"]) == 0
+    left = sorted(path.name for path in (tmp_path / "first" / "checkpoints").glob("step-*"))
+    assert left == ["step-4"]
+    assert not any((tmp_path / "first" / "checkpoints" / ".trash").iterdir())
+    assert len(list((half / "checkpoints").glob("step-*"))) == 4
+
+
+def test_the_newest_checkpoint_cannot_be_asked_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_directory(tmp_path / "first")
+    assert main(["prune", str(tmp_path), "--keep", "0", "--yes"]) == 64
+    assert "--keep: 0 is below 1" in capsys.readouterr().err
+    assert main(["prune", str(tmp_path / "nowhere")]) == 64
+    assert "holds no run" in capsys.readouterr().err
