@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS, END_TO_END = ROOT / "benchmarks", ROOT / "tests/e2e"
-# Of an API server 1.34: what runs cause, what goes on without them, what only reads.
+# Requests to an API server 1.34: those that runs cause, those that go on without them, reads.
 COUNTED = (
     ("POST", "pods", "", 201, "5"),
     ("POST", "pods", "", 409, "1"),
@@ -206,6 +206,7 @@ def test_rows_of_pods_set_ours_beside_stock_torchrun(bench: SimpleNamespace) -> 
     theirs = {"rest": 20.0, "replacement": 24.0, "lost_steps": 3.0, "step": 0.5}
     samples = {
         "quickstart": [{"first_step": 31.0}],
+        "resume": [{"suspend": 4.0, "pods": 3.0, "resume": 16.0}],
         "recipe": [ours] * 3,
         "stock_default": [theirs],
     }
@@ -213,6 +214,10 @@ def test_rows_of_pods_set_ours_beside_stock_torchrun(bench: SimpleNamespace) -> 
         (row.what.split(" → ")[-1], row.name): row for row in bench.pods.make_rows(samples)
     }
     assert found["first step", "median"].is_reached is False
+    whole = "a run of 3 pods, suspended and resumed"
+    assert found[whole, "suspend → Suspended"].goal == ""
+    assert found[whole, "resume → next new step"].value == 16
+    assert found[whole, "resume → next new step"].is_reached is False
     assert found["next step of the rest", "TrainingRun, recipe"].is_reached
     assert found["… next step of the rest", "stock default / recipe"].value == 20
     assert found["… replacement trains", "stock default / recipe"].value == 3
