@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from bed.places import CONTROL_ADDRESS, REPOSITORY
+from bed.shell import run
 from cluster_plane import NAMESPACE, NODE_LABEL, TAINT, Plane, collection
 
 RUNS_PER_CLAIM = 25
@@ -29,6 +30,12 @@ class Evergrad:
 
     def __init__(self, plane: Plane) -> None:
         self._plane = plane
+
+    @staticmethod
+    def version() -> str:
+        """The commit whose operator runs."""
+        words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
+        return run(words).strip()
 
     @staticmethod
     def build() -> None:

@@ -2,6 +2,7 @@
 two managers."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ _PACKAGES = {
     "trainer": "github.com/kubeflow/trainer/v2/cmd/trainer-controller-manager",
     "jobset": "sigs.k8s.io/jobset",
 }
+_TITLES = {"trainer": "Trainer", "jobset": "JobSet"}
 _WEBHOOK_PORTS = {"trainer": 9443, "jobset": 9444}
 _HEALTH_PORTS = {"trainer": 8081, "jobset": 8082}
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -40,6 +42,11 @@ class Kubeflow:
     def __init__(self, plane: Plane) -> None:
         self._plane = plane
         self._folder = plane.scratch / "kubeflow"
+
+    @staticmethod
+    def version() -> str:
+        """The releases that are pinned, for instance ``Trainer v2.3.0, JobSet v0.12.0``."""
+        return ", ".join(f"{title} {pinned(name)}" for name, title in _TITLES.items())
 
     @staticmethod
     def build() -> None:
@@ -102,10 +109,14 @@ class Kubeflow:
 
     @staticmethod
     def owns(verb: str, resource: str) -> bool:
-        """Whether only one of the two managers writes this. Pods are the Job controller's, in kcm."""
+        """Whether only one of the two managers writes this. Pods are the Job controller's, in kcm.
+
+        Trainer applies a ConfigMap for each TrainJob: the runtime as it was when the TrainJob came.
+        """
         return resource.startswith(("jobsets", "trainjobs")) or (verb, resource) in (
             ("POST", "jobs"),
             ("POST", "services"),
+            ("APPLY", "configmaps"),
         )
 
     def count_events(self) -> float:
@@ -187,6 +198,16 @@ def binary(name: str) -> Path:
             known, toolbox.Tool({known: package}, minutes="1 to 3 minutes", sources=SOURCES)
         )
     return toolbox.build(name) / name
+
+
+def pinned(name: str) -> str:
+    """The version of `trainer` or `jobset` that its go.mod requires. Raises LookupError where it requires
+    none."""
+    text = (SOURCES / name / "go.mod").read_text(encoding="utf-8")
+    found = re.search(rf"^\s*{re.escape(MODULES[name])} (v\S+)", text, re.MULTILINE)
+    if found is None:
+        raise LookupError(f"{SOURCES / name / 'go.mod'}: requires no {MODULES[name]}.")
+    return found[1]
 
 
 def _read(name: str, place: str) -> Iterator[dict[str, Any]]:

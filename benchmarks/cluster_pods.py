@@ -38,6 +38,8 @@ from common import Row, model_config, print_rows
 
 SAMPLES_FILE = Path(__file__).with_name("results") / "cluster-pods-samples.json"
 EVENTS = 5
+RESUMED_NODES = 3
+"""Nodes of the run that is suspended and resumed."""
 SETTLED_STEPS = 8
 """Steps of the whole group before a pod is killed."""
 RESOURCES = {"requests": {"cpu": "100m", "memory": "512Mi"}}
@@ -106,6 +108,36 @@ def measure_recipe(bench: Bench, events: int) -> list[Sample]:
         }
         run = runs.apply(make_manifest("recipe", steps=100_000, changes=changes))
         return _kill_in_turns(run, run.rows, events)
+
+
+def measure_resume(bench: Bench, events: int) -> list[Sample]:
+    """One run of three nodes, suspended and resumed again and again: seconds from just before each change."""
+    samples = []
+    with bench.namespace() as runs:
+        runs.kubectl(
+            "create", "configmap", "documents", f"--from-literal=documents.jsonl={documents()}"
+        )
+        changes = {"nodes": {"min": 1, "max": RESUMED_NODES}, "resources": RESOURCES}
+        run = runs.apply(make_manifest("resume", steps=100_000, changes=changes))
+        for _ in range(events):
+            run.wait_for_world(RESUMED_NODES)
+            begun = time.time()
+            run.patch({"suspend": True})
+            run.wait_for_phase("Suspended")
+            suspended, num_rows = time.time(), len(run.rows())
+            run.patch({"suspend": False})
+            run.wait_for_pods(*range(RESUMED_NODES))
+            all_run = time.time()
+            wait_for(lambda before=num_rows: len(run.rows()) > before, "a step after the resume")
+            samples.append(
+                {
+                    "suspend": suspended - begun,
+                    "pods": all_run - suspended,
+                    "resume": run.rows()[num_rows]["time"] - suspended,
+                }
+            )
+            _say(samples[-1])
+    return samples
 
 
 def measure_script(bench: Bench, events: int) -> list[Sample]:
@@ -260,6 +292,7 @@ PARTS: dict[str, Callable[[Bench, int], list[Sample]]] = {
     "quickstart": measure_quickstart,
     "recipe": measure_recipe,
     "script": measure_script,
+    "resume": measure_resume,
     "stock_tuned": lambda bench, events: measure_stock(bench, events, settings=stock.TUNED),
     "stock_default": lambda bench, events: measure_stock(bench, events, settings=stock.DEFAULT),
 }
@@ -289,6 +322,14 @@ def make_rows(samples: dict[str, list[Sample]]) -> list[Row]:
                 "<= 30",
             )
         )
+    if "resume" in samples:
+        what = f"a run of {RESUMED_NODES} pods, suspended and resumed"
+        for key, name, goal in (
+            ("suspend", "suspend → Suspended", ""),
+            ("pods", "resume → all pods run", ""),
+            ("resume", "resume → next new step", "<= 15"),
+        ):
+            rows.append(_row(what, name, [one[key] for one in samples["resume"]], goal))
     for key, figure in _FIGURES.items():
         for part, what in _WHAT.items():
             if part in samples:

@@ -25,7 +25,7 @@ _SECONDS_BETWEEN_LINES = 60.0
 _SECONDS_TO_CLEAN_UP = 120.0
 """Time for fixtures to take down what they started, such as a cluster."""
 _NICENESS = 5
-"""Of the command behind: the nodes of the cluster, whose tests have time limits, are served first."""
+"""Niceness of the command behind: the cluster's nodes, whose tests have time limits, are served first."""
 
 
 def run(front: Sequence[str], behind: Sequence[str]) -> int:

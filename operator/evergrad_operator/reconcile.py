@@ -307,7 +307,8 @@ class Reconciler:
     async def _ask_about_ends(self, work: Pass, seen: Observation) -> bool:
         """Ask the coordinator anew when nodes have ended by themselves, and return whether it was asked.
 
-        Its last answer is from before the end, and lacks the cause and the last step.
+        Its last answer is from before the end, and lacks the cause and the last step. The same holds for an
+        answer with connected nodes where no pod of a node is left: a suspended run waits for a newer one.
         """
         ends = frozenset(
             pod.uid
@@ -316,10 +317,12 @@ class Reconciler:
         )
         is_new = not ends <= work.hints.ends
         work.hints.ends = ends
-        if is_new:
+        is_at_work = any(pod.is_live or pod.is_leaving for pod in seen.nodes)
+        is_late = seen.progress is not None and seen.progress.connected > 0 and not is_at_work
+        if is_new or is_late:
             self._follow(work.key, seen)
             await self._coordinators.ask(work.key)
-        return is_new
+        return is_new or is_late
 
 
 def _refuse_token(uid: str) -> str:

@@ -203,7 +203,7 @@ def _start_workers(api: Api) -> None:
 
 
 def _write_cluster_folder() -> None:
-    """What people use: kubeconfig, kubectl, helm where it is built, and the way to the logs."""
+    """The tools for people: kubeconfig, kubectl, helm where it is built, and the way to the logs."""
     (CLUSTER / "bin").mkdir(parents=True, exist_ok=True)
     pki.write_kubeconfig(keys(), "admin", KUBECONFIG)
     built = [

@@ -199,7 +199,7 @@ def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
     )
     assert runs.split() == [f"trainingrun.{GROUP}/quickstart"]
 
-    # Whoever installs it again gets on with what was left.
+    # A second installation gets on with what was left.
     helm(cluster, namespace, "install", "first", str(other_chart), "--wait", *settings)
     assert (
         len(

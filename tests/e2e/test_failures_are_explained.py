@@ -44,7 +44,7 @@ def expect_waiting(run: Run, reason: str, *words: str) -> None:
 
 
 def count_pods_ever(runs: Runs, run: Run) -> int:
-    """So many pods of the run were ever made, by their events."""
+    """Number of pods of the run that were ever made, by their events."""
     events = runs.list("events")
     names = {
         event["involvedObject"]["name"]

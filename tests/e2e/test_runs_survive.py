@@ -1,6 +1,8 @@
-"""What happens to pods of a run: deleted, killed, evicted, preempted, suspended; and to its coordinator."""
+"""Pods of a run and its coordinator are deleted, killed, evicted, preempted and suspended."""
 
+import json
 import time
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -202,6 +204,45 @@ def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(
     run.expect_same_as(reference)
     generations = list(run.generations())
     assert generations == sorted(generations)
+
+
+@pytest.mark.long
+def test_a_resumed_run_of_three_pods_waits_for_its_pods_and_for_no_timer(runs: Runs) -> None:
+    run = runs.start("resumed", steps=ENDLESS, nodes={"min": 1, "max": 3})
+    run.wait_for_world(3)
+    run.patch({"suspend": True})
+    run.wait_for_phase("Suspended")
+    step, rows = run.newest_step(), len(run.rows())
+
+    resumed = time.time()
+    run.patch({"suspend": False})
+    run.wait_for_step(step + 1)
+    first = run.rows()[rows]
+    print(f"resume: {first['time'] - resumed:.1f} s to the first new step")
+
+    # One pass of the operator makes all pods: the last one is there before any of them has said anything.
+    pods = [*run.live_pods().values(), *run.live_pods(role="coordinator").values()]
+    assert len(pods) == 4
+    made = [datetime.fromisoformat(pod["metadata"]["creationTimestamp"]) for pod in pods]
+
+    # The coordinator plans as soon as the last node is here. A wait for a group of before would take its
+    # lease of ten seconds, and a wait for nodes that do not come 30 s.
+    (coordinator,) = run.live_pods(role="coordinator").values()
+    arguments = coordinator["spec"]["containers"][0]["args"]
+    assert "--nothing-runs" in arguments
+    assert arguments[arguments.index("--expect") + 1] == "3"
+    said = [
+        json.loads(line)
+        for line in runs.kubectl("logs", coordinator["metadata"]["name"]).splitlines()
+        if line.startswith("{")
+    ]
+    plan = next(one for one in said if one["event"] == "plan")
+    hellos = [one for one in said if one["event"] == "hello" and one["time"] <= plan["time"]]
+    assert max(made).timestamp() <= hellos[0]["time"]
+    assert (plan["members"], len({one["node"] for one in hellos})) == (3, 3)
+    assert plan["time"] - hellos[-1]["time"] < 5
+    assert first["world_size"] == 3, "the first new step is one of all three nodes"
+    assert run.repeated_steps() == 0
 
 
 def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(

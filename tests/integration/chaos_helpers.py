@@ -30,7 +30,7 @@ from run_helpers import (
 SAMPLE_SECONDS = 0.5
 PACE_SECONDS = 0.04
 MIN_SAMPLES = 45
-"""Of a process that is old enough to tell anything."""
+"""Samples of a process that is old enough to show a trend."""
 BURIED = 22, 10
 """Descriptors and threads of the groups of one world that a worker has to keep until their last operation has
 ended."""
@@ -278,7 +278,7 @@ class Repeat:
 
 
 NOBODY = {"type": "none", "pid": None}
-"""Of a world whose rank 0 could not even write that it had begun."""
+"""Event of a world whose rank 0 could not even write that it had begun."""
 
 
 def find_repeats(directory: Path) -> list[Repeat]:

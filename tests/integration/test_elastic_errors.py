@@ -110,7 +110,7 @@ def test_an_error_of_one_rank_once_costs_a_worker_and_no_step(
 def test_saves_that_fail_for_lack_of_space_end_no_run(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Whoever makes room must find a run that goes on, from its newest checkpoint."""
+    """The run goes on from its newest checkpoint, where a person can make room for it."""
     cluster = make_elastic(expect=2)
     cluster.start(
         faults=[fault("full", "shard", rank=1, call=2)],

@@ -30,7 +30,7 @@ from evergrad_trainer.world import Interrupt, World
 
 CPU = torch.device("cpu")
 TIMEOUT = 250
-"""Of the collectives: whoever comes out sooner was freed, and did not wait."""
+"""Timeout of the collectives: a rank that comes out sooner was freed, and did not wait."""
 SOON = 100.0
 _kept: list[object] = []
 """Ends of channels: a watchdog whose supervisor is gone ends its process."""

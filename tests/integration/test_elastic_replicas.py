@@ -10,7 +10,7 @@ from run_helpers import events, metric_rows
 
 MakeCluster = Callable[..., Cluster]
 SMALL_CHUNKS = {"evergrad_trainer.state.transfer._CHUNK_BYTES": 4096}
-"""So that the tiny state travels in many pieces."""
+"""Bytes of a piece: few, for the tiny state to travel in many pieces."""
 
 
 def test_a_newcomer_whose_only_source_dies_while_it_is_fed_begins_with_the_initial_weights(

@@ -119,7 +119,7 @@ def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle(
             faults=faults,
         ).wait()
 
-    # Of another checkpoint of the same size.
+    # The number of batches, from another checkpoint of the same size.
     step_6 = trained.command("evaluate", run, "--set", "other", "--json", "--checkpoint", "6")
     num_batches = results_of(step_6)[0]["batches"]
     evaluate(fault("batch", call=10, action="SIGTERM")).expect(STOPPED_SAVED)

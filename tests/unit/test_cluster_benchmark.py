@@ -1,6 +1,7 @@
-"""What ``make bench-cluster`` makes of what it reads: counters, events of a watch, seconds of
+"""Figures that ``make bench-cluster`` makes of what it reads: counters, events of a watch, seconds of
 CPU, quantiles."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS, END_TO_END = ROOT / "benchmarks", ROOT / "tests/e2e"
-# Of an API server 1.34: what runs cause, what goes on without them, what only reads.
+# Requests to an API server 1.34: those that runs cause, those that go on without them, reads.
 COUNTED = (
     ("POST", "pods", "", 201, "5"),
     ("POST", "pods", "", 409, "1"),
@@ -39,6 +40,7 @@ def bench() -> Iterator[SimpleNamespace]:
     sys.path[:0] = [str(BENCHMARKS), str(END_TO_END)]
     try:
         import cluster_evergrad
+        import cluster_kubeflow
         import cluster_load
         import cluster_meters
         import cluster_pods
@@ -50,6 +52,7 @@ def bench() -> Iterator[SimpleNamespace]:
             scale=cluster_scale,
             pods=cluster_pods,
             evergrad=cluster_evergrad.Evergrad,
+            kubeflow=cluster_kubeflow,
         )
     finally:
         del sys.path[:2]
@@ -106,26 +109,75 @@ def test_quantiles_are_values_that_were_measured(bench: SimpleNamespace) -> None
     assert bench.load.quantile([3.0, 1.0, 2.0], 0.99) == 3.0
 
 
-def test_rows_compare_the_sides_that_are_there(bench: SimpleNamespace) -> None:
-    def sample(seconds: float, writes: float) -> dict[str, Any]:
-        times = [seconds] * 4
-        return {
-            "runs": 4,
-            "rate": 2.0,
-            "created": times,
-            "running": times,
-            "writes": writes,
-            "writers": {"operator": writes},
-        }
+def make_sample(side: str, seconds: float, *, writes: float, runs: int = 4) -> dict[str, Any]:
+    return {
+        "runs": runs,
+        "rate": 10.0,
+        "taken": "2026-11-23 22:00",
+        "version": "Trainer v2.3.0, JobSet v0.12.0" if side == "kubeflow" else "1a2b3c",
+        "created": [seconds] * runs,
+        "running": [seconds] * runs,
+        "created_seconds": seconds * runs,
+        "busy": 0.5,
+        "writes": writes,
+        "writers": {"operator": writes},
+    }
 
-    both = bench.scale.make_rows(
-        {"latency": {"evergrad": sample(0.2, 30), "kubeflow": sample(0.3, 50)}}
+
+def test_rows_set_the_sides_beside_each_other_with_the_goals_of_the_load(
+    bench: SimpleNamespace,
+) -> None:
+    sides = {
+        "evergrad": make_sample("evergrad", 0.2, writes=30),
+        "kubeflow": make_sample("kubeflow", 0.3, writes=50),
+    }
+    found = {
+        (name, row.what.partition(": ")[2], row.name): row
+        for name in ("100", "200", "500")
+        for row in bench.scale.make_rows({name: sides})
+    }
+    for name in ("100", "200", "500"):
+        for share in ("p50", "p95", "p99"):
+            assert found[name, "apply → all 4 pods created, kubeflow", share].value == 0.3
+        assert found[name, "apply → all 4 pods created, evergrad", "p99"].goal == "<= 0.3"
+        assert found[name, "apply → all 4 pods created, evergrad", "p99"].is_reached
+        assert found[name, "sustained", "ours / theirs"].value == pytest.approx(1.5)
+        assert found[name, "API writes a run", "ours / theirs"].value == pytest.approx(0.6)
+    goals = {
+        name: (
+            found[name, "sustained", "ours / theirs"].goal,
+            found[name, "API writes a run", "ours / theirs"].goal,
+        )
+        for name in ("100", "200", "500")
+    }
+    assert goals == {"100": ("", "<= 0.7"), "200": (">= 1.5", ""), "500": (">= 1.5", "")}
+    note = found["100", "API writes a run", "ours / theirs"].note
+    assert note == (
+        "1a2b3c, 2026-11-23 22:00; Trainer v2.3.0, JobSet v0.12.0, 2026-11-23 22:00"
     )
-    found = {(row.what.partition(": ")[2], row.name): row for row in both}
-    assert found["apply → all 4 pods created, evergrad", "p99"].is_reached
-    assert found["API writes a run", "ours / theirs"].value == pytest.approx(0.6)
-    alone = bench.scale.make_rows({"latency": {"evergrad": sample(0.2, 30)}})
-    assert all(row.goal == "" for row in alone)
+    alone = bench.scale.make_rows({"200": {"evergrad": sides["evergrad"]}})
+    assert alone and all(row.goal == "" for row in alone)
+
+
+def test_samples_of_another_release_of_kubeflow_are_no_part_of_a_ratio(
+    bench: SimpleNamespace, tmp_path: Path
+) -> None:
+    file = tmp_path / "samples.json"
+    assert bench.scale.read_samples(file) == {}
+    ours = make_sample("evergrad", 0.2, writes=30)
+    theirs = make_sample("kubeflow", 0.3, writes=50)
+    older = {**theirs, "version": "Trainer v2.2.1, JobSet v0.11.1"}
+    samples = {
+        "latency": {"kubeflow": {"writes": 50}},
+        "100": {"evergrad": ours, "kubeflow": theirs},
+        "200": {"evergrad": ours, "kubeflow": older},
+    }
+    file.write_text(json.dumps(samples), encoding="utf-8")
+    assert bench.kubeflow.Kubeflow.version() == theirs["version"]
+    assert bench.scale.read_samples(file) == {
+        "100": {"evergrad": ours, "kubeflow": theirs},
+        "200": {"evergrad": ours},
+    }
 
 
 def test_a_kill_is_measured_to_the_next_step_of_others_and_to_the_replacements(
@@ -154,6 +206,7 @@ def test_rows_of_pods_set_ours_beside_stock_torchrun(bench: SimpleNamespace) -> 
     theirs = {"rest": 20.0, "replacement": 24.0, "lost_steps": 3.0, "step": 0.5}
     samples = {
         "quickstart": [{"first_step": 31.0}],
+        "resume": [{"suspend": 4.0, "pods": 3.0, "resume": 16.0}],
         "recipe": [ours] * 3,
         "stock_default": [theirs],
     }
@@ -161,6 +214,10 @@ def test_rows_of_pods_set_ours_beside_stock_torchrun(bench: SimpleNamespace) -> 
         (row.what.split(" → ")[-1], row.name): row for row in bench.pods.make_rows(samples)
     }
     assert found["first step", "median"].is_reached is False
+    whole = "a run of 3 pods, suspended and resumed"
+    assert found[whole, "suspend → Suspended"].goal == ""
+    assert found[whole, "resume → next new step"].value == 16
+    assert found[whole, "resume → next new step"].is_reached is False
     assert found["next step of the rest", "TrainingRun, recipe"].is_reached
     assert found["… next step of the rest", "stock default / recipe"].value == 20
     assert found["… replacement trains", "stock default / recipe"].value == 3

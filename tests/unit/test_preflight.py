@@ -407,7 +407,7 @@ def test_the_largest_micro_batch_that_fits_is_named_and_leaves_one_to_each_worke
     refused = check(beyond)
     assert refused.level == "error"
     assert f"Lower batching.microBatchSize to {named}, or use" in str(refused.problem)
-    # Of 24 workers each has a micro-batch of 2 samples at most.
+    # Each of 24 workers has a micro-batch of 2 samples at most.
     assert "up to 2, too" in str(check(1, most_workers=24).problem)
     assert "up to" not in str(check(1, most_workers=48).problem)
 

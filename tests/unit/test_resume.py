@@ -64,7 +64,7 @@ def make_script(*command: str, name: str = "one", **script: Any) -> TrainingRun:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    """Of a run that has begun."""
+    """Directory of a run that has begun."""
     one = RunDirectory(tmp_path / "run")
     one.create()
     record = resolved_record(
@@ -257,7 +257,7 @@ def test_what_is_recorded_loads_to_the_same_run(directory: RunDirectory) -> None
 
 @pytest.fixture
 def of_script(tmp_path: Path) -> RunDirectory:
-    """Of a script that has begun."""
+    """Directory of a script that has begun."""
     one = RunDirectory(tmp_path / "script")
     one.create()
     one.write_resolved(

@@ -70,7 +70,7 @@ def test_a_collective_that_never_ends_is_waited_for_until_shortly_after_the_grou
 
 
 def test_a_collective_that_ended_well_counts_although_the_group_is_given_up() -> None:
-    """Whoever has the whole sum finishes the step: others may have done so too."""
+    """Ranks that have the whole sum finish the step, since others may have done so too."""
     interrupt, work = Interrupt(), Work()
     interrupt.set()
     world = make_world(interrupt)

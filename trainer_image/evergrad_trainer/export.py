@@ -24,7 +24,7 @@ from evergrad_trainer.checkpoint.weights import (
     read_extra,
 )
 from evergrad_trainer.data.chat_template import TEMPLATE_FILE
-from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
+from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.models.adapters import (
     ADAPTER_FILE,
@@ -137,7 +137,11 @@ def export_checkpoint(
                 model = _write_merged(model, found, temporary, training=training, plan=plan)
             else:
                 _write_model(model, found, temporary, plan=plan)
-            _write_tokenizer(tokenizer, training, temporary)
+            tokenizer.save_pretrained(temporary)
+            if training.rows is not None and training.rows.chat_template is not None:
+                # The form of the prompts that the model has learned to answer.
+                template = training.rows.chat_template
+                (temporary / TEMPLATE_FILE).write_text(template, encoding="utf-8")
             os.rename(temporary, output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -168,13 +172,6 @@ def _read_run(run_directory: Path, *, weights: str, is_adapter: bool) -> tuple[T
         raise RunDirectoryError(Problem(str(run_directory), what, why, "Leave --adapter out"))
     check_has_average(training, weights, where=str(run_directory))
     return training, run_directory / resolved["baseDirectory"]
-
-
-def _write_tokenizer(tokenizer: TextTokenizer, training: Training, directory: Path) -> None:
-    tokenizer.save_pretrained(directory)
-    if training.rows is not None and training.rows.chat_template is not None:
-        # The form of the prompts that the model has learned to answer.
-        (directory / TEMPLATE_FILE).write_text(training.rows.chat_template, encoding="utf-8")
 
 
 def _write_model(

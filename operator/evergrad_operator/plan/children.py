@@ -204,11 +204,16 @@ def _plan_pods(
 
     attempt = decision.coordinator_attempt
     if attempt is not None:
-        # A successor waits for the nodes that run now, and not for all: it takes over a group as it is.
+        # The start of a queued run waits for nodes that are on their way, and not for those above the minimum
+        # that the queue admits later: they join, which costs steps only where workers begin anew.
         expect = run.spec.nodes.largest
+        is_queued = bool(run.labels.get(names.LABEL_QUEUE))
+        coming = {pod.index for pod in observation.nodes if pod.is_live and not pod.place.is_gated}
+        coming |= {index for index, _ in decision.nodes_to_create}
+        # A successor waits for the nodes that run now: it takes over a group as it is.
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
-        if running:
-            expect = min(max(running, run.spec.nodes.min), expect)
+        if running or (is_queued and coming and run.parsed.recovery == "in-process"):
+            expect = min(max(running or len(coming), run.spec.nodes.min), expect)
         # A pod that waits in a queue has never run.
         all_ended = all(pod.end is not None or pod.place.is_gated for pod in observation.nodes)
         epoch = Epoch(

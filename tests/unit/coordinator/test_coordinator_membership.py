@@ -54,7 +54,7 @@ WRONG_TOKEN = (
 
 
 def hello(cluster: Cluster, **changes: Any) -> Message:
-    """What a stranger who says hello is answered."""
+    """The answer to a stranger that says hello."""
     values: dict[str, Any] = {
         "run": "r",
         "node": "7",

@@ -1,4 +1,4 @@
-"""What /status and /metrics say."""
+"""The answers of /status and /metrics."""
 
 import json
 

@@ -223,7 +223,7 @@ def test_prepared_data_is_no_part_of_a_folder_or_pattern(tmp_path: Path) -> None
         source = entry(path, "tokens")
         found, problems = find_files(source, prepared_directory=tmp_path / "mine")
         assert (found, problems) == ((tmp_path / "own.tokens",), [])
-    # Whoever names them has them.
+    # A folder of prepared data that is named itself is read.
     source = entry(tmp_path / "mine", "tokens")
     found, _ = find_files(source, prepared_directory=tmp_path / "mine")
     assert [one.name for one in found] == ["train-0.tokens"]

@@ -67,7 +67,7 @@ def test_an_epoch_of_counts_is_spread_as_it_is_by_hand() -> None:
         0,
         1,
     ]
-    # Of four places the first source has (q + 2) div 4; of the other three the second has (p + 1) div 3.
+    # The first source has (q + 2) div 4 of four places; the second has (p + 1) div 3 of the other three.
     assert sources_of(PassMixture([9, 9, 9], counts=[1, 1, 2], seed=0), range(4)) == [
         2,
         0,

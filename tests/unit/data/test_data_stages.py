@@ -115,7 +115,7 @@ def test_an_epoch_has_a_source_once_however_many_stages_have_it() -> None:
     # Two sources of one stage are two, also where their items are equal.
     twins = Stage({"one": (Numbers(0, 12), 1.0), "two": (Numbers(0, 12), 1.0)})
     assert TrainingStream([twins], seed=0, batching=BATCHING).num_samples == 24
-    # So are sources of two stages that share a name and no items.
+    # Sources of two stages that share a name and no items are two as well.
     stages = [
         Stage({"one": (Numbers(0, 12), 1.0)}, until=3),
         Stage({"one": (Numbers(100, 8), 1.0)}),

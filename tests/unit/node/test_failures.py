@@ -1,4 +1,4 @@
-"""What the end of a process says, and what of it Kubernetes keeps."""
+"""The end of a process, its cause, and the part of it that Kubernetes keeps."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a worker whose world lasts as long as itself tells its node of the error that ends it."""
+"""Reports of a worker whose world lasts as long as itself to its node, about the error that ends it."""
 
 import gc
 from collections.abc import Iterator

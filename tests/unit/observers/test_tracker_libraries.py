@@ -170,7 +170,7 @@ def test_wandb_is_given_one_id_and_whole_rows(tmp_path: Path, fake_wandb: FakeWa
         library.write(step, 0.0, {"train/loss": float(step)})
     library.write(2, 0.0, {"evaluation/held/loss": 3.0})
     library.finish("handed on")
-    # Of the newest step an evaluation may come: it is left to who goes on with the run.
+    # An evaluation of the newest step may still come: the process that goes on with the run writes it.
     assert fake_wandb.rows == [(1, {"train/loss": 1.0}, True)]
     other = find_opener("wandb")(tracked(tmp_path / "wandb", "wandb"))
     other.write(2, 0.0, {"train/loss": 2.0})
@@ -353,7 +353,7 @@ def test_a_database_of_mlflow_that_a_kill_left_half_made_is_never_opened(
 ) -> None:
     folder = tmp_path / "mlflow"
     folder.mkdir()
-    # Of a process that was killed and could not tidy up.
+    # A process that was killed has left this file.
     (folder / ".mlflow.db.1").write_bytes(b"half")
     open_library = find_opener("mlflow")
     fake_store.is_killed = True

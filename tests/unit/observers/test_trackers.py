@@ -461,7 +461,7 @@ def test_a_tracker_that_is_given_up_writes_nothing_more_once_its_library_answers
     note = directory.trackers / "tensorboard.json"
     before = note.read_text() if note.exists() else None
 
-    # So late that a flush is due.
+    # Late enough for a flush to be due.
     now = 1000.0
     feeder.abandon()
     gate.set()

@@ -15,6 +15,7 @@ from pod_security import violations
 from simulated_run import CONFIG, START, Simulation, make_run
 
 from evergrad_coordinator.__main__ import find_problems, parse_arguments
+from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.plan.common import escape
 from evergrad_operator.times import format_time
@@ -694,6 +695,47 @@ def test_a_coordinator_that_is_replaced_expects_the_nodes_that_are_there() -> No
     world.reconcile()
     arguments = world.plan.create[0]["spec"]["containers"][0]["args"]
     assert arguments[arguments.index("--expect") + 1] == "2"
+
+
+def test_a_resumed_run_has_all_its_pods_made_in_the_pass_that_sees_it() -> None:
+    world = Simulation().run()
+    world.train(40, checkpointStep=40)
+    world.settle()
+    world.set_spec(suspend=True)
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+    assert world.settle().phase == names.Phase.SUSPENDED
+    world.progress = None
+    world.set_spec(suspend=False)
+    world.reconcile()
+    assert [pod["metadata"]["name"] for pod in world.plan.create] == [
+        "docs-lm-coordinator-1",
+        "docs-lm-0-1",
+        "docs-lm-1-1",
+        "docs-lm-2-1",
+    ]
+    arguments = world.plan.create[0]["spec"]["containers"][0]["args"]
+    assert "--nothing-runs" in arguments, "no lease of a group of before is waited for"
+    assert arguments[arguments.index("--expect") + 1] == "3"
+
+
+@pytest.mark.parametrize(("is_script", "expected"), [(False, "2"), (True, "3")])
+def test_a_start_does_not_wait_for_elastic_nodes_that_a_queue_admits_later(
+    is_script: bool, expected: str
+) -> None:
+    changes: dict[str, Any] = {"script": {"command": ["train.py"]}} if is_script else {}
+    run = make_run(**changes)
+    if is_script:
+        del run["spec"]["training"]
+    run["metadata"]["labels"] = {names.LABEL_QUEUE: "team"}
+    world = Simulation(run)
+    world.reconcile()
+    coordinator, *nodes = world.plan.create
+    assert [pod["metadata"]["name"] for pod in nodes] == ["docs-lm-0-0", "docs-lm-1-0"]
+    arguments = coordinator["spec"]["containers"][0]["args"]
+    # Nodes of a script begin anew when another joins: they wait for it.
+    assert arguments[arguments.index("--expect") + 1] == expected
 
 
 # ---- the coordinator's place -------------------------------------------------------------------------------

@@ -168,6 +168,25 @@ def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_wa
     assert "run-1-1" not in simulation.pods()
 
 
+def test_a_suspension_asks_the_coordinator_once_no_node_is_left_and_waits_for_no_poll(
+    simulation: Simulation,
+) -> None:
+    begin(simulation)
+    simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
+    simulation.settle()
+    running = simulation.coordinators.answers[KEY]
+    nodes = {**running["nodes"], "ready": 0, "connected": 0}
+    simulation.coordinators.unheard[KEY] = {**running, "nodes": nodes, "checkpointStep": 7}
+    for name in simulation.pods():
+        simulation.store.remove("pods", "ns", name)
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+    assert simulation.pods("coordinator") == []
+    status = simulation.status
+    assert (status["phase"], status["checkpoint"]["step"]) == ("Suspended", 7)
+
+
 @pytest.mark.parametrize(
     ("kind", "name"), [("configmaps", "run-config"), ("services", "run-coordinator")]
 )

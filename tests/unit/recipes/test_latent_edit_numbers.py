@@ -68,7 +68,7 @@ def test_distances_of_many_edits_need_no_memory_for_all_their_differences() -> N
     spread = measure_spread(states, states, mask)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 2**20, "in KiB; the differences would be 4 GiB"
-    # Of standard normal numbers: √(2 · 512) but for little.
+    # The distance of two vectors of 512 standard normal numbers is nearly √(2 · 512).
     assert spread.pairwise_distance.item() == pytest.approx(32, rel=0.01)
 
 

@@ -11,7 +11,7 @@ from evergrad_trainer.objectives.linear_kl import ESTIMATORS, KlSums, Penalty, l
 
 IDENTITY = torch.eye(2)
 P, Q = [0.75, 0.25], [0.5, 0.5]
-"""Of one token over a vocabulary of two: the model's distribution and the reference's. The label is 0."""
+"""The model's distribution of one token over a vocabulary of two, and the reference's. The label is 0."""
 FORWARD = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
 REVERSE = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
 NLL_DIFFERENCE = -math.log(0.75) + math.log(0.5)
