@@ -128,7 +128,9 @@ def measure_resume(bench: Bench, events: int) -> list[Sample]:
             run.patch({"suspend": False})
             run.wait_for_pods(*range(RESUMED_NODES))
             all_run = time.time()
-            wait_for(lambda before=num_rows: len(run.rows()) > before, "a step after the resume")
+            wait_for(
+                lambda before=num_rows: len(run.rows()) > before, "a step after the resume"
+            )
             samples.append(
                 {
                     "suspend": suspended - begun,

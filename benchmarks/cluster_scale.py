@@ -401,7 +401,10 @@ def measure(
             known[part] = {name: known[part][name] for name in SIDES if name in known[part]}
             samples_file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
             print_rows(make_rows({part: {side: known[part][side]}}))
-    print(f"== {time.strftime('%T')}  done in {(time.monotonic() - begun) / 60:.1f} min", flush=True)
+    print(
+        f"== {time.strftime('%T')}  done in {(time.monotonic() - begun) / 60:.1f} min",
+        flush=True,
+    )
     return make_rows(known)
 
 

@@ -32,9 +32,7 @@ _NEEDED: Final[tuple[tuple[str, Kind, str], ...]] = (
 """Verb, kind and subresource without which no run can be served."""
 
 
-async def check_access(
-    kube: Kube, scopes: Sequence[str | None], *, gang: str = "none"
-) -> None:
+async def check_access(kube: Kube, scopes: Sequence[str | None], *, gang: str = "none") -> None:
     """Fail for missing rights or a missing CRD in any of ``scopes``; None is the whole cluster.
 
     ``gang``: the installation's kind of gang, whose PodGroups the operator makes.
@@ -47,8 +45,7 @@ async def check_access(
     )
     for scope in scopes:
         asked = (
-            kube.may(verb, kind, namespace=scope, subresource=sub)
-            for verb, kind, sub in needed
+            kube.may(verb, kind, namespace=scope, subresource=sub) for verb, kind, sub in needed
         )
         answers = await asyncio.gather(*asked)
         lacking = [

@@ -7,9 +7,9 @@ from typing import Final, Protocol
 from evergrad_operator.kinds import POD_GROUPS, Kind
 
 FOUND_SECONDS: Final = 600.0
-"""Time for which a PodGroup that was found is trusted: an upgrade of the cluster may bring a newer version."""
+"""Time for which a PodGroup that was found is trusted: a cluster's upgrade may bring a newer version."""
 MISSING_SECONDS: Final = 60.0
-"""Time for which a PodGroup that is missing is not asked for again: somebody may install it at any moment, and
+"""Time for which a missing PodGroup is not asked for again: somebody may install it at any moment, and
 all runs of the installation wait for the same answer."""
 
 

@@ -122,7 +122,9 @@ class Service:
         try:
             if self._settings.page_port:
                 await self._fleet_page.listen(self._settings.page_port)
-            await check_access(self.kube, self._settings.scopes, gang=self._settings.config.gang)
+            await check_access(
+                self.kube, self._settings.scopes, gang=self._settings.config.gang
+            )
             self._spawn("event loop lag", self.vitals.measure_lag(self.metrics))
             # The webhook starts before the lease is held: a standby answers, too.
             if self._webhook is not None:

@@ -53,9 +53,7 @@ class FakeCluster:
         manager: str = "",
         is_brief: bool = False,
     ) -> Mapping[str, Any]:
-        return self._try(
-            lambda: self.store.apply(kind_of(body).plural, body, subresource)
-        )
+        return self._try(lambda: self.store.apply(kind_of(body).plural, body, subresource))
 
     async def merge(
         self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]

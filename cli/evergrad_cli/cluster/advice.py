@@ -34,8 +34,7 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
     if run.managed_by:
         return [
             f"{run.managed_by} has this run (spec.managedBy): Evergrad's operator makes no pod for it here.",
-            "Ask that controller. The field cannot change: to train here, submit the file without it under "
-            "another name.",
+            "Ask that controller. To train here, submit the file without the field under another name.",
         ]
     if not run.is_observed:
         return _unseen(run, now)

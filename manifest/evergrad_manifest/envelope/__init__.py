@@ -189,7 +189,7 @@ class Spec(Section):
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """When a node pulls the image; default: the operator's setting. No meaning for ``evergrad run``."""
     managed_by: str | None = Field(default=None, max_length=63, pattern=_DOMAIN_PATH)
-    """Controller of the run, as a Job's; default: evergrad.dev/operator, which leaves runs of others alone."""
+    """Controller of the run, as a Job's; default: evergrad.dev/operator, which leaves others' runs alone."""
     suspend: Switch = False
     """Stop with state saved and release the nodes; false goes on."""
     restart_nonce: str | None = Field(default=None, min_length=1, max_length=64)

@@ -32,7 +32,13 @@ from evergrad_operator.plan.token import build_token_secret
 
 Object = Mapping[str, Any]
 _POD_GROUP: Final = "PodGroup"
-OWNED_KINDS: Final = ("ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy", _POD_GROUP)
+OWNED_KINDS: Final = (
+    "ConfigMap",
+    "Service",
+    "PodDisruptionBudget",
+    "NetworkPolicy",
+    _POD_GROUP,
+)
 """Kinds of the children that are no pods, and not the PVC."""
 _SWITCHED: Final = ("PodDisruptionBudget", "NetworkPolicy")
 """Those that an installation, or the phase of a run, switches on and off."""
@@ -180,9 +186,9 @@ def _build_wanted(
     # A group that is there follows nodes.min, also down to 1, as long as its version lets it.
     group = observation.group_kind
     has_group = (_POD_GROUP, run.name) in observation.hashes
-    if group is not None and (has_group or decision.joins_group):
-        if not (has_group and is_fixed(group)):
-            wanted.append(build_pod_group(run, group))
+    is_ours = has_group or decision.joins_group
+    if group is not None and is_ours and not (has_group and is_fixed(group)):
+        wanted.append(build_pod_group(run, group))
     return {
         (child["kind"], child["metadata"]["name"]): child for child in map(with_hash, wanted)
     }
@@ -208,7 +214,9 @@ def _plan_pods(
         # that the queue admits later: they join, which costs steps only where workers begin anew.
         expect = run.spec.nodes.largest
         is_queued = bool(run.labels.get(names.LABEL_QUEUE))
-        coming = {pod.index for pod in observation.nodes if pod.is_live and not pod.place.is_gated}
+        coming = {
+            pod.index for pod in observation.nodes if pod.is_live and not pod.place.is_gated
+        }
         coming |= {index for index, _ in decision.nodes_to_create}
         # A successor waits for the nodes that run now: it takes over a group as it is.
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)

@@ -8,8 +8,8 @@ import hashlib
 from dataclasses import replace
 from typing import Final
 
-from evergrad_operator.policies.budget import find_delay
 from evergrad_operator.names import Reason
+from evergrad_operator.policies.budget import find_delay
 from evergrad_operator.policies.context import ReconcileContext
 from evergrad_operator.policies.waiting import explain_refusal
 from evergrad_operator.times import format_duration, format_time

@@ -321,7 +321,9 @@ def find_group_obstacle(context: ReconcileContext) -> Obstacle | None:
     gang = context.config.gang
     group = POD_GROUPS[gang][0].version.partition("/")[0]
     text = f"the API server has no PodGroup of {group}, by which this installation places the nodes of a run"
-    remedy = f"{_MISSING_GROUP[gang]}, or set runs.gang of the chart to none; it is looked for again"
+    remedy = (
+        f"{_MISSING_GROUP[gang]}, or set runs.gang of the chart to none; it is looked for again"
+    )
     return Obstacle(Reason.GANG_UNAVAILABLE, f"{text}. {remedy}")
 
 

@@ -351,7 +351,9 @@ def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Mak
     assert status_document(facts, now=NOW)["run"]["managedBy"] == "kueue.x-k8s.io/multikueue"
     # The operator's own name is as none.
     ours = make_run(spec={"managedBy": "evergrad.dev/operator"})
-    assert not any("Managed by" in line for line in render(Facts(parse_run(ours), (), (), ()), now=NOW))
+    assert not any(
+        "Managed by" in line for line in render(Facts(parse_run(ours), (), (), ()), now=NOW)
+    )
 
 
 def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:

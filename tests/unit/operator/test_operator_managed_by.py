@@ -61,7 +61,9 @@ def test_a_run_that_names_the_operator_itself_is_as_one_that_names_nobody() -> N
     assert simulation.status["phase"] == "Starting"
 
 
-def test_a_run_of_another_controller_is_in_no_metric_and_named_on_the_page_of_all_runs() -> None:
+def test_a_run_of_another_controller_is_in_no_metric_and_named_on_the_page_of_all_runs() -> (
+    None
+):
     simulation = managed(OTHER)
     vitals = Vitals(queue=WorkQueue(spacing=0.1), cache=simulation.cache, gate=OpenGate())
     facts = vitals.read_facts()
