@@ -29,10 +29,10 @@ ROLE_EVALUATION: Final = "evaluation"
 ROLE_OPERATOR: Final = "operator"
 """Role of the operator's own pod, as the chart labels it."""
 CONTAINERS: Final = {
-    ROLE_NODE: "trainer",
+    ROLE_NODE: contract.TRAINER_CONTAINER,
     ROLE_COORDINATOR: "coordinator",
-    ROLE_PREPARATION: "trainer",
-    ROLE_EVALUATION: "trainer",
+    ROLE_PREPARATION: contract.TRAINER_CONTAINER,
+    ROLE_EVALUATION: contract.TRAINER_CONTAINER,
 }
 """Our container in a pod, by the pod's role. Others in it are not ours."""
 

@@ -37,7 +37,7 @@ def check_resources(view: View) -> Iterator[Problem]:
     yield from check_resources_at(view, "spec", "resources")
 
 
-def check_resources_at(view: View, *where: str) -> Iterator[Problem]:
+def check_resources_at(view: View, *where: str | int) -> Iterator[Problem]:
     """The same of the resources at the path ``where``."""
     requests, limits = (
         _quantities(view, *where, "requests"),
@@ -78,7 +78,7 @@ def check_resources_at(view: View, *where: str) -> Iterator[Problem]:
             )
 
 
-def _quantities(view: View, *path: str) -> dict[str, str]:
+def _quantities(view: View, *path: str | int) -> dict[str, str]:
     """The quantities that could be parsed, by the resource's name."""
     # One by one from the file: a wrong quantity hides nothing of its neighbours.
     values = view.raw(*path)
