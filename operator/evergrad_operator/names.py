@@ -266,6 +266,8 @@ class Reason(StrEnum):
     """Workers ran out of memory too often without progress."""
     VOLUME_FULL = "VolumeFull"
     """The volume was full too often without progress."""
+    OUT_OF_EPHEMERAL_STORAGE = "OutOfEphemeralStorage"
+    """Pods wrote more on their hosts' disks than they may, too often without progress."""
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     """``activeDeadlineSeconds`` is over."""
     OUTPUT_CONFLICT = "OutputConflict"

@@ -21,6 +21,7 @@ from evergrad_operator.errors import ApiError, LeaseLostError
 from evergrad_operator.fleet_page import FleetPage
 from evergrad_operator.handlers import build_registry, build_settings, check_kopf, describe_kopf
 from evergrad_operator.health import HealthServer
+from evergrad_operator.installation import describe_installation
 from evergrad_operator.kube import Kube
 from evergrad_operator.lease import LeaseGate, LeaseSettings
 from evergrad_operator.metrics import FactsCollector, Metrics
@@ -313,7 +314,12 @@ def _build_webhook(
     def count_review(is_allowed: bool) -> None:
         metrics.reviews.labels("allowed" if is_allowed else "denied").inc()
 
-    webhook = Webhook(called, kube, leads=lambda: gate.remaining() > 0)
+    webhook = Webhook(
+        called,
+        kube,
+        leads=lambda: gate.remaining() > 0,
+        installation=describe_installation(settings.config),
+    )
     webhook.on_review = count_review
     return webhook
 

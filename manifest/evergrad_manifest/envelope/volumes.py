@@ -26,7 +26,7 @@ from evergrad_manifest.values.quantities import is_dns_label, is_dns_subdomain
 from evergrad_manifest.view import View
 
 TEMPLATE: Final = ("spec", "template")
-_ACCOUNT: Final = "spec.template.serviceAccountName"
+ACCOUNT: Final = "spec.template.serviceAccountName"
 SHORTEST_TOKEN_SECONDS: Final = 600
 """Least lifetime of a token that an API server issues."""
 _MOUNT: Final = Keys(
@@ -154,10 +154,10 @@ def _check_volume_kinds(
 
 def _check_account(view: View, volumes: Sequence[Item]) -> Iterator[Problem]:
     """The account has a name that one can have, and tokens are asked for of a named account alone."""
-    account = view.get(_ACCOUNT)
+    account = view.get(ACCOUNT)
     if isinstance(account, str) and not is_dns_subdomain(account):
         why = "the name of a service account has lower-case letters, digits, '-' and '.'"
-        yield Problem(_ACCOUNT, f"{show(account)} is not a valid name", why, "Correct it")
+        yield Problem(ACCOUNT, f"{show(account)} is not a valid name", why, "Correct it")
     for path, volume in volumes:
         inside = ("projected", "sources")
         for source_path, source in items_of((*path, *inside), value_at(volume, inside)):
@@ -166,9 +166,9 @@ def _check_account(view: View, volumes: Sequence[Item]) -> Iterator[Problem]:
             token = (*source_path, "serviceAccountToken")
             yield from _check_token(token, source["serviceAccountToken"])
             # Without a name it would be a token of the namespace's default account, which nobody allowed.
-            if not view.is_given(_ACCOUNT):
+            if not view.is_given(ACCOUNT):
                 why = "a token is that of an account which the installation allows"
-                remedy = f"Add {_ACCOUNT}, or remove this source"
+                remedy = f"Add {ACCOUNT}, or remove this source"
                 yield Problem(format_path(token), "names no account", why, remedy)
 
 
@@ -185,7 +185,7 @@ def _check_token(path: FieldPath, token: Any) -> Iterator[Problem]:
         remedy = f"Use {SHORTEST_TOKEN_SECONDS} or more"
         yield Problem(where, f"{show(seconds)} is too small", why, remedy)
     if isinstance(file, str) and (file.startswith("/") or ".." in file.split("/")):
-        where, why = format_path((*path, "path")), "it is relative to the volume, without .."
+        where, why = format_path((*path, "path")), "it is relative to the volume and has no '..'"
         yield Problem(where, f"{show(file)} is not a file in the volume", why, "Correct it")
 
 
