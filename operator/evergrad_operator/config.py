@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS
+from evergrad_operator.installation import Installation
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,8 @@ class Config:
     """Seconds for the pods of a complete run to write their report and end."""
     fail_grace_seconds: float = 10.0
     """Seconds for the pods of a failed run to end by themselves."""
+
+    @property
+    def installation(self) -> Installation:
+        """The part that runs are checked against."""
+        return Installation(self.allowed_service_accounts, self.storage_access_mode)

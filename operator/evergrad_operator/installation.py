@@ -11,7 +11,6 @@ from evergrad_manifest.envelope.storage import FOR_ONE_POD, check_shared
 from evergrad_manifest.envelope.volumes import ACCOUNT
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.values.numbers import show
-from evergrad_operator.config import Config
 from evergrad_operator.raw import get_int, get_map
 
 _SETTING: Final = "runs.allowed.serviceAccountNames of the chart"
@@ -28,11 +27,6 @@ class Installation:
 
 
 NOTHING_ALLOWED: Final = Installation()
-
-
-def describe_installation(config: Config) -> Installation:
-    """Return the part of the configuration that runs are checked against."""
-    return Installation(config.allowed_service_accounts, config.storage_access_mode)
 
 
 def find_refusals(

@@ -25,7 +25,6 @@ from evergrad_operator.claim_index import claim_of
 from evergrad_operator.config import Config
 from evergrad_operator.confirm import Confirmer
 from evergrad_operator.errors import OperatorError, SpecError
-from evergrad_operator.installation import describe_installation
 from evergrad_operator.kinds import CLAIM, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.names import Key
@@ -86,7 +85,7 @@ class Reconciler:
         self._config = config
         self._metrics = metrics
         self._hints: dict[Key, Hints] = {}
-        self._specs = SpecCache(describe_installation(config))
+        self._specs = SpecCache(config.installation)
         self.clock: Callable[[], float] = time.time
         self.token_of: Callable[[str], str] = _refuse_token
         self.on_forget: Callable[[Key], None] = lambda key: None

@@ -21,7 +21,6 @@ from evergrad_operator.errors import ApiError, LeaseLostError
 from evergrad_operator.fleet_page import FleetPage
 from evergrad_operator.handlers import build_registry, build_settings, check_kopf, describe_kopf
 from evergrad_operator.health import HealthServer
-from evergrad_operator.installation import describe_installation
 from evergrad_operator.kube import Kube
 from evergrad_operator.lease import LeaseGate, LeaseSettings
 from evergrad_operator.metrics import FactsCollector, Metrics
@@ -318,7 +317,7 @@ def _build_webhook(
         called,
         kube,
         leads=lambda: gate.remaining() > 0,
-        installation=describe_installation(settings.config),
+        installation=settings.config.installation,
     )
     webhook.on_review = count_review
     return webhook

@@ -67,8 +67,10 @@ def test_a_variable_of_an_object_of_the_cluster_is_set_in_the_shell_here(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     script = a_script("train.py", valueFrom=sources)
     assert problems(folder, script) == [
-        "spec.script.valueFrom.HF_TOKEN: HF_TOKEN is not set on this machine; its value is an object's of the "
-        "cluster, where this run does not start. Set it in the shell: HF_TOKEN=… evergrad run."
+        (
+            "spec.script.valueFrom.HF_TOKEN: HF_TOKEN is not set on this machine; its value is an object's of "
+            "the cluster, where this run does not start. Set it in the shell: HF_TOKEN=… evergrad run."
+        )
     ]
     monkeypatch.setenv("HF_TOKEN", "x")
     assert problems(folder, script) == []

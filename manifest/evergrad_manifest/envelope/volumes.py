@@ -185,7 +185,10 @@ def _check_token(path: FieldPath, token: Any) -> Iterator[Problem]:
         remedy = f"Use {SHORTEST_TOKEN_SECONDS} or more"
         yield Problem(where, f"{show(seconds)} is too small", why, remedy)
     if isinstance(file, str) and (file.startswith("/") or ".." in file.split("/")):
-        where, why = format_path((*path, "path")), "it is relative to the volume and has no '..'"
+        where, why = (
+            format_path((*path, "path")),
+            "it is relative to the volume and has no '..'",
+        )
         yield Problem(where, f"{show(file)} is not a file in the volume", why, "Correct it")
 
 

@@ -14,7 +14,6 @@ from evergrad_operator.changes import compare_settings, is_edited
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Decision
 from evergrad_operator.events import Event, derive_events, describe_edit
-from evergrad_operator.installation import describe_installation
 from evergrad_operator.observe import (
     ApplyFailure,
     Observation,
@@ -80,7 +79,7 @@ class Simulation:
     ) -> None:
         self.raw: dict[str, Any] = copy.deepcopy(dict(run or make_run()))
         self.config, self.now = config, now
-        self.specs = SpecCache(describe_installation(config))
+        self.specs = SpecCache(config.installation)
         self.pods: dict[str, dict[str, Any]] = {}
         self.children: dict[tuple[str, str], dict[str, Any]] = {}
         self.others: list[dict[str, Any]] = []
